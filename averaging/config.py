@@ -1,0 +1,165 @@
+"""What a peer can be told, checked once, and the addresses it is told."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import TypedDict
+
+from averaging.errors import ConfigError
+from averaging.group import CLIENT_PREFIX, Mode
+from averaging.messages import CompressionType
+from averaging.schema import ReplyForm
+
+DEFAULT_PART_SIZE_BYTES = 1 << 20
+"""Smaller parts cost more per byte; larger ones gain nothing (docs/performance.md)."""
+
+
+class NonFinite(StrEnum):
+    """What to do with NaN and infinity in tensors."""
+
+    REFUSE = "refuse"
+    """A peer does not start a round with such tensors, and reducers drop a sender whose part holds them."""
+    ALLOW = "allow"
+    """They are averaged like other numbers, and spread to all members."""
+
+
+class PeerOptions(TypedDict, total=False):
+    """The keyword arguments of `Peer` and `DecentralizedAverager`; `PeerConfig` says what they mean."""
+
+    listen: str
+    advertise: str | None
+    join: Sequence[str]
+    join_timeout: float
+    mode: Mode
+    group_size: int
+    min_group_size: int
+    group_bits: str
+    matchmaking_time: float
+    timeout: float
+    part_timeout: float
+    bandwidth: float | None
+    compression: CompressionType
+    reply: ReplyForm
+    part_size_bytes: int
+    non_finite: NonFinite
+    share_state: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerConfig:
+    """What a peer is told at its start.
+
+    Attributes:
+        run_id: peers with the same run average together; no dots.
+        listen: `host:port` to listen on; port 0 takes a free one. Not used in client mode.
+        advertise: `host:port` at which others reach this peer, if it differs from `listen`; port 0 means the one taken.
+        join: `host:port` of peers of the run, any of them; none starts a run of its own.
+        join_timeout: seconds within which one of them must answer.
+        mode: node, client (accepts no connection) or auxiliary (reduces, contributes no tensors).
+        group_size: a group begins as soon as it has so many members.
+        min_group_size: it begins with so many when its leader's waiting time is over.
+        group_bits: first group key, zeros and ones; empty puts all peers of the run under one key.
+        matchmaking_time: seconds a peer waits in one declaration before it begins with those who are there.
+        timeout: seconds for a whole attempt, matchmaking and all-reduce; no attempt takes longer.
+        part_timeout: seconds without any progress after which a member is given up in a round.
+        bandwidth: of this peer's link in bytes/s, so that it is given a share to match; None if unknown.
+        compression: how tensors are packed on the wire.
+        reply: reducers answer with the average, or with the difference to what was sent.
+        part_size_bytes: size of a part on the wire.
+        non_finite: what to do with NaN and infinity.
+        share_state: whether newcomers may download this peer's state. Clients never share.
+
+    Raises:
+        ConfigError: a value that cannot work; the message says which and why.
+    """
+
+    run_id: str
+    listen: str = "127.0.0.1:0"
+    advertise: str | None = None
+    join: Sequence[str] = ()
+    join_timeout: float = 10.0
+    mode: Mode = Mode.NODE
+    group_size: int = 8
+    min_group_size: int = 2
+    group_bits: str = ""
+    matchmaking_time: float = 5.0
+    timeout: float = 60.0
+    part_timeout: float = 10.0
+    bandwidth: float | None = None
+    compression: CompressionType = CompressionType.NONE
+    reply: ReplyForm = ReplyForm.AVERAGE
+    part_size_bytes: int = DEFAULT_PART_SIZE_BYTES
+    non_finite: NonFinite = NonFinite.REFUSE
+    share_state: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.run_id or "." in self.run_id or not self.run_id.isprintable():
+            raise ConfigError(f"run id {self.run_id!r} must be printable, not empty, and without a dot")
+        if isinstance(self.join, str):
+            raise ConfigError(f"join must be a list of addresses, not the text {self.join!r}")
+        parse_address(self.listen)
+        if self.advertise is not None:
+            parse_address(self.advertise)
+        for seed in self.join:
+            if parse_address(seed)[1] == 0:
+                raise ConfigError(f"{seed!r} has port 0; give the port on which that peer listens")
+        for name in ("join_timeout", "matchmaking_time", "timeout", "part_timeout"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"{name} must be a finite number of seconds above 0, not {value!r}")
+        if self.min_group_size < 2:
+            raise ConfigError(f"min_group_size must be at least 2, not {self.min_group_size}")
+        if self.group_size < self.min_group_size:
+            raise ConfigError(f"group_size {self.group_size} is below min_group_size {self.min_group_size}")
+        if set(self.group_bits) - {"0", "1"}:
+            raise ConfigError(f"group_bits must be zeros and ones, not {self.group_bits!r}")
+        if self.bandwidth is not None and not (math.isfinite(self.bandwidth) and self.bandwidth > 0):
+            raise ConfigError(f"bandwidth must be finite and above 0 bytes/s, not {self.bandwidth!r}")
+        if not 1024 <= self.part_size_bytes <= 1 << 28:
+            raise ConfigError(f"part_size_bytes must be from 1 KiB to 256 MiB, not {self.part_size_bytes}")
+
+
+def option_names() -> frozenset[str]:
+    """Every option but the run id, which is asked for by name everywhere."""
+    return frozenset(field.name for field in fields(PeerConfig)) - {"run_id"}
+
+
+def check_weight(weight: float) -> float:
+    """Returns `weight` as a float.
+
+    Raises:
+        ConfigError: it is negative, infinite or NaN.
+    """
+    if not (math.isfinite(weight) and weight >= 0):
+        raise ConfigError(f"weight must be finite and at least 0, not {weight!r}")
+    return float(weight)
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """Splits `host:port`; an IPv6 host stands in brackets.
+
+    Raises:
+        ConfigError: it is not such an address.
+    """
+    host, colon, port = address.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    plain = bool(host) and not set(host) & set(" :/[]@")
+    # isdecimal alone would take digits of other scripts
+    if not colon or not (bracketed or plain) or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
+        raise ConfigError(
+            f"{address!r} is not an address; give HOST:PORT, for example 192.0.2.7:4222 or [2001:db8::7]:4222"
+        )
+    return host, int(port)
+
+
+def is_endpoint(name: str) -> bool:
+    """Whether `name` can be a peer's name on the wire: an address with a port, or a client's name."""
+    if name.startswith(CLIENT_PREFIX):
+        return len(name) <= 256
+    try:
+        return len(name) <= 256 and parse_address(name)[1] > 0
+    except ConfigError:
+        return False

@@ -1,0 +1,1 @@
+"""How peers find each other: a contract, gossip between the peers, and a table in memory."""

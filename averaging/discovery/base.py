@@ -1,0 +1,62 @@
+"""The contract of discovery: small records under a key, one per subkey, that expire by their own time."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+MAX_VALUE_BYTES = 1024
+"""The largest value a record may carry."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What somebody stored. `expiration` is in seconds since the epoch."""
+
+    value: bytes
+    expiration: float
+
+
+class Discovery(Protocol):
+    """Where peers of one run tell each other who and what is there.
+
+    It is an async context manager: entering joins the run, leaving withdraws what this peer stored.
+    Reading is local and never waits for the network.
+    """
+
+    async def store(self, key: str, subkey: str, value: bytes, expiration: float) -> None:
+        """Stores or replaces this peer's record under (key, subkey), and tells the others.
+
+        Raises:
+            DiscoveryError: the value is over 1 KiB, it has expired already, or somebody else owns that record.
+        """
+        ...
+
+    async def withdraw(self, key: str, subkey: str) -> None:
+        """Takes this peer's record back before it expires; nothing happens if there is none."""
+        ...
+
+    def get(self, key: str) -> Mapping[str, Entry]:
+        """The records under `key` that have not expired, by subkey."""
+        ...
+
+    def watch(self, key: str) -> AsyncIterator[Mapping[str, Entry]]:
+        """Yields what `get(key)` returns, at once and again whenever it changes, expiry included.
+
+        Changes that come faster than the reader are merged. Close it (`contextlib.aclosing`) to stop watching.
+        """
+        ...
+
+    def names(self, endpoint: str) -> bool:
+        """Whether any record of this run that has not expired has `endpoint` as its subkey."""
+        ...
+
+    def endpoints(self) -> frozenset[str]:
+        """All subkeys of records that have not expired: the peers that discovery knows of."""
+        ...
+
+
+DiscoveryContext = AbstractAsyncContextManager[Discovery]
+"""A discovery that has not been entered yet."""

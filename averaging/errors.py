@@ -1,0 +1,93 @@
+"""Every error this library raises. Each says what happened, to whom, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+class AveragingError(Exception):
+    """The base of all errors below."""
+
+
+class ConfigError(AveragingError, ValueError):
+    """An argument that cannot work: a malformed address, a negative weight, a run id with a dot."""
+
+
+class TensorError(AveragingError, ValueError):
+    """A tensor that cannot be averaged: an integer dtype, or NaN and infinity where they are refused."""
+
+
+class SchemaMismatchError(AveragingError):
+    """Another peer of the run averages other tensors, or the same ones in another way.
+
+    Attributes:
+        endpoint: the peer that differs.
+        difference: the first difference, in words.
+    """
+
+    def __init__(self, endpoint: str, difference: str) -> None:
+        super().__init__(f"{endpoint} averages something else: {difference}")
+        self.endpoint = endpoint
+        self.difference = difference
+
+
+class ListenError(AveragingError, OSError):
+    """The peer cannot listen on its address, usually because the port is taken."""
+
+
+class TransportError(AveragingError):
+    """A call to another peer failed.
+
+    Attributes:
+        endpoint: the peer that was called.
+        reason: what the transport said.
+    """
+
+    def __init__(self, endpoint: str, reason: str) -> None:
+        super().__init__(f"{endpoint}: {reason}")
+        self.endpoint = endpoint
+        self.reason = reason
+
+
+class PeerUnreachableError(TransportError):
+    """Nobody answers there, or the connection broke."""
+
+
+class CallRefusedError(TransportError):
+    """The peer answered that it will not or cannot serve this call."""
+
+
+class ProtocolViolationError(AveragingError):
+    """A peer sent what the protocol does not allow. The fault is the sender's."""
+
+
+class RoundError(AveragingError):
+    """A round that cannot be done, for example because the weights of its members sum to zero."""
+
+
+class DiscoveryError(AveragingError):
+    """Discovery cannot do what was asked: a record too large, or owned by somebody else."""
+
+
+class NoSeedAnsweredError(DiscoveryError):
+    """None of the peers given to join answered in time.
+
+    Attributes:
+        reasons: for each seed, why.
+    """
+
+    def __init__(self, reasons: Mapping[str, str], seconds: float) -> None:
+        told = "; ".join(f"{seed}: {reason}" for seed, reason in reasons.items())
+        super().__init__(
+            f"none of the {len(reasons)} peers to join answered within {seconds:g} s ({told}). "
+            "Check the addresses and that a peer of this run is up; without --join this peer starts a run of its own."
+        )
+        self.reasons = dict(reasons)
+
+
+class StateError(AveragingError):
+    """A state could not be downloaded from anybody; nothing was changed locally."""
+
+
+class ClosedError(AveragingError):
+    """The peer is not running: it was not entered with `async with`, or has been closed."""

@@ -1,0 +1,181 @@
+"""A group of peers that will average together, what each of them told about itself, and where it goes next."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import msgpack
+
+from averaging.errors import ProtocolViolationError
+
+CLIENT_PREFIX = "client::"
+"""The name of a peer in client mode starts so; it is never dialled."""
+
+MAX_GATHER_BYTES = 64 * 1024
+"""What a peer may say about itself to its group, in bytes."""
+
+_WRAPPED_ARRAY = 0x40  # msgpack extension type in which other implementations pack the same array
+
+
+class Mode(IntEnum):
+    """What a peer does in a round; the numbers are on the wire."""
+
+    NODE = 0
+    """Contributes tensors and reduces."""
+    CLIENT = 1
+    """Contributes tensors; accepts no connection, so it reduces nothing."""
+    AUXILIARY = 2
+    """Reduces; contributes no tensors and takes no result."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One peer of a group.
+
+    Attributes:
+        endpoint: `host:port`, or `client::<uuid4>`.
+        weight: of its tensors in the average; finite and at least 0.
+        bandwidth: in bytes/s, or None if it did not tell.
+        user: whatever the application gathered, unpacked; None if there is nothing or it is unreadable.
+    """
+
+    endpoint: str
+    weight: float = 1.0
+    bandwidth: float | None = None
+    mode: Mode = Mode.NODE
+    user: Any = None
+
+    @property
+    def sends(self) -> bool:
+        """Whether it contributes tensors."""
+        return self.mode is not Mode.AUXILIARY
+
+    @property
+    def reduces(self) -> bool:
+        """Whether it can be given parts to reduce."""
+        return self.mode is not Mode.CLIENT
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """An assembled group. `members` are in the leader's order, the same at every member; [0] is not the leader."""
+
+    group_id: bytes
+    members: tuple[Member, ...]
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """The members' names, in order."""
+        return tuple(member.endpoint for member in self.members)
+
+    @property
+    def total_weight(self) -> float:
+        """Sum of the weights of those that contribute."""
+        return sum(member.weight for member in self.members if member.sends)
+
+    def index(self, endpoint: str) -> int:
+        """The place of a member.
+
+        Raises:
+            ProtocolViolationError: it is not a member.
+        """
+        try:
+            return self.endpoints.index(endpoint)
+        except ValueError:
+            raise ProtocolViolationError(f"{endpoint} is not a member of group {self.group_id.hex()[:8]}") from None
+
+
+def pack_gather(weight: float, bandwidth: float | None, mode: Mode, user: Any = None) -> bytes:
+    """What a peer tells its group about itself: msgpack of [weight, bandwidth or nil, mode, user bytes].
+
+    Raises:
+        ValueError: `user` is not something msgpack can pack, or the whole is over 64 KiB.
+    """
+    try:
+        packed: bytes = msgpack.packb([float(weight), bandwidth, int(mode), msgpack.packb(user)])
+    except TypeError as error:
+        raise ValueError(
+            f"gather must be what msgpack can pack (numbers, strings, bytes, lists, dicts): {error}"
+        ) from None
+    if len(packed) > MAX_GATHER_BYTES:
+        raise ValueError(f"gather is {len(packed)} bytes packed, more than the {MAX_GATHER_BYTES} allowed")
+    return packed
+
+
+def unpack_gather(endpoint: str, gather: bytes) -> Member:
+    """Reads what `endpoint` told about itself; an empty `gather` means weight 1 and nothing else.
+
+    Raises:
+        ProtocolViolationError: it is not such an array, or its values make no sense.
+    """
+    by_name = Mode.CLIENT if endpoint.startswith(CLIENT_PREFIX) else Mode.NODE
+    if not gather:
+        return Member(endpoint, mode=by_name)
+    if len(gather) > MAX_GATHER_BYTES:
+        raise ProtocolViolationError(
+            f"{endpoint} gathers {len(gather)} bytes, more than the {MAX_GATHER_BYTES} allowed"
+        )
+    fields = _unpack(gather)
+    if isinstance(fields, msgpack.ExtType) and fields.code == _WRAPPED_ARRAY:
+        fields = _unpack(fields.data)
+    if not isinstance(fields, list | tuple) or len(fields) != 4:
+        raise ProtocolViolationError(f"{endpoint} gathers something other than [weight, bandwidth, mode, user]")
+    weight, bandwidth, mode, user = fields
+    if not _is_number(weight) or weight < 0:
+        raise ProtocolViolationError(f"{endpoint} has weight {weight!r}; it must be finite and at least 0")
+    if bandwidth is not None and (not _is_number(bandwidth) or bandwidth < 0):
+        raise ProtocolViolationError(
+            f"{endpoint} has bandwidth {bandwidth!r}; it must be finite and at least 0, or nil"
+        )
+    if isinstance(mode, bool) or mode not in list(Mode):
+        raise ProtocolViolationError(f"{endpoint} has mode {mode!r}; it must be 0, 1 or 2")
+    return Member(
+        endpoint,
+        weight=float(weight),
+        bandwidth=None if bandwidth is None else float(bandwidth),
+        mode=Mode.CLIENT if by_name is Mode.CLIENT else Mode(mode),
+        user=_unpack(user) if isinstance(user, bytes) else None,
+    )
+
+
+def group_key(run_id: str, bits: str) -> str:
+    """The discovery key under which peers with these group bits look for each other."""
+    return f"{run_id}.0b{bits}"
+
+
+def donors_key(run_id: str) -> str:
+    """The discovery key under which peers declare that their state can be downloaded."""
+    return f"{run_id}.all_averagers"
+
+
+def next_group_bits(bits: str, group: Group, index: int, target_group_size: int) -> str:
+    """The group bits of member `index` after the round, so that those who met are spread over different groups.
+
+    Moshpit averaging (Ryabinin et al., 2021, arXiv:2103.03239): the place in this group becomes the newest digit of
+    the key and the oldest digit falls out, so d^k peers in groups of d reach the exact mean in k rounds.
+    """
+    digits = digits_per_round(target_group_size)
+    places = random.Random(group.group_id).sample(range(target_group_size), len(group.members))
+    new = format(places[index], f"0{digits}b") if digits else ""
+    return (bits + new)[-len(bits) :] if bits else ""
+
+
+def digits_per_round(target_group_size: int) -> int:
+    """How many bits one round replaces: ceil(log2 of the group size)."""
+    return (target_group_size - 1).bit_length()
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _unpack(packed: bytes) -> Any:
+    """What msgpack reads there; None if that is nothing sensible. It never raises."""
+    try:
+        return msgpack.unpackb(packed, strict_map_key=False)
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException):
+        return None

@@ -1,0 +1,168 @@
+"""What peers say to each other, as plain dataclasses; field by field the messages of `protos/averaging/wire`.
+
+The rest of the library works with these, so that only the gRPC transport knows the generated classes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class MessageCode(IntEnum):
+    """The verdicts and kinds of message, see docs/protocol.md."""
+
+    NO_CODE = 0
+    REQUEST_JOIN = 1
+    ACCEPTED = 2
+    BEGIN_ALLREDUCE = 3
+    PART_FOR_AVERAGING = 4
+    AVERAGED_PART = 5
+    NOT_DECLARED = 6
+    NOT_A_LEADER = 7
+    BAD_EXPIRATION_TIME = 8
+    BAD_SCHEMA_HASH = 9
+    BAD_GROUP_ID = 10
+    DUPLICATE_ENDPOINT = 11
+    GROUP_IS_FULL = 12
+    NOT_LOOKING_FOR_GROUP = 13
+    PROTOCOL_VIOLATION = 14
+    INTERNAL_ERROR = 15
+    CANCELLED = 16
+    GROUP_DISBANDED = 17
+
+
+class CompressionType(IntEnum):
+    """How the numbers of a tensor are packed on the wire; 5 to 15 are not ours to use."""
+
+    NONE = 0
+    MEANSTD_16BIT = 1
+    FLOAT16 = 2
+    QUANTILE_8BIT = 3
+    UNIFORM_8BIT = 4
+    BFLOAT16 = 16
+    BLOCKWISE_INT8 = 17
+
+
+@dataclass(frozen=True, slots=True)
+class WireTensor:
+    """A tensor, or a chunk of one, as it travels.
+
+    Attributes:
+        buffer: little-endian bytes; their layout depends on `compression`.
+        size: shape; empty in every chunk but the first.
+        dtype: numpy's name, or the code's own; empty in every chunk but the first.
+        compression: a `CompressionType`, or the number of one that this peer does not know.
+        chunks: how many messages the tensor is cut into; 0 = this one holds all of it.
+    """
+
+    buffer: bytes = b""
+    size: tuple[int, ...] = ()
+    dtype: str = ""
+    compression: int = CompressionType.NONE
+    chunks: int = 0
+    requires_grad: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class JoinRequest:
+    """A follower asks the callee to lead it. `expiration` is in seconds since the epoch."""
+
+    endpoint: str
+    schema_hash: bytes
+    expiration: float
+    gather: bytes = b""
+    client_mode: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MessageFromLeader:
+    """A verdict on a request to join, or what became of the group."""
+
+    code: MessageCode
+    group_id: bytes = b""
+    suggested_leader: str = ""
+    ordered_group_endpoints: tuple[str, ...] = ()
+    gathered: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AveragingData:
+    """A part on its way to its reducer, its average on the way back, or the code of an error."""
+
+    code: MessageCode = MessageCode.NO_CODE
+    group_id: bytes = b""
+    endpoint: str = ""
+    tensor_part: WireTensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DownloadData:
+    """A chunk of a state; the first message carries the metadata."""
+
+    metadata: bytes = b""
+    tensor_part: WireTensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A record of discovery, signed by its owner.
+
+    Attributes:
+        version: of records with the same key and subkey the highest counts.
+        expiration: seconds since the epoch.
+        owner: Ed25519 public key, 32 bytes.
+        signature: by the owner, over everything else and the run id.
+    """
+
+    key: str
+    subkey: str
+    value: bytes
+    version: int
+    expiration: float
+    withdrawn: bool = False
+    owner: bytes = b""
+    signature: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """What a peer holds: record ids and versions, or only the hash over all of them.
+
+    Attributes:
+        endpoint: the caller's; empty for a client.
+        entries: (id, version) of every record, if `complete`.
+    """
+
+    run_id: str
+    endpoint: str
+    state_hash: int
+    entries: tuple[tuple[int, int], ...] = ()
+    complete: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeReply:
+    """Records the caller lacks, ids of those the callee lacks, or only that something differs."""
+
+    records: tuple[Record, ...] = ()
+    wanted: tuple[int, ...] = ()
+    differs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rumour:
+    """A fresh record, and the range of peer hashes (both ends included) that the callee is to tell; (0, 0): none."""
+
+    record: Record
+    range_start: int = 0
+    range_end: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A record that was not taken, and why."""
+
+    key: str
+    subkey: str
+    reason: str

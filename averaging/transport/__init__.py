@@ -1,0 +1,1 @@
+"""How peers reach each other: a contract, gRPC, and a network in memory."""
