@@ -1,0 +1,40 @@
+# Every target sets up what it needs in .venv, also on a fresh machine.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# This release first: the index's newest torch brings gigabytes of CUDA that the tests and the demo do not use.
+TORCH ?= torch==2.13.0
+
+.PHONY: help demo test check lint bench proto clean
+
+help: ## what can be made
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+
+demo: $(VENV)/installed ## real training averaged between four processes, one of them killed on the way
+	$(BIN)/python -m examples.demo
+
+test: $(VENV)/installed ## all tests
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/installed ## style, types, import directions
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+check: lint test ## what CI runs
+
+bench: $(VENV)/installed ## discovery's and matchmaking's times
+	$(BIN)/python -m benchmarks.gossip
+
+proto: $(VENV)/installed ## compile protos/ again, after a change
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python hatch_build.py
+
+$(VENV)/installed: pyproject.toml hatch_build.py $(wildcard protos/averaging/wire/*.proto)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+clean: ## remove what was made here
+	rm -rf $(VENV) build dist runs averaging/wire/*_pb2*

@@ -1,0 +1,186 @@
+"""Who leads whom: the decisions of matchmaking, as pure functions of what a peer knows and of `now`."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import msgpack
+
+from averaging.config import is_endpoint
+from averaging.discovery.base import Entry
+from averaging.errors import ProtocolViolationError
+from averaging.group import Group, Member, Mode, unpack_gather
+from averaging.messages import JoinRequest, MessageCode, MessageFromLeader
+
+CLOCK_TOLERANCE = 3.0
+"""Seconds by which the clocks of two peers may differ."""
+
+MAX_REDIRECTS = 3
+"""How many suggestions in a row a follower takes."""
+
+MAX_GROUP_SIZE = 4096
+"""The largest group that a follower believes in."""
+
+GROUP_ID_BYTES = 20
+
+_FIRST_RETRY, _LAST_RETRY = 0.1, 2.0  # seconds until a peer that refused is asked again
+
+_NEVER_AGAIN = frozenset({MessageCode.BAD_SCHEMA_HASH, MessageCode.PROTOCOL_VIOLATION})
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Declaration:
+    """A peer that waits for a group until `expiration` (seconds since the epoch); the least one leads."""
+
+    expiration: float
+    endpoint: str
+
+
+@dataclass(slots=True)
+class Searching:
+    """What a peer that looks for a group knows about itself.
+
+    Attributes:
+        declared: until when it has declared to wait; None before it has declared, and always for a client.
+        leader: whom it follows; empty if nobody.
+        followers: who follows it, by endpoint.
+        assembled: its group is complete, so it looks no more.
+    """
+
+    member: Member
+    schema_hash: bytes
+    target_group_size: int
+    declared: float | None = None
+    leader: str = ""
+    followers: dict[str, Member] = field(default_factory=dict)
+    assembled: bool = False
+
+
+def verdict(request: JoinRequest, searching: Searching | None) -> tuple[MessageCode, str]:
+    """The answer to a request to join, and the suggested leader if there is one. The order of checks is the wire's."""
+    if searching is None or searching.assembled:
+        return MessageCode.NOT_LOOKING_FOR_GROUP, ""
+    if (
+        not request.schema_hash
+        or not is_endpoint(request.endpoint)
+        or not math.isfinite(request.expiration)
+        or not _gather_is_sound(request)
+        or searching.member.mode is Mode.CLIENT
+    ):
+        return MessageCode.PROTOCOL_VIOLATION, ""
+    if request.schema_hash != searching.schema_hash:
+        return MessageCode.BAD_SCHEMA_HASH, ""
+    if searching.declared is None:
+        return MessageCode.NOT_DECLARED, ""
+    if searching.declared > request.expiration:
+        return MessageCode.BAD_EXPIRATION_TIME, ""
+    if searching.leader:
+        return MessageCode.NOT_A_LEADER, searching.leader
+    if request.endpoint == searching.member.endpoint or request.endpoint in searching.followers:
+        return MessageCode.DUPLICATE_ENDPOINT, ""
+    if len(searching.followers) + 1 >= searching.target_group_size:
+        return MessageCode.GROUP_IS_FULL, ""
+    return MessageCode.ACCEPTED, ""
+
+
+def _gather_is_sound(request: JoinRequest) -> bool:
+    """A member whose gather nobody can read would spoil the round for the whole group."""
+    try:
+        member = unpack_gather(request.endpoint, request.gather)
+    except ProtocolViolationError:
+        return False
+    return (member.mode is Mode.CLIENT) == request.client_mode
+
+
+def can_begin(searching: Searching, min_group_size: int) -> bool:
+    """Whether those who are there are enough for a round that averages something."""
+    members = [searching.member, *searching.followers.values()]
+    return len(members) >= min_group_size and any(m.sends for m in members) and any(m.reduces for m in members)
+
+
+def assemble(searching: Searching, gathered: Mapping[str, bytes], rng: random.Random) -> MessageFromLeader:
+    """The message with which a leader begins: a random id, all members in random order, and what they gathered."""
+    endpoints = [searching.member.endpoint, *searching.followers]
+    rng.shuffle(endpoints)
+    return MessageFromLeader(
+        MessageCode.BEGIN_ALLREDUCE,
+        group_id=rng.randbytes(GROUP_ID_BYTES),
+        ordered_group_endpoints=tuple(endpoints),
+        gathered=tuple(gathered[endpoint] for endpoint in endpoints),
+    )
+
+
+def read_group(message: MessageFromLeader, endpoint: str, leader: str) -> Group:
+    """The group that `leader` announces to `endpoint`.
+
+    Raises:
+        ProtocolViolationError: the announcement makes no sense.
+    """
+    names = message.ordered_group_endpoints
+    if not message.group_id or len(message.group_id) > 256:
+        raise ProtocolViolationError(f"{leader} began a group whose id has {len(message.group_id)} bytes")
+    if not 2 <= len(names) <= MAX_GROUP_SIZE or len(names) != len(message.gathered):
+        raise ProtocolViolationError(f"{leader} began a group of {len(names)} with {len(message.gathered)} gathers")
+    if len(set(names)) != len(names) or not all(map(is_endpoint, names)):
+        raise ProtocolViolationError(f"{leader} began a group with malformed or repeated endpoints")
+    if endpoint not in names or leader not in names:
+        raise ProtocolViolationError(f"{leader} began a group without this peer or without itself")
+    members = tuple(unpack_gather(name, gather) for name, gather in zip(names, message.gathered, strict=True))
+    return Group(message.group_id, members)
+
+
+@dataclass(slots=True)
+class Attempt:
+    """How a peer answered so far. `retry_at` is in seconds since the epoch; None = not again in this search."""
+
+    expiration: float
+    refusals: int
+    retry_at: float | None
+
+
+def next_to_ask(
+    own: Declaration, entries: Mapping[str, Entry], attempts: Mapping[str, Attempt], now: float
+) -> tuple[Declaration | None, float | None]:
+    """Whom to ask now: of those who declared to wait less long, the earliest that has not just refused.
+
+    Returns:
+        That peer or None, and if None when to look again at the latest (seconds since the epoch; None = at a change).
+    """
+    again: float | None = None
+    for candidate in sorted(
+        Declaration(entry.expiration, endpoint) for endpoint, entry in entries.items() if unpack_looking(entry.value)
+    ):
+        if candidate >= own or candidate.endpoint == own.endpoint or candidate.expiration <= now - CLOCK_TOLERANCE:
+            continue
+        attempt = attempts.get(candidate.endpoint)
+        if attempt is None or (attempt.expiration != candidate.expiration and attempt.retry_at is not None):
+            return candidate, None
+        if attempt.retry_at is None:
+            continue
+        if attempt.retry_at <= now:
+            return candidate, None
+        again = attempt.retry_at if again is None else min(again, attempt.retry_at)
+    return None, again
+
+
+def refused(previous: Attempt | None, expiration: float, code: MessageCode, now: float, rng: random.Random) -> Attempt:
+    """Notes a refusal: a peer with other tensors is not asked again, any other after a growing, random pause."""
+    refusals = 1 + (previous.refusals if previous and previous.expiration == expiration else 0)
+    if code in _NEVER_AGAIN:
+        return Attempt(expiration, refusals, None)
+    pause = min(_LAST_RETRY, _FIRST_RETRY * 2 ** min(refusals, 10)) * rng.uniform(0.5, 1.0)
+    return Attempt(expiration, refusals, now + pause)
+
+
+def pack_looking(looking: bool) -> bytes:
+    """The value of a declaration."""
+    packed: bytes = msgpack.packb(looking)
+    return packed
+
+
+def unpack_looking(value: bytes) -> bool:
+    """Whether the peer that stored this value looks for a group; anything unreadable means no."""
+    return value == pack_looking(True)

@@ -1,0 +1,98 @@
+"""The weighted average of one member's shard, part by part, from senders that may be lost on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from averaging.errors import ProtocolViolationError
+
+
+class ShardReducer:
+    """Sums the parts of a shard as they arrive. No I/O, no clock.
+
+    A part is complete as soon as every sender that is still expected has delivered it. A sender that is dropped stays
+    in the parts it has delivered and is left out of the others.
+
+    Args:
+        sizes: number of elements of each part, in order.
+        weights: of every sender whose parts come over the network, by name.
+    """
+
+    def __init__(self, sizes: list[int], weights: Mapping[str, float]) -> None:
+        self._sizes = sizes
+        self._weights = dict(weights)
+        self._next = dict.fromkeys(weights, 0)  # the part each expected sender delivers next
+        self._sums: dict[int, torch.Tensor] = {}
+        self._arrived: dict[int, float] = {}  # sum of the weights of those who delivered the part
+        self._completed = 0
+        # Sums are formed relative to the largest weight, so that equal weights of any size are plain sums.
+        self._unit = max([weight for weight in weights.values() if weight > 0], default=1.0)
+
+    @property
+    def expected(self) -> set[str]:
+        """Senders that are neither dropped nor done."""
+        return {sender for sender, number in self._next.items() if number < len(self._sizes)}
+
+    def add(self, sender: str, values: torch.Tensor) -> None:
+        """Takes the next part of `sender`.
+
+        Args:
+            sender: one of the names in `weights` that has not been dropped.
+            values: 1-D, of the part's size; any floating-point dtype. Not kept.
+
+        Raises:
+            ProtocolViolationError: wrong shape, or more parts than there are.
+        """
+        number = self._next[sender]
+        if number >= len(self._sizes):
+            raise ProtocolViolationError(f"{sender} sent more than the {len(self._sizes)} parts of this shard")
+        if tuple(values.shape) != (self._sizes[number],):
+            raise ProtocolViolationError(
+                f"{sender} sent part {number} with shape {list(values.shape)} instead of [{self._sizes[number]}]"
+            )
+        self._next[sender] = number + 1
+        self._add(number, values, self._weights[sender])
+
+    def drop(self, sender: str) -> None:
+        """No further part of `sender` is waited for."""
+        self._next.pop(sender, None)
+
+    def take_complete(self) -> range:
+        """The parts that have become complete since the last call, in order."""
+        # Senders deliver in order, so the slowest one tells how far the shard is.
+        reached = min(self._next.values(), default=len(self._sizes))
+        complete = range(self._completed, reached)
+        self._completed = reached
+        return complete
+
+    def finish(self, number: int, local: torch.Tensor | None, local_weight: float) -> torch.Tensor | None:
+        """The average of a complete part; forgets it.
+
+        Args:
+            number: of the part, from `take_complete`.
+            local: what this member contributes itself, 1-D; None if nothing.
+            local_weight: its weight.
+
+        Returns:
+            1-D, float32 or float64; None if nobody with a weight above 0 contributed.
+        """
+        if local is not None:
+            self._add(number, local, local_weight)
+        weight = self._arrived.pop(number, 0.0)
+        total = self._sums.pop(number, None)
+        if total is None or weight <= 0:
+            return None
+        return total.div_(weight / self._unit)
+
+    def _add(self, number: int, values: torch.Tensor, weight: float) -> None:
+        if weight == 0:
+            return  # not even its NaN counts
+        values = values if values.dtype == torch.float64 else values.to(torch.float32)
+        relative = weight / self._unit
+        if number in self._sums:
+            self._sums[number].add_(values, alpha=relative)
+        else:
+            self._sums[number] = values * relative if relative != 1 else values.clone()
+        self._arrived[number] = self._arrived.get(number, 0.0) + weight

@@ -1,0 +1,109 @@
+"""What a peer answers to others: requests to join its group, parts of its round, its state, its status."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from importlib import metadata
+
+from averaging.allreduce import AllReduce
+from averaging.config import PeerConfig
+from averaging.discovery.base import Discovery
+from averaging.matchmaking import Matchmaking
+from averaging.messages import AveragingData, DownloadData, JoinRequest, MessageCode, MessageFromLeader
+from averaging.observe.receipts import Receipt
+from averaging.observe.status import PeerStatus
+from averaging.schema import Schema
+from averaging.snapshots import Snapshots
+from averaging.state import pack
+
+SOFTWARE = f"averaging {metadata.version('averaging')}"
+
+
+class PeerService:
+    """The serving side of one peer; implements `transport.base.AveragingService`.
+
+    Attributes:
+        matchmaking: None until the peer has joined its run.
+        round: the round in progress.
+        rounds: how many attempts ended in an average.
+        last: the receipt of the last attempt.
+    """
+
+    def __init__(self, config: PeerConfig, endpoint: str, schema: Schema, snapshots: Snapshots, started: float) -> None:
+        self._config, self._endpoint, self._schema = config, endpoint, schema
+        self._snapshots = snapshots
+        self._started = started
+        self.matchmaking: Matchmaking | None = None
+        self.discovery: Discovery | None = None
+        self.round: AllReduce | None = None
+        self.rounds = 0
+        self.last: Receipt | None = None
+
+    async def join_group(self, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
+        """Answers a request to join this peer's group."""
+        if self.matchmaking is None:
+            yield MessageFromLeader(MessageCode.NOT_LOOKING_FOR_GROUP)
+            return
+        async with aclosing(self.matchmaking.join_group(request)) as replies:
+            async for reply in replies:
+                yield reply
+
+    async def aggregate_part(self, messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
+        """Serves one sender's stream of the round it names."""
+        first = await anext(messages, None)
+        if first is None:
+            return
+        if (this_round := await self._find_round(first.group_id)) is None:
+            yield AveragingData(code=MessageCode.BAD_GROUP_ID)
+            return
+        async with aclosing(this_round.aggregate_part(first, messages)) as replies:
+            async for reply in replies:
+                yield reply
+
+    async def download_state(self) -> AsyncGenerator[DownloadData, None]:
+        """Serves the last committed state; nothing if it is not shared."""
+        if not self._snapshots.shared:
+            return
+        for message in pack(await self._snapshots.latest(self._config.part_timeout)):
+            yield message
+
+    def get_schema(self) -> Schema:
+        """What this peer averages."""
+        return self._schema
+
+    def get_status(self) -> PeerStatus:
+        """Who this peer is and what it is doing."""
+        found, current = self.matchmaking, self.round
+        return PeerStatus(
+            endpoint=self._endpoint,
+            run_id=self._config.run_id,
+            mode=self._config.mode.name.lower(),
+            software=SOFTWARE,
+            started=self._started,
+            schema_hash=self._schema.hash,
+            group_key=found.group_key if found else "",
+            looking=found.looking if found else False,
+            declared_expiration=found.declared_expiration if found else 0.0,
+            leader=found.leader if found else "",
+            group_id=current.group.group_id if current else b"",
+            members=current.group.endpoints if current else (),
+            last_round=self.last,
+            rounds=self.rounds,
+            state_version=self._snapshots.version,
+            known_peers=len((self.discovery.endpoints() if self.discovery else frozenset()) | {self._endpoint}),
+        )
+
+    async def _find_round(self, group_id: bytes) -> AllReduce | None:
+        """The round of that group, waiting while one is being assembled."""
+        if not self._is_current(group_id) and self.matchmaking is not None:
+            try:
+                async with asyncio.timeout(self._config.part_timeout):
+                    await self.matchmaking.assembling()
+            except TimeoutError:
+                return None
+        return self.round if self._is_current(group_id) else None
+
+    def _is_current(self, group_id: bytes) -> bool:
+        return self.round is not None and self.round.group.group_id == group_id

@@ -1,0 +1,91 @@
+"""The state a peer shares: committed under a growing version, copied only when that becomes necessary."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from averaging.state import Snapshot, State, check_state, seal
+from averaging.tensors import SharedTensors
+
+INLINE_BYTES = 1 << 20
+"""A state up to this size is copied and hashed on the event loop, a larger one in a thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What the application adds to the averaged tensors: further tensors by name, and a small dict for msgpack."""
+
+    tensors: Mapping[str, torch.Tensor]
+    user: Mapping[str, Any]
+
+
+NO_EXTRAS = Extras({}, {})
+
+
+class Snapshots:
+    """The last committed state of one peer.
+
+    A commit copies nothing. The copy is made by the first download, or before the application writes the tensors again,
+    so a peer that only averages holds no second set of its tensors.
+
+    Args:
+        tensors: the averaged ones.
+        extras: asked under the tensors' lock what belongs to the state besides them.
+        shared: whether anybody may download the state; if not, nothing is ever copied.
+    """
+
+    def __init__(self, tensors: SharedTensors, extras: Callable[[], Extras] | None, *, shared: bool) -> None:
+        self._tensors = tensors
+        self._extras = extras or (lambda: NO_EXTRAS)
+        self.shared = shared
+        self.version = 0
+        self._committed_extras = NO_EXTRAS
+        self._copy: State | None = None
+        self._sealed: Snapshot | None = None
+        if shared:
+            tensors.before_application_writes = self._copy_once
+
+    def commit(self, version: int) -> None:
+        """What the tensors hold now is the state, under `version` or the present one if that is greater.
+
+        The caller holds the tensors' lock.
+
+        Raises:
+            StateError: the extras cannot be shared.
+        """
+        if self.shared:
+            extras = self._extras()
+            check_state(extras.tensors, extras.user)
+            self._committed_extras = extras
+        self._copy = self._sealed = None
+        self.version = max(version, self.version)
+
+    async def latest(self, timeout: float) -> Snapshot:
+        """The committed state with its digests; waits at most `timeout` seconds for the tensors' lock."""
+        if self._sealed is None:
+            state = await self._tensors.while_locked(self._copy_once, timeout)
+            small = sum(tensor.nbytes for tensor in state.tensors.values()) <= INLINE_BYTES
+            sealed = seal(state) if small else await asyncio.to_thread(seal, state)
+            if self._copy is not state:
+                return sealed  # a newer one was committed meanwhile; this one is whole all the same
+            self._sealed = sealed
+        return self._sealed
+
+    def _copy_once(self) -> State:
+        if self._copy is None:
+            named = dict(zip(self._tensors.names, self._tensors.tensors, strict=True)) | dict(
+                self._committed_extras.tensors
+            )
+            copies = {name: _copied(tensor) for name, tensor in named.items()}
+            self._copy = State(self.version, copies, dict(self._committed_extras.user))
+        return self._copy
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy on the CPU."""
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)

@@ -1,0 +1,268 @@
+"""A peer's state as newcomers download it: packed into chunks, verified before anything local is changed.
+
+The state is what was committed last, under a version that never goes back. The averaged tensors come first, in the
+schema's order; whatever the application adds (optimizer statistics, say) follows, with a small dict of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import msgpack
+import torch
+
+from averaging.errors import AveragingError, ProtocolViolationError, StateError
+from averaging.messages import DownloadData, WireTensor
+from averaging.schema import DTYPES, Schema
+from averaging.transport.base import Transport
+
+logger = logging.getLogger(__name__)
+
+CHUNK_BYTES = 1 << 20
+"""Size of one message of a download."""
+
+MAX_METADATA_BYTES = 16 << 20
+MAX_TENSORS = 100_000
+MAX_GROWTH = 16
+"""A state may hold so many times the bytes of the averaged tensors (plus 64 MiB) before it is refused."""
+
+STATE_DTYPES: dict[str, torch.dtype] = {
+    **DTYPES,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "int16": torch.int16,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "bool": torch.bool,
+}
+"""What a state may hold: more than what can be averaged."""
+
+_DTYPE_NAMES = {dtype: name for name, dtype in STATE_DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A committed state.
+
+    Attributes:
+        version: never goes back at one peer.
+        tensors: dense CPU tensors by name; the averaged ones first, in the schema's order.
+        user: the application's own small dict, of what msgpack can pack.
+    """
+
+    version: int
+    tensors: Mapping[str, torch.Tensor]
+    user: Mapping[str, Any] = field(default_factory=dict)
+
+
+def check_state(tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None:
+    """Whether a state could be packed.
+
+    Raises:
+        StateError: a tensor of a dtype that cannot travel, or a user dict that msgpack cannot pack.
+    """
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPE_NAMES:
+            raise StateError(f"state tensor {name!r} is {tensor.dtype}; {', '.join(STATE_DTYPES)} can be shared")
+    try:
+        msgpack.packb(dict(user))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise StateError(f"the state's user dict must be what msgpack can pack: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A state that nobody writes any more, with the SHA-256 digest of each tensor's bytes."""
+
+    state: State
+    digests: tuple[bytes, ...]
+
+
+def seal(state: State) -> Snapshot:
+    """Computes the digests; the tensors must not be written afterwards."""
+    return Snapshot(state, tuple(hashlib.sha256(_raw(tensor)).digest() for tensor in state.tensors.values()))
+
+
+def pack(snapshot: Snapshot) -> Iterator[DownloadData]:
+    """The messages of a download: metadata with the first chunk, then the rest."""
+    state = snapshot.state
+    metadata: bytes = msgpack.packb(
+        {
+            "version": state.version,
+            "tensors": [[name, _DTYPE_NAMES[t.dtype], list(t.shape)] for name, t in state.tensors.items()],
+            "digest": list(snapshot.digests),
+            "user": dict(state.user),
+        }
+    )
+    for tensor in state.tensors.values():
+        buffer = _raw(tensor)
+        chunks = max(1, -(-len(buffer) // CHUNK_BYTES))
+        for number in range(chunks):
+            piece = bytes(buffer[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES])
+            if number:
+                wire = WireTensor(piece)
+            else:
+                wire = WireTensor(piece, tuple(tensor.shape), _DTYPE_NAMES[tensor.dtype], chunks=chunks)
+            yield DownloadData(metadata, wire)
+            metadata = b""
+
+
+def _raw(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, without a copy."""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+
+
+class StateReader:
+    """Puts a download together again and verifies it. No I/O.
+
+    Args:
+        schema: of the tensors that the downloader averages; the state must begin with the same.
+
+    Raises:
+        StateError: from every method, if the state is not what it says or not what is needed.
+    """
+
+    def __init__(self, schema: Schema) -> None:
+        self._schema = schema
+        self._version = 0
+        self._user: dict[str, Any] = {}
+        self._specs: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
+        self._digests: list[bytes] = []
+        self._done: dict[str, torch.Tensor] = {}
+        self._buffer: bytearray | None = None  # of the tensor that is being read
+        self._filled = 0
+        self._chunks_left = 0
+        self._started = False
+
+    def feed(self, message: DownloadData) -> None:
+        """Takes the next message of the stream."""
+        if not self._started:
+            self._started = True
+            self._read_metadata(message.metadata)
+        if (wire := message.tensor_part) is None:
+            return
+        if wire.dtype:
+            self._start_tensor(wire)
+        elif self._buffer is None:
+            raise StateError("a chunk came that belongs to no tensor")
+        self._add_chunk(wire.buffer)
+
+    def finish(self) -> State:
+        """The whole state, once the stream has ended."""
+        if not self._started:
+            raise StateError("it shares no state")
+        if self._buffer is not None or len(self._done) != len(self._specs):
+            raise StateError(f"its stream ended after {len(self._done)} of {len(self._specs)} tensors")
+        return State(self._version, self._done, self._user)
+
+    def _read_metadata(self, packed: bytes) -> None:
+        if not packed or len(packed) > MAX_METADATA_BYTES:
+            raise StateError(f"its metadata has {len(packed)} bytes")
+        try:
+            metadata = msgpack.unpackb(packed, strict_map_key=False)
+            self._version = int(metadata["version"])
+            self._user = dict(metadata.get("user") or {})
+            self._digests = [bytes.fromhex(d) if isinstance(d, str) else bytes(d) for d in metadata["digest"]]
+            self._specs = [
+                (str(name), STATE_DTYPES[dtype], _shape(shape)) for name, dtype, shape in metadata["tensors"]
+            ]
+        except (ValueError, TypeError, KeyError, RecursionError, msgpack.UnpackException) as error:
+            raise StateError(f"its metadata is unreadable: {type(error).__name__}: {error}") from None
+        self._check_specs()
+
+    def _check_specs(self) -> None:
+        specs, own = self._specs, self._schema.tensors
+        if self._version < 0 or len(self._digests) != len(specs) or len(specs) > MAX_TENSORS:
+            raise StateError(f"its metadata tells {len(specs)} tensors and {len(self._digests)} digests")
+        if len({name for name, _, _ in specs}) != len(specs):
+            raise StateError("two of its tensors have the same name")
+        if len(specs) < len(own):
+            raise StateError(f"it has {len(specs)} tensors, this peer {len(own)}")
+        for (name, dtype, shape), spec in zip(specs, own, strict=False):
+            if (dtype, shape) != (spec.torch_dtype, spec.shape):
+                raise StateError(f"its tensor {name!r} is {dtype} {list(shape)}, here {spec.name!r} is {spec}")
+        nbytes = sum(prod(shape) * dtype.itemsize for _, dtype, shape in specs)
+        if nbytes > MAX_GROWTH * self._schema.nbytes + (64 << 20):
+            raise StateError(f"it announces {nbytes} bytes for {self._schema.nbytes} bytes of averaged tensors")
+
+    def _start_tensor(self, wire: WireTensor) -> None:
+        if self._buffer is not None:
+            raise StateError(f"tensor {len(self._done)} is cut short")
+        if len(self._done) == len(self._specs):
+            raise StateError("it sent more tensors than it announced")
+        name, dtype, shape = self._specs[len(self._done)]
+        if (STATE_DTYPES.get(wire.dtype), tuple(wire.size)) != (dtype, shape) or wire.compression:
+            raise StateError(f"tensor {name!r} came as {wire.dtype} {list(wire.size)}, not as announced")
+        self._buffer = bytearray(prod(shape) * dtype.itemsize)
+        self._filled = 0
+        self._chunks_left = max(1, wire.chunks)
+
+    def _add_chunk(self, piece: bytes) -> None:
+        if self._buffer is None:
+            raise StateError("a chunk came that belongs to no tensor")
+        name, dtype, shape = self._specs[len(self._done)]
+        end = self._filled + len(piece)
+        self._chunks_left -= 1
+        if end > len(self._buffer) or self._chunks_left < 0:
+            raise StateError(f"tensor {name!r} is longer than announced")
+        self._buffer[self._filled : end] = piece
+        self._filled = end
+        if end < len(self._buffer) or self._chunks_left:
+            return
+        if hashlib.sha256(self._buffer).digest() != self._digests[len(self._done)]:
+            raise StateError(f"tensor {name!r} does not match its digest")
+        flat = torch.frombuffer(self._buffer, dtype=dtype) if self._buffer else torch.empty(0, dtype=dtype)
+        self._done[name] = flat.reshape(shape)
+        self._buffer = None
+
+
+async def download(transport: Transport, donors: Sequence[str], schema: Schema, *, silence: float) -> tuple[State, str]:
+    """Downloads the state from the first of `donors` that delivers it whole.
+
+    Args:
+        transport: this peer's.
+        donors: endpoints, the best one first.
+        schema: of this peer's tensors.
+        silence: seconds without a message after which a donor is given up.
+
+    Returns:
+        The state and its donor.
+
+    Raises:
+        StateError: none of them did; it says why for each.
+    """
+    failures = []
+    for donor in donors:
+        try:
+            return await _download_from(transport, donor, schema, silence), donor
+        except TimeoutError:
+            failures.append(f"{donor}: silent for {silence:g} s")
+        except (AveragingError, ProtocolViolationError) as error:
+            reason = str(error)
+            failures.append(reason if reason.startswith(donor) else f"{donor}: {reason}")
+        logger.warning("could not download the state from %s", failures[-1])
+    told = "; ".join(failures) or "nobody offers one"
+    raise StateError(f"no state could be downloaded ({told}); nothing was changed")
+
+
+async def _download_from(transport: Transport, donor: str, schema: Schema, silence: float) -> State:
+    reader = StateReader(schema)
+    async with asyncio.timeout(silence) as limit, aclosing(transport.download_state(donor)) as messages:
+        async for message in messages:
+            reader.feed(message)
+            limit.reschedule(asyncio.get_running_loop().time() + silence)
+    return reader.finish()
+
+
+def _shape(shape: Sequence[int]) -> tuple[int, ...]:
+    sizes = tuple(int(size) for size in shape)
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"shape {list(sizes)}")
+    return sizes

@@ -1,0 +1,117 @@
+"""The tensors a peer averages: their names, a lock around them, and flat views on the CPU to read parts from."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+
+from averaging.errors import RoundError, TensorError
+
+T = TypeVar("T")
+
+
+class SharedTensors:
+    """Tensors that training and averaging share, of any device, shape and layout of memory.
+
+    Args:
+        tensors: in an order that is the same at all peers; a mapping gives them names.
+
+    Raises:
+        TensorError: there are none, or one of them is not a floating-point tensor.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor] | Mapping[str, torch.Tensor]) -> None:
+        if isinstance(tensors, Mapping):
+            named = {str(name): tensor for name, tensor in tensors.items()}
+        else:
+            named = {f"tensor_{number}": tensor for number, tensor in enumerate(tensors)}
+        if not named:
+            raise TensorError("there are no tensors to average")
+        self.names = tuple(named)
+        self.tensors = tuple(tensor.detach() for tensor in named.values())
+        self.before_application_writes: Callable[[], object] = lambda: None
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def locked(self) -> Iterator[list[torch.Tensor]]:
+        """The tensors, for the application to read and write; it blocks until the lock is free."""
+        with self._lock:
+            self.before_application_writes()
+            yield list(self.tensors)
+
+    async def while_locked(self, action: Callable[[], T], timeout: float) -> T:
+        """Runs `action` under the lock without blocking the event loop while somebody else holds it.
+
+        Raises:
+            RoundError: the lock was not free within `timeout` seconds.
+        """
+        if self._lock.acquire(blocking=False):
+            try:
+                return action()
+            finally:
+                self._lock.release()
+
+        def wait_and_run() -> T:
+            if not self._lock.acquire(timeout=timeout):
+                raise RoundError(
+                    f"the application held the tensors' lock for {timeout:g} s; the result was not written"
+                )
+            try:
+                return action()
+            finally:
+                self._lock.release()
+
+        return await asyncio.to_thread(wait_and_run)
+
+    def flat(self) -> list[torch.Tensor]:
+        """Each tensor as one dimension on the CPU: a view of its memory if it is contiguous there, else a copy."""
+        return [tensor.cpu().reshape(-1) for tensor in self.tensors]
+
+    def write(self, changes: Iterable[tuple[int, int, torch.Tensor]], *, add: bool) -> None:
+        """Writes (tensor index, first element, 1-D values), or adds them. The caller holds the lock."""
+        by_tensor: dict[int, list[tuple[int, torch.Tensor]]] = {}
+        for index, start, values in changes:
+            by_tensor.setdefault(index, []).append((start, values))
+        for index, pieces in by_tensor.items():
+            tensor = self.tensors[index]
+            in_place = tensor.device.type == "cpu" and tensor.is_contiguous()
+            target = tensor.view(-1) if in_place else tensor.cpu().reshape(-1)
+            for start, values in pieces:
+                piece = target[start : start + values.numel()]
+                if add:
+                    piece.add_(values.to(piece.dtype))
+                else:
+                    piece.copy_(values)
+            if not in_place:
+                tensor.copy_(target.view(tensor.shape))
+
+    def copy_from(self, sources: Sequence[torch.Tensor]) -> None:
+        """Overwrites every tensor with one of the same shape. The caller holds the lock."""
+        for tensor, source in zip(self.tensors, sources, strict=True):
+            tensor.copy_(source)
+
+    def check_finite(self) -> None:
+        """Looks for NaN and infinity.
+
+        Raises:
+            TensorError: a tensor holds some; the error names it and the first place.
+        """
+        for name, tensor in zip(self.names, self.tensors, strict=True):
+            if not all_finite(tensor):
+                place = (~torch.isfinite(tensor.cpu().reshape(-1))).nonzero()[0].item()
+                value = tensor.cpu().reshape(-1)[int(place)].item()
+                raise TensorError(
+                    f"tensor {name!r} holds {value} at flat index {place}; repair it, or allow it with "
+                    "non_finite='allow' and let it spread to all members"
+                )
+
+
+def all_finite(tensor: torch.Tensor) -> bool:
+    """Whether no element is NaN or infinite. One pass without a temporary in the usual case."""
+    # A sum is finite only if all its terms are; it can overflow with large finite terms, so then look at each.
+    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())

@@ -1,0 +1,117 @@
+"""What members tell about themselves, and where they go after a round."""
+
+from __future__ import annotations
+
+import random
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from averaging.errors import ProtocolViolationError
+from averaging.group import Group, Member, Mode, group_key, next_group_bits, pack_gather, unpack_gather
+
+
+@given(
+    weight=st.floats(0, 1e12),
+    bandwidth=st.none() | st.floats(0, 1e12),
+    mode=st.sampled_from([Mode.NODE, Mode.AUXILIARY]),
+    user=st.recursive(
+        st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.text(max_size=5) | st.binary(max_size=5),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+        max_leaves=5,
+    ),
+)
+def test_gather_round_trip(weight: float, bandwidth: float | None, mode: Mode, user: object) -> None:
+    packed = pack_gather(weight, bandwidth, mode, user)
+    assert unpack_gather("h:1", packed) == Member("h:1", weight, bandwidth, mode, user)
+    wrapped = msgpack.packb(msgpack.ExtType(0x40, packed))
+    assert unpack_gather("h:1", wrapped) == unpack_gather("h:1", packed)
+
+
+@pytest.mark.parametrize("user", [b"\xc1", b"\x92\x01", b"\xff\xff", 7, "text", None])
+def test_an_unreadable_user_does_not_spoil_the_rest(user: object) -> None:
+    member = unpack_gather("h:1", msgpack.packb([2, None, 0, user]))
+    assert member.weight == 2.0
+
+
+def test_nothing_gathered_means_weight_one() -> None:
+    assert unpack_gather("h:1", b"") == Member("h:1", 1.0, None, Mode.NODE, None)
+    assert unpack_gather("client::1", b"").mode is Mode.CLIENT
+
+
+def test_a_clients_name_decides_that_it_cannot_reduce() -> None:
+    member = unpack_gather("client::1", pack_gather(1.0, None, Mode.NODE))
+    assert not member.reduces
+
+
+@pytest.mark.parametrize(
+    "gather",
+    [
+        b"\xc1",
+        msgpack.packb({}),
+        msgpack.packb([1.0, None, 0]),
+        msgpack.packb([-1.0, None, 0, b""]),
+        msgpack.packb([float("nan"), None, 0, b""]),
+        msgpack.packb([float("inf"), None, 0, b""]),
+        msgpack.packb([True, None, 0, b""]),
+        msgpack.packb(["1", None, 0, b""]),
+        msgpack.packb([1.0, -2.0, 0, b""]),
+        msgpack.packb([1.0, None, 3, b""]),
+        msgpack.packb([1.0, None, None, b""]),
+        msgpack.packb([1.0, None, 0, b"x" * (64 << 10)]),
+        msgpack.packb(msgpack.ExtType(0x41, msgpack.packb([1.0, None, 0, b""]))),
+    ],
+)
+def test_a_gather_that_makes_no_sense_is_refused(gather: bytes) -> None:
+    with pytest.raises(ProtocolViolationError):
+        unpack_gather("h:1", gather)
+
+
+@given(st.binary(max_size=64))
+def test_no_bytes_crash_the_reader(gather: bytes) -> None:
+    try:
+        member = unpack_gather("h:1", gather)
+    except ProtocolViolationError:
+        return
+    assert member.weight >= 0
+
+
+@pytest.mark.parametrize(("user", "words"), [(object(), "msgpack"), (b"x" * (64 << 10), "bytes packed")])
+def test_what_cannot_be_gathered_says_why(user: object, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        pack_gather(1.0, None, Mode.NODE, user)
+
+
+def test_group_bits_follow_the_published_rule() -> None:
+    group = Group(b"\x01" * 20, tuple(Member(f"h:{port}") for port in range(1, 5)))
+    places = random.Random(b"\x01" * 20).sample(range(8), 4)
+    for index in range(4):
+        assert next_group_bits("010110", group, index, 8) == "110" + format(places[index], "03b")
+        assert next_group_bits("", group, index, 8) == ""
+        assert next_group_bits("1", group, index, 8) == format(places[index], "03b")[-1:]
+    assert group_key("run", "01") == "run.0b01"
+    assert group_key("run", "") == "run.0b"
+
+
+@pytest.mark.parametrize(("size", "rounds"), [(2, 4), (3, 3), (4, 3), (8, 3)])
+def test_a_full_grid_meets_everybody(size: int, rounds: int) -> None:
+    """d^k peers in groups of d: after k rounds everybody's contribution has reached everybody."""
+    rng = random.Random(5)
+    digits = (size - 1).bit_length()
+    cells = [[(number // size**axis) % size for axis in range(rounds - 1)] for number in range(size**rounds)]
+    bits = ["".join(format(digit, f"0{digits}b") for digit in cell) for cell in cells]
+    reached = [{number} for number in range(len(bits))]
+    for _ in range(rounds):
+        groups: dict[str, list[int]] = {}
+        for number, key in enumerate(bits):
+            groups.setdefault(key, []).append(number)
+        for members in groups.values():
+            assert len(members) == size
+            group = Group(rng.randbytes(20), tuple(Member(f"h:{m + 1}") for m in members))
+            union = set().union(*(reached[m] for m in members))
+            for index, m in enumerate(members):
+                reached[m] = union
+                bits[m] = next_group_bits(bits[m], group, index, size)
+    assert all(len(peers) == size**rounds for peers in reached)

@@ -1,0 +1,179 @@
+"""Matchmaking's decisions: verdicts in the wire's order, whom to ask, when to ask again."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from averaging.discovery.base import Entry
+from averaging.errors import ProtocolViolationError
+from averaging.group import Member, Mode, pack_gather
+from averaging.matchmaking import rules
+from averaging.matchmaking.rules import Attempt, Declaration, Searching
+from averaging.messages import JoinRequest, MessageCode, MessageFromLeader
+
+HASH = b"h" * 32
+NOW = 1000.0
+
+
+def searching(**changes: object) -> Searching:
+    state = Searching(Member("me:1"), HASH, target_group_size=3, declared=NOW + 5)
+    for name, value in changes.items():
+        setattr(state, name, value)
+    return state
+
+
+REQUEST = JoinRequest("you:2", HASH, NOW + 6, pack_gather(1.0, None, Mode.NODE))
+FULL = {"a:1": Member("a:1"), "b:1": Member("b:1")}
+
+# In the order of the checks: each case breaks its own rule and all the later ones, so the first must win.
+CASES = [
+    (MessageCode.NOT_LOOKING_FOR_GROUP, {"assembled": True}, {"schema_hash": b""}),
+    (MessageCode.PROTOCOL_VIOLATION, {}, {"schema_hash": b"", "expiration": NOW}),
+    (MessageCode.PROTOCOL_VIOLATION, {}, {"endpoint": "", "schema_hash": b"x"}),
+    (MessageCode.PROTOCOL_VIOLATION, {}, {"endpoint": "no address", "schema_hash": b"x"}),
+    (MessageCode.PROTOCOL_VIOLATION, {}, {"expiration": float("nan"), "schema_hash": b"x"}),
+    (MessageCode.PROTOCOL_VIOLATION, {}, {"expiration": float("inf"), "schema_hash": b"x"}),
+    (MessageCode.PROTOCOL_VIOLATION, {}, {"gather": b"\xc1", "schema_hash": b"x"}),
+    (MessageCode.PROTOCOL_VIOLATION, {}, {"client_mode": True, "schema_hash": b"x"}),
+    (MessageCode.PROTOCOL_VIOLATION, {"member": Member("client::1", mode=Mode.CLIENT)}, {"schema_hash": b"x"}),
+    (MessageCode.BAD_SCHEMA_HASH, {"declared": None}, {"schema_hash": b"x"}),
+    (MessageCode.NOT_DECLARED, {"declared": None, "leader": "l:1"}, {"expiration": NOW}),
+    (MessageCode.BAD_EXPIRATION_TIME, {"leader": "l:1", "followers": FULL}, {"expiration": NOW + 4.99}),
+    (MessageCode.NOT_A_LEADER, {"leader": "l:1", "followers": FULL}, {"endpoint": "me:1"}),
+    (MessageCode.DUPLICATE_ENDPOINT, {"followers": FULL}, {"endpoint": "me:1"}),
+    (MessageCode.DUPLICATE_ENDPOINT, {"followers": FULL}, {"endpoint": "a:1"}),
+    (MessageCode.GROUP_IS_FULL, {"followers": FULL}, {}),
+    (MessageCode.ACCEPTED, {"followers": {"a:1": Member("a:1")}}, {}),
+    (MessageCode.ACCEPTED, {}, {"expiration": NOW + 5, "gather": b""}),
+    (MessageCode.ACCEPTED, {}, {"endpoint": "client::7", "client_mode": True, "gather": b""}),
+]
+
+
+@pytest.mark.parametrize(("code", "state", "request_"), CASES)
+def test_the_verdict_is_the_first_rule_that_is_broken(
+    code: MessageCode, state: dict[str, object], request_: dict[str, object]
+) -> None:
+    answer, suggested = rules.verdict(replace(REQUEST, **request_), searching(**state))  # type: ignore[arg-type]
+    assert answer is code
+    assert suggested == ("l:1" if code is MessageCode.NOT_A_LEADER else "")
+
+
+def test_nobody_joins_a_peer_that_does_not_search() -> None:
+    assert rules.verdict(REQUEST, None) == (MessageCode.NOT_LOOKING_FOR_GROUP, "")
+
+
+def looking(*declarations: tuple[float, str]) -> dict[str, Entry]:
+    return {name: Entry(rules.pack_looking(True), expiration) for expiration, name in declarations}
+
+
+def test_the_earliest_is_asked_first_and_never_a_later_one() -> None:
+    own = Declaration(NOW + 5, "m:1")
+    entries = looking((NOW + 6, "a:1"), (NOW + 5, "z:1"), (NOW + 5, "b:1"), (NOW + 4, "y:1"), (NOW + 5, "m:1"))
+    assert rules.next_to_ask(own, entries, {}, NOW)[0] == Declaration(NOW + 4, "y:1")
+    refused = {"y:1": Attempt(NOW + 4, 1, None)}
+    assert rules.next_to_ask(own, entries, refused, NOW)[0] == Declaration(NOW + 5, "b:1")
+    refused["b:1"] = Attempt(NOW + 5, 1, NOW + 0.5)
+    assert rules.next_to_ask(own, entries, refused, NOW) == (None, NOW + 0.5)
+    assert rules.next_to_ask(own, entries, refused, NOW + 0.5)[0] == Declaration(NOW + 5, "b:1")
+
+
+def test_who_does_not_look_or_has_expired_is_not_asked() -> None:
+    own = Declaration(NOW + 5, "m:1")
+    entries = looking((NOW - 4, "old:1"))
+    entries["busy:1"] = Entry(rules.pack_looking(False), NOW + 1)
+    entries["odd:1"] = Entry(b"\xc1", NOW + 1)
+    assert rules.next_to_ask(own, entries, {}, NOW) == (None, None)
+
+
+def test_a_new_declaration_is_asked_again_at_once_unless_its_tensors_differ() -> None:
+    own = Declaration(NOW + 5, "m:1")
+    entries = looking((NOW + 2, "a:1"))
+    assert rules.next_to_ask(own, entries, {"a:1": Attempt(NOW + 1, 3, NOW + 9)}, NOW)[0] is not None
+    assert rules.next_to_ask(own, entries, {"a:1": Attempt(NOW + 1, 3, None)}, NOW) == (None, None)
+
+
+@given(
+    declarations=st.lists(st.tuples(st.sampled_from([1.0, 2.0, 3.0]), st.integers(1, 30)), unique_by=lambda d: d[1]),
+)
+def test_of_any_two_peers_exactly_one_asks_the_other(declarations: list[tuple[float, int]]) -> None:
+    everybody = [Declaration(NOW + seconds, f"h:{port}") for seconds, port in declarations]
+    entries = looking(*((d.expiration, d.endpoint) for d in everybody))
+    for one in everybody:
+        for other in everybody:
+            if one is other:
+                continue
+            only = {name: entries[name] for name in (one.endpoint, other.endpoint)}
+            asks = rules.next_to_ask(one, only, {}, NOW)[0] == other
+            is_asked = rules.next_to_ask(other, only, {}, NOW)[0] == one
+            assert asks != is_asked
+
+
+def test_pauses_grow_and_are_bounded() -> None:
+    rng = random.Random(1)
+    attempt = None
+    pauses = []
+    for _ in range(12):
+        attempt = rules.refused(attempt, NOW + 5, MessageCode.GROUP_IS_FULL, NOW, rng)
+        assert attempt.retry_at is not None
+        pauses.append(attempt.retry_at - NOW)
+    assert pauses[0] < 0.25
+    assert max(pauses) <= 2.0
+    assert min(pauses[5:]) > pauses[0]
+    assert rules.refused(attempt, NOW + 6, MessageCode.GROUP_IS_FULL, NOW, rng).refusals == 1
+    assert rules.refused(attempt, NOW + 5, MessageCode.BAD_SCHEMA_HASH, NOW, rng).retry_at is None
+
+
+@pytest.mark.parametrize(
+    ("modes", "enough"),
+    [
+        ([Mode.NODE], False),
+        ([Mode.NODE, Mode.NODE], True),
+        ([Mode.AUXILIARY, Mode.AUXILIARY], False),
+        ([Mode.AUXILIARY, Mode.CLIENT], True),
+        ([Mode.NODE, Mode.CLIENT], True),
+    ],
+)
+def test_a_group_begins_only_if_somebody_contributes(modes: list[Mode], enough: bool) -> None:
+    members = [Member(f"h:{port + 1}", mode=mode) for port, mode in enumerate(modes)]
+    state = Searching(members[0], HASH, 8, followers={m.endpoint: m for m in members[1:]})
+    assert rules.can_begin(state, 2) is enough
+
+
+def begin(**changes: object) -> MessageFromLeader:
+    message = MessageFromLeader(
+        MessageCode.BEGIN_ALLREDUCE,
+        group_id=b"g" * 20,
+        ordered_group_endpoints=("l:1", "me:1"),
+        gathered=(b"", b""),
+    )
+    return replace(message, **changes)  # type: ignore[arg-type]
+
+
+def test_a_sound_announcement_is_read() -> None:
+    group = rules.read_group(begin(), "me:1", "l:1")
+    assert group.endpoints == ("l:1", "me:1")
+    assert group.total_weight == 2.0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"group_id": b""},
+        {"group_id": b"x" * 257},
+        {"ordered_group_endpoints": ("l:1",), "gathered": (b"",)},
+        {"gathered": (b"",)},
+        {"ordered_group_endpoints": ("l:1", "other:1")},
+        {"ordered_group_endpoints": ("other:1", "me:1")},
+        {"ordered_group_endpoints": ("l:1", "me:1", "me:1"), "gathered": (b"", b"", b"")},
+        {"ordered_group_endpoints": ("l:1", "me:1", "nonsense"), "gathered": (b"", b"", b"")},
+        {"gathered": (b"", b"\xc1")},
+    ],
+)
+def test_an_announcement_that_makes_no_sense_is_the_leaders_fault(changes: dict[str, object]) -> None:
+    with pytest.raises(ProtocolViolationError):
+        rules.read_group(begin(**changes), "me:1", "l:1")

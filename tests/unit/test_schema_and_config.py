@@ -1,0 +1,124 @@
+"""Schemas, their hash and first difference; options and addresses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from averaging.config import PeerConfig, PeerOptions, check_weight, is_endpoint, option_names, parse_address
+from averaging.errors import ConfigError, TensorError
+from averaging.messages import CompressionType
+from averaging.schema import DTYPES, ReplyForm, Schema, TensorSpec, describe, first_difference
+
+specs = st.builds(
+    TensorSpec,
+    name=st.sampled_from(["w", "b"]),
+    dtype=st.sampled_from(sorted(DTYPES)),
+    shape=st.lists(st.integers(0, 20), max_size=3).map(tuple),
+    compression=st.sampled_from(list(CompressionType)),
+)
+schemas = st.builds(
+    Schema,
+    tensors=st.lists(specs, min_size=1, max_size=3).map(tuple),
+    part_size_bytes=st.sampled_from([1024, 2048]),
+    reply=st.sampled_from(list(ReplyForm)),
+)
+
+
+@given(schemas, schemas)
+def test_hashes_are_equal_exactly_when_nothing_differs(ours: Schema, theirs: Schema) -> None:
+    agree = (
+        [(t.dtype, t.shape, t.compression) for t in ours.tensors]
+        == [(t.dtype, t.shape, t.compression) for t in theirs.tensors]
+        and ours.part_size_bytes == theirs.part_size_bytes
+        and ours.reply == theirs.reply
+    )
+    assert (ours.hash == theirs.hash) is agree
+    assert (first_difference(ours, theirs) is None) is agree
+
+
+def test_the_first_difference_is_named() -> None:
+    ours = describe(["a", "b"], [torch.zeros(2, 3), torch.zeros(4)], part_size_bytes=1024)
+    theirs = describe(["a", "b"], [torch.zeros(2, 3), torch.zeros(5)], part_size_bytes=1024)
+    assert first_difference(ours, theirs) == "tensor 'b' is float32[4] as NONE here and float32[5] as NONE there"
+    shorter = replace(ours, tensors=ours.tensors[:1])
+    assert "2 tensors here and 1 there; 'b'" in str(first_difference(ours, shorter))
+    assert "only there" in str(first_difference(shorter, ours))
+    assert "delta" in str(first_difference(ours, replace(ours, reply=ReplyForm.DELTA)))
+    assert "parts are 1024" in str(first_difference(ours, replace(ours, part_size_bytes=2048)))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+def test_a_tensor_that_cannot_be_averaged_is_named(dtype: torch.dtype) -> None:
+    with pytest.raises(TensorError, match="'steps'.*float32"):
+        describe(["w", "steps"], [torch.zeros(1), torch.zeros(1, dtype=dtype)], part_size_bytes=1024)
+
+
+def test_a_sparse_tensor_is_refused() -> None:
+    with pytest.raises(TensorError, match="dense"):
+        describe(["w"], [torch.eye(2).to_sparse()], part_size_bytes=1024)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"run_id": ""},
+        {"run_id": "a.b"},
+        {"run_id": "a\nb"},
+        {"join": "h:1"},
+        {"join": ["h:0"]},
+        {"join": ["h"]},
+        {"listen": "h"},
+        {"listen": "h:99999"},
+        {"advertise": "a b:1"},
+        {"group_size": 1},
+        {"min_group_size": 1},
+        {"group_size": 3, "min_group_size": 4},
+        {"group_bits": "012"},
+        {"matchmaking_time": 0},
+        {"timeout": float("nan")},
+        {"part_timeout": float("inf")},
+        {"bandwidth": 0.0},
+        {"part_size_bytes": 10},
+    ],
+)
+def test_options_that_cannot_work_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        PeerConfig(**{"run_id": "run", **options})
+
+
+def test_every_option_can_be_given_as_a_keyword() -> None:
+    assert option_names() == PeerOptions.__optional_keys__
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
+def test_a_weight_must_be_finite_and_not_negative(weight: float) -> None:
+    with pytest.raises(ConfigError, match="weight"):
+        check_weight(weight)
+
+
+@pytest.mark.parametrize(
+    ("address", "parsed"),
+    [("h:1", ("h", 1)), ("127.0.0.1:0", ("127.0.0.1", 0)), ("[::1]:65535", ("[::1]", 65535))],
+)
+def test_addresses(address: str, parsed: tuple[str, int]) -> None:
+    assert parse_address(address) == parsed
+
+
+@pytest.mark.parametrize(
+    "address", ["", ":", "h", "h:", ":1", "h:x", "h:-1", "::1:5", "h:1:2", "http://h:1", "h:٣", "u@h:1"]
+)
+def test_malformed_addresses(address: str) -> None:
+    with pytest.raises(ConfigError, match="HOST:PORT"):
+        parse_address(address)
+    assert not is_endpoint(address)
+
+
+def test_a_client_has_a_name_but_no_address() -> None:
+    assert is_endpoint("client::1234")
+    assert not is_endpoint("h:0")
