@@ -7,7 +7,7 @@ line.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from averaging.config import NonFinite, PeerConfig
@@ -19,21 +19,6 @@ if TYPE_CHECKING:
     from averaging.schema import ReplyForm
     from averaging.snapshots import Extras
     from averaging.state import State
-
-_HOME = {
-    "AveragingError": "errors",
-    "CompressionType": "messages",
-    "Dropped": "observe.receipts",
-    "Extras": "snapshots",
-    "Mode": "group",
-    "NonFinite": "config",
-    "Outcome": "observe.receipts",
-    "Peer": "peer",
-    "PeerConfig": "config",
-    "Receipt": "observe.receipts",
-    "ReplyForm": "schema",
-    "State": "state",
-}
 
 __all__ = [
     "AveragingError",
@@ -50,9 +35,28 @@ __all__ = [
     "State",
 ]
 
+_HOMES = {
+    "AveragingError": "errors",
+    "CompressionType": "messages",
+    "Dropped": "observe.receipts",
+    "Extras": "snapshots",
+    "Mode": "group",
+    "NonFinite": "config",
+    "Outcome": "observe.receipts",
+    "Peer": "peer",
+    "PeerConfig": "config",
+    "Receipt": "observe.receipts",
+    "ReplyForm": "schema",
+    "State": "state",
+}
 
-def __getattr__(name: str) -> object:
-    """Imports a public name when it is first used: torch takes seconds, and `averaging --help` needs none of it."""
-    if name not in _HOME:
+
+def __getattr__(name: str) -> Any:
+    # Imported when asked for, so that parts which need no torch, such as `averaging --help`, do not wait for it.
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -358,6 +358,7 @@ class AllReduce:
         if sender.done.is_set():
             return
         self._note(name, reason)
+        sender.came.set()
         sender.done.set()
         sender.delivered.clear()
         sender.replies.put_nowait(AveragingData(code=code))

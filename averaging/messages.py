@@ -109,10 +109,11 @@ class Record:
     """A record of discovery, signed by its owner.
 
     Attributes:
-        version: of records with the same key and subkey the highest counts.
+        version: of an owner's records with the same key and subkey the highest counts.
         expiration: seconds since the epoch.
         owner: Ed25519 public key, 32 bytes.
         signature: by the owner, over everything else and the run id.
+        claimed: the version with which the owner took (key, subkey); of several owners' the lowest holds it.
     """
 
     key: str
@@ -123,6 +124,7 @@ class Record:
     withdrawn: bool = False
     owner: bytes = b""
     signature: bytes = b""
+    claimed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +154,10 @@ class ExchangeReply:
 
 @dataclass(frozen=True, slots=True)
 class Rumour:
-    """A fresh record, and the range of peer hashes (both ends included) that the callee is to tell; (0, 0): none."""
+    """A fresh record, and the range of peer hashes that the callee is to tell; (0, 0): none.
+
+    Both ends are included; a range whose end is below its start goes on from 0 after the largest hash.
+    """
 
     record: Record
     range_start: int = 0

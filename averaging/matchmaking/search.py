@@ -124,7 +124,7 @@ class Matchmaking:
 
     async def assembling(self) -> None:
         """Returns as soon as no group with this peer in it is being assembled."""
-        while (search := self._search) and (search.state.assembled or search.state.leader or search.state.followers):
+        while (search := self._search) and search.in_between:
             search.changed.clear()
             waits = [asyncio.create_task(event.wait()) for event in (search.changed, self._over)]
             try:
@@ -164,13 +164,14 @@ class Matchmaking:
             while search.group is None:
                 search.changed.clear()
                 remaining = expiration - self._clock()
-                if not search.state.leader and remaining <= 0:
+                undecided = bool(search.asking or search.state.leader)
+                if not undecided and remaining <= 0:
                     if search.state.member.mode is Mode.CLIENT or not search.begin(self._min_group_size):
                         break
                     continue
                 try:
-                    # A follower waits for its leader as long as the task that asked it does.
-                    async with asyncio.timeout(None if search.state.leader else remaining):
+                    # While another peer decides about this one, the task that asked it watches the time.
+                    async with asyncio.timeout(None if undecided else remaining):
                         await search.changed.wait()
                 except TimeoutError:
                     continue
@@ -203,6 +204,8 @@ class Matchmaking:
             while True:
                 news.clear()
                 now = self._clock()
+                if own.expiration <= now:
+                    return  # too late to be led
                 candidate, again = rules.next_to_ask(own, self._discovery.get(key), attempts, now)
                 if candidate is not None:
                     await self._ask_and_follow_suggestions(search, own, candidate, attempts)
@@ -217,7 +220,11 @@ class Matchmaking:
         self, search: _Search, own: Declaration, candidate: Declaration, attempts: dict[str, Attempt]
     ) -> None:
         for _ in range(1 + rules.MAX_REDIRECTS):
-            code, suggested = await self._ask(search, own, candidate)
+            search.asking = candidate.endpoint
+            try:
+                code, suggested = await self._ask(search, own, candidate)
+            finally:
+                search.asked()
             search.answers[candidate.endpoint] = code
             now = self._clock()
             previous = attempts.get(candidate.endpoint)
@@ -256,8 +263,6 @@ class Matchmaking:
                     logger.warning("%s", await self._difference(search, leader))
                 if answer.code is not MessageCode.ACCEPTED:
                     return answer.code, answer.suggested_leader
-                if search.state.assembled:
-                    return MessageCode.NO_CODE, ""  # the own group has just begun
                 search.follow(leader)
                 try:
                     # The leader begins or disbands at its declared time, which is not after ours.
@@ -303,6 +308,7 @@ class _Search:
         self.state = state
         self.gather = gather
         self.group: Group | None = None
+        self.asking = ""  # who was asked to lead and has not decided
         self.changed = asyncio.Event()
         self.seen: set[str] = set()  # under the key, since the last declaration
         self.answers: dict[str, MessageCode] = {}
@@ -312,17 +318,34 @@ class _Search:
         self._fates: dict[str, asyncio.Future[MessageFromLeader]] = {}
         self._gathered = {state.member.endpoint: gather}
 
+    @property
+    def in_between(self) -> bool:
+        """Whether a group with this peer in it may have begun, or may begin, without its knowing yet."""
+        state = self.state
+        return bool(self.asking or state.leader or state.followers or state.assembled)
+
     def accept(self, request: JoinRequest) -> asyncio.Future[MessageFromLeader]:
-        """Takes a follower in; begins at once if that makes the group full."""
+        """Takes a follower in; begins if that makes the group full."""
         member = unpack_gather(request.endpoint, request.gather)
         fate: asyncio.Future[MessageFromLeader] = asyncio.get_running_loop().create_future()
         self.state.followers[request.endpoint] = member
         self._fates[request.endpoint] = fate
         self._gathered[request.endpoint] = request.gather
-        if len(self.state.followers) + 1 >= self.state.target_group_size and not self.begin(2):
-            self.disband("")  # full, but nobody has tensors to average
+        self._begin_if_full()
         self.changed.set()
         return fate
+
+    def asked(self) -> None:
+        """The peer that was asked has decided."""
+        self.asking = ""
+        self._begin_if_full()
+        self.changed.set()
+
+    def _begin_if_full(self) -> None:
+        """Begins a full group, but not while another leader may have taken this peer in: it would be in two groups."""
+        full = len(self.state.followers) + 1 >= self.state.target_group_size
+        if full and self.group is None and not self.asking and not self.begin(2):
+            self.disband("")  # nobody has tensors to average
 
     def release(self, endpoint: str, fate: asyncio.Future[MessageFromLeader]) -> None:
         """Forgets a follower that went away before anything was decided."""

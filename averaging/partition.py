@@ -1,0 +1,151 @@
+"""Who reduces how much of the tensors, and which parts those are.
+
+Every member of a group computes this for itself, from the same inputs, and all must get the same.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from averaging.compression import bytes_per_element
+from averaging.errors import ConfigError, RoundError
+from averaging.group import Member
+from averaging.schema import Schema, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of one tensor.
+
+    Attributes:
+        tensor: its place in the schema.
+        start: first element, counted in the flattened tensor.
+        stop: one past the last element.
+    """
+
+    tensor: int
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements; never 0."""
+        return self.stop - self.start
+
+
+def shares(members: Sequence[Member]) -> list[float]:
+    """How much of the total each member reduces, in proportion; not normalised. Members that cannot reduce have 0.
+
+    The shares minimise the time of the slowest member, max (1 + (g-2)·s_i) / b_i with g the number of all members: each
+    sends what others reduce, 1 - s_i of the total, and receives its own share from the g-1 others. A bandwidth that was
+    not told counts as the median of those that were, no matter by whom: clients' count too. If nobody told one, or none
+    of the reducing members has more than 0, the shares are equal.
+
+    Raises:
+        RoundError: no member can reduce.
+    """
+    reducers = [index for index, member in enumerate(members) if member.reduces]
+    if not reducers:
+        raise RoundError("nobody in the group can reduce: all are clients; add a peer that accepts connections")
+    bandwidths = _bandwidths(members)
+    others = len(members) - 2
+    if not any(bandwidths):
+        proportions = [1.0] * len(reducers)
+    elif others <= 0:
+        proportions = bandwidths
+    else:
+        time = _slowest(bandwidths, others)
+        proportions = [max(0.0, (time * bandwidth - 1) / others) for bandwidth in bandwidths]
+    result = [0.0] * len(members)
+    for index, proportion in zip(reducers, proportions, strict=True):
+        result[index] = proportion
+    return result
+
+
+def partition(schema: Schema, shares: Sequence[float]) -> list[list[Part]]:
+    """The parts that each member reduces, in order.
+
+    Each tensor is cut into parts of `part_size_bytes` on the wire. The elements of all tensors in a row are divided
+    between the members in proportion to `shares`, and a part belongs to whoever has most of its elements, the first
+    of several. A member with share 0 has none.
+
+    Raises:
+        RoundError: the shares are not finite numbers of at least 0 with at least one above 0.
+        ConfigError: not even one element fits into a part.
+    """
+    total = sum(spec.numel for spec in schema.tensors)
+    reducers = [index for index, share in enumerate(shares) if share > 0]
+    ends = _ends(shares, total)[reducers].tolist()
+    last = len(reducers) - 1
+
+    result: list[list[Part]] = [[] for _ in shares]
+    first = offset = 0
+    for number, spec in enumerate(schema.tensors):
+        length = _part_length(schema, spec)
+        for start in range(0, spec.numel, length):
+            stop = min(start + length, spec.numel)
+            begin, end = offset + start, offset + stop
+            while first < last and ends[first] <= begin:
+                first += 1
+            owner, most = first, min(end, ends[first]) - begin
+            candidate = first
+            while candidate < last and ends[candidate] < end:
+                overlap = min(end, ends[candidate + 1]) - ends[candidate]
+                candidate += 1
+                if overlap > most:
+                    owner, most = candidate, overlap
+            result[reducers[owner]].append(Part(number, start, stop))
+        offset += spec.numel
+    return result
+
+
+def _bandwidths(members: Sequence[Member]) -> list[float]:
+    """Of the reducing members, the unknown ones filled in, scaled to below 1; all 0 if nobody told one.
+
+    Scaling by powers of two changes no digit of the shares, and no sum can overflow.
+    """
+    told = [member.bandwidth for member in members if member.bandwidth is not None]
+    median = 2 * statistics.median(bandwidth / 2 for bandwidth in told) if told else 0.0
+    known = [median if member.bandwidth is None else member.bandwidth for member in members if member.reduces]
+    _, exponent = math.frexp(max(known))
+    return [math.ldexp(bandwidth, -exponent) for bandwidth in known]
+
+
+def _slowest(bandwidths: Sequence[float], others: int) -> float:
+    """The time T at which the shares max(0, (T·b - 1) / others) sum to 1; at least one bandwidth is above 0.
+
+    If the k fastest have a share, T = (others + k) / (sum of their b), and the next one has none if T·b ≤ 1
+    (water-filling, as in Boyd and Vandenberghe, Convex Optimization, 2004, 5.5.3).
+    """
+    time = math.inf
+    total = 0.0
+    for count, bandwidth in enumerate(sorted(bandwidths, reverse=True), start=1):
+        if time * bandwidth <= 1:
+            break
+        total += bandwidth
+        time = (others + count) / total
+    return time
+
+
+def _ends(shares: Sequence[float], total: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Where each member's interval of the `total` elements ends."""
+    proportions = np.asarray(shares, dtype=np.float64)
+    whole = np.sum(proportions)
+    if not (np.all(proportions >= 0) and 0 < whole < math.inf):
+        raise RoundError(f"shares must be finite, at least 0, and not all 0, not {list(shares)}")
+    ends = (np.cumsum(proportions) / whole * total).astype(np.int64)
+    ends[-1] = total
+    return ends
+
+
+def _part_length(schema: Schema, spec: TensorSpec) -> int:
+    """Elements of a part of this tensor."""
+    length = int(schema.part_size_bytes / bytes_per_element(spec.compression, spec.torch_dtype))
+    if length < 1:
+        raise ConfigError(f"no element of {spec} fits into a part of {schema.part_size_bytes} bytes; make parts larger")
+    return length

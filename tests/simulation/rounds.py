@@ -1,0 +1,132 @@
+"""All-reduce rounds on the memory network, without matchmaking: the group is given."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+
+import torch
+
+from averaging.allreduce import AllReduce, RoundResult, changes
+from averaging.group import Group, Member
+from averaging.messages import AveragingData, CompressionType, DownloadData, JoinRequest, MessageFromLeader
+from averaging.observe.status import PeerStatus
+from averaging.schema import ReplyForm, Schema, describe
+from averaging.tensors import SharedTensors
+from averaging.transport.memory import MemoryNetwork, MemoryTransport
+
+PART_TIMEOUT = 1.0
+ROUND_SECONDS = 30.0
+
+
+class OneRound:
+    """A peer that serves nothing but one round."""
+
+    def __init__(self, round_: AllReduce) -> None:
+        self.round = round_
+
+    async def aggregate_part(self, messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
+        first = await anext(messages, None)
+        if first is None:
+            return
+        async with aclosing(self.round.aggregate_part(first, messages)) as replies:
+            async for reply in replies:
+                yield reply
+
+    def join_group(self, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
+        raise NotImplementedError
+
+    def download_state(self) -> AsyncGenerator[DownloadData, None]:
+        raise NotImplementedError
+
+    def get_status(self) -> PeerStatus:
+        raise NotImplementedError
+
+    def get_schema(self) -> Schema:
+        raise NotImplementedError
+
+
+class Simulation:
+    """One group with its tensors, rounds and results.
+
+    Attributes:
+        tensors: by member, changed by `run` as a peer would change them.
+        before: copies of them from before the round.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        members: Sequence[Member],
+        shapes: Sequence[tuple[int, ...]] = ((7, 3), (), (0,), (40,)),
+        *,
+        dtype: torch.dtype = torch.float32,
+        compression: CompressionType = CompressionType.NONE,
+        reply: ReplyForm = ReplyForm.AVERAGE,
+        part_size_bytes: int = 64,
+        loss: float = 0.0,
+        latency: tuple[float, float] = (0.001, 0.02),
+    ) -> None:
+        self.rng = random.Random(seed)
+        self.network = MemoryNetwork(self.rng, latency=latency, loss=loss)
+        self.group = Group(self.rng.randbytes(20), tuple(members))
+        generator = torch.Generator().manual_seed(seed)
+        self.before = {
+            member.endpoint: [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+            for member in members
+        }
+        self.tensors = {name: [tensor.clone() for tensor in tensors] for name, tensors in self.before.items()}
+        names = [str(number) for number in range(len(shapes))]
+        self.schema = describe(
+            names,
+            next(iter(self.tensors.values())),
+            compression=compression,
+            part_size_bytes=part_size_bytes,
+            reply=reply,
+        )
+        self.transports: dict[str, MemoryTransport] = {}
+        self.rounds: dict[str, AllReduce] = {}
+        for member in members:
+            client = not member.reduces
+            transport = self.network.transport(None if client else member.endpoint)
+            transport.endpoint = member.endpoint
+            flat = SharedTensors(self.tensors[member.endpoint]).flat()
+            self.transports[member.endpoint] = transport
+            self.rounds[member.endpoint] = AllReduce(
+                self.group, member.endpoint, self.schema, flat, transport, part_timeout=PART_TIMEOUT
+            )
+
+    async def run(self, disturb: Callable[[dict[str, asyncio.Task[RoundResult]]], object] | None = None) -> None:
+        """Runs all members' rounds; `results` and `failures` tell how each ended."""
+        for name, transport in self.transports.items():
+            await transport.serve(OneRound(self.rounds[name]), None)
+        deadline = asyncio.get_running_loop().time() + ROUND_SECONDS
+        tasks = {name: asyncio.create_task(round_.run(deadline)) for name, round_ in self.rounds.items()}
+        disturbing = asyncio.ensure_future(disturb(tasks)) if disturb else None  # type: ignore[call-overload]
+        ended = await asyncio.gather(*tasks.values(), return_exceptions=True)
+        if disturbing is not None:
+            await disturbing
+        self.results: dict[str, RoundResult] = {}
+        self.failures: dict[str, BaseException] = {}
+        for name, end in zip(tasks, ended, strict=True):
+            if isinstance(end, RoundResult):
+                self.results[name] = end
+                SharedTensors(self.tensors[name]).write(changes(end), add=self.schema.reply is ReplyForm.DELTA)
+            else:
+                self.failures[name] = end
+        assert self.network.errors == []
+
+    def mean(self, *names: str) -> list[torch.Tensor]:
+        """The weighted mean, in float64, of what the named members (or all that send) had before."""
+        members = [m for m in self.group.members if (m.endpoint in names if names else m.sends)]
+        total = sum(member.weight for member in members)
+        return [
+            sum((m.weight * self.before[m.endpoint][i].double() for m in members), torch.zeros(shape).double()) / total
+            for i, shape in enumerate(tensor.shape for tensor in next(iter(self.before.values())))
+        ]
+
+    async def cancel(self, task: asyncio.Task[RoundResult]) -> None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

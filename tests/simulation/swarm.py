@@ -1,0 +1,82 @@
+"""Whole peers on the memory network and memory discovery, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Coroutine, Sequence
+from contextlib import AsyncExitStack
+from typing import Any, Unpack
+
+import torch
+
+from averaging import Peer, Receipt
+from averaging.config import PeerOptions
+from averaging.discovery.memory import MemoryDiscovery, MemoryRegistry
+from averaging.group import Mode
+from averaging.observe.receipts import Outcome
+from averaging.transport import virtual_time
+from averaging.transport.memory import MemoryNetwork
+
+
+class Swarm:
+    """Peers of one run. Everything random comes from `seed`.
+
+    Args:
+        delay: seconds until a record is at the other peers.
+    """
+
+    def __init__(
+        self, seed: int, *, latency: tuple[float, float] = (0.001, 0.02), loss: float = 0.0, delay: float = 0.02
+    ) -> None:
+        self.rng = random.Random(seed)
+        self.network = MemoryNetwork(self.rng, latency=latency, loss=loss)
+        self.registry = MemoryRegistry(clock=virtual_time.clock, delay=delay, rng=self.rng)
+        self._tasks: dict[str, asyncio.Task[Any]] = {}
+
+    def peer(self, name: str, tensors: Sequence[torch.Tensor], **options: Unpack[PeerOptions]) -> Peer:
+        """A peer that is not entered yet; `name` is its endpoint, unless it is a client."""
+        client = options.get("mode") is Mode.CLIENT
+        return Peer(
+            tensors,
+            run_id="run",
+            transport=self.network.transport(None if client else name),
+            discovery=lambda endpoint, transport: MemoryDiscovery(self.registry),
+            clock=virtual_time.clock,
+            rng=random.Random(self.rng.getrandbits(64)),
+            **options,
+        )
+
+    async def average_together(self, peers: Sequence[Peer], rounds: int = 1) -> list[list[Receipt]]:
+        """All peers average `rounds` times, each round beginning when the last is over everywhere; receipts by peer."""
+        receipts: list[list[Receipt]] = [[] for _ in peers]
+        async with AsyncExitStack() as stack:
+            for peer in peers:
+                await stack.enter_async_context(peer)
+            for _ in range(rounds):
+                for own, receipt in zip(receipts, await asyncio.gather(*(p.average() for p in peers)), strict=True):
+                    own.append(receipt)
+        return receipts
+
+    def simulate(self, main: Coroutine[Any, Any, Any]) -> Any:
+        """Runs to the end, and checks that no service raised what it must not."""
+        result = virtual_time.run(main)
+        assert self.network.errors == []
+        return result
+
+
+def scalars(count: int, seed: int) -> list[torch.Tensor]:
+    """One small float64 tensor per peer."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(3, generator=generator, dtype=torch.float64) for _ in range(count)]
+
+
+def spread(tensors: Sequence[torch.Tensor]) -> float:
+    """The largest distance of any element from the mean over all peers."""
+    stacked = torch.stack(list(tensors))
+    return float((stacked - stacked.mean(dim=0)).abs().max())
+
+
+def groups_of(receipts: Sequence[Receipt]) -> dict[bytes, Receipt]:
+    """The groups that averaged, by id."""
+    return {receipt.group_id: receipt for receipt in receipts if receipt.outcome is Outcome.AVERAGED}

@@ -1,0 +1,220 @@
+"""Rounds of all-reduce on the memory network, in virtual time, against the mean computed by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+
+import pytest
+import torch
+
+from averaging.allreduce import RoundResult
+from averaging.errors import RoundError
+from averaging.group import Member, Mode
+from averaging.messages import AveragingData, CompressionType, MessageCode
+from averaging.schema import ReplyForm
+from averaging.transport import virtual_time
+from tests.simulation.rounds import PART_TIMEOUT, Simulation
+
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 1e-6, torch.float64: 1e-12}
+
+
+def nodes(count: int) -> list[Member]:
+    return [Member(f"peer:{port + 1}") for port in range(count)]
+
+
+def assert_close(tensors: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float) -> None:
+    for tensor, wanted in zip(tensors, expected, strict=True):
+        torch.testing.assert_close(tensor.double(), wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("reply", list(ReplyForm))
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_everybody_ends_with_the_mean(count: int, reply: ReplyForm, dtype: torch.dtype) -> None:
+    simulation = Simulation(count, nodes(count), dtype=dtype, reply=reply)
+    virtual_time.run(simulation.run())
+    for name, result in simulation.results.items():
+        assert result.dropped == ()
+        assert result.kept_local == 0
+        assert_close(simulation.tensors[name], simulation.mean(), TOLERANCE[dtype])
+    if reply is ReplyForm.AVERAGE:
+        first, *others = simulation.tensors.values()
+        for other in others:
+            assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("compression", [c for c in CompressionType if c is not CompressionType.NONE])
+def test_lossy_codes_leave_everybody_with_the_same_bytes(compression: CompressionType) -> None:
+    simulation = Simulation(3, nodes(4), [(300,), (5, 7)], compression=compression, part_size_bytes=256)
+    virtual_time.run(simulation.run())
+    first, *others = simulation.tensors.values()
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+    # The parts and their average are each encoded once; six standard deviations over 256 buckets is the coarsest code.
+    for tensor, wanted in zip(first, simulation.mean(), strict=True):
+        assert (tensor.double() - wanted).abs().mean() < 0.05
+
+
+@pytest.mark.parametrize("compression", [CompressionType.FLOAT16, CompressionType.BLOCKWISE_INT8])
+def test_deltas_keep_the_local_value_up_to_the_code(compression: CompressionType) -> None:
+    simulation = Simulation(3, nodes(4), [(300,)], compression=compression, reply=ReplyForm.DELTA, part_size_bytes=256)
+    virtual_time.run(simulation.run())
+    for name in simulation.results:
+        assert_close(simulation.tensors[name], simulation.mean(), 0.05)
+
+
+def test_weights() -> None:
+    members = [Member(f"peer:{port + 1}", weight=weight) for port, weight in enumerate([0.0, 1.0, 2.5, 1e3])]
+    simulation = Simulation(1, members)
+    virtual_time.run(simulation.run())
+    for tensors in simulation.tensors.values():
+        assert_close(tensors, simulation.mean(), 1e-5)
+
+
+def test_weights_that_sum_to_zero_are_an_error_before_the_round() -> None:
+    with pytest.raises(RoundError, match="sum to zero"):
+        Simulation(1, [Member("a:1", weight=0.0), Member("b:1", weight=0.0), Member("c:1", mode=Mode.AUXILIARY)])
+
+
+@pytest.mark.parametrize(("clients", "auxiliaries"), list(itertools.product(range(3), range(3))))
+def test_clients_and_auxiliaries(clients: int, auxiliaries: int) -> None:
+    members = nodes(2)
+    members += [Member(f"client::{number}", mode=Mode.CLIENT) for number in range(clients)]
+    members += [Member(f"aux:{number + 1}", mode=Mode.AUXILIARY) for number in range(auxiliaries)]
+    random.Random(7).shuffle(members)
+    simulation = Simulation(7, members)
+    virtual_time.run(simulation.run())
+    for member in members:
+        after = simulation.tensors[member.endpoint]
+        assert simulation.results[member.endpoint].dropped == ()
+        if member.mode is Mode.AUXILIARY:
+            assert all(torch.equal(a, b) for a, b in zip(after, simulation.before[member.endpoint], strict=True))
+        else:
+            assert_close(after, simulation.mean(), 1e-6)
+
+
+def test_a_client_and_an_auxiliary_alone() -> None:
+    simulation = Simulation(7, [Member("client::1", mode=Mode.CLIENT), Member("aux:1", mode=Mode.AUXILIARY)])
+    virtual_time.run(simulation.run())
+    assert_close(simulation.tensors["client::1"], simulation.mean(), 1e-6)
+
+
+def test_shares_follow_the_bandwidth() -> None:
+    members = [Member(f"peer:{port + 1}", bandwidth=bandwidth) for port, bandwidth in enumerate([1e6, 1e6, 1e5])]
+    simulation = Simulation(1, members, [(6000,)])
+    virtual_time.run(simulation.run())
+    sent = {name: result.bytes_sent for name, result in simulation.results.items()}
+    assert sent["peer:3"] < sent["peer:1"]
+    for tensors in simulation.tensors.values():
+        assert_close(tensors, simulation.mean(), 1e-6)
+
+
+def between_the_means(simulation: Simulation, name: str, survivors: list[str]) -> None:
+    """Each element is the mean of all, the mean of the survivors, or (its reducer was lost) the local value."""
+    candidates = [simulation.mean(), simulation.mean(*survivors), [t.double() for t in simulation.before[name]]]
+    for index, tensor in enumerate(simulation.tensors[name]):
+        off = torch.stack([(tensor.double() - candidate[index]).abs() for candidate in candidates])
+        assert off.amin(dim=0).max() < 1e-5 if tensor.numel() else True
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_member_that_dies_costs_its_contribution_and_its_shard(seed: int) -> None:
+    simulation = Simulation(seed, nodes(4), [(200,)])
+    survivors = ["peer:1", "peer:2", "peer:3"]
+
+    async def kill(tasks: dict[str, asyncio.Task[RoundResult]]) -> None:
+        await asyncio.sleep(random.Random(seed).uniform(0, 0.2))
+        if not tasks["peer:4"].done():
+            simulation.network.kill("peer:4")
+            tasks["peer:4"].cancel()
+
+    virtual_time.run(simulation.run(kill))
+    for name in survivors:
+        result = simulation.results[name]
+        assert {dropped.endpoint for dropped in result.dropped} <= {"peer:4"}
+        if result.kept_local:
+            assert result.dropped
+        between_the_means(simulation, name, survivors)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_member_that_goes_silent_is_given_up_in_bounded_time(seed: int) -> None:
+    simulation = Simulation(seed, nodes(4), [(200,)])
+    survivors = ["peer:1", "peer:2", "peer:3"]
+    took = 0.0
+
+    async def freeze(tasks: dict[str, asyncio.Task[RoundResult]]) -> None:
+        nonlocal took
+        await asyncio.sleep(random.Random(seed).uniform(0, 0.1))
+        simulation.network.freeze("peer:4")
+        await asyncio.wait([tasks[name] for name in survivors])
+        took = asyncio.get_running_loop().time()
+        tasks["peer:4"].cancel()
+        simulation.network.thaw("peer:4")
+
+    virtual_time.run(simulation.run(freeze))
+    assert took < 4 * PART_TIMEOUT
+    for name in survivors:
+        assert {dropped.endpoint for dropped in simulation.results[name].dropped} <= {"peer:4"}
+        between_the_means(simulation, name, survivors)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_member_that_leaves_tells_the_others(seed: int) -> None:
+    simulation = Simulation(seed, nodes(3), [(200,)])
+    took = 0.0
+
+    async def leave(tasks: dict[str, asyncio.Task[RoundResult]]) -> None:
+        nonlocal took
+        await asyncio.sleep(0.01 * (seed + 1) / 2)
+        await simulation.cancel(tasks["peer:3"])
+        await asyncio.wait([tasks["peer:1"], tasks["peer:2"]])
+        took = asyncio.get_running_loop().time()
+
+    virtual_time.run(simulation.run(leave))
+    assert took < PART_TIMEOUT  # nobody waited for a deadline
+    for name in ("peer:1", "peer:2"):
+        between_the_means(simulation, name, ["peer:1", "peer:2"])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_is_lost_every_round_ends(seed: int) -> None:
+    rng = random.Random(seed)
+    count = rng.randrange(2, 9)
+    simulation = Simulation(seed, nodes(count), [(100,), (30,)], loss=rng.choice([0.001, 0.01, 0.1]))
+    virtual_time.run(simulation.run())
+    assert simulation.failures == {}
+    for name, result in simulation.results.items():
+        for dropped in result.dropped:
+            assert dropped.endpoint != name
+            assert dropped.reason
+
+
+async def stream(simulation: Simulation, *messages: AveragingData) -> list[AveragingData]:
+    """What peer:1 answers to a stream of a stranger's."""
+
+    async def outgoing() -> object:
+        for message in messages:
+            yield message
+
+    stranger = simulation.network.transport("stranger:1")
+    return [reply async for reply in stranger.aggregate_part("peer:1", outgoing())]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["stranger:1", "peer:2", "peer:1"])
+def test_who_is_no_sender_or_comes_twice_is_refused_and_the_round_goes_on(name: str) -> None:
+    simulation = Simulation(1, nodes(3), [(400,)])
+    answers: list[AveragingData] = []
+
+    async def intrude(tasks: dict[str, asyncio.Task[RoundResult]]) -> None:
+        await asyncio.sleep(0.06)
+        first = AveragingData(MessageCode.PART_FOR_AVERAGING, simulation.group.group_id, name)
+        answers.extend(await stream(simulation, first))
+
+    virtual_time.run(simulation.run(intrude))
+    assert [answer.code for answer in answers] == [MessageCode.PROTOCOL_VIOLATION]
+    assert answers[0] == AveragingData(code=MessageCode.PROTOCOL_VIOLATION)
+    for tensors in simulation.tensors.values():
+        assert_close(tensors, simulation.mean(), 1e-6)

@@ -1,0 +1,226 @@
+"""Matchmaking and whole rounds of many peers in virtual time: nobody waits for ever, groups fill, the mean is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import AsyncExitStack
+
+import pytest
+import torch
+
+from averaging import Mode, Outcome, Peer, Receipt
+from tests.simulation.swarm import Swarm, groups_of, scalars, spread
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_sixteen_peers_fill_groups_of_four_within_seconds(seed: int) -> None:
+    swarm = Swarm(seed)
+    tensors = scalars(16, seed)
+    peers = [swarm.peer(f"peer:{n + 1}", [tensors[n]], group_size=4, matchmaking_time=10.0) for n in range(16)]
+    receipts = [receipts[0] for receipts in swarm.simulate(swarm.average_together(peers))]
+    assert len(groups_of(receipts)) == 4
+    for receipt in receipts:
+        assert len(receipt.members) == 4
+        assert receipt.seconds < 3.0
+
+
+def test_a_thousand_seeds_of_mutual_requests_end_without_a_deadlock() -> None:
+    """Two to five peers that start at the same moment, some with the very same expiration, all find a group."""
+    for seed in range(1000):
+        rng = random.Random(seed)
+        count = rng.randrange(2, 6)
+        # No delay between declarations: expirations are equal, so that only the endpoints decide who leads.
+        swarm = Swarm(seed, delay=rng.choice([0.0, 0.005, 0.05]), latency=rng.choice([(0.01, 0.01), (0.001, 0.05)]))
+        tensors = scalars(count, seed)
+        peers = [
+            swarm.peer(f"peer:{n + 1}", [tensors[n]], group_size=count, matchmaking_time=5.0) for n in range(count)
+        ]
+        receipts = [receipts[0] for receipts in swarm.simulate(swarm.average_together(peers))]
+        for receipt in receipts:
+            assert receipt.outcome is Outcome.AVERAGED, f"seed {seed}: {receipt}"
+            assert len(receipt.members) == count, f"seed {seed}: {receipt}"
+            assert receipt.seconds < 2.0, f"seed {seed}: {receipt}"  # by the rule, not by a declaration running out
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_group_begins_at_its_leaders_time_if_it_is_not_full(seed: int) -> None:
+    swarm = Swarm(seed)
+    tensors = scalars(3, seed)
+    peers = [swarm.peer(f"peer:{n + 1}", [tensors[n]], group_size=8, matchmaking_time=5.0) for n in range(3)]
+    for receipts in swarm.simulate(swarm.average_together(peers)):
+        assert len(receipts[0].members) == 3
+        assert 4.5 < receipts[0].seconds < 6.0
+
+
+def test_a_peer_alone_is_told_so() -> None:
+    swarm = Swarm(1)
+    tensor = torch.ones(2)
+    peer = swarm.peer("peer:1", [tensor], matchmaking_time=2.0, timeout=7.0)
+    receipt: Receipt = swarm.simulate(swarm.average_together([peer]))[0][0]
+    assert receipt.outcome is Outcome.NO_GROUP
+    assert "nobody else was seen under run.0b" in receipt.reason
+    assert 7.0 <= receipt.seconds < 7.5
+    assert tensor.tolist() == [1.0, 1.0]
+
+
+def test_peers_with_other_tensors_are_told_the_first_difference() -> None:
+    swarm = Swarm(1)
+    peers = [
+        swarm.peer("peer:1", [torch.zeros(2), torch.zeros(3)], matchmaking_time=2.0),
+        swarm.peer("peer:2", [torch.zeros(2), torch.zeros(4)], matchmaking_time=2.0),
+    ]
+    for receipts in swarm.simulate(swarm.average_together(peers)):
+        assert receipts[0].outcome is Outcome.NO_GROUP
+        assert "tensor 'tensor_1' is float32[" in receipts[0].reason
+        assert receipts[0].seconds < 3.0  # it does not wait for the whole time-out
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_clients_and_auxiliaries_join_nodes(seed: int) -> None:
+    swarm = Swarm(seed)
+    modes = [Mode.NODE, Mode.NODE, Mode.CLIENT, Mode.CLIENT, Mode.AUXILIARY, Mode.AUXILIARY]
+    tensors = scalars(len(modes), seed)
+    mean = torch.stack(tensors[:4]).mean(dim=0)
+    before = [tensor.clone() for tensor in tensors]
+    peers = [
+        swarm.peer(f"peer:{n + 1}", [tensors[n]], group_size=6, matchmaking_time=5.0, mode=mode)
+        for n, mode in enumerate(modes)
+    ]
+    for receipts in swarm.simulate(swarm.average_together(peers)):
+        assert len(receipts[0].members) == 6
+        assert receipts[0].dropped == ()
+    for tensor in tensors[:4]:
+        torch.testing.assert_close(tensor, mean, rtol=1e-9, atol=1e-9)
+    for tensor, untouched in zip(tensors[4:], before[4:], strict=True):
+        assert torch.equal(tensor, untouched)
+
+
+def test_two_auxiliaries_do_not_begin_without_tensors() -> None:
+    swarm = Swarm(1)
+    tensors = scalars(4, 1)
+    modes = [Mode.AUXILIARY, Mode.AUXILIARY, Mode.NODE, Mode.CLIENT]
+    peers = [
+        swarm.peer(f"peer:{n + 1}", [tensors[n]], group_size=2, matchmaking_time=2.0, timeout=60.0, mode=mode)
+        for n, mode in enumerate(modes)
+    ]
+    for receipts in swarm.simulate(swarm.average_together(peers)):
+        assert receipts[0].outcome is Outcome.AVERAGED
+
+
+def test_what_members_gather_is_in_every_receipt() -> None:
+    swarm = Swarm(1)
+    tensors = scalars(3, 1)
+    peers = [swarm.peer(f"peer:{n + 1}", [tensors[n]], group_size=3) for n in range(3)]
+
+    async def main() -> list[Receipt]:
+        async with AsyncExitStack() as stack:
+            for peer in peers:
+                await stack.enter_async_context(peer)
+            return await asyncio.gather(*(p.average(weight=n, gather={"step": n}) for n, p in enumerate(peers)))
+
+    for receipt in swarm.simulate(main()):
+        assert receipt.gathered == {f"peer:{n + 1}": {"step": n} for n in range(3)}
+
+
+@pytest.mark.parametrize(("size", "count"), [(2, 16), (4, 64), (8, 64)])
+def test_a_grid_of_groups_reaches_the_exact_mean(size: int, count: int) -> None:
+    rounds, reach = 0, 1
+    while reach < count:
+        rounds, reach = rounds + 1, reach * size
+    assert_grid_mixes(size, count, rounds, seed=3)
+
+
+def test_512_peers_in_groups_of_8_reach_the_exact_mean_in_3_rounds() -> None:
+    assert_grid_mixes(8, 512, 3, seed=1)
+
+
+def assert_grid_mixes(size: int, count: int, rounds: int, *, seed: int) -> None:
+    swarm = Swarm(seed)
+    tensors = scalars(count, seed)
+    mean = torch.stack(tensors).mean(dim=0)
+    digits = (size - 1).bit_length()
+
+    def bits(number: int) -> str:
+        return "".join(format(number // size**axis % size, f"0{digits}b") for axis in range(rounds - 1))
+
+    peers = [
+        swarm.peer(f"peer:{n + 1}", [tensors[n]], group_size=size, group_bits=bits(n), matchmaking_time=30.0)
+        for n in range(count)
+    ]
+    for receipts in swarm.simulate(swarm.average_together(peers, rounds)):
+        assert [len(receipt.members) for receipt in receipts] == [size] * rounds
+    assert spread(tensors) < 1e-9
+    torch.testing.assert_close(torch.stack(tensors).mean(dim=0), mean, rtol=1e-9, atol=1e-9)
+
+
+def test_the_first_bit_is_dropped_if_nobody_is_there() -> None:
+    swarm = Swarm(2)
+    tensors = scalars(2, 2)
+    peers = [
+        swarm.peer(f"peer:{n + 1}", [tensors[n]], group_size=2, group_bits=bits, matchmaking_time=2.0)
+        for n, bits in enumerate(["0011", "1011"])
+    ]
+    for receipts in swarm.simulate(swarm.average_together(peers)):
+        assert receipts[0].outcome is Outcome.AVERAGED
+        assert receipts[0].seconds > 2.0
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whoever_dies_and_whatever_is_lost_everybody_ends(seed: int) -> None:
+    """Peers die and calls break at random; every attempt of a survivor ends in bounded time with a receipt."""
+    rng = random.Random(seed)
+    swarm = Swarm(seed, loss=rng.choice([0.0, 0.002, 0.02]))
+    count = rng.randrange(4, 24)
+    tensors = scalars(count, seed)
+    peers = [
+        swarm.peer(
+            f"peer:{n + 1}",
+            [tensors[n]],
+            group_size=rng.choice([2, 4]),
+            matchmaking_time=3.0,
+            timeout=20.0,
+            part_timeout=2.0,
+        )
+        for n in range(count)
+    ]
+    receipts: dict[int, list[Receipt]] = {n: [] for n in range(count)}
+    dead: set[int] = set()
+
+    async def live(number: int, peer: Peer, dies_at: float) -> None:
+        try:
+            async with asyncio.timeout(dies_at), peer:
+                for _ in range(4):
+                    receipts[number].append(await peer.average())
+        except TimeoutError:
+            dead.add(number)
+
+    async def main() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for number, peer in enumerate(peers):
+                dies_at = rng.uniform(0.01, 8.0) if rng.random() < 0.3 else 1e6
+                tasks.create_task(live(number, peer, dies_at))
+                if dies_at < 1e6:
+                    asyncio.get_running_loop().call_later(dies_at - 0.005, swarm.network.kill, f"peer:{number + 1}")
+
+    swarm.simulate(main())
+    for number in set(range(count)) - dead:
+        assert len(receipts[number]) == 4
+        for receipt in receipts[number]:
+            assert receipt.seconds < 2 * 20.0 + 5.0
+            assert receipt.reason or receipt.averaged
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_hundred_peers_keep_the_mean_to_1e6_when_nobody_dies(seed: int) -> None:
+    swarm = Swarm(seed, latency=(0.001, 0.3), delay=0.2)
+    tensors = scalars(100, seed)
+    mean = torch.stack(tensors).mean(dim=0)
+    before = spread(tensors)
+    peers = [
+        swarm.peer(f"peer:{n + 1}", [tensors[n]], group_size=4, group_bits="0000", matchmaking_time=5.0)
+        for n in range(100)
+    ]
+    swarm.simulate(swarm.average_together(peers, 4))
+    assert spread(tensors) < before / 4
+    torch.testing.assert_close(torch.stack(tensors).mean(dim=0), mean, rtol=1e-6, atol=1e-6)
