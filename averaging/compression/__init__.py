@@ -1,0 +1,109 @@
+"""Tensors ↔ bytes on the wire. One module per family of codes; docs/protocol.md has the table of their buffers."""
+
+from __future__ import annotations
+
+import torch
+
+from averaging.compression.base import Codec, check_size
+from averaging.compression.blockwise import BlockwiseInt8
+from averaging.compression.half import FLOAT16_MAX, Half
+from averaging.compression.lookup import Quantile8Bit, Uniform8Bit
+from averaging.compression.meanstd import MeanStd16Bit
+from averaging.compression.raw import Raw
+from averaging.errors import ConfigError, ProtocolViolationError
+from averaging.messages import CompressionType, WireTensor
+from averaging.schema import DTYPES, dtype_name
+
+__all__ = ["bytes_per_element", "decode", "encode", "parse_compression"]
+
+_RAW: dict[str, Codec] = {name: Raw(name, dtype) for name, dtype in DTYPES.items()}
+
+_LOSSY: dict[CompressionType, Codec] = {
+    CompressionType.MEANSTD_16BIT: MeanStd16Bit(),
+    CompressionType.FLOAT16: Half("clamped_float32", torch.float16, limit=FLOAT16_MAX),
+    CompressionType.QUANTILE_8BIT: Quantile8Bit(),
+    CompressionType.UNIFORM_8BIT: Uniform8Bit(),
+    CompressionType.BFLOAT16: Half("rounded_float32", torch.bfloat16),
+    CompressionType.BLOCKWISE_INT8: BlockwiseInt8(),
+}
+
+_DECODERS: dict[tuple[int, str], Codec] = {
+    **{(CompressionType.NONE, name): codec for name, codec in _RAW.items()},
+    **{(code, codec.wire_dtype): codec for code, codec in _LOSSY.items()},
+}
+
+_ALIASES = {
+    "fp16": CompressionType.FLOAT16,
+    "bf16": CompressionType.BFLOAT16,
+    "int8": CompressionType.BLOCKWISE_INT8,
+}
+
+
+def encode(tensor: torch.Tensor, compression: CompressionType) -> WireTensor:
+    """Packs a whole tensor: dense, on the CPU, of any shape, float16, bfloat16, float32 or float64.
+
+    The lossy codes see it as float32. Non-finite numbers are no error here: FLOAT16 clamps infinities, and the codes
+    with rows, buckets or blocks may decode all of the row, bucket or block to NaN.
+
+    Raises:
+        TensorError: its dtype cannot be averaged.
+    """
+    codec = _codec(compression, tensor.dtype)
+    return WireTensor(
+        buffer=codec.pack(tensor.detach()),
+        size=tuple(tensor.shape),
+        dtype=codec.wire_dtype,
+        compression=compression,
+    )
+
+
+def decode(wire: WireTensor) -> torch.Tensor:
+    """Unpacks a whole tensor, of shape `wire.size`; `chunks` and `requires_grad` are not looked at.
+
+    With NONE it has the dtype that was packed and **shares the memory of `wire.buffer`: it must not be written**. With
+    any other code it is a new float32 tensor.
+
+    Raises:
+        ProtocolViolationError: the code, dtype or size is unknown or impossible, or the buffer has another length than
+            these need. This is found out before anything is allocated.
+    """
+    codec = _DECODERS.get((wire.compression, wire.dtype))
+    if codec is None:
+        known = sorted(dtype for code, dtype in _DECODERS if code == wire.compression)
+        reason = f"it goes with {', '.join(known)}" if known else "no such code is known"
+        raise ProtocolViolationError(f"a tensor has compression {wire.compression} and dtype {wire.dtype!r}; {reason}")
+    check_size(wire.size)
+    size = tuple(wire.size)
+    if len(wire.buffer) != codec.nbytes(size):
+        raise ProtocolViolationError(
+            f"a tensor of size {size}, compression {wire.compression} and dtype {wire.dtype} takes "
+            f"{codec.nbytes(size)} bytes, but {len(wire.buffer)} came"
+        )
+    return codec.unpack(wire.buffer, size)
+
+
+def bytes_per_element(compression: CompressionType, dtype: torch.dtype) -> int:
+    """Bytes of one element on the wire, without what is stored once per tensor, row or block.
+
+    Raises:
+        TensorError: `dtype` cannot be averaged.
+    """
+    return _codec(compression, dtype).bytes_per_element
+
+
+def parse_compression(name: str) -> CompressionType:
+    """The code called `name`, in capitals or not: the names of `CompressionType`, or fp16, bf16, int8.
+
+    Raises:
+        ConfigError: there is no such code; the message lists them.
+    """
+    codes = {code.name.lower(): code for code in CompressionType} | _ALIASES
+    try:
+        return codes[name.strip().lower()]
+    except KeyError:
+        raise ConfigError(f"{name!r} is not a compression; choose from {', '.join(codes)}") from None
+
+
+def _codec(compression: CompressionType, dtype: torch.dtype) -> Codec:
+    name = dtype_name(dtype)
+    return _RAW[name] if compression == CompressionType.NONE else _LOSSY[compression]

@@ -1,0 +1,91 @@
+"""What every code shares: its contract, the check of a shape from the network, and a view into received bytes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from averaging.errors import ProtocolViolationError
+
+MAX_DIMS = 64
+"""As many dimensions as numpy and torch handle."""
+
+MAX_ELEMENTS = 1 << 40
+"""Far above any tensor that travels, and far below where the strides of a tensor overflow 64 bits."""
+
+
+class Codec(ABC):
+    """One way to pack a tensor into bytes. All numbers are little-endian, and so must be the machine.
+
+    Attributes:
+        wire_dtype: the name that stands in the tensor's `dtype` field.
+        bytes_per_element: after compression, without what is stored once per tensor, row or block.
+    """
+
+    def __init__(self, wire_dtype: str, bytes_per_element: int) -> None:
+        self.wire_dtype = wire_dtype
+        self.bytes_per_element = bytes_per_element
+
+    @abstractmethod
+    def nbytes(self, size: tuple[int, ...]) -> int:
+        """Exact length in bytes of the buffer of a tensor of shape `size`, which has been checked."""
+
+    @abstractmethod
+    def pack(self, tensor: torch.Tensor) -> bytes:
+        """Packs a dense CPU tensor of a floating dtype, detached from autograd, of any shape."""
+
+    @abstractmethod
+    def unpack(self, buffer: bytes, size: tuple[int, ...]) -> torch.Tensor:
+        """The tensor of shape `size` in a buffer of exactly `nbytes(size)` bytes."""
+
+
+def check_size(size: Sequence[int]) -> None:
+    """Checks a shape from the network.
+
+    Raises:
+        ProtocolViolationError: a dimension is negative, or there are too many dimensions or elements. The dimensions
+            beside a 0 count too, since they overflow the strides of an empty tensor as well.
+    """
+    if len(size) > MAX_DIMS:
+        raise ProtocolViolationError(f"a tensor has {len(size)} dimensions, more than the {MAX_DIMS} allowed")
+    bound = 1
+    for extent in size:
+        if extent < 0:
+            raise ProtocolViolationError(f"a tensor has size {tuple(size)}; no dimension can be negative")
+        bound *= max(extent, 1)
+        if bound > MAX_ELEMENTS:
+            raise ProtocolViolationError(
+                f"a tensor has size {tuple(size)}, more than the {MAX_ELEMENTS} elements allowed"
+            )
+
+
+def view_bytes(buffer: bytes) -> torch.Tensor:
+    """A uint8 tensor, shape (len(buffer),), over the memory of `buffer` itself, which it keeps alive.
+
+    Nothing may write to it: `bytes` are immutable, and torch has no read-only tensors that would refuse.
+    """
+    return torch.from_numpy(np.asarray(_Memory(buffer)))
+
+
+def to_bytes(tensor: torch.Tensor) -> bytes:
+    """The elements of a CPU tensor of any strides, in order, in its own dtype."""
+    # numpy has no bfloat16
+    same_size = tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor
+    return same_size.numpy().tobytes()
+
+
+class _Memory:
+    """Offers memory to numpy through the array interface, declared writable.
+
+    torch warns about every other way to a tensor over `bytes`, and its warning could be silenced only by a filter for
+    the whole process: `warnings.catch_warnings` is not safe in threads, where decoding happens.
+    """
+
+    def __init__(self, buffer: bytes) -> None:
+        array = np.frombuffer(buffer, dtype=np.uint8)
+        interface = array.__array_interface__
+        self._owner = array
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}

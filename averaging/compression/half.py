@@ -1,0 +1,49 @@
+"""FLOAT16 and BFLOAT16: each number on its own, rounded to the nearest of 16 bits.
+
+| code | error of a finite x | range |
+|---|---|---|
+| FLOAT16 | 2^-11 of x, at least 2^-25 | clamped to ±65504, infinities too; NaN stays |
+| BFLOAT16 | 2^-8 of x, at least 2^-134 | that of float32; only its topmost 0.2 %, above 3.39e38, becomes infinite |
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+
+from averaging.compression.base import Codec, to_bytes, view_bytes
+
+FLOAT16_MAX = 65504.0
+"""The largest finite float16."""
+
+
+class Half(Codec):
+    """Float32 rounded to a 16-bit dtype.
+
+    Args:
+        wire_dtype: `clamped_float32` for FLOAT16, a name the protocol fixes; `rounded_float32` for BFLOAT16, because
+            plain `bfloat16` stands for tensors that are bfloat16 themselves and travel as NONE.
+        dtype: of the buffer.
+        limit: magnitudes above it are set to it first; None: no limit.
+    """
+
+    def __init__(self, wire_dtype: str, dtype: torch.dtype, limit: float | None = None) -> None:
+        super().__init__(wire_dtype, dtype.itemsize)
+        self._dtype = dtype
+        self._limit = limit
+
+    def nbytes(self, size: tuple[int, ...]) -> int:
+        """Two bytes per element."""
+        return prod(size) * self._dtype.itemsize
+
+    def pack(self, tensor: torch.Tensor) -> bytes:
+        """Clamps, then rounds to the nearest, ties to even."""
+        values = tensor.to(torch.float32)
+        if self._limit is not None:
+            values = values.clamp(-self._limit, self._limit)
+        return to_bytes(values.to(self._dtype))
+
+    def unpack(self, buffer: bytes, size: tuple[int, ...]) -> torch.Tensor:
+        """A new float32 tensor."""
+        return view_bytes(buffer).view(self._dtype).to(torch.float32).view(size)

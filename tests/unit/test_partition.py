@@ -1,0 +1,272 @@
+"""Shares against bisection, parts against counting every element."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from averaging.errors import ConfigError, RoundError
+from averaging.group import Member, Mode
+from averaging.messages import CompressionType
+from averaging.partition import Part, partition, shares
+from averaging.schema import Schema, TensorSpec
+
+
+def group(*bandwidths: float | None, clients: Sequence[int] = (), auxiliaries: Sequence[int] = ()) -> list[Member]:
+    modes = dict.fromkeys(clients, Mode.CLIENT) | dict.fromkeys(auxiliaries, Mode.AUXILIARY)
+    return [
+        Member(f"peer{index}:1", bandwidth=bandwidth, mode=modes.get(index, Mode.NODE))
+        for index, bandwidth in enumerate(bandwidths)
+    ]
+
+
+def schema(*shapes: tuple[int, ...], part_size: int, code: CompressionType = CompressionType.NONE) -> Schema:
+    specs = tuple(TensorSpec(f"t{index}", "float32", shape, code) for index, shape in enumerate(shapes))
+    return Schema(specs, part_size)
+
+
+def lengths(parts: list[list[Part]]) -> list[list[int]]:
+    return [[part.numel for part in mine] for mine in parts]
+
+
+# --- shares ---------------------------------------------------------------------------------------
+
+
+def test_equal_if_nobody_tells() -> None:
+    assert shares(group(None, None, None, clients=[1], auxiliaries=[2])) == [1.0, 0.0, 1.0]
+    assert shares(group(None)) == [1.0]
+
+
+def test_equal_if_all_are_zero() -> None:
+    assert shares(group(0.0, 0.0, 5.0, 0.0, clients=[2])) == [1.0, 1.0, 0.0, 1.0]
+    assert shares(group(0.0, 7.0, clients=[1])) == [1.0, 0.0]
+
+
+def test_in_proportion_if_two_or_one() -> None:
+    fast, slow = shares(group(300.0, 100.0))
+    assert fast == 3 * slow
+    assert shares(group(100.0, 900.0, clients=[1]))[1] == 0
+    assert shares(group(100.0))[0] > 0
+
+
+def test_by_hand() -> None:
+    # T·10 - 1 twice: T = 3 / 20, at which 4 would get less than nothing
+    assert shares(group(10.0, 4.0, 10.0)) == pytest.approx([0.5, 0.0, 0.5])
+    # T = 4 / 28
+    assert shares(group(8.0, 10.0, 10.0)) == pytest.approx([1 / 7, 3 / 7, 3 / 7])
+    assert shares(group(10.0, 4.0, 10.0))[1] == 0
+    # g = 4 counts the client, and so does the median, 8, of what was told; T = 5 / 24
+    assert shares(group(10.0, None, 6.0, 8.0, clients=[3])) == pytest.approx([13 / 24, 8 / 24, 3 / 24, 0.0])
+    # an auxiliary reduces like a node
+    assert shares(group(8.0, 10.0, 10.0, auxiliaries=[1])) == shares(group(8.0, 10.0, 10.0))
+
+
+def test_a_bandwidth_told_by_a_client_alone() -> None:
+    assert shares(group(None, 5.0, None, clients=[1])) == pytest.approx([0.5, 0.0, 0.5])
+
+
+def test_a_slow_member_gets_nothing() -> None:
+    assert shares(group(100.0, 100.0, 0.0, 1e-3))[2:] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("unit", [1e-307, 1.0, 1e308])
+def test_extreme_bandwidths(unit: float) -> None:
+    for bandwidths in ([unit] * 5, [unit, None, unit, None, 0.0]):
+        result = shares(group(*bandwidths))
+        assert result[:4] == pytest.approx([result[0]] * 4)
+        assert partition(schema((8,), part_size=8), result)
+    mixed = shares(group(1.7e308, 5e-324, None, 1.7e308, clients=[0, 3]))
+    assert mixed == pytest.approx([0.0, 0.0, 1.0, 0.0])
+
+
+bandwidth = st.none() | st.floats(1e-3, 1e9) | st.sampled_from([0.0, 1.0, 100.0, 101.0])
+member = st.tuples(bandwidth, st.sampled_from(Mode))
+
+
+def members_of(drawn: list[tuple[float | None, Mode]]) -> list[Member]:
+    return [Member(f"peer{i}:1", bandwidth=told, mode=mode) for i, (told, mode) in enumerate(drawn)]
+
+
+@given(st.lists(member, min_size=3, max_size=12).map(members_of))
+def test_shares_against_bisection(members: list[Member]) -> None:
+    if not any(m.reduces for m in members):
+        with pytest.raises(RoundError):
+            shares(members)
+        return
+    result = shares(members)
+    assert len(result) == len(members)
+    assert all(type(share) is float and share >= 0 for share in result)
+    assert all(share == 0 for share, m in zip(result, members, strict=True) if not m.reduces)
+    told = [m.bandwidth for m in members if m.bandwidth is not None]
+    known = {
+        i: statistics.median(told) if m.bandwidth is None else m.bandwidth
+        for i, m in enumerate(members)
+        if m.reduces and told
+    }
+    fastest = max(known.values(), default=0.0)
+    if fastest == 0:
+        assert result == [1.0 if m.reduces else 0.0 for m in members]
+        return
+    others = len(members) - 2
+    low, high = 0.0, (others + 1) / fastest  # at the high end the fastest alone reduces everything
+    for _ in range(200):
+        middle = (low + high) / 2
+        enough = sum(max(0.0, (middle * b - 1) / others) for b in known.values()) >= 1
+        low, high = (low, middle) if enough else (middle, high)
+    for i, b in known.items():
+        assert result[i] == pytest.approx(max(0.0, (high * b - 1) / others), rel=1e-9, abs=1e-9)
+    assert math.fsum(result) == pytest.approx(1)
+
+
+@given(st.lists(st.floats(0.01, 1e6), min_size=3, max_size=8), st.data())
+def test_no_other_shares_are_faster(bandwidths: list[float], data: st.DataObject) -> None:
+    def slowest(division: list[float]) -> float:
+        return max((1 + (len(bandwidths) - 2) * s) / b for s, b in zip(division, bandwidths, strict=True) if s > 0)
+
+    best = shares(group(*bandwidths))
+    weights = data.draw(st.lists(st.integers(0, 1000), min_size=len(best), max_size=len(best)).filter(any))
+    moved = data.draw(st.sampled_from([1.0, 0.1, 1e-3]))
+    other = [(1 - moved) * s + moved * w / sum(weights) for s, w in zip(best, weights, strict=True)]
+    assert slowest(best) <= slowest(other) * (1 + 1e-9)
+
+
+@given(st.permutations([3.0, 5.0, 5.0, 8.0, 100.0, 250.0]))
+def test_shares_follow_the_members_not_their_order(bandwidths: list[float]) -> None:
+    by_bandwidth = dict(
+        zip([3.0, 5.0, 8.0, 100.0, 250.0], shares(group(3.0, 5.0, 8.0, 100.0, 250.0, 5.0)), strict=False)
+    )
+    assert shares(group(*bandwidths)) == [by_bandwidth[b] for b in bandwidths]
+
+
+def test_nobody_can_reduce() -> None:
+    with pytest.raises(RoundError, match="clients"):
+        shares(group(1.0, None, clients=[0, 1]))
+    with pytest.raises(RoundError):
+        shares([])
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+def test_example_of_the_protocol() -> None:
+    tensors = schema((300000,), (10, 10), (5,), part_size=1 << 18)
+    parts = partition(tensors, [150000, 75052, 75053])
+    assert lengths(parts) == [[65536, 65536], [65536], [65536, 37856, 100, 5]]
+    assert parts[2] == [Part(0, 196608, 262144), Part(0, 262144, 300000), Part(1, 0, 100), Part(2, 0, 5)]
+
+
+def test_part_size_counts_bytes_on_the_wire() -> None:
+    assert lengths(partition(schema((10,), part_size=16), [1.0])) == [[4, 4, 2]]
+    assert lengths(partition(schema((10,), part_size=17), [1.0])) == [[4, 4, 2]]
+    assert lengths(partition(schema((10,), part_size=16, code=CompressionType.FLOAT16), [1.0])) == [[8, 2]]
+    assert lengths(partition(schema((10,), part_size=16, code=CompressionType.UNIFORM_8BIT), [1.0])) == [[10]]
+    mixed = Schema((TensorSpec("a", "float64", (4,)), TensorSpec("b", "bfloat16", (9,))), 16)
+    assert lengths(partition(mixed, [1.0])) == [[2, 2, 8, 1]]
+
+
+def test_first_wins_a_tie() -> None:
+    assert lengths(partition(schema((12,), part_size=16), [1.0, 1.0])) == [[4, 4], [4]]
+    assert lengths(partition(schema((4,), part_size=16), [1.0] * 4)) == [[4], [], [], []]
+    assert lengths(partition(schema((4,), part_size=16), [1.0, 2.0, 1.0])) == [[], [4], []]
+
+
+def test_empty_and_scalar_tensors() -> None:
+    parts = partition(schema((0,), (), (3, 0), (2,), part_size=1024), [1.0])
+    assert parts == [[Part(1, 0, 1), Part(3, 0, 2)]]
+    assert partition(schema((0,), part_size=1024), [1.0, 0.0]) == [[], []]
+    assert partition(schema(part_size=1024), [0.0, 1.0]) == [[], []]
+
+
+def test_share_zero_means_no_part() -> None:
+    tensors = schema((64,), (), (), (), part_size=4)
+    for places in itertools.product([0.0, 1.0], repeat=5):
+        if any(places):
+            parts = partition(tensors, places)
+            assert [bool(mine) for mine in parts] == [share > 0 for share in places]
+
+
+def test_the_last_interval_ends_with_the_last_element() -> None:
+    # floor() alone would end it at 999, and the part that begins at 799 would be the last but one's in a tie
+    uneven = [0.1] * 10
+    assert (np.cumsum(uneven) / np.sum(uneven) * 1000).astype(np.int64)[-3:].tolist() == [799, 899, 999]
+    parts = partition(schema((799,), (201,), part_size=4 * 201), uneven)
+    assert parts[-1] == [Part(1, 0, 201)]
+
+
+def test_rounding_at_the_end_does_not_reach_a_client() -> None:
+    # 0.1 ten times adds up to less one after another than in pairs, so the last element falls to the last member
+    uneven = [0.1] * 10 + [0.0]
+    assert int(np.cumsum(uneven)[-1] / np.sum(uneven) * 1000) == 999
+    parts = partition(schema((999,), (), part_size=400), uneven)
+    assert parts[-1] == []
+    assert parts[-2][-1] == Part(1, 0, 1)
+
+
+def test_refusals() -> None:
+    tensors = schema((8,), part_size=16)
+    for wrong in ([], [0.0, 0.0], [1.0, -1.0], [-1.0, 3.0], [math.nan, 1.0], [math.inf, 1.0]):
+        with pytest.raises(RoundError):
+            partition(tensors, wrong)
+    with pytest.raises(ConfigError):
+        partition(schema((8,), part_size=3), [1.0])
+
+
+def dumb_partition(schema: Schema, shares: Sequence[float], length: int) -> list[list[Part]]:
+    """Counts, for each part and member, the elements of the part that lie in the member's interval."""
+    total = sum(spec.numel for spec in schema.tensors)
+    pivots = (np.cumsum(shares) / np.sum(shares) * total).astype(np.int64)
+    pivots[-1] = total
+    owners = [next(member for member, pivot in enumerate(pivots) if element < pivot) for element in range(total)]
+    result: list[list[Part]] = [[] for _ in shares]
+    offset = 0
+    for number, spec in enumerate(schema.tensors):
+        for start in range(0, spec.numel, length):
+            stop = min(start + length, spec.numel)
+            inside = owners[offset + start : offset + stop]
+            counts = [inside.count(member) for member in range(len(shares))]
+            result[counts.index(max(counts))].append(Part(number, start, stop))
+        offset += spec.numel
+    return result
+
+
+share = st.sampled_from([0.0, 1.0, 2.0]) | st.floats(0, 1) | st.floats(0, 1e9)
+some_shares = st.lists(share, min_size=1, max_size=9).filter(lambda drawn: sum(drawn) > 1e-300)
+shapes = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), max_size=6)
+
+
+@given(shapes, some_shares, st.integers(1, 40))
+def test_parts_against_counting(drawn: list[tuple[int, ...]], shares: list[float], length: int) -> None:
+    shares = [*shares, 1.0]  # with a trailing 0 the last element may be nobody's, see above
+    tensors = schema(*drawn, part_size=4 * length)
+    assert partition(tensors, shares) == dumb_partition(tensors, shares, length)
+
+
+@given(shapes, some_shares, st.integers(1, 40))
+def test_parts_cover_everything_once_and_in_order(
+    drawn: list[tuple[int, ...]], shares: list[float], length: int
+) -> None:
+    tensors = schema(*drawn, part_size=4 * length)
+    parts = partition(tensors, shares)
+    assert len(parts) == len(shares)
+    assert not any(mine for mine, share in zip(parts, shares, strict=True) if share == 0)
+    elements = [(part.tensor, element) for mine in parts for part in mine for element in range(part.start, part.stop)]
+    assert elements == [(number, i) for number, spec in enumerate(tensors.tensors) for i in range(spec.numel)]
+    assert all(0 < part.numel <= length for mine in parts for part in mine)
+
+
+def test_many_parts_and_members_take_one_pass() -> None:
+    tensors = schema((100_000,), part_size=4)
+    members = [1.0 + index % 7 for index in range(1000)]
+    before = time.process_time()
+    parts = partition(tensors, members)
+    # parts times members would be 10^8 steps, half a minute; this is 10^5
+    assert time.process_time() - before < 5
+    assert sum(map(len, parts)) == 100_000
