@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable
+from contextlib import aclosing
 
 import msgpack
 
@@ -37,24 +38,39 @@ class Donors:
         known = [(priority, name) for priority, name in found if priority is not None]
         return sorted(known, key=lambda donor: (-donor[0], donor[1]))
 
+    async def appear(self, above: float, timeout: float) -> bool:
+        """Whether somebody offers a state of a priority above `above`, now or within `timeout` seconds."""
+        try:
+            async with asyncio.timeout(timeout), aclosing(self._discovery.watch(self._key)) as changes:
+                async for _ in changes:
+                    if any(priority > above for priority, _ in self.others()):
+                        return True
+        except TimeoutError:
+            return False
+        return False
+
     def committed(self) -> None:
         """There is a new version to declare."""
         self._committed.set()
 
     async def keep_declaring(self, version: Callable[[], int]) -> None:
-        """Declares this peer's state until cancelled: at once after each commit, and before a declaration expires."""
+        """Declares this peer's state until cancelled: after each commit, and before a declaration expires."""
         while True:
             self._committed.clear()
-            value = msgpack.packb(float(version()))
-            try:
-                await self._discovery.store(self._key, self._endpoint, value, self._clock() + LIFETIME)
-            except AveragingError as error:
-                logger.warning("could not declare that the state can be downloaded: %s", error)
+            await self.declare(version())
             try:
                 async with asyncio.timeout(REFRESH):
                     await self._committed.wait()
             except TimeoutError:
                 continue
+
+    async def declare(self, version: int) -> None:
+        """Declares once that this peer's state can be downloaded."""
+        value = msgpack.packb(float(version))
+        try:
+            await self._discovery.store(self._key, self._endpoint, value, self._clock() + LIFETIME)
+        except AveragingError as error:
+            logger.warning("could not declare that the state can be downloaded: %s", error)
 
 
 def unpack_priority(value: bytes) -> float | None:

@@ -146,6 +146,7 @@ class Peer:
             )
             donors = Donors(config.run_id, endpoint, discovery, self._clock)
             if self._snapshots.shared:
+                await donors.declare(self._snapshots.version)
                 tasks = await stack.enter_async_context(asyncio.TaskGroup())
                 stack.callback(tasks.create_task(donors.keep_declaring(lambda: self._snapshots.version)).cancel)
             self._running = _Running(stack.pop_all(), endpoint, discovery, matchmaking, donors, service)
@@ -176,6 +177,11 @@ class Peer:
     def peers(self) -> frozenset[str]:
         """The endpoints that discovery knows of, this peer's included."""
         return self._entered.discovery.endpoints() | {self.endpoint}
+
+    @property
+    def discovery(self) -> Discovery:
+        """Where this run's peers tell each other who and what is there."""
+        return self._entered.discovery
 
     @property
     def donors(self) -> list[tuple[float, str]]:
@@ -212,7 +218,8 @@ class Peer:
     async def average(self, *, weight: float = 1.0, gather: Any = None) -> Receipt:
         """Finds a group and averages the tensors with it.
 
-        Cancelling it leaves the group in order and the tensors untouched.
+        Cancelling it leaves the group in order and the tensors untouched. Changes that the application makes to the
+        tensors meanwhile are overwritten by an average, and kept where the reply form is `delta`.
 
         Args:
             weight: of this peer's tensors in the average; finite and at least 0.
@@ -244,6 +251,14 @@ class Peer:
             self._averaging = False
         logger.info("%s", receipt)
         return receipt
+
+    async def donor_appears(self, timeout: float) -> bool:
+        """Whether another peer offers a state of a version above 0, now or within `timeout` seconds.
+
+        Raises:
+            ClosedError: the peer is not running.
+        """
+        return await self._entered.donors.appear(0, timeout)
 
     async def download_state(self, apply: Callable[[State], None] | None = None) -> State:
         """Downloads the state of the peer with the highest priority, verifies it, and takes it over.

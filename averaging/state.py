@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from math import prod
@@ -123,15 +123,23 @@ class StateReader:
     """Puts a download together again and verifies it. No I/O.
 
     Args:
-        schema: of the tensors that the downloader averages; the state must begin with the same.
+        schema: of the tensors that the downloader averages; the state must begin with the same. None takes any tensors.
+        max_bytes: what the state may hold at most; if None, `MAX_GROWTH` times the bytes of the schema plus 64 MiB.
+
+    Attributes:
+        version: of the state, as announced.
+        received: bytes of tensors so far.
 
     Raises:
         StateError: from every method, if the state is not what it says or not what is needed.
     """
 
-    def __init__(self, schema: Schema) -> None:
+    def __init__(self, schema: Schema | None, max_bytes: int | None = None) -> None:
         self._schema = schema
-        self._version = 0
+        own_bytes = schema.nbytes if schema else 0
+        self._max_bytes = MAX_GROWTH * own_bytes + (64 << 20) if max_bytes is None else max_bytes
+        self.version = 0
+        self.received = 0
         self._user: dict[str, Any] = {}
         self._specs: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
         self._digests: list[bytes] = []
@@ -140,6 +148,16 @@ class StateReader:
         self._filled = 0
         self._chunks_left = 0
         self._started = False
+
+    @property
+    def count(self) -> int:
+        """How many tensors are announced."""
+        return len(self._specs)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, as announced; 0 before the first message."""
+        return sum(prod(shape) * dtype.itemsize for _, dtype, shape in self._specs)
 
     def feed(self, message: DownloadData) -> None:
         """Takes the next message of the stream."""
@@ -160,14 +178,14 @@ class StateReader:
             raise StateError("it shares no state")
         if self._buffer is not None or len(self._done) != len(self._specs):
             raise StateError(f"its stream ended after {len(self._done)} of {len(self._specs)} tensors")
-        return State(self._version, self._done, self._user)
+        return State(self.version, self._done, self._user)
 
     def _read_metadata(self, packed: bytes) -> None:
         if not packed or len(packed) > MAX_METADATA_BYTES:
             raise StateError(f"its metadata has {len(packed)} bytes")
         try:
             metadata = msgpack.unpackb(packed, strict_map_key=False)
-            self._version = int(metadata["version"])
+            self.version = int(metadata["version"])
             self._user = dict(metadata.get("user") or {})
             self._digests = [bytes.fromhex(d) if isinstance(d, str) else bytes(d) for d in metadata["digest"]]
             self._specs = [
@@ -178,8 +196,8 @@ class StateReader:
         self._check_specs()
 
     def _check_specs(self) -> None:
-        specs, own = self._specs, self._schema.tensors
-        if self._version < 0 or len(self._digests) != len(specs) or len(specs) > MAX_TENSORS:
+        specs, own = self._specs, self._schema.tensors if self._schema else ()
+        if self.version < 0 or len(self._digests) != len(specs) or len(specs) > MAX_TENSORS:
             raise StateError(f"its metadata tells {len(specs)} tensors and {len(self._digests)} digests")
         if len({name for name, _, _ in specs}) != len(specs):
             raise StateError("two of its tensors have the same name")
@@ -187,10 +205,12 @@ class StateReader:
             raise StateError(f"it has {len(specs)} tensors, this peer {len(own)}")
         for (name, dtype, shape), spec in zip(specs, own, strict=False):
             if (dtype, shape) != (spec.torch_dtype, spec.shape):
-                raise StateError(f"its tensor {name!r} is {dtype} {list(shape)}, here {spec.name!r} is {spec}")
-        nbytes = sum(prod(shape) * dtype.itemsize for _, dtype, shape in specs)
-        if nbytes > MAX_GROWTH * self._schema.nbytes + (64 << 20):
-            raise StateError(f"it announces {nbytes} bytes for {self._schema.nbytes} bytes of averaged tensors")
+                there, here = (
+                    f"{_DTYPE_NAMES[d]}{list(s)}" for d, s in ((dtype, shape), (spec.torch_dtype, spec.shape))
+                )
+                raise StateError(f"its tensor {name!r} is {there}, here {spec.name!r} is {here}")
+        if self.nbytes > self._max_bytes:
+            raise StateError(f"it announces {self.nbytes} bytes, more than the {self._max_bytes} of max_bytes")
 
     def _start_tensor(self, wire: WireTensor) -> None:
         if self._buffer is not None:
@@ -214,6 +234,7 @@ class StateReader:
             raise StateError(f"tensor {name!r} is longer than announced")
         self._buffer[self._filled : end] = piece
         self._filled = end
+        self.received += len(piece)
         if end < len(self._buffer) or self._chunks_left:
             return
         if hashlib.sha256(self._buffer).digest() != self._digests[len(self._done)]:
@@ -223,14 +244,24 @@ class StateReader:
         self._buffer = None
 
 
-async def download(transport: Transport, donors: Sequence[str], schema: Schema, *, silence: float) -> tuple[State, str]:
+async def download(
+    transport: Transport,
+    donors: Sequence[str],
+    schema: Schema | None,
+    *,
+    silence: float,
+    max_bytes: int | None = None,
+    on_progress: Callable[[StateReader], object] = lambda _: None,
+) -> tuple[State, str]:
     """Downloads the state from the first of `donors` that delivers it whole.
 
     Args:
         transport: this peer's.
         donors: endpoints, the best one first.
-        schema: of this peer's tensors.
+        schema: of this peer's tensors; None takes any.
         silence: seconds without a message after which a donor is given up.
+        max_bytes: see `StateReader`.
+        on_progress: called after each message.
 
     Returns:
         The state and its donor.
@@ -240,8 +271,10 @@ async def download(transport: Transport, donors: Sequence[str], schema: Schema, 
     """
     failures = []
     for donor in donors:
+        reader = StateReader(schema, max_bytes)
         try:
-            return await _download_from(transport, donor, schema, silence), donor
+            await _read_all(reader, transport, donor, silence, on_progress)
+            return reader.finish(), donor
         except TimeoutError:
             failures.append(f"{donor}: silent for {silence:g} s")
         except (AveragingError, ProtocolViolationError) as error:
@@ -252,13 +285,18 @@ async def download(transport: Transport, donors: Sequence[str], schema: Schema, 
     raise StateError(f"no state could be downloaded ({told}); nothing was changed")
 
 
-async def _download_from(transport: Transport, donor: str, schema: Schema, silence: float) -> State:
-    reader = StateReader(schema)
+async def _read_all(
+    reader: StateReader,
+    transport: Transport,
+    donor: str,
+    silence: float,
+    on_progress: Callable[[StateReader], object],
+) -> None:
     async with asyncio.timeout(silence) as limit, aclosing(transport.download_state(donor)) as messages:
         async for message in messages:
             reader.feed(message)
+            on_progress(reader)
             limit.reschedule(asyncio.get_running_loop().time() + silence)
-    return reader.finish()
 
 
 def _shape(shape: Sequence[int]) -> tuple[int, ...]:

@@ -211,7 +211,7 @@ def test_whoever_dies_and_whatever_is_lost_everybody_ends(seed: int) -> None:
             assert receipt.reason or receipt.averaged
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_a_hundred_peers_keep_the_mean_to_1e6_when_nobody_dies(seed: int) -> None:
     swarm = Swarm(seed, latency=(0.001, 0.3), delay=0.2)
     tensors = scalars(100, seed)
