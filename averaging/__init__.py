@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from averaging.averager import DecentralizedAverager
     from averaging.config import NonFinite, PeerConfig
     from averaging.errors import AveragingError
     from averaging.group import Mode
@@ -19,12 +20,15 @@ if TYPE_CHECKING:
     from averaging.schema import ReplyForm
     from averaging.snapshots import Extras
     from averaging.state import State
+    from averaging.strategies import LocalSGD, Strategy
 
 __all__ = [
     "AveragingError",
     "CompressionType",
+    "DecentralizedAverager",
     "Dropped",
     "Extras",
+    "LocalSGD",
     "Mode",
     "NonFinite",
     "Outcome",
@@ -33,13 +37,16 @@ __all__ = [
     "Receipt",
     "ReplyForm",
     "State",
+    "Strategy",
 ]
 
 _HOMES = {
     "AveragingError": "errors",
     "CompressionType": "messages",
+    "DecentralizedAverager": "averager",
     "Dropped": "observe.receipts",
     "Extras": "snapshots",
+    "LocalSGD": "strategies",
     "Mode": "group",
     "NonFinite": "config",
     "Outcome": "observe.receipts",
@@ -48,6 +55,7 @@ _HOMES = {
     "Receipt": "observe.receipts",
     "ReplyForm": "schema",
     "State": "state",
+    "Strategy": "strategies",
 }
 
 

@@ -97,7 +97,7 @@ def pack_gather(weight: float, bandwidth: float | None, mode: Mode, user: Any = 
     """
     try:
         packed: bytes = msgpack.packb([float(weight), bandwidth, int(mode), msgpack.packb(user)])
-    except TypeError as error:
+    except (TypeError, OverflowError) as error:
         raise ValueError(
             f"gather must be what msgpack can pack (numbers, strings, bytes, lists, dicts): {error}"
         ) from None

@@ -139,7 +139,8 @@ class Matchmaking:
         code, suggested_leader = rules.verdict(request, search.state if search else None)
         logger.debug("%s answers %s to %s", self._endpoint, code.name, request.endpoint)
         if search is None or code is not MessageCode.ACCEPTED:
-            if search is not None and code is MessageCode.BAD_SCHEMA_HASH:
+            # A stranger's hash says nothing about the run; one that discovery names may be all there is.
+            if search and code is MessageCode.BAD_SCHEMA_HASH and self._discovery.names(request.endpoint):
                 search.seen.add(request.endpoint)
                 search.differing.setdefault(request.endpoint, None)
             yield MessageFromLeader(code, suggested_leader=suggested_leader)
@@ -349,8 +350,7 @@ class _Search:
 
     def release(self, endpoint: str, fate: asyncio.Future[MessageFromLeader]) -> None:
         """Forgets a follower that went away before anything was decided."""
-        if self._fates.get(endpoint) is fate and not fate.done():
-            fate.cancel()
+        if self._fates.get(endpoint) is fate:  # whether or not it is done: a cancelled wait cancels it too
             del self._fates[endpoint], self.state.followers[endpoint]
             self.changed.set()
 

@@ -1,0 +1,40 @@
+"""The command line: `averaging peer` and `averaging state`.
+
+Nothing here imports torch or grpc before a command runs, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import click
+
+from averaging.cli.peer import peer_command
+from averaging.cli.state import state_command
+
+CONTEXT = {"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 100}
+
+
+@click.group(context_settings=CONTEXT)
+@click.version_option(package_name="averaging", message="%(package)s %(version)s")
+def main() -> None:
+    r"""Averages tensors between machines that nobody orchestrates.
+
+    Peers find each other, form groups, and all-reduce their tensors over gRPC. None of them is a server: any peer that
+    is up can be given to --join.
+
+    \b
+    Average two files, in two terminals:
+      averaging peer a.safetensors --run-id demo --listen 127.0.0.1:4222 --output a-mean.safetensors
+      averaging peer b.safetensors --run-id demo --join 127.0.0.1:4222 --output b-mean.safetensors
+
+    \b
+    Keep a peer up, and fetch what it holds:
+      averaging peer a.safetensors --run-id demo --listen 127.0.0.1:4222 --serve
+      averaging state 127.0.0.1:4222 --output now.safetensors
+
+    Exit codes: 0 done, 1 it could not be done, 2 wrong usage or unreadable input, 130 or 143 stopped by Ctrl+C or
+    SIGTERM before it was done.
+    """
+
+
+main.add_command(peer_command)
+main.add_command(state_command)

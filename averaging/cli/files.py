@@ -1,0 +1,165 @@
+"""The safetensors files of the command line: read and checked before anything starts, written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from averaging.cli.failures import NOT_DONE, WRONG_USAGE, Failure
+from averaging.schema import DTYPES
+from averaging.tensors import all_finite
+
+RESERVED_NAME = "__metadata__"
+"""A tensor of this name makes a safetensors file that nobody can read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """What a safetensors file holds.
+
+    Attributes:
+        tensors: by name, sorted by name: the format keeps no order, and all peers must have the same one.
+        metadata: texts by name; None if the file has none.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    metadata: dict[str, str] | None
+
+
+def read(path: Path) -> Document:
+    """Reads a file into memory of its own, so that the file may change or go afterwards.
+
+    Raises:
+        Failure: with exit code 2, if it is not there, is no safetensors file, or is not whole.
+    """
+    if not path.exists():
+        raise Failure(f"{path} does not exist; give a file written by safetensors.torch.save_file", WRONG_USAGE)
+    if not path.is_file():
+        raise Failure(f"{path} is not a file; give one written by safetensors.torch.save_file", WRONG_USAGE)
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name).clone() for name in sorted(file.keys())}
+            return Document(tensors, file.metadata())
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        raise Failure(
+            f"{path} cannot be read as a safetensors file ({error}); if it was copied, copy it again, otherwise write "
+            "it with safetensors.torch.save_file",
+            WRONG_USAGE,
+        ) from None
+
+
+def check_can_be_averaged(path: Path, tensors: Mapping[str, torch.Tensor], *, allow_non_finite: bool) -> None:
+    """Looks for what a round would refuse.
+
+    Raises:
+        Failure: with exit code 2; it names the tensors.
+    """
+    if not tensors:
+        raise Failure(f"{path} holds no tensors; there is nothing to average", WRONG_USAGE)
+    wrong = [f"{name!r} ({tensor.dtype})" for name, tensor in tensors.items() if tensor.dtype not in DTYPES.values()]
+    if wrong:
+        raise Failure(
+            f"{path}: {_listed(wrong)} cannot be averaged; {', '.join(DTYPES)} can. Leave such tensors out of the "
+            "file, or convert them",
+            WRONG_USAGE,
+        )
+    broken = [repr(name) for name, tensor in tensors.items() if not all_finite(tensor)]
+    if broken and not allow_non_finite:
+        raise Failure(
+            f"{path}: {_listed(broken)} holds NaN or infinity; repair the file, or give --allow-non-finite and let it "
+            "spread to all members",
+            WRONG_USAGE,
+        )
+
+
+class Output:
+    """A file to be written later; whether that can work is found out now, before any work is done for it.
+
+    Args:
+        path: where to write; a link is followed.
+        overwrite: whether the file may exist.
+
+    Raises:
+        Failure: with exit code 2, if the file exists, or cannot be written there.
+    """
+
+    def __init__(self, path: Path, *, overwrite: bool) -> None:
+        self.path = path
+        self._target = path.resolve()
+        self._may_exist = overwrite
+        if self._target.exists() and not self._target.is_file():
+            raise Failure(f"{path} exists and is not a file; give --output another name", WRONG_USAGE)
+        if self._target.exists() and not overwrite:
+            raise Failure(
+                f"{path} exists; give --overwrite to replace it, or --output another name. Nothing was done",
+                WRONG_USAGE,
+            )
+        if not self._target.parent.is_dir():
+            raise Failure(f"there is no directory {self._target.parent}; make it first", WRONG_USAGE)
+        self._mode = self._try_to_write()
+
+    def _try_to_write(self) -> int:
+        """The permissions the file is to have: its present ones, or those of a new file."""
+        probe = self._beside()
+        try:
+            with probe.open("xb"):
+                pass
+            mode = (self._target if self._target.exists() else probe).stat().st_mode
+            probe.unlink()
+        except OSError as error:
+            raise Failure(
+                f"{self.path} cannot be written ({error.strerror}); choose a directory in which files can be made, "
+                "and a shorter name if it is too long",
+                WRONG_USAGE,
+            ) from None
+        return mode & 0o777
+
+    def write(self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> None:
+        """Writes the file whole, so that after a crash at any moment there is the old one or the new one.
+
+        Raises:
+            Failure: it cannot be written, or somebody else has made such a file meanwhile.
+        """
+        if RESERVED_NAME in tensors:
+            raise Failure(
+                f"{self.path} was not written: the format allows no tensor called {RESERVED_NAME!r}", NOT_DONE
+            )
+        temporary = self._beside()
+        try:
+            save_file(dict(tensors), temporary, dict(metadata) if metadata else None)
+            temporary.chmod(self._mode)
+            _sync(temporary)
+            if self._target.exists() and not self._may_exist:
+                raise Failure(
+                    f"{self.path} was made by somebody else meanwhile; the result is in {temporary}", NOT_DONE
+                )
+            temporary.replace(self._target)
+            _sync(self._target.parent)
+        except (OSError, SafetensorError) as error:
+            temporary.unlink(missing_ok=True)
+            raise Failure(f"{self.path} could not be written: {error}", NOT_DONE) from None
+        self._may_exist = True
+
+    def _beside(self) -> Path:
+        return self._target.with_name(f".{self._target.name}.{secrets.token_hex(4)}.tmp")
+
+
+def _sync(path: Path) -> None:
+    """Waits until a file or a directory is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{'tensor' if len(names) == 1 else 'tensors'} {', '.join(names[:3])}{more}"

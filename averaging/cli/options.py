@@ -1,0 +1,86 @@
+"""Values of options, checked as they are read, so that a wrong one names its option and ends with exit code 2.
+
+Each of these is a `type=` of click, which adds the name of the option to a `BadParameter`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from averaging.messages import CompressionType
+
+COMPRESSIONS = [kind.name.lower() for kind in CompressionType]
+"""The names of `--compression`."""
+
+
+def finite(*, above: float = -math.inf, at_least: float = -math.inf) -> Callable[[str | float], float]:
+    """A type for finite numbers, above or at least a bound."""
+
+    def number(value: str | float) -> float:
+        try:
+            read = float(value)
+        except ValueError:
+            raise click.BadParameter(f"{value!r} is not a number.") from None
+        if not math.isfinite(read):
+            raise click.BadParameter(f"{value!r} is not finite.")
+        if read <= above:
+            raise click.BadParameter(f"{value!r} must be above {above:g}.")
+        if read < at_least:
+            raise click.BadParameter(f"{value!r} must be at least {at_least:g}.")
+        return read
+
+    return number
+
+
+def address(value: str) -> str:
+    """`HOST:PORT`."""
+    _port(value)
+    return value
+
+
+def address_to_dial(value: str) -> str:
+    """`HOST:PORT` of somebody who listens there."""
+    if _port(value) == 0:
+        raise click.BadParameter(f"{value!r} has port 0; give the port on which that peer listens.")
+    return value
+
+
+def json_value(value: str) -> Any:
+    """Any value, written as JSON."""
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is no number in JSON")
+
+    try:
+        return json.loads(value, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise click.BadParameter(f"{value!r} is not JSON ({error}); for example: '{{\"loss\": 0.5}}'") from None
+
+
+def run_id(value: str) -> str:
+    """The name of a run."""
+    if not value or not value.isprintable() or "." in value:
+        raise click.BadParameter(f"{value!r} must be printable, not empty, and without a dot.")
+    return value
+
+
+def group_bits(value: str) -> str:
+    """The first group key."""
+    if set(value) - {"0", "1"}:
+        raise click.BadParameter(f"{value!r} must be zeros and ones.")
+    return value
+
+
+def _port(value: str) -> int:
+    from averaging.config import parse_address
+    from averaging.errors import ConfigError
+
+    try:
+        return parse_address(value)[1]
+    except ConfigError as error:
+        raise click.BadParameter(f"{error}.") from None

@@ -1,0 +1,306 @@
+"""`averaging peer`: a process that averages the tensors of a file with whoever is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from averaging.cli.failures import SIGNALLED, WRONG_USAGE, Failure, Stopped, failure_of, starting
+from averaging.cli.options import COMPRESSIONS, address, address_to_dial, finite, group_bits, json_value, run_id
+
+if TYPE_CHECKING:
+    from averaging.cli.files import Document, Output
+    from averaging.cli.report import Report
+    from averaging.cli.session import Session
+    from averaging.config import PeerOptions
+
+SECONDS = finite(above=0)
+
+SHARED_OPTIONS = frozenset({"group_size", "min_group_size", "group_bits", "compression", "reply", "part_size"})
+"""What peers of a run must or should have in common."""
+
+
+@click.command("peer", context_settings={"max_content_width": 100})
+@click.argument("file", type=click.Path(path_type=Path), metavar="FILE.safetensors")
+@click.option("--run-id", type=run_id, required=True, help="Peers with the same run average together; no dots.")
+@click.option(
+    "--join",
+    type=address_to_dial,
+    multiple=True,
+    metavar="HOST:PORT",
+    help="A peer of the run, any of them; may be given several times. Without it this peer starts a run of its own.",
+)
+@click.option(
+    "--listen",
+    type=address,
+    metavar="HOST:PORT",
+    help="Where to listen; port 0 takes a free one.  [default: 127.0.0.1:0, for this machine only]",
+)
+@click.option(
+    "--advertise",
+    type=address,
+    metavar="HOST:PORT",
+    help="Where others reach this peer, if that differs from --listen; port 0 means the one listened on.",
+)
+@click.option(
+    "--rounds", type=click.IntRange(min=1), metavar="K", help="Rounds to do.  [default: 1, or without end with --serve]"
+)
+@click.option(
+    "--serve",
+    is_flag=True,
+    help="Go on after the rounds, averaging and handing out the state, until Ctrl+C or SIGTERM.",
+)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="OUT.safetensors",
+    help="Where to write the average once all rounds are done; with --serve after each of them.",
+)
+@click.option("--overwrite", is_flag=True, help="Let --output replace a file that exists, FILE included.")
+@click.option(
+    "--group-size", default=8, type=click.IntRange(min=2), metavar="N", help="A group begins with so many members."
+)
+@click.option(
+    "--min-group-size",
+    default=2,
+    type=click.IntRange(min=2),
+    metavar="M",
+    help="It begins with so many when --matchmaking-time is over.",
+)
+@click.option(
+    "--group-bits",
+    default="",
+    show_default="none",
+    type=group_bits,
+    metavar="BITS",
+    help="First group key, zeros and ones, to spread many peers.",
+)
+@click.option(
+    "--matchmaking-time", default=5.0, type=SECONDS, metavar="SECONDS", help="How long a leader waits for a full group."
+)
+@click.option(
+    "--timeout", default=60.0, type=SECONDS, metavar="SECONDS", help="For a whole attempt: finding a group, averaging."
+)
+@click.option(
+    "--part-timeout",
+    default=10.0,
+    type=SECONDS,
+    metavar="SECONDS",
+    help="Without progress a member of the round is given up.",
+)
+@click.option("--join-timeout", default=10.0, type=SECONDS, metavar="SECONDS", help="For one of --join to answer.")
+@click.option(
+    "--retries", default=2, type=click.IntRange(min=0), metavar="N", help="Failed rounds in a row to try again."
+)
+@click.option("--interval", default=0.0, type=finite(at_least=0), metavar="SECONDS", help="Pause after each round.")
+@click.option("--weight", default=1.0, type=finite(at_least=0), metavar="W", help="Of this file in the average.")
+@click.option(
+    "--client-mode", is_flag=True, help="Listen nowhere (behind a firewall, say): contribute, reduce nothing."
+)
+@click.option("--auxiliary", is_flag=True, help="Reduce for others, contribute nothing; FILE tells the shapes only.")
+@click.option(
+    "--bandwidth",
+    type=finite(above=0),
+    metavar="BYTES/S",
+    help="Of this peer's link, so that it gets a share to match: 12.5e6 for 100 Mbit/s.  [default: unknown]",
+)
+@click.option(
+    "--compression",
+    default="none",
+    type=click.Choice(COMPRESSIONS, case_sensitive=False),
+    help="On the wire; the same at all peers.",
+)
+@click.option(
+    "--reply",
+    default="average",
+    type=click.Choice(["average", "delta"]),
+    help="What reducers answer; delta suits lossy compression of parameters. The same at all peers.",
+)
+@click.option(
+    "--part-size",
+    default=1 << 20,
+    type=click.IntRange(1024, 1 << 28),
+    metavar="BYTES",
+    help="Size of a part on the wire; the same at all peers.",
+)
+@click.option("--gather", type=json_value, metavar="JSON", help="Anything to tell the members of each round.")
+@click.option("--allow-non-finite", is_flag=True, help="Average NaN and infinity too; they spread to all members.")
+@click.option("--no-share-state", is_flag=True, help="Do not let others download the tensors.")
+@click.option("--json", "as_json", is_flag=True, help="Tell every event as one JSON object a line.")
+@click.option(
+    "-v", "--verbose", count=True, show_default=False, help="Log to stderr what happens; -vv logs everything."
+)
+def peer_command(
+    file: Path,
+    output: Path | None,
+    *,
+    as_json: bool,
+    verbose: int,
+    **given: Any,
+) -> None:
+    r"""Averages the tensors of FILE.safetensors with the other peers of a run.
+
+    Every peer brings a file with the same tensors. They are sorted by name, because the format keeps no order; dtypes
+    and shapes must be the same everywhere, names need not. After the rounds every member holds the weighted mean, which
+    is written with the names, dtypes and metadata of the own file.
+
+    \b
+    Two peers; the first prints the exact command that joins it:
+      averaging peer a.safetensors --run-id demo --listen 127.0.0.1:4222 --output a-mean.safetensors
+      averaging peer b.safetensors --run-id demo --join 127.0.0.1:4222 --output b-mean.safetensors
+
+    \b
+    Reachable from other machines, behind a router that forwards port 4222:
+      averaging peer a.safetensors --run-id demo --listen 0.0.0.0:4222 --advertise example.org:4222 --serve
+
+    \b
+    Behind a firewall, for a program that reads events, twice as heavy as others:
+      averaging peer b.safetensors --run-id demo --join example.org:4222 --client-mode --weight 2 --json
+
+    A round needs a group: those who look at the same time. A peer that finds none within --timeout gives up with exit
+    code 1 and says who was there and what they answered. A round that fails on the way is tried again --retries times.
+    With --serve nothing is given up.
+
+    Ctrl+C or SIGTERM lets a round in progress end, a second one does not. With --serve the exit code is 0 then; without
+    it 130 or 143, and nothing is written.
+
+    \b
+    Exit codes: 0 done; 1 a round could not be done, nobody of --join answered, or the port is taken;
+    2 wrong usage or unreadable input; 130, 143 stopped by a signal before the rounds were done.
+
+    \b
+    Events of --json, each with "event":
+      ready    endpoint, join (what others give to --join; null for a client), run_id, mode, schema_hash, tensors, bytes
+      round    round (from 0), group_id, members, dropped, dropped_reasons, gathered (both by endpoint), seconds,
+               allreduce_seconds, bytes_sent, bytes_received, kept_local (elements), state_version
+      retry    round, outcome (no_group or failed), message, members, dropped, dropped_reasons, seconds
+      serving  rounds, output (null if nothing was written): --rounds are done, --serve goes on
+      done     rounds, output
+      error    message
+    """
+    _check(file, output, given)
+    with starting():
+        from averaging.cli.report import Report
+
+        report = Report(as_json=as_json)
+        with report.logging(verbose), report.failures():
+            _run(file, output, given, report)
+
+
+def _check(file: Path, output: Path | None, given: dict[str, Any]) -> None:
+    """Refuses options that contradict each other.
+
+    Raises:
+        click.UsageError: they do.
+    """
+    if given["client_mode"] and given["auxiliary"]:
+        raise click.UsageError("--client-mode reduces nothing and --auxiliary does nothing else; give one of them.")
+    if given["client_mode"]:
+        for option in ("listen", "advertise"):
+            if given[option]:
+                raise click.UsageError(f"--client-mode accepts no connection; leave --{option} out.")
+        if not given["join"]:
+            raise click.UsageError("--client-mode needs --join: nobody could ever reach this peer otherwise.")
+    if given["auxiliary"] and output:
+        raise click.UsageError("--auxiliary takes no result, so there is nothing to write; leave --output out.")
+    if given["min_group_size"] > given["group_size"]:
+        raise click.UsageError(
+            f"--min-group-size {given['min_group_size']} is above --group-size {given['group_size']}: "
+            "no group could begin."
+        )
+    if output and not given.get("overwrite") and output.exists() and file.exists() and output.samefile(file):
+        raise click.UsageError("--output is FILE itself; give --overwrite to replace it, or another name.")
+
+
+def _run(file: Path, output: Path | None, given: dict[str, Any], report: Report) -> None:
+    """Reads, averages, writes.
+
+    Raises:
+        Failure: it could not be done.
+    """
+    from averaging.cli import events, signals, words
+    from averaging.cli.files import Output, check_can_be_averaged, read
+
+    destination = Output(output, overwrite=given["overwrite"]) if output else None
+    document = read(file)
+    # An auxiliary peer contributes no numbers.
+    lenient = given["allow_non_finite"] or given["auxiliary"]
+    check_can_be_averaged(file, document.tensors, allow_non_finite=lenient)
+    session = _session(file, document, destination, given, report)
+    try:
+        signals.run(session.run)
+    except Stopped as stopped:
+        if not given["serve"]:
+            rounds = f"{session.rounds} of {words.counted(given['rounds'] or 1, 'round')}"
+            message = f"stopped by {signals.name(stopped.number)} after {rounds}; nothing was written"
+            raise Failure(message, SIGNALLED + stopped.number) from None
+    why_not = "no --output was given" if destination is None else "no round was done"
+    report.tell(events.done(session.rounds, session.output), words.finished(session.rounds, session.output, why_not))
+
+
+def _session(
+    file: Path, document: Document, destination: Output | None, given: dict[str, Any], report: Report
+) -> Session:
+    from averaging.cli.session import Plan, Session
+    from averaging.errors import AveragingError
+    from averaging.group import pack_gather
+    from averaging.peer import Peer
+
+    plan = Plan(
+        rounds=given["rounds"] or (None if given["serve"] else 1),
+        serve=given["serve"],
+        retries=given["retries"],
+        interval=given["interval"],
+        weight=given["weight"],
+        gather=given["gather"],
+        join_command=_join_command(file, given),
+    )
+    try:
+        peer = Peer(document.tensors, run_id=given["run_id"], **_peer_options(given))
+        pack_gather(given["weight"], given["bandwidth"], peer.config.mode, given["gather"])
+    except AveragingError as error:
+        raise failure_of(error) from None
+    except ValueError as error:
+        raise Failure(f"--gather: {error}", WRONG_USAGE) from None
+    return Session(plan, peer, document, destination, report)
+
+
+def _peer_options(given: dict[str, Any]) -> PeerOptions:
+    from averaging.config import NonFinite
+    from averaging.group import Mode
+    from averaging.messages import CompressionType
+    from averaging.schema import ReplyForm
+
+    options: PeerOptions = {
+        "advertise": given["advertise"],
+        "join": given["join"],
+        "join_timeout": given["join_timeout"],
+        "mode": Mode.CLIENT if given["client_mode"] else Mode.AUXILIARY if given["auxiliary"] else Mode.NODE,
+        "group_size": given["group_size"],
+        "min_group_size": given["min_group_size"],
+        "group_bits": given["group_bits"],
+        "matchmaking_time": given["matchmaking_time"],
+        "timeout": given["timeout"],
+        "part_timeout": given["part_timeout"],
+        "bandwidth": given["bandwidth"],
+        "compression": CompressionType[given["compression"].upper()],
+        "reply": ReplyForm(given["reply"]),
+        "part_size_bytes": given["part_size"],
+        "non_finite": NonFinite.ALLOW if given["allow_non_finite"] else NonFinite.REFUSE,
+        "share_state": not given["no_share_state"],
+    }
+    if given["listen"]:
+        options["listen"] = given["listen"]
+    return options
+
+
+def _join_command(file: Path, given: dict[str, Any]) -> list[str]:
+    """What to type elsewhere, up to `--join`: all members must agree on some options, so those are repeated."""
+    command = ["averaging", "peer", str(file), "--run-id", given["run_id"]]
+    for parameter in peer_command.params:
+        name = str(parameter.name)
+        if name in SHARED_OPTIONS and given[name] != parameter.default:
+            command += [parameter.opts[0], str(given[name])]
+    return command

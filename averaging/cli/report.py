@@ -1,0 +1,121 @@
+"""Where a command's news go: JSON lines for programs, or lines for people with a spinner on a terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import click
+from rich.console import Console
+from rich.live import Live
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.spinner import Spinner
+from rich.text import Text
+
+from averaging.cli import events
+from averaging.cli.failures import Failure
+
+REFRESH_SECONDS = 0.25
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+class Report:
+    """Tells everything once, on stdout: as an event if `as_json`, else in words."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self._as_json = as_json
+        # Lines are for copying: never wrapped, never coloured by guesses about their content.
+        self._console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+    def tell(self, event: events.Event, words: str) -> None:
+        """Tells one thing, at once."""
+        if self._as_json:
+            click.echo(events.dumps(event))
+        else:
+            self._console.print(words)
+        sys.stdout.flush()
+
+    @contextmanager
+    def failures(self) -> Iterator[None]:
+        """Tells programs why the command ends; click tells people, on stderr."""
+        try:
+            yield
+        except Failure as failure:
+            if self._as_json:
+                self.tell(events.error(failure.message), "")
+            raise
+
+    @asynccontextmanager
+    async def waiting(self, describe: Callable[[], str]) -> AsyncIterator[None]:
+        """Shows what is being waited for: on a terminal with a spinner, kept up to date, elsewhere once."""
+        if self._as_json or not self._console.is_terminal:
+            if not self._as_json:
+                self.tell({}, describe())
+            yield
+            return
+        spinner = Spinner("dots", Text(describe()))
+
+        async def refresh() -> None:
+            while True:
+                spinner.update(text=Text(describe()))
+                await asyncio.sleep(REFRESH_SECONDS)
+
+        with Live(spinner, console=self._console, transient=True, redirect_stdout=False, redirect_stderr=False):
+            task = asyncio.create_task(refresh())
+            try:
+                yield
+            finally:
+                task.cancel()
+                await asyncio.wait({task})
+
+    @contextmanager
+    def transfer(self, what: str) -> Iterator[Callable[[int, int], None]]:
+        """Yields what is to be told how many bytes are there, and of how many; a terminal shows it as a bar."""
+        if self._as_json or not self._console.is_terminal:
+            yield lambda received, total: None
+            return
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+        progress = Progress(
+            *columns, console=self._console, transient=True, redirect_stdout=False, redirect_stderr=False
+        )
+        with progress:
+            task = progress.add_task(what, total=None)
+            yield lambda received, total: progress.update(task, completed=received, total=total)
+
+    @contextmanager
+    def logging(self, verbose: int, *, quiet: str = "") -> Iterator[None]:
+        """Sends the library's log to stderr: warnings, with 1 what happens, with 2 everything.
+
+        Args:
+            verbose: see above.
+            quiet: a logger whose messages are told otherwise.
+        """
+        logger, handler = logging.getLogger("averaging"), _StderrHandler(self._console)
+        handler.setFormatter(logging.Formatter(LOG_FORMAT))
+        handler.addFilter(lambda record: record.name != quiet)
+        before = logger.level
+        logger.setLevel((logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)])
+        logger.addHandler(handler)
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
+            logger.setLevel(before)
+
+
+class _StderrHandler(logging.Handler):
+    """Writes to stderr; through the console if both are one terminal, so that a spinner is not written over."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = self.format(record)
+        if self._console.is_terminal and sys.stderr.isatty():
+            self._console.print(line)
+        else:
+            click.echo(line, err=True)

@@ -1,0 +1,152 @@
+"""`averaging state`: downloads what a peer holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from averaging.cli.failures import SIGNALLED, Failure, Stopped, failure_of, starting
+from averaging.cli.options import address_to_dial, finite
+
+if TYPE_CHECKING:
+    from averaging.cli.report import Report
+    from averaging.cli.signals import Stop
+    from averaging.state import State, StateReader
+
+MAX_MESSAGE_BYTES = 64 << 20
+"""Peers send a state in chunks of 1 MiB, and its metadata of at most 16 MiB."""
+
+VERSION_KEY, USER_KEY, PACKED_USER_KEY = "averaging.version", "averaging.user", "averaging.user.msgpack"
+"""Where the file's metadata holds the version, the user dict in JSON, or else in msgpack and base64."""
+
+
+@click.command("state", context_settings={"max_content_width": 100})
+@click.argument("address", type=address_to_dial, metavar="HOST:PORT")
+@click.option(
+    "--output", type=click.Path(path_type=Path), required=True, metavar="FILE.safetensors", help="Where to write it."
+)
+@click.option("--overwrite", is_flag=True, help="Replace --output if it exists.")
+@click.option(
+    "--timeout",
+    default=10.0,
+    type=finite(above=0),
+    metavar="SECONDS",
+    help="Give up if nothing comes for so long; the whole may take any time.",
+)
+@click.option(
+    "--max-bytes",
+    default=16 << 30,
+    type=click.IntRange(min=1),
+    metavar="BYTES",
+    help="Refuse a larger state; it is held in memory.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Tell every event as one JSON object a line.")
+@click.option(
+    "-v", "--verbose", count=True, show_default=False, help="Log to stderr what happens; -vv logs everything."
+)
+def state_command(
+    address: str, output: Path, overwrite: bool, timeout: float, max_bytes: int, as_json: bool, verbose: int
+) -> None:
+    r"""Downloads the state of the peer at HOST:PORT and writes it to a safetensors file.
+
+    That is what the peer committed last: its averaged tensors, and whatever its application adds. Every tensor is
+    compared with its digest; a download that is not whole writes nothing. The file's metadata holds the state's
+    version ("averaging.version") and the application's own values ("averaging.user", in JSON).
+
+    \b
+    Fetch what a peer holds, then go on from there:
+      averaging state 192.0.2.7:4222 --output now.safetensors
+      averaging peer now.safetensors --run-id demo --join 192.0.2.7:4222 --output mean.safetensors
+
+    Exit codes: 0 done; 1 it could not be downloaded; 2 wrong usage; 130, 143 stopped by a signal.
+
+    \b
+    Events of --json, each with "event":
+      started  version, tensors, bytes
+      done     version, tensors, bytes, user, output
+      error    message
+    """
+    with starting():
+        from averaging.cli.report import Report
+
+        report = Report(as_json=as_json)
+        # A failed download is told once, as the error that it is.
+        with report.logging(verbose, quiet="averaging.state"), report.failures():
+            _run(address, output, overwrite, timeout, max_bytes, report)
+
+
+def _run(address: str, path: Path, overwrite: bool, timeout: float, max_bytes: int, report: Report) -> None:
+    from averaging.cli import events, signals, words
+    from averaging.cli.files import Output
+
+    output = Output(path, overwrite=overwrite)
+
+    async def fetch(_: Stop) -> State:
+        state = await _download(address, timeout, max_bytes, report)
+        output.write(state.tensors, _metadata(state))
+        return state
+
+    try:
+        state = signals.run(fetch)
+    except Stopped as stopped:
+        message = f"stopped by {signals.name(stopped.number)}; nothing was written"
+        raise Failure(message, SIGNALLED + stopped.number) from None
+    nbytes = sum(tensor.nbytes for tensor in state.tensors.values())
+    tensors = words.counted(len(state.tensors), "tensor")
+    report.tell(
+        events.downloaded(state.version, len(state.tensors), nbytes, state.user, str(path)),
+        f"done: version {state.version}, {tensors}, {words.size(nbytes)}, wrote {path}",
+    )
+
+
+async def _download(address: str, timeout: float, max_bytes: int, report: Report) -> State:
+    from averaging.cli import events, words
+    from averaging.errors import AveragingError
+    from averaging.state import download
+    from averaging.transport.grpc import GrpcTransport
+
+    announced = False
+    with report.transfer(f"downloading the state of {address}") as advance:
+
+        def on_progress(reader: StateReader) -> None:
+            nonlocal announced
+            if not announced:
+                announced = True
+                report.tell(
+                    events.started(reader.version, reader.count, reader.nbytes),
+                    f"{address} has version {reader.version}: {words.counted(reader.count, 'tensor')}, "
+                    f"{words.size(reader.nbytes)}",
+                )
+            advance(reader.received, reader.nbytes)
+
+        transport = GrpcTransport(None, max_message_bytes=MAX_MESSAGE_BYTES)
+        await transport.bind()
+        try:
+            state, _ = await download(
+                transport, [address], None, silence=timeout, max_bytes=max_bytes, on_progress=on_progress
+            )
+        except AveragingError as error:
+            raise failure_of(error) from None
+        finally:
+            await transport.close()
+    return state
+
+
+def _metadata(state: State) -> dict[str, str]:
+    """What the file tells besides the tensors; the user dict as JSON unless that would change it."""
+    import base64
+    import json
+
+    import msgpack
+
+    user = dict(state.user)
+    told = {VERSION_KEY: str(state.version)}
+    try:
+        text = json.dumps(user, allow_nan=False)
+        if json.loads(text) == user:
+            return {**told, USER_KEY: text}
+    except (TypeError, ValueError, RecursionError):
+        pass
+    return {**told, PACKED_USER_KEY: base64.b64encode(msgpack.packb(user)).decode()}

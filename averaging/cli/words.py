@@ -1,0 +1,85 @@
+"""What a command tells people. Pure."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+
+from averaging.config import parse_address
+from averaging.group import CLIENT_PREFIX
+from averaging.observe.receipts import Outcome, Receipt
+from averaging.schema import Schema
+
+MAX_NAMES = 4
+"""More members than this are counted, not listed."""
+
+
+def printable(text: str) -> str:
+    """Text that strangers may have written, without what a terminal would obey."""
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
+def size(count: float) -> str:
+    """A number of bytes."""
+    for unit in ("bytes", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} bytes" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 round`, `2 rounds`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def round_name(number: int, rounds: int | None) -> str:
+    """`round 1 of 3`; `number` counts from 0."""
+    return f"round {number + 1}" + (f" of {rounds}" if rounds and number < rounds else "")
+
+
+def ready(endpoint: str, run_id: str, schema: Schema, join_command: Sequence[str]) -> str:
+    """Who this peer is, and how others join it."""
+    first = (
+        f"{endpoint} is up in run {printable(run_id)}: "
+        f"{counted(len(schema.tensors), 'tensor')}, {size(schema.nbytes)}, schema {schema.hash.hex()[:8]}"
+    )
+    if endpoint.startswith(CLIENT_PREFIX):
+        return f"{first}\nothers cannot join through it: it is a client"
+    local = parse_address(endpoint)[0] in ("127.0.0.1", "localhost", "[::1]")
+    where = "in another terminal of this machine (for other machines, --listen on an address they reach)"
+    return f"{first}\njoin it {where if local else 'from anywhere'}:\n  {shlex.join(join_command)}"
+
+
+def looking(name: str, known: int) -> str:
+    """The peer waits for others; `known` counts those that discovery names."""
+    return f"{name}: looking for a group, {known} other {'peer' if known == 1 else 'peers'} seen"
+
+
+def averaged(name: str, endpoint: str, receipt: Receipt, gathered: Mapping[str, object]) -> str:
+    """A round is done."""
+    others = [member for member in receipt.members if member != endpoint]
+    listed = ", ".join(printable(member) for member in others[:MAX_NAMES])
+    more = f" and {len(others) - MAX_NAMES} more" if len(others) > MAX_NAMES else ""
+    lines = [
+        f"{name}: averaged with {listed}{more} in {receipt.seconds:.2f} s (all-reduce "
+        f"{receipt.allreduce_seconds:.2f} s, {size(receipt.bytes_sent)} sent, {size(receipt.bytes_received)} received)"
+    ]
+    lines += [f"  {printable(who)} says {printable(str(said))}" for who, said in gathered.items() if said is not None]
+    lines += [f"  lost {printable(dropped.endpoint)}: {printable(dropped.reason)}" for dropped in receipt.dropped]
+    if receipt.kept_local:
+        lines.append(f"  {counted(receipt.kept_local, 'element')} kept the own value, because their reducer was lost")
+    return "\n".join(lines)
+
+
+def not_averaged(name: str, receipt: Receipt) -> str:
+    """An attempt came to nothing."""
+    reason = printable(receipt.reason)
+    if receipt.outcome is Outcome.NO_GROUP:
+        return f"{name}: no group came together within {receipt.seconds:.1f} s: {reason}"
+    return f"{name}: failed after {receipt.seconds:.1f} s: {reason}"
+
+
+def finished(rounds: int, output: str | None, why_not: str) -> str:
+    """The last line."""
+    return f"done: {counted(rounds, 'round')}, " + (f"wrote {output}" if output else f"nothing written: {why_not}")

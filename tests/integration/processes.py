@@ -1,0 +1,136 @@
+"""Real processes that tell what they do as JSON lines on stdout: started, waited for with a deadline, never left behind."""
+
+from __future__ import annotations
+
+import json
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self
+
+DEADLINE = 60.0
+"""Seconds after which waiting for anything fails: generous, since the machines that run tests are slow and shared."""
+
+
+class JsonProcess:
+    """A child process. Use it as a context manager: at the end it is killed if it still runs.
+
+    Args:
+        arguments: the command; a leading "python" stands for the running interpreter.
+        env: its environment; this process's own if not given.
+    """
+
+    def __init__(self, *arguments: str, env: Mapping[str, str] | None = None) -> None:
+        command = [sys.executable, *arguments[1:]] if arguments[0] == "python" else list(arguments)
+        self.arguments = arguments
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=dict(env) if env else None,
+        )
+        self._events: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self.seen: list[dict[str, Any]] = []
+        self.other_lines: list[str] = []
+        self._errors: list[str] = []
+        self._readers = [threading.Thread(target=read, daemon=True) for read in (self._read_events, self._read_errors)]
+        for reader in self._readers:
+            reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def stderr(self) -> str:
+        return "".join(self._errors)
+
+    def expect(self, event: str, timeout: float = DEADLINE) -> dict[str, Any]:
+        """The next event of that name; others before it are passed over (they stay in `seen`)."""
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                found = self._events.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise AssertionError(f"no {event!r} within {timeout:g} s; {self._told()}") from None
+            if found is None:
+                raise AssertionError(f"ended without {event!r}; {self._told()}")
+            self.seen.append(found)
+            if found.get("event") == event:
+                return found
+
+    def wait(self, timeout: float = DEADLINE) -> int:
+        """Its exit code; everything it printed is in `seen` then."""
+        code = self._process.wait(timeout)
+        for reader in self._readers:
+            reader.join(timeout)
+        while not self._events.empty():
+            if (event := self._events.get_nowait()) is not None:
+                self.seen.append(event)
+        return code
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """Those of that name among `seen`."""
+        return [event for event in self.seen if event.get("event") == name]
+
+    def send(self, line: str) -> None:
+        """Writes a line to its stdin."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+        self.wait()
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+            if pipe is not None:
+                with suppress(BrokenPipeError):
+                    pipe.close()
+
+    def _told(self) -> str:
+        return (
+            f"{' '.join(self.arguments)}\nevents: {self.seen}\nother output: {self.other_lines}\nstderr: {self.stderr}"
+        )
+
+    def _read_events(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            try:
+                self._events.put(json.loads(line))
+            except json.JSONDecodeError:
+                self.other_lines.append(line)
+        self._events.put(None)
+
+    def _read_errors(self) -> None:
+        assert self._process.stderr is not None
+        self._errors.extend(self._process.stderr)
+
+
+def all_expect(processes: Sequence[JsonProcess], event: str, timeout: float = DEADLINE) -> list[dict[str, Any]]:
+    """The next event of that name of each process."""
+    return [process.expect(event, timeout) for process in processes]
+
+
+def averaging_process(*arguments: str) -> JsonProcess:
+    """`averaging …` with --json."""
+    return JsonProcess("python", "-m", "averaging", *arguments, "--json")

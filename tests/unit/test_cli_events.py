@@ -1,0 +1,171 @@
+"""Events for programs and lines for people, whatever strangers put into them."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from averaging.cli import events, words
+from averaging.observe.receipts import Dropped, Outcome, Receipt
+from averaging.schema import Schema, TensorSpec
+
+SCHEMA = Schema((TensorSpec("w", "float32", (3, 4)), TensorSpec("b", "float64", ())), 1 << 20)
+ME, OTHER, LOST = "127.0.0.1:4222", "192.0.2.7:1", "client::x"
+RECEIPT = Receipt(
+    round=9,
+    outcome=Outcome.AVERAGED,
+    group_id=b"\x01" * 20,
+    members=(ME, OTHER, LOST),
+    dropped=(Dropped(LOST, "connection lost"),),
+    gathered={ME: None, OTHER: {"loss": math.nan, "raw": b"\xff"}, LOST: [1, "a"]},
+    seconds=2.5,
+    allreduce_seconds=0.5,
+    bytes_sent=3 << 20,
+    bytes_received=100,
+    kept_local=2,
+    state_version=4,
+)
+FAILED = Receipt(
+    round=0, outcome=Outcome.FAILED, reason="all other members were lost", members=(ME, OTHER), seconds=1.0
+)
+ALONE = Receipt(round=0, outcome=Outcome.NO_GROUP, reason="nobody else was seen under demo.0b", seconds=60.0)
+CONTROL = "\x1b[2J\r\n\x00"
+
+
+def test_a_round() -> None:
+    assert events.averaged(0, RECEIPT) == {
+        "event": "round",
+        "round": 0,
+        "group_id": "01" * 20,
+        "members": [ME, OTHER, LOST],
+        "dropped": [LOST],
+        "dropped_reasons": {LOST: "connection lost"},
+        "gathered": {ME: None, OTHER: {"loss": None, "raw": "ff"}, LOST: [1, "a"]},
+        "seconds": 2.5,
+        "allreduce_seconds": 0.5,
+        "bytes_sent": 3 << 20,
+        "bytes_received": 100,
+        "kept_local": 2,
+        "state_version": 4,
+    }
+
+
+def test_a_retry() -> None:
+    told = events.retry(1, FAILED)
+    assert (told["event"], told["round"], told["outcome"]) == ("retry", 1, "failed")
+    assert told["message"] == FAILED.reason
+    assert events.retry(1, ALONE)["outcome"] == "no_group"
+
+
+def test_ready_tells_how_to_join() -> None:
+    told = events.ready(ME, "demo", "node", SCHEMA)
+    assert told["join"] == told["endpoint"] == ME
+    assert told["schema_hash"] == SCHEMA.hash.hex()
+    assert (told["tensors"], told["bytes"]) == (2, 56)
+    assert events.ready("client::7", "demo", "client", SCHEMA)["join"] is None
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers() | st.binary() | st.none(), inner),
+    max_leaves=20,
+)
+
+
+@given(values)
+def test_anything_gathered_is_one_line_of_json(value: Any) -> None:
+    line = events.dumps({"gathered": events.plain(value)})
+    assert line.isascii()
+    assert line.isprintable()
+    json.loads(line, parse_constant=lambda name: pytest.fail(name))
+
+
+def test_what_json_can_tell_is_left_as_it_is() -> None:
+    value = {"a": [1, 2.5, None, True, "x"], "b": {"c": []}}
+    assert events.plain(value) == value
+
+
+def test_the_depth_is_bounded() -> None:
+    deep: Any = 1
+    for _ in range(5000):
+        deep = [deep]
+    assert len(events.dumps({"gathered": events.plain(deep)})) < 100
+
+
+@pytest.mark.parametrize(
+    ("count", "told"),
+    [
+        (0, "0 bytes"),
+        (1023, "1023 bytes"),
+        (1024, "1.0 KiB"),
+        (3 << 20, "3.0 MiB"),
+        (5 << 30, "5.0 GiB"),
+        (5 << 40, "5120.0 GiB"),
+    ],
+)
+def test_sizes(count: int, told: str) -> None:
+    assert words.size(count) == told
+
+
+def test_round_names() -> None:
+    assert words.round_name(0, 3) == "round 1 of 3"
+    assert words.round_name(0, None) == "round 1"
+    assert words.round_name(3, 3) == "round 4"
+
+
+def test_lines_about_a_round() -> None:
+    told = words.averaged("round 1 of 3", ME, RECEIPT, events.averaged(0, RECEIPT)["gathered"]).splitlines()
+    assert told[0] == (
+        f"round 1 of 3: averaged with {OTHER}, {LOST} in 2.50 s (all-reduce 0.50 s, 3.0 MiB sent, 100 bytes received)"
+    )
+    assert f"  {LOST} says [1, 'a']" in told
+    assert f"  lost {LOST}: connection lost" in told
+    assert told[-1].startswith("  2 elements kept")
+
+
+def test_many_members_are_counted() -> None:
+    members = (ME, *(f"192.0.2.7:{port}" for port in range(1, 10)))
+    told = words.averaged("round 1", ME, Receipt(0, Outcome.AVERAGED, members=members), {})
+    assert "192.0.2.7:4 and 5 more" in told
+    assert "192.0.2.7:5" not in told
+
+
+def test_strangers_cannot_write_to_the_terminal() -> None:
+    evil = Receipt(
+        round=0,
+        outcome=Outcome.AVERAGED,
+        members=(ME, f"client::{CONTROL}"),
+        dropped=(Dropped(f"client::{CONTROL}", CONTROL),),
+        gathered={f"client::{CONTROL}": CONTROL},
+    )
+    told = words.averaged("round 1", ME, evil, evil.gathered)
+    assert "\x1b" not in told
+    assert len(told.splitlines()) == 3
+    assert words.not_averaged("round 1", Receipt(0, Outcome.FAILED, reason=CONTROL)).isprintable()
+
+
+def test_the_command_that_joins_can_be_pasted() -> None:
+    command = ["averaging", "peer", "my model.safetensors", "--run-id", "demo", "--join", ME]
+    lines = words.ready(ME, "demo", SCHEMA, command).splitlines()
+    assert shlex.split(lines[-1]) == command
+    assert "this machine" in lines[1]
+    assert "this machine" not in words.ready("192.0.2.7:1", "demo", SCHEMA, command)
+    assert "--join" not in words.ready("client::7", "demo", SCHEMA, command)
+
+
+def test_why_there_was_no_average() -> None:
+    assert words.not_averaged("round 1", ALONE) == (
+        "round 1: no group came together within 60.0 s: nobody else was seen under demo.0b"
+    )
+    assert words.not_averaged("round 1", FAILED).startswith("round 1: failed after 1.0 s: all other")
+
+
+def test_the_last_line() -> None:
+    assert words.finished(1, "out.safetensors", "") == "done: 1 round, wrote out.safetensors"
+    assert words.finished(2, None, "no --output was given") == "done: 2 rounds, nothing written: no --output was given"

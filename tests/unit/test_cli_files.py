@@ -1,0 +1,242 @@
+"""Files of the command line: what cannot be used is refused by name, what is written is whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from averaging.cli import main
+from averaging.cli.failures import Failure
+from averaging.cli.files import Output, read
+from averaging.cli.state import _metadata
+from averaging.state import State
+
+GOOD = {"w": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(1.5, dtype=torch.bfloat16), "e": torch.empty(0, 3)}
+
+
+def write_nothing(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def write_text(path: Path) -> None:
+    path.write_text("these are no tensors, this is a text")
+
+
+def write_truncated(path: Path) -> None:
+    save_file(GOOD, path)
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def write_trailing(path: Path) -> None:
+    save_file(GOOD, path)
+    path.write_bytes(path.read_bytes() + b"x")
+
+
+def saver(**tensors: torch.Tensor) -> Callable[[Path], None]:
+    return lambda path: save_file(tensors, path)
+
+
+BAD_FILES = {
+    "missing": (lambda _: None, "does not exist", "safetensors.torch.save_file"),
+    "directory": (Path.mkdir, "is not a file", "safetensors.torch.save_file"),
+    "fifo": (os.mkfifo, "is not a file", "safetensors.torch.save_file"),
+    "nothing": (write_nothing, "header too small", "copy it again"),
+    "text": (write_text, "cannot be read as a safetensors file", "copy it again"),
+    "truncated": (write_truncated, "cannot be read as a safetensors file", "copy it again"),
+    "trailing": (write_trailing, "cannot be read as a safetensors file", "copy it again"),
+    "no tensors": (saver(), "holds no tensors", "nothing to average"),
+    "integer": (saver(w=torch.ones(2), step=torch.tensor(3)), "tensor 'step' (torch.int64)", "convert"),
+    "bool": (saver(mask=torch.tensor([True])), "tensor 'mask' (torch.bool)", "convert"),
+    "float8": (saver(q=torch.ones(2).to(torch.float8_e4m3fn)), "tensor 'q' (torch.float8", "convert"),
+    "nan": (saver(a=torch.ones(2), z=torch.tensor([1.0, torch.nan])), "tensor 'z'", "--allow-non-finite"),
+    "infinity": (saver(z=torch.tensor(-torch.inf, dtype=torch.float16)), "tensor 'z'", "--allow-non-finite"),
+}
+
+
+def peer(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(main, ["peer", *map(str, arguments), "--run-id", "demo"])
+
+
+@pytest.mark.parametrize(("make", "told", "remedy"), BAD_FILES.values(), ids=BAD_FILES)
+def test_a_bad_file_is_refused(tmp_path: Path, make: Callable[[Path], None], told: str, remedy: str) -> None:
+    source, output = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+    make(source)
+    result = peer(source, "--output", output)
+    assert result.exit_code == 2
+    assert told in result.stderr
+    assert remedy in result.stderr
+    assert str(source) in result.stderr
+    assert list(tmp_path.iterdir()) == ([source] if source.exists() else [])
+
+
+@pytest.mark.parametrize("name", ["in.safetensors", "link.safetensors", "sub/../in.safetensors", "hard.safetensors"])
+def test_the_input_is_not_overwritten_by_accident(tmp_path: Path, name: str) -> None:
+    source = tmp_path / "in.safetensors"
+    save_file(GOOD, source)
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "link.safetensors").symlink_to(source)
+    (tmp_path / "hard.safetensors").hardlink_to(source)
+    before = source.read_bytes()
+    result = peer(source, "--output", tmp_path / name)
+    assert result.exit_code == 2
+    assert "--output is FILE itself; give --overwrite" in result.stderr
+    assert source.read_bytes() == before
+
+
+def test_a_broken_file_is_told_before_the_output_is(tmp_path: Path) -> None:
+    """The trial writes nothing that stays."""
+    result = peer(tmp_path / "missing", "--output", tmp_path / "out.safetensors")
+    assert result.exit_code == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def bad_outputs(tmp_path: Path) -> dict[str, tuple[Path, str]]:
+    (tmp_path / "there.safetensors").write_bytes(b"precious")
+    (tmp_path / "directory").mkdir()
+    os.mkfifo(tmp_path / "fifo")
+    return {
+        "there.safetensors": (tmp_path / "there.safetensors", "exists; give --overwrite"),
+        "directory": (tmp_path / "directory", "is not a file"),
+        "fifo": (tmp_path / "fifo", "is not a file"),
+        "no directory": (tmp_path / "none" / "out", "there is no directory"),
+        "file as directory": (tmp_path / "there.safetensors" / "out", "there is no directory"),
+        "long name": (tmp_path / ("n" * 255), "shorter name"),
+        "not writable": (Path("/proc/averaging-out"), "choose a directory in which files can be made"),
+    }
+
+
+@pytest.mark.parametrize(
+    "case", ["there.safetensors", "directory", "fifo", "no directory", "file as directory", "long name", "not writable"]
+)
+def test_a_bad_output_is_refused_before_anything_is_done(tmp_path: Path, case: str) -> None:
+    path, told = bad_outputs(tmp_path)[case]
+    before = sorted(tmp_path.rglob("*"))
+    source = tmp_path / "in.safetensors"
+    save_file(GOOD, source)
+    for result in (
+        peer(source, "--output", path),
+        CliRunner().invoke(main, ["state", "127.0.0.1:1", "--output", str(path)]),
+    ):
+        assert result.exit_code == 2
+        assert told in result.stderr
+    source.unlink()
+    assert sorted(tmp_path.rglob("*")) == before
+    assert (tmp_path / "there.safetensors").read_bytes() == b"precious"
+
+
+def test_a_device_is_never_replaced() -> None:
+    with pytest.raises(Failure, match="is not a file"):
+        Output(Path("/dev/null"), overwrite=True)
+
+
+def test_what_is_read_is_sorted_and_independent_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "in.safetensors"
+    save_file({"b.2": torch.ones(2), "a": torch.zeros(1, dtype=torch.float64), "b.10": torch.ones(3)}, path, {"k": "v"})
+    document = read(path)
+    path.write_bytes(b"")
+    assert list(document.tensors) == ["a", "b.10", "b.2"]
+    assert document.metadata == {"k": "v"}
+    assert torch.equal(document.tensors["b.10"], torch.ones(3))
+
+
+def test_what_is_written_is_what_was_read(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+    save_file(GOOD, source, {"format": "pt", "note": "π"})
+    document = read(source)
+    Output(target, overwrite=False).write(document.tensors, document.metadata)
+    written = load_file(target)
+    assert set(written) == set(GOOD)
+    for name, tensor in GOOD.items():
+        assert written[name].dtype == tensor.dtype
+        assert written[name].shape == tensor.shape
+        assert torch.equal(written[name], tensor)
+    with safe_open(target, framework="pt") as file:
+        assert file.metadata() == {"format": "pt", "note": "π"}
+
+
+def test_no_metadata_stays_none(tmp_path: Path) -> None:
+    Output(tmp_path / "out", overwrite=False).write(GOOD, None)
+    assert read(tmp_path / "out").metadata is None
+
+
+def test_a_new_file_has_the_usual_permissions_and_an_old_one_keeps_its_own(tmp_path: Path) -> None:
+    plain, new, old = tmp_path / "plain", tmp_path / "new", tmp_path / "old"
+    plain.touch()
+    old.touch(mode=0o640)
+    old.chmod(0o640)
+    for path in (new, old):
+        Output(path, overwrite=True).write(GOOD, None)
+    assert stat.S_IMODE(new.stat().st_mode) == stat.S_IMODE(plain.stat().st_mode)
+    assert stat.S_IMODE(old.stat().st_mode) == 0o640
+
+
+def test_a_link_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "real" / "out")
+    Output(link, overwrite=False).write(GOOD, None)
+    assert link.is_symlink()
+    assert set(load_file(tmp_path / "real" / "out")) == set(GOOD)
+
+
+def test_a_file_that_appears_meanwhile_is_kept_and_so_is_the_result(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    output = Output(path, overwrite=False)
+    path.write_bytes(b"precious")
+    with pytest.raises(Failure, match="made by somebody else meanwhile") as caught:
+        output.write(GOOD, None)
+    assert path.read_bytes() == b"precious"
+    (kept,) = (other for other in tmp_path.iterdir() if other != path)
+    assert str(kept) in caught.value.message
+    assert set(load_file(kept)) == set(GOOD)
+
+
+def test_an_output_may_be_written_again_by_its_owner(tmp_path: Path) -> None:
+    output = Output(tmp_path / "out", overwrite=False)
+    output.write(GOOD, None)
+    output.write({"w": torch.zeros(1)}, None)
+    assert list(load_file(tmp_path / "out")) == ["w"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "out"
+    path.write_bytes(b"old")
+    output = Output(path, overwrite=True)
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(Failure, match="No space left on device") as caught:
+        output.write(GOOD, None)
+    assert caught.value.exit_code == 1
+    assert path.read_bytes() == b"old"
+    assert [other.name for other in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_name_that_the_format_reserves_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Failure, match="__metadata__"):
+        Output(tmp_path / "out", overwrite=False).write({"__metadata__": torch.ones(1)}, None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_metadata_of_a_state() -> None:
+    assert _metadata(State(7, {})) == {"averaging.version": "7", "averaging.user": "{}"}
+    told = _metadata(State(0, {}, {"lr": 0.5, "tags": ["a", None]}))
+    assert json.loads(told["averaging.user"]) == {"lr": 0.5, "tags": ["a", None]}
+    exotics: list[dict[Any, Any]] = [{"raw": b"\x00"}, {1: 2}, {"nan": float("nan")}]
+    for exotic in exotics:
+        assert set(_metadata(State(0, {}, exotic))) == {"averaging.version", "averaging.user.msgpack"}

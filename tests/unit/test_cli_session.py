@@ -1,0 +1,223 @@
+"""When `averaging peer` tries again, gives up and writes, and what signals do to it; its peer follows a script."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace, TracebackType
+from typing import Any, Self, cast
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from averaging.cli import session as sessions
+from averaging.cli.failures import Failure, Stopped
+from averaging.cli.files import Document, Output
+from averaging.cli.report import Report
+from averaging.cli.session import Plan, Session
+from averaging.cli.signals import run
+from averaging.errors import TensorError
+from averaging.group import Mode
+from averaging.observe.receipts import Outcome, Receipt
+from averaging.peer import Peer
+from averaging.schema import describe
+
+ME, OTHER = "127.0.0.1:1", "127.0.0.1:2"
+AVERAGED = Receipt(0, Outcome.AVERAGED, members=(ME, OTHER))
+FAILED = Receipt(0, Outcome.FAILED, reason="all other members were lost")
+ALONE = Receipt(0, Outcome.NO_GROUP, reason="nobody else was seen")
+
+Step = Receipt | Exception | Callable[["ScriptedPeer"], Awaitable[Receipt]]
+
+
+class ScriptedPeer:
+    """Behaves as `Peer` does towards a session. Each step is one attempt: its receipt, or what happens in it."""
+
+    run_id, endpoint = "demo", ME
+    config = SimpleNamespace(mode=Mode.NODE)
+
+    def __init__(self, tensor: torch.Tensor, steps: Sequence[Step]) -> None:
+        self.schema = describe(["w"], [tensor], part_size_bytes=1 << 20)
+        self.tensor, self.steps = tensor, list(steps)
+        self.in_round = False
+        self.left = False
+
+    @property
+    def status(self) -> SimpleNamespace:
+        return SimpleNamespace(group_id=b"1" if self.in_round else b"", members=(), known_peers=1)
+
+    async def average(self, *, weight: float, gather: Any) -> Receipt:
+        assert (weight, gather) == (2.0, {"x": 1})
+        step = self.steps.pop(0)
+        if isinstance(step, Exception):
+            raise step
+        receipt = step if isinstance(step, Receipt) else await step(self)
+        if receipt.averaged:
+            self.tensor += 1
+        return receipt
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.left = True
+
+
+def play(
+    steps: Sequence[Step], output: Path | None = None, *, rounds: int | None = 1, serve: bool = False
+) -> tuple[Session, ScriptedPeer]:
+    tensor = torch.zeros(2)
+    peer = ScriptedPeer(tensor, steps)
+    plan = Plan(
+        rounds=rounds, serve=serve, retries=2, interval=0.0, weight=2.0, gather={"x": 1}, join_command=["averaging"]
+    )
+    destination = Output(output, overwrite=False) if output else None
+    return Session(plan, cast(Peer, peer), Document({"w": tensor}, None), destination, Report(as_json=True)), peer
+
+
+def told(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def names(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [event["event"] for event in told(capsys)]
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "RETRY_PAUSE", 0.0)
+
+
+async def interrupted(peer: ScriptedPeer, *, in_round: bool, times: int = 1) -> Receipt:
+    """An attempt during which SIGTERM comes."""
+    peer.in_round = in_round
+    try:
+        for _ in range(times):
+            os.kill(os.getpid(), signal.SIGTERM)
+            for _ in range(10):  # the event loop takes the signal
+                await asyncio.sleep(0)
+    finally:
+        peer.in_round = False
+    return AVERAGED
+
+
+async def while_looking(peer: ScriptedPeer) -> Receipt:
+    return await interrupted(peer, in_round=False)
+
+
+async def while_averaging(peer: ScriptedPeer) -> Receipt:
+    return await interrupted(peer, in_round=True)
+
+
+async def twice_while_averaging(peer: ScriptedPeer) -> Receipt:
+    return await interrupted(peer, in_round=True, times=2)
+
+
+def test_rounds_are_done_and_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    session, peer = play([AVERAGED] * 3, tmp_path / "out", rounds=3)
+    run(session.run)
+    assert (session.rounds, session.output, peer.left) == (3, str(tmp_path / "out"), True)
+    assert torch.equal(load_file(tmp_path / "out")["w"], torch.full((2,), 3.0))
+    assert [(event["event"], event.get("round")) for event in told(capsys)] == [
+        ("ready", None),
+        *(("round", number) for number in range(3)),
+    ]
+
+
+def test_failed_rounds_are_tried_again(capsys: pytest.CaptureFixture[str]) -> None:
+    session, _ = play([FAILED, FAILED, AVERAGED, FAILED, FAILED, AVERAGED], rounds=2)
+    run(session.run)
+    assert session.rounds == 2
+    assert names(capsys) == ["ready", "retry", "retry", "round", "retry", "retry", "round"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "reason"), [([AVERAGED, FAILED, FAILED, FAILED], "3 attempts"), ([AVERAGED, ALONE], "nobody else")]
+)
+def test_it_gives_up(tmp_path: Path, steps: list[Step], reason: str) -> None:
+    session, peer = play(steps, tmp_path / "out", rounds=2)
+    with pytest.raises(Failure, match=f"round 2 of 2.*{reason}.*Nothing was written") as caught:
+        run(session.run)
+    assert caught.value.exit_code == 1
+    assert peer.left
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_in_a_round_is_a_failure() -> None:
+    session, peer = play([TensorError("tensor 'w' holds nan; allow it with non_finite='allow'")])
+    with pytest.raises(Failure, match="--allow-non-finite"):
+        run(session.run)
+    assert peer.left
+
+
+def test_serving_never_gives_up_and_writes_after_every_round(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "out"
+
+    async def look(peer: ScriptedPeer) -> Receipt:
+        assert torch.equal(load_file(path)["w"], peer.tensor)
+        return AVERAGED
+
+    session, peer = play(
+        [ALONE, FAILED, FAILED, FAILED, AVERAGED, look, look, while_looking], path, rounds=2, serve=True
+    )
+    with pytest.raises(Stopped):
+        run(session.run)
+    assert (session.rounds, session.output, peer.left) == (3, str(path), True)
+    assert names(capsys) == ["ready", *["retry"] * 4, "round", "round", "serving", "round"]
+
+
+def test_nothing_is_written_before_the_first_round(tmp_path: Path) -> None:
+    session, _ = play([while_looking], tmp_path / "out", rounds=None, serve=True)
+    with pytest.raises(Stopped):
+        run(session.run)
+    assert session.output is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_signal_ends_the_search_at_once(tmp_path: Path) -> None:
+    session, peer = play([while_looking], tmp_path / "out")
+    with pytest.raises(Stopped) as caught:
+        run(session.run)
+    assert caught.value.number == signal.SIGTERM
+    assert (session.rounds, peer.left) == (0, True)
+
+
+def test_a_signal_lets_a_round_end_and_no_other_begin(tmp_path: Path) -> None:
+    session, peer = play([while_averaging, AVERAGED], tmp_path / "out", rounds=2, serve=True)
+    with pytest.raises(Stopped):
+        run(session.run)
+    assert (session.rounds, len(peer.steps), peer.left) == (1, 1, True)
+    assert session.output == str(tmp_path / "out")
+
+
+def test_a_signal_in_the_last_round_changes_nothing(tmp_path: Path) -> None:
+    session, _ = play([while_averaging], tmp_path / "out")
+    run(session.run)
+    assert (session.rounds, session.output) == (1, str(tmp_path / "out"))
+
+
+def test_a_second_signal_ends_the_round(tmp_path: Path) -> None:
+    session, peer = play([twice_while_averaging], tmp_path / "out")
+    with pytest.raises(Stopped):
+        run(session.run)
+    assert (session.rounds, session.output, peer.left) == (0, None, True)
+
+
+def test_a_cancellation_that_no_signal_caused_goes_on() -> None:
+    async def cancelled(_: object) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await asyncio.sleep(0)
+
+    with pytest.raises(asyncio.CancelledError):
+        run(cancelled)

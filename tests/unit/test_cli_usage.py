@@ -1,0 +1,204 @@
+"""Wrong usage: exit code 2, the option by its name, what to do instead, and nothing is read or written."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from dataclasses import MISSING, fields
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import click
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import save_file
+
+import averaging
+from averaging.cli import main
+from averaging.cli.failures import Failure, failure_of, starting
+from averaging.cli.options import COMPRESSIONS
+from averaging.cli.peer import SHARED_OPTIONS, _join_command, peer_command
+from averaging.config import PeerConfig
+from averaging.errors import ConfigError, ListenError, StateError
+from averaging.messages import CompressionType
+from averaging.schema import ReplyForm
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "in.safetensors"
+    save_file({"w": torch.ones(2)}, path)
+    return path
+
+
+def peer(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(main, ["peer", *map(str, arguments)])
+
+
+WRONG_VALUES = [
+    (["--run-id", "a.b"], "--run-id", "without a dot"),
+    (["--run-id", ""], "--run-id", "not empty"),
+    (["--join", "nowhere"], "--join", "give HOST:PORT"),
+    (["--join", "127.0.0.1:0"], "--join", "give the port on which that peer listens"),
+    (["--join", "127.0.0.1:65536"], "--join", "give HOST:PORT"),
+    (["--listen", "::1:4222"], "--listen", "give HOST:PORT"),
+    (["--advertise", "http://example.org:4222"], "--advertise", "give HOST:PORT"),
+    (["--rounds", "0"], "--rounds", "x>=1"),
+    (["--group-size", "1"], "--group-size", "x>=2"),
+    (["--group-size", "3", "--min-group-size", "4"], "--min-group-size", "above --group-size"),
+    (["--min-group-size", "1"], "--min-group-size", "x>=2"),
+    (["--group-bits", "012"], "--group-bits", "zeros and ones"),
+    (["--weight", "-1"], "--weight", "at least 0"),
+    (["--weight", "nan"], "--weight", "not finite"),
+    (["--weight", "inf"], "--weight", "not finite"),
+    (["--weight", "much"], "--weight", "not a number"),
+    (["--timeout", "0"], "--timeout", "above 0"),
+    (["--matchmaking-time", "-1"], "--matchmaking-time", "above 0"),
+    (["--part-timeout", "inf"], "--part-timeout", "not finite"),
+    (["--interval", "-0.1"], "--interval", "at least 0"),
+    (["--bandwidth", "0"], "--bandwidth", "above 0"),
+    (["--retries", "-1"], "--retries", "x>=0"),
+    (["--part-size", "1"], "--part-size", "1024<="),
+    (["--compression", "zip"], "--compression", "'float16'"),
+    (["--reply", "sum"], "--reply", "'delta'"),
+    (["--gather", "{'loss': 1}"], "--gather", "'{\"loss\": 0.5}'"),
+    (["--gather", "NaN"], "--gather", "no number in JSON"),
+    (["--gather", str(10**30)], "--gather", "msgpack can pack"),
+    (["--gather", json.dumps("x" * 70_000)], "--gather", "allowed"),
+    (["--client-mode"], "--client-mode", "needs --join"),
+    (["--client-mode", "--join", "a:1", "--listen", "b:2"], "--client-mode", "leave --listen out"),
+    (["--client-mode", "--join", "a:1", "--advertise", "b:2"], "--client-mode", "leave --advertise out"),
+    (["--client-mode", "--auxiliary", "--join", "a:1"], "--auxiliary", "give one of them"),
+    (["--auxiliary", "--output", "out.safetensors"], "--auxiliary", "leave --output out"),
+    (["--listen", "0.0.0.0:0"], "0.0.0.0:0", "give --advertise as well"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "named", "remedy"), WRONG_VALUES, ids=lambda value: str(value)[:60])
+def test_a_wrong_option_is_named_with_its_remedy(
+    source: Path, wrong: list[str], named: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(source.parent)
+    before = source.read_bytes()
+    result = peer(source, *([] if "--run-id" in wrong else ["--run-id", "demo"]), *wrong)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert named in result.stderr
+    assert remedy in result.stderr
+    assert "Traceback" not in result.stderr
+    assert [path.name for path in source.parent.iterdir()] == [source.name]
+    assert source.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["peer"], "Missing argument 'FILE.safetensors'"),
+        (["peer", "a.safetensors"], "Missing option '--run-id'"),
+        (["peer", "a.safetensors", "b.safetensors", "--run-id", "demo"], "unexpected extra argument"),
+        (["peer", "a.safetensors", "--run-id", "demo", "--outptu", "x"], "--outptu"),
+        (["state"], "Missing argument 'HOST:PORT'"),
+        (["state", "127.0.0.1:4222"], "Missing option '--output'"),
+        (["state", "127.0.0.1", "--output", "x"], "give HOST:PORT"),
+        (["state", "127.0.0.1:0", "--output", "x"], "give the port"),
+        (["state", "127.0.0.1:1", "--output", "x", "--timeout", "0"], "--timeout"),
+        (["state", "127.0.0.1:1", "--output", "x", "--max-bytes", "0"], "--max-bytes"),
+        (["average"], "No such command"),
+    ],
+    ids=str,
+)
+def test_a_wrong_command_line_is_refused(arguments: list[str], told: str) -> None:
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 2
+    assert told in result.stderr
+
+
+def test_an_error_is_an_event_too(tmp_path: Path) -> None:
+    result = peer(tmp_path / "missing", "--run-id", "demo", "--json")
+    assert result.exit_code == 2
+    (line,) = result.stdout.splitlines()
+    assert json.loads(line)["event"] == "error"
+    assert json.loads(line)["message"] in result.stderr
+
+
+def test_defaults_are_those_of_the_library() -> None:
+    ours = {str(parameter.name): parameter.default for parameter in peer_command.params}
+    theirs = {field.name: field.default for field in fields(PeerConfig) if field.default is not MISSING}
+    for name in (
+        "group_size",
+        "min_group_size",
+        "group_bits",
+        "matchmaking_time",
+        "timeout",
+        "part_timeout",
+        "join_timeout",
+    ):
+        assert ours[name] == theirs[name], name
+    assert ours["part_size"] == theirs["part_size_bytes"]
+    assert CompressionType[str(ours["compression"]).upper()] == theirs["compression"]
+    assert ours["reply"] == theirs["reply"]
+    (listen,) = (parameter for parameter in peer_command.params if parameter.name == "listen")
+    assert str(theirs["listen"]) in str(getattr(listen, "help", ""))
+
+
+def test_choices_are_those_of_the_library() -> None:
+    choices = {str(p.name): list(p.type.choices) for p in peer_command.params if isinstance(p.type, click.Choice)}
+    assert choices == {"compression": COMPRESSIONS, "reply": [form.value for form in ReplyForm]}
+    assert [CompressionType[name.upper()] for name in COMPRESSIONS] == list(CompressionType)
+
+
+@pytest.mark.parametrize("command", [[], ["peer"], ["state"]], ids=str)
+def test_every_help_has_examples_and_exit_codes(command: list[str]) -> None:
+    result = CliRunner().invoke(main, [*command, "--help"])
+    assert result.exit_code == 0
+    assert "  averaging " in result.stdout
+    assert "Exit codes:" in result.stdout
+
+
+def test_every_option_is_explained() -> None:
+    for command in main.commands.values():
+        for parameter in command.params:
+            if isinstance(parameter, click.Option):
+                assert parameter.help, f"{command.name} {parameter.opts}"
+
+
+def test_version_and_entry_point() -> None:
+    result = CliRunner().invoke(main, ["--version"])
+    assert result.stdout.split()[0] == "averaging"
+    (script,) = entry_points(group="console_scripts", name="averaging")
+    assert script.load() is main
+
+
+def test_the_command_that_joins_repeats_what_must_be_the_same() -> None:
+    context = peer_command.make_context(
+        "peer",
+        ["my model.safetensors", "--run-id", "demo", "--compression", "FLOAT16", "--group-size", "4", "--weight", "2"],
+    )
+    command = _join_command(context.params["file"], context.params)
+    assert command == [
+        *("averaging", "peer", "my model.safetensors", "--run-id", "demo"),
+        *("--group-size", "4", "--compression", "float16"),
+    ]
+    assert {str(parameter.name) for parameter in peer_command.params} >= SHARED_OPTIONS
+
+
+def test_errors_of_the_library_speak_of_options() -> None:
+    assert failure_of(ConfigError("group_size 1 is below min_group_size 2")).exit_code == 2
+    assert failure_of(ConfigError("group_size 1")).message == "--group-size 1"
+    assert failure_of(ListenError("or on 0.0.0.0 with `advertise`")).message == "or on 0.0.0.0 with --advertise"
+    assert failure_of(StateError("nothing")).exit_code == 1
+
+
+def test_ctrl_c_before_the_start_is_no_traceback() -> None:
+    with pytest.raises(Failure, match="SIGINT") as caught, starting():
+        raise KeyboardInterrupt
+    assert caught.value.exit_code == 130
+
+
+def test_the_package_offers_all_that_it_names() -> None:
+    for name in averaging.__all__:
+        assert inspect.isclass(getattr(averaging, name))
+    assert set(averaging._HOMES) == set(averaging.__all__) == set(dir(averaging))
+    with pytest.raises(AttributeError, match="nothing_of_this_name"):
+        averaging.__getattr__("nothing_of_this_name")
