@@ -17,6 +17,10 @@ DEFAULT_PART_SIZE_BYTES = 1 << 20
 """Smaller parts cost more per byte; larger ones gain nothing (docs/performance.md)."""
 
 
+MAX_MATCHMAKING_TIME = 3000.0
+"""Longest time of one declaration in seconds; discovery keeps no record longer than an hour."""
+
+
 class NonFinite(StrEnum):
     """What to do with NaN and infinity in tensors."""
 
@@ -110,6 +114,11 @@ class PeerConfig:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{name} must be a finite number of seconds above 0, not {value!r}")
+        if self.matchmaking_time > MAX_MATCHMAKING_TIME:
+            raise ConfigError(
+                f"matchmaking_time must be at most {MAX_MATCHMAKING_TIME:g} s, not {self.matchmaking_time:g}; "
+                "a peer declares itself again until timeout"
+            )
         if self.min_group_size < 2:
             raise ConfigError(f"min_group_size must be at least 2, not {self.min_group_size}")
         if self.group_size < self.min_group_size:

@@ -81,6 +81,7 @@ def test_a_sparse_tensor_is_refused() -> None:
         {"group_size": 3, "min_group_size": 4},
         {"group_bits": "012"},
         {"matchmaking_time": 0},
+        {"matchmaking_time": 3600},
         {"timeout": float("nan")},
         {"part_timeout": float("inf")},
         {"bandwidth": 0.0},
