@@ -3,8 +3,9 @@
 Two implementations keep it: `transport.grpc` on real sockets and `transport.memory` in one process, on virtual time if
 wanted. Nothing above knows which one it runs on.
 
-On both sides a stream is an async generator. The caller closes it (`contextlib.aclosing`) to end the call; if the caller
-goes away, the transport closes the callee's generator, which sees a `GeneratorExit` or a `CancelledError` where it waits.
+On both sides a stream is an async generator. The caller closes it (`contextlib.aclosing`) to end the call; if the
+caller goes away, the transport closes the callee's generator, which sees a `GeneratorExit` or a `CancelledError` where
+it waits.
 """
 
 from __future__ import annotations

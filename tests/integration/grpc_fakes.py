@@ -88,6 +88,23 @@ async def parts(count: int, nbytes: int = 4) -> AsyncGenerator[AveragingData, No
         yield part(number, nbytes)
 
 
+async def endless(pause: asyncio.Event | None = None) -> AsyncGenerator[AveragingData, None]:
+    """Parts without end; after the first it waits for `pause`, if given."""
+    number = 0
+    while True:
+        yield part(number)
+        number += 1
+        if pause is not None:
+            await pause.wait()
+
+
+async def read_all(replies: AsyncGenerator[AveragingData, None]) -> None:
+    """Waits for the end of a call."""
+    async with aclosing(replies):
+        async for _ in replies:
+            pass
+
+
 @dataclasses.dataclass
 class FakePeer:
     """An averaging service. Every method can be replaced; `closed` is set when a generator that watches itself ends."""
@@ -166,10 +183,10 @@ class FakeGossip:
 
 @asynccontextmanager
 async def serving(
-    service: FakePeer, gossip: FakeGossip | None = None, listen: str = "127.0.0.1:0"
+    service: FakePeer, gossip: FakeGossip | None = None, listen: str = "127.0.0.1:0", limit: int = MAX_MESSAGE_BYTES
 ) -> AsyncIterator[tuple[GrpcTransport, str]]:
     """A transport that serves, and its endpoint."""
-    transport = GrpcTransport(listen, max_message_bytes=MAX_MESSAGE_BYTES)
+    transport = GrpcTransport(listen, max_message_bytes=limit)
     endpoint = await transport.bind()
     try:
         await transport.serve(service, gossip)
@@ -179,9 +196,9 @@ async def serving(
 
 
 @asynccontextmanager
-async def client() -> AsyncIterator[GrpcTransport]:
+async def client(limit: int = MAX_MESSAGE_BYTES) -> AsyncIterator[GrpcTransport]:
     """A transport that only calls."""
-    transport = GrpcTransport(None, max_message_bytes=MAX_MESSAGE_BYTES)
+    transport = GrpcTransport(None, max_message_bytes=limit)
     try:
         yield transport
     finally:

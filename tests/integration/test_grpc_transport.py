@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 
 import pytest
@@ -40,7 +40,12 @@ from tests.integration.grpc_fakes import (
     serving,
 )
 
+pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
+
 MIB = 1 << 20
+
+MAX_UNREAD = 16
+"""Messages of a mebibyte that may be on their way while nobody reads: a window of 4 MiB, and a few in buffers."""
 
 
 @pytest.mark.asyncio
@@ -53,23 +58,29 @@ async def test_verdict_comes_at_once_and_the_group_later() -> None:
         yield BEGIN
 
     service = FakePeer(join=join)
-    async with serving(service) as (_, endpoint), client() as caller:
-        async with aclosing(caller.join_group(endpoint, REQUEST)) as replies:
-            assert await anext(replies) == ACCEPTED
-            assembled.set()
-            assert await anext(replies) == BEGIN
-            assert await anext(replies, None) is None
+    async with (
+        serving(service) as (_, endpoint),
+        client() as caller,
+        aclosing(caller.join_group(endpoint, REQUEST)) as replies,
+    ):
+        assert await anext(replies) == ACCEPTED
+        assembled.set()
+        assert await anext(replies) == BEGIN
+        assert await anext(replies, None) is None
     assert service.requests == [REQUEST]
 
 
 @pytest.mark.asyncio
 async def test_fifty_parts_of_a_mebibyte_go_up_and_come_back() -> None:
-    async with serving(FakePeer()) as (_, endpoint), client() as caller:
-        async with aclosing(caller.aggregate_part(endpoint, parts(50, MIB))) as replies:
-            numbers = []
-            async for reply in replies:
-                assert reply == part(len(numbers), MIB)
-                numbers.append(number_of(reply))
+    async with (
+        serving(FakePeer()) as (_, endpoint),
+        client() as caller,
+        aclosing(caller.aggregate_part(endpoint, parts(50, MIB))) as replies,
+    ):
+        numbers: list[int] = []
+        async for reply in replies:
+            assert reply == part(len(numbers), MIB)
+            numbers.append(number_of(reply))
     assert numbers == list(range(50))
 
 
@@ -81,10 +92,13 @@ async def test_a_reply_comes_before_the_last_part_is_sent() -> None:
             await answered.acquire()
 
     answered = asyncio.Semaphore(0)
-    async with serving(FakePeer()) as (_, endpoint), client() as caller:
-        async with aclosing(caller.aggregate_part(endpoint, sends_the_next_after_a_reply())) as replies:
-            async for _ in replies:
-                answered.release()
+    async with (
+        serving(FakePeer()) as (_, endpoint),
+        client() as caller,
+        aclosing(caller.aggregate_part(endpoint, sends_the_next_after_a_reply())) as replies,
+    ):
+        async for _ in replies:
+            answered.release()
 
 
 @pytest.mark.asyncio
@@ -93,9 +107,12 @@ async def test_the_service_sees_the_end_of_the_parts() -> None:
         count = len([message async for message in messages])
         yield part(count)
 
-    async with serving(FakePeer(aggregate=counts)) as (_, endpoint), client() as caller:
-        async with aclosing(caller.aggregate_part(endpoint, parts(7))) as replies:
-            assert [number_of(reply) async for reply in replies] == [7]
+    async with (
+        serving(FakePeer(aggregate=counts)) as (_, endpoint),
+        client() as caller,
+        aclosing(caller.aggregate_part(endpoint, parts(7))) as replies,
+    ):
+        assert [number_of(reply) async for reply in replies] == [7]
 
 
 @pytest.mark.asyncio
@@ -125,9 +142,12 @@ async def test_codes_and_messages_without_a_part_pass() -> None:
     async def gives_up() -> AsyncGenerator[AveragingData, None]:
         yield cancelled
 
-    async with serving(FakePeer()) as (_, endpoint), client() as caller:
-        async with aclosing(caller.aggregate_part(endpoint, gives_up())) as replies:
-            assert [reply async for reply in replies] == [cancelled]
+    async with (
+        serving(FakePeer()) as (_, endpoint),
+        client() as caller,
+        aclosing(caller.aggregate_part(endpoint, gives_up())) as replies,
+    ):
+        assert [reply async for reply in replies] == [cancelled]
 
 
 @pytest.mark.asyncio
@@ -137,16 +157,22 @@ async def test_download_state() -> None:
         DownloadData(tensor_part=WireTensor(b"5678")),
         DownloadData(tensor_part=WireTensor(b"", (0,), "float32", 17, requires_grad=True)),
     )
-    async with serving(FakePeer(state=chunks)) as (_, endpoint), client() as caller:
-        async with aclosing(caller.download_state(endpoint)) as replies:
-            assert [reply async for reply in replies] == list(chunks)
+    async with (
+        serving(FakePeer(state=chunks)) as (_, endpoint),
+        client() as caller,
+        aclosing(caller.download_state(endpoint)) as replies,
+    ):
+        assert [reply async for reply in replies] == list(chunks)
 
 
 @pytest.mark.asyncio
 async def test_a_peer_that_shares_no_state_sends_an_empty_stream() -> None:
-    async with serving(FakePeer()) as (_, endpoint), client() as caller:
-        async with aclosing(caller.download_state(endpoint)) as replies:
-            assert [reply async for reply in replies] == []
+    async with (
+        serving(FakePeer()) as (_, endpoint),
+        client() as caller,
+        aclosing(caller.download_state(endpoint)) as replies,
+    ):
+        assert [reply async for reply in replies] == []
 
 
 @pytest.mark.asyncio
@@ -207,40 +233,45 @@ async def test_a_caller_that_is_cancelled_closes_the_service() -> None:
         await asyncio.wait_for(service.closed.wait(), 5)
 
 
+async def settled(count: Callable[[], int]) -> int:
+    """What `count` returns once it has stood still for 0.3 s."""
+    before, now = -1, count()
+    while before != now:
+        before = now
+        await asyncio.sleep(0.3)
+        now = count()
+    return now
+
+
 @pytest.mark.asyncio
 async def test_a_service_that_does_not_read_holds_the_sender_back() -> None:
-    async def reads_nothing(_: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
+    async def reads_late(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
         await may_read.wait()
-        async for message in _:
+        async for message in messages:
             yield message
 
     asked = 0
-    stalled = asyncio.Event()
 
     async def counts_what_is_asked() -> AsyncGenerator[AveragingData, None]:
         nonlocal asked
-        for number in range(40):
+        for number in range(64):
             asked += 1
             yield part(number, MIB)
 
-    async def tells_when_nothing_moves() -> None:
-        before = -1
-        while asked != before:
-            before = asked
-            await asyncio.sleep(0.3)
-        stalled.set()
-
     may_read = asyncio.Event()
-    service = FakePeer(aggregate=reads_nothing)
-    async with serving(service) as (_, endpoint), client() as caller:
-        async with aclosing(caller.aggregate_part(endpoint, counts_what_is_asked())) as replies:
-            first = asyncio.create_task(anext(replies))
-            await service.started.wait()
-            await asyncio.wait_for(tells_when_nothing_moves(), 10)
-            assert 1 <= asked <= 3
-            may_read.set()
-            assert number_of(await first) == 0
-            assert [number_of(reply) async for reply in replies] == list(range(1, 40))
+    service = FakePeer(aggregate=reads_late)
+    async with (
+        serving(service) as (_, endpoint),
+        client() as caller,
+        aclosing(caller.aggregate_part(endpoint, counts_what_is_asked())) as replies,
+    ):
+        first = asyncio.create_task(anext(replies))
+        await service.started.wait()
+        asked_unread = await settled(lambda: asked)
+        may_read.set()
+        assert number_of(await first) == 0
+        assert [number_of(reply) async for reply in replies] == list(range(1, 64))
+    assert 1 <= asked_unread <= MAX_UNREAD
 
 
 @pytest.mark.asyncio
@@ -249,16 +280,15 @@ async def test_a_caller_that_does_not_read_holds_the_service_back() -> None:
 
     async def floods(_: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
         nonlocal sent
-        for number in range(40):
+        for number in range(64):
             sent += 1
             yield part(number, MIB)
 
-    async with serving(FakePeer(aggregate=floods)) as (_, endpoint), client() as caller:
-        async with aclosing(caller.aggregate_part(endpoint, parts(1))) as replies:
-            assert number_of(await anext(replies)) == 0
-            before = -1
-            while sent != before:
-                before = sent
-                await asyncio.sleep(0.3)
-            assert sent <= 4
-            assert [number_of(reply) async for reply in replies] == list(range(1, 40))
+    async with (
+        serving(FakePeer(aggregate=floods)) as (_, endpoint),
+        client() as caller,
+        aclosing(caller.aggregate_part(endpoint, parts(1))) as replies,
+    ):
+        assert number_of(await anext(replies)) == 0
+        assert await settled(lambda: sent) <= MAX_UNREAD
+        assert [number_of(reply) async for reply in replies] == list(range(1, 64))

@@ -1,0 +1,74 @@
+"""Whether a peer can listen where it is told to, asked before gRPC is, whose own answer names no reason."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import socket
+
+from averaging.config import parse_address
+from averaging.errors import ConfigError, ListenError
+
+_REMEDIES = {
+    errno.EADDRINUSE: "the port is taken; end the program that holds it, or choose another port (0 takes a free one)",
+    errno.EADDRNOTAVAIL: "this machine has no such address; listen on one that it has, or on 0.0.0.0 with `advertise`",
+    errno.EACCES: "this user may not take that port; choose one above 1023",
+    errno.EAFNOSUPPORT: "this machine does not speak that address family",
+}
+
+
+async def check_listen(address: str, advertise: str | None) -> None:
+    """Returns if `address` can be listened on at this moment.
+
+    Raises:
+        ListenError: it cannot; the error says why and what to do.
+        ConfigError: others cannot dial it, or not the address that is advertised instead.
+    """
+    host, port = parse_address(address)
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise ListenError(
+            f"cannot listen on {address}: {host} is unknown ({error}); give one of this machine's addresses"
+        ) from None
+    hosts = [str(where[0]) for *_, where in found]
+    if advertise is not None and _is_wildcard(parse_address(advertise)[0]):
+        raise ConfigError(f"others cannot dial {advertise}; advertise HOST:PORT at which they reach this peer")
+    if advertise is None and any(map(_is_wildcard, hosts)):
+        raise ConfigError(
+            f"{address} means all addresses of this machine, which others cannot dial; "
+            "give `advertise` as well, HOST:PORT at which they reach this peer (port 0 for the one listened on)"
+        )
+    failures = [failure for family, _, _, _, where in found if (failure := _try_to_bind(family, where))]
+    taken = any(failure.errno == errno.EADDRINUSE for failure in failures)
+    if taken or len(failures) == len(found):
+        failure = failures[0]
+        number = errno.EADDRINUSE if taken else failure.errno
+        reason = _REMEDIES.get(number or 0, f"{failure.strerror}; choose another address")
+        raise ListenError(f"cannot listen on {address}: {reason}")
+
+
+def _is_wildcard(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_unspecified
+    except ValueError:
+        return False
+
+
+def _try_to_bind(family: int, where: tuple[object, ...]) -> OSError | None:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            # As gRPC does: connections that ended a moment ago do not hold the port. It does not listen, so that
+            # nobody is connected to it.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
+    except OSError as error:
+        return error
+    return None
+
+
+def endpoint_of(listen: str, advertise: str | None, port: int) -> str:
+    """The name under which others reach a peer that has taken `port`."""
+    host, told = parse_address(advertise or listen)
+    return f"{host}:{told if advertise and told else port}"

@@ -1,0 +1,123 @@
+"""The connections a peer has opened, one per endpoint, shared by all calls to it."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+from urllib.parse import quote
+
+import grpc
+
+from averaging.config import is_endpoint, parse_address
+from averaging.errors import ClosedError, PeerUnreachableError, ProtocolViolationError
+from averaging.group import CLIENT_PREFIX
+from averaging.transport.grpc.options import Options
+
+Started = TypeVar("Started", bound=grpc.aio.Call)
+
+MAX_IDLE = 256
+"""Channels kept open without a call in progress; beyond it the one unused for longest is closed."""
+
+
+@dataclass(slots=True, eq=False)
+class Line:
+    """A channel to one endpoint and the calls on it."""
+
+    channel: grpc.aio.Channel
+    users: int = 0
+    calls: set[grpc.aio.Call] = field(default_factory=set)
+
+    def watch(self, call: Started) -> Started:
+        """Has `call` end when the channel is closed, of which older releases of grpcio make no point."""
+        self.calls.add(call)
+        call.add_done_callback(self.calls.discard)
+        return call
+
+    async def close(self) -> None:
+        """Ends the calls and the connection."""
+        for call in list(self.calls):
+            call.cancel()
+        await self.channel.close()
+
+
+class Channels:
+    """Opens channels as they are needed, and closes those that are broken or have long been unused."""
+
+    def __init__(self, options: Options, max_idle: int = MAX_IDLE) -> None:
+        self._options = options
+        self._max_idle = max_idle
+        self._lines: dict[str, Line] = {}  # the least recently used first
+        self._replaced: set[Line] = set()  # broken, with calls that have not ended yet
+        self._closed = False
+
+    @asynccontextmanager
+    async def call(self, endpoint: str) -> AsyncIterator[Line]:
+        """A channel to `endpoint` for one call.
+
+        A channel on which a call finds the peer unreachable is not used again: a new one dials at once, whereas the old
+        one would go on dialling for ever and answer with its last failure meanwhile.
+
+        Raises:
+            ProtocolViolationError: nobody can be called by this name.
+            ClosedError: `close` was called.
+        """
+        line = self._line_to(endpoint)
+        line.users += 1
+        try:
+            yield line
+        except PeerUnreachableError:
+            if self._lines.get(endpoint) is line:
+                del self._lines[endpoint]
+                self._replaced.add(line)
+            raise
+        finally:
+            line.users -= 1
+            await self._tidy()
+
+    def _line_to(self, endpoint: str) -> Line:
+        if self._closed:
+            raise ClosedError(f"{endpoint} cannot be called: this peer has been closed")
+        line = self._lines.pop(endpoint, None)
+        if line is None:
+            line = Line(grpc.aio.insecure_channel(target(endpoint), self._options))
+        self._lines[endpoint] = line
+        return line
+
+    async def _tidy(self) -> None:
+        for line in [line for line in self._replaced if not line.users]:
+            self._replaced.discard(line)
+            await line.close()
+        idle = [endpoint for endpoint, line in self._lines.items() if not line.users]
+        for endpoint in idle[: max(0, len(idle) - self._max_idle)]:
+            await self._lines.pop(endpoint).close()
+
+    async def close(self) -> None:
+        """Closes all channels; calls in progress end."""
+        self._closed = True
+        lines = [*self._lines.values(), *self._replaced]
+        self._lines.clear()
+        self._replaced.clear()
+        for line in lines:
+            await line.close()
+
+
+def target(endpoint: str) -> str:
+    """The gRPC target of a peer; nothing that a stranger can put in a name makes it more than a host and a port.
+
+    Raises:
+        ProtocolViolationError: nobody can be called by this name.
+    """
+    if endpoint.startswith(CLIENT_PREFIX):
+        raise ProtocolViolationError(f"{endpoint} is a client, which is never dialled")
+    if not is_endpoint(endpoint):
+        raise ProtocolViolationError(f"{endpoint!r} is not the address of a peer; it must be HOST:PORT")
+    host, port = parse_address(endpoint)
+    try:
+        address = ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return f"dns:///{quote(host)}:{port}"
+    # Other schemes than dns need no resolver.
+    return f"ipv4:{address}:{port}" if address.version == 4 else f"ipv6:{quote(f'[{address}]:{port}')}"

@@ -1,0 +1,278 @@
+"""Between the dataclasses of `averaging.messages` and bytes.
+
+Every `decode_…` raises ProtocolViolationError if the bytes are not such a message, or name what does not exist.
+Only this module and `convert_status` know the generated classes.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from averaging.errors import ProtocolViolationError
+from averaging.messages import (
+    AveragingData,
+    Digest,
+    DownloadData,
+    ExchangeReply,
+    JoinRequest,
+    MessageCode,
+    MessageFromLeader,
+    Record,
+    Refusal,
+    Rumour,
+    WireTensor,
+)
+from averaging.wire import averaging_pb2, gossip_pb2, runtime_pb2
+
+M = TypeVar("M", bound=Message)
+
+
+def parse(message: M, raw: bytes) -> M:
+    """Fills `message` from `raw`.
+
+    Raises:
+        ProtocolViolationError: `raw` is something else.
+    """
+    try:
+        message.ParseFromString(raw)
+    except DecodeError:
+        raise ProtocolViolationError(f"{len(raw)} bytes that are not a {message.DESCRIPTOR.full_name}") from None
+    return message
+
+
+def _code(number: int) -> MessageCode:
+    try:
+        return MessageCode(number)
+    except ValueError:
+        raise ProtocolViolationError(f"unknown message code {number}") from None
+
+
+def encode_nothing(_: None) -> bytes:
+    """A request without fields."""
+    return b""
+
+
+def decode_nothing(_: bytes) -> None:
+    """A request without fields; whatever else is in it is ignored, as protobuf does with unknown fields."""
+
+
+# Averaging
+
+
+def encode_join_request(request: JoinRequest) -> bytes:
+    """JoinRequest."""
+    return averaging_pb2.JoinRequest(
+        endpoint=request.endpoint,
+        schema_hash=request.schema_hash,
+        expiration=request.expiration,
+        gather=request.gather,
+        client_mode=request.client_mode,
+    ).SerializeToString()
+
+
+def decode_join_request(raw: bytes) -> JoinRequest:
+    """JoinRequest."""
+    wire = parse(averaging_pb2.JoinRequest(), raw)
+    return JoinRequest(wire.endpoint, wire.schema_hash, wire.expiration, wire.gather, wire.client_mode)
+
+
+def encode_message_from_leader(message: MessageFromLeader) -> bytes:
+    """MessageFromLeader."""
+    return averaging_pb2.MessageFromLeader(
+        code=averaging_pb2.MessageCode.ValueType(message.code),
+        group_id=message.group_id,
+        suggested_leader=message.suggested_leader,
+        ordered_group_endpoints=message.ordered_group_endpoints,
+        gathered=message.gathered,
+    ).SerializeToString()
+
+
+def decode_message_from_leader(raw: bytes) -> MessageFromLeader:
+    """MessageFromLeader."""
+    wire = parse(averaging_pb2.MessageFromLeader(), raw)
+    return MessageFromLeader(
+        _code(wire.code),
+        wire.group_id,
+        wire.suggested_leader,
+        tuple(wire.ordered_group_endpoints),
+        tuple(wire.gathered),
+    )
+
+
+def encode_averaging_data(data: AveragingData) -> bytes:
+    """AveragingData: the message that carries the tensors, so the one whose cost counts."""
+    wire = averaging_pb2.AveragingData(
+        code=averaging_pb2.MessageCode.ValueType(data.code), group_id=data.group_id, endpoint=data.endpoint
+    )
+    if data.tensor_part is not None:
+        _tensor_to_wire(data.tensor_part, wire.tensor_part)
+    return wire.SerializeToString()
+
+
+def decode_averaging_data(raw: bytes) -> AveragingData:
+    """AveragingData."""
+    wire = parse(averaging_pb2.AveragingData(), raw)
+    return AveragingData(
+        _code(wire.code),
+        wire.group_id,
+        wire.endpoint,
+        _tensor_from_wire(wire.tensor_part) if wire.HasField("tensor_part") else None,
+    )
+
+
+def encode_download_data(data: DownloadData) -> bytes:
+    """DownloadData."""
+    wire = averaging_pb2.DownloadData(metadata=data.metadata)
+    if data.tensor_part is not None:
+        _tensor_to_wire(data.tensor_part, wire.tensor_part)
+    return wire.SerializeToString()
+
+
+def decode_download_data(raw: bytes) -> DownloadData:
+    """DownloadData."""
+    wire = parse(averaging_pb2.DownloadData(), raw)
+    return DownloadData(wire.metadata, _tensor_from_wire(wire.tensor_part) if wire.HasField("tensor_part") else None)
+
+
+def _tensor_to_wire(tensor: WireTensor, wire: runtime_pb2.Tensor) -> None:
+    """Fills `wire`, which is part of its message already: a tensor put into a message later would be copied."""
+    wire.SetInParent()
+    wire.buffer = tensor.buffer
+    wire.size.extend(tensor.size)
+    wire.requires_grad = tensor.requires_grad
+    wire.dtype = tensor.dtype
+    wire.compression = runtime_pb2.CompressionType.ValueType(tensor.compression)
+    wire.chunks = tensor.chunks
+
+
+def _tensor_from_wire(wire: runtime_pb2.Tensor) -> WireTensor:
+    if wire.chunks < 0:
+        raise ProtocolViolationError(f"a tensor in {wire.chunks} chunks")
+    return WireTensor(
+        buffer=wire.buffer,
+        size=tuple(wire.size),
+        dtype=wire.dtype,
+        compression=wire.compression,
+        chunks=wire.chunks,
+        requires_grad=wire.requires_grad,
+    )
+
+
+# Discovery
+
+
+def encode_digest(digest: Digest) -> bytes:
+    """Digest."""
+    return gossip_pb2.Digest(
+        run_id=digest.run_id,
+        endpoint=digest.endpoint,
+        state_hash=digest.state_hash,
+        entries=[gossip_pb2.DigestEntry(id=id, version=version) for id, version in digest.entries],
+        complete=digest.complete,
+    ).SerializeToString()
+
+
+def decode_digest(raw: bytes) -> Digest:
+    """Digest."""
+    wire = parse(gossip_pb2.Digest(), raw)
+    entries = tuple((entry.id, entry.version) for entry in wire.entries)
+    return Digest(wire.run_id, wire.endpoint, wire.state_hash, entries, wire.complete)
+
+
+def encode_exchange_reply(reply: ExchangeReply) -> bytes:
+    """ExchangeReply."""
+    records = [_record_to_wire(record) for record in reply.records]
+    return gossip_pb2.ExchangeReply(records=records, wanted=reply.wanted, differs=reply.differs).SerializeToString()
+
+
+def decode_exchange_reply(raw: bytes) -> ExchangeReply:
+    """ExchangeReply."""
+    wire = parse(gossip_pb2.ExchangeReply(), raw)
+    return ExchangeReply(tuple(map(_record_from_wire, wire.records)), tuple(wire.wanted), wire.differs)
+
+
+def encode_rumours(request: tuple[str, tuple[Rumour, ...]]) -> bytes:
+    """Rumours: (run id, rumours)."""
+    run_id, rumours = request
+    return gossip_pb2.Rumours(
+        run_id=run_id,
+        rumours=[
+            gossip_pb2.Rumour(
+                record=_record_to_wire(rumour.record), range_start=rumour.range_start, range_end=rumour.range_end
+            )
+            for rumour in rumours
+        ],
+    ).SerializeToString()
+
+
+def decode_rumours(raw: bytes) -> tuple[str, tuple[Rumour, ...]]:
+    """Rumours: (run id, rumours)."""
+    wire = parse(gossip_pb2.Rumours(), raw)
+    if not all(rumour.HasField("record") for rumour in wire.rumours):
+        raise ProtocolViolationError("a rumour without a record")
+    rumours = (
+        Rumour(_record_from_wire(rumour.record), rumour.range_start, rumour.range_end) for rumour in wire.rumours
+    )
+    return wire.run_id, tuple(rumours)
+
+
+def encode_refusals(refusals: tuple[Refusal, ...]) -> bytes:
+    """PushReply."""
+    refused = [gossip_pb2.Refusal(key=one.key, subkey=one.subkey, reason=one.reason) for one in refusals]
+    return gossip_pb2.PushReply(refused=refused).SerializeToString()
+
+
+def decode_refusals(raw: bytes) -> tuple[Refusal, ...]:
+    """PushReply."""
+    wire = parse(gossip_pb2.PushReply(), raw)
+    return tuple(Refusal(one.key, one.subkey, one.reason) for one in wire.refused)
+
+
+def encode_records(records: tuple[Record, ...]) -> bytes:
+    """Records."""
+    return gossip_pb2.Records(records=[_record_to_wire(record) for record in records]).SerializeToString()
+
+
+def decode_records(raw: bytes) -> tuple[Record, ...]:
+    """Records."""
+    return tuple(map(_record_from_wire, parse(gossip_pb2.Records(), raw).records))
+
+
+def encode_key(key: str) -> bytes:
+    """ListRecordsRequest."""
+    return gossip_pb2.ListRecordsRequest(key=key).SerializeToString()
+
+
+def decode_key(raw: bytes) -> str:
+    """ListRecordsRequest."""
+    return parse(gossip_pb2.ListRecordsRequest(), raw).key
+
+
+def _record_to_wire(record: Record) -> gossip_pb2.Record:
+    return gossip_pb2.Record(
+        key=record.key,
+        subkey=record.subkey,
+        value=record.value,
+        version=record.version,
+        expiration=record.expiration,
+        withdrawn=record.withdrawn,
+        owner=record.owner,
+        signature=record.signature,
+        claimed=record.claimed,
+    )
+
+
+def _record_from_wire(wire: gossip_pb2.Record) -> Record:
+    return Record(
+        key=wire.key,
+        subkey=wire.subkey,
+        value=wire.value,
+        version=wire.version,
+        expiration=wire.expiration,
+        withdrawn=wire.withdrawn,
+        owner=wire.owner,
+        signature=wire.signature,
+        claimed=wire.claimed,
+    )

@@ -1,0 +1,126 @@
+"""Between a peer's status and schema and the bytes of `averaging.v1.Status`; the rest is in `convert`."""
+
+from __future__ import annotations
+
+from averaging.errors import ProtocolViolationError
+from averaging.messages import CompressionType
+from averaging.observe.receipts import Dropped, Outcome, Receipt
+from averaging.observe.status import PeerStatus
+from averaging.schema import DTYPES, ReplyForm, Schema, TensorSpec
+from averaging.transport.grpc.convert import parse
+from averaging.wire import status_pb2
+
+
+def encode_status(status: PeerStatus) -> bytes:
+    """PeerStatus."""
+    in_round = bool(status.group_id)
+    return status_pb2.PeerStatus(
+        endpoint=status.endpoint,
+        run_id=status.run_id,
+        mode=status.mode,
+        software=status.software,
+        started=status.started,
+        schema_hash=status.schema_hash,
+        group_key=status.group_key,
+        looking=status.looking,
+        declared_expiration=status.declared_expiration,
+        leader=status.leader,
+        current_group=status_pb2.CurrentGroup(group_id=status.group_id, members=status.members) if in_round else None,
+        last_round=None if status.last_round is None else _receipt_to_wire(status.last_round),
+        rounds=status.rounds,
+        state_version=status.state_version,
+        known_peers=status.known_peers,
+    ).SerializeToString()
+
+
+def decode_status(raw: bytes) -> PeerStatus:
+    """PeerStatus; of the last round only what is on the wire."""
+    wire = parse(status_pb2.PeerStatus(), raw)
+    return PeerStatus(
+        endpoint=wire.endpoint,
+        run_id=wire.run_id,
+        mode=wire.mode,
+        software=wire.software,
+        started=wire.started,
+        schema_hash=wire.schema_hash,
+        group_key=wire.group_key,
+        looking=wire.looking,
+        declared_expiration=wire.declared_expiration,
+        leader=wire.leader,
+        group_id=wire.current_group.group_id,
+        members=tuple(wire.current_group.members),
+        last_round=_receipt_from_wire(wire.last_round) if wire.HasField("last_round") else None,
+        rounds=wire.rounds,
+        state_version=wire.state_version,
+        known_peers=wire.known_peers,
+    )
+
+
+def _receipt_to_wire(receipt: Receipt) -> status_pb2.LastRound:
+    return status_pb2.LastRound(
+        round=receipt.round,
+        outcome=receipt.outcome.value,
+        reason=receipt.reason,
+        members=receipt.members,
+        dropped=[status_pb2.DroppedMember(endpoint=one.endpoint, reason=one.reason) for one in receipt.dropped],
+        seconds=receipt.seconds,
+        allreduce_seconds=receipt.allreduce_seconds,
+        bytes_sent=receipt.bytes_sent,
+        bytes_received=receipt.bytes_received,
+    )
+
+
+def _receipt_from_wire(wire: status_pb2.LastRound) -> Receipt:
+    try:
+        outcome = Outcome(wire.outcome)
+    except ValueError:
+        raise ProtocolViolationError(f"a status with the unknown outcome {wire.outcome!r}") from None
+    return Receipt(
+        round=wire.round,
+        outcome=outcome,
+        reason=wire.reason,
+        members=tuple(wire.members),
+        dropped=tuple(Dropped(one.endpoint, one.reason) for one in wire.dropped),
+        seconds=wire.seconds,
+        allreduce_seconds=wire.allreduce_seconds,
+        bytes_sent=wire.bytes_sent,
+        bytes_received=wire.bytes_received,
+    )
+
+
+def encode_schema(schema: Schema) -> bytes:
+    """Schema."""
+    return status_pb2.Schema(
+        schema_hash=schema.hash,
+        tensors=[
+            status_pb2.TensorSpec(name=spec.name, dtype=spec.dtype, shape=spec.shape, compression=spec.compression.name)
+            for spec in schema.tensors
+        ],
+        part_size_bytes=schema.part_size_bytes,
+        reply=schema.reply.value,
+    ).SerializeToString()
+
+
+def decode_schema(raw: bytes) -> Schema:
+    """Schema; its hash must be the one that the peer tells."""
+    wire = parse(status_pb2.Schema(), raw)
+    try:
+        reply = ReplyForm(wire.reply)
+    except ValueError:
+        raise ProtocolViolationError(f"a schema with the unknown reply form {wire.reply!r}") from None
+    schema = Schema(tuple(map(_spec_from_wire, wire.tensors)), wire.part_size_bytes, reply)
+    if wire.schema_hash != schema.hash:
+        raise ProtocolViolationError("a schema that does not match its own hash; that peer runs other software")
+    return schema
+
+
+def _spec_from_wire(wire: status_pb2.TensorSpec) -> TensorSpec:
+    if wire.dtype not in DTYPES:
+        raise ProtocolViolationError(f"a schema in which tensor {wire.name!r} has the unknown dtype {wire.dtype!r}")
+    try:
+        compression = CompressionType[wire.compression]
+    except KeyError:
+        raise ProtocolViolationError(
+            f"a schema in which tensor {wire.name!r} has the unknown compression {wire.compression!r}"
+        ) from None
+    return TensorSpec(wire.name, wire.dtype, tuple(wire.shape), compression)

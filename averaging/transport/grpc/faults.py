@@ -1,0 +1,153 @@
+"""Where the errors of gRPC become those of `averaging.errors`, and the other way round.
+
+| at the callee                     | status              | at the caller                                |
+|-----------------------------------|---------------------|----------------------------------------------|
+| nobody there, connection lost     | UNAVAILABLE         | PeerUnreachableError                         |
+| it ends calls, or loses a peer    | CANCELLED           | PeerUnreachableError                         |
+| ProtocolViolationError            | INVALID_ARGUMENT    | CallRefusedError with its words              |
+| another AveragingError            | FAILED_PRECONDITION | CallRefusedError with its words              |
+| any other exception               | INTERNAL            | CallRefusedError; the traceback stays there  |
+| no such service                   | UNIMPLEMENTED       | CallRefusedError                             |
+| it sends too large a message      | RESOURCE_EXHAUSTED  | ProtocolViolationError                       |
+| it takes no message so large      | RESOURCE_EXHAUSTED  | CallRefusedError                             |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Never, TypeVar
+
+import grpc
+
+from averaging.errors import (
+    AveragingError,
+    CallRefusedError,
+    PeerUnreachableError,
+    ProtocolViolationError,
+)
+
+logger = logging.getLogger("averaging.transport")
+
+Decoded = TypeVar("Decoded")
+
+MAX_REASON = 300
+"""Characters of another peer's words that are repeated in an error of ours, and sent of our own."""
+
+_UNREACHABLE = {
+    grpc.StatusCode.UNAVAILABLE: "not available",
+    grpc.StatusCode.CANCELLED: "it ended the call",
+    grpc.StatusCode.DEADLINE_EXCEEDED: "no answer in time",
+}
+
+_REASONS = (
+    ("ping timeout", "connection lost: no answer to pings"),
+    ("stream removed", "connection lost"),
+    ("socket closed", "connection lost"),
+    ("connection reset", "connection lost"),
+    ("broken pipe", "connection lost"),
+    ("too many pings", "connection lost: it takes no pings"),
+    ("connection refused", "connection refused"),
+    ("domain name not found", "unknown host"),
+    ("errors resolving", "unknown host"),
+    ("dns resolution failed", "unknown host"),
+    ("before receiving settings", "no answer to the connection"),
+    ("timed out", "no answer to the connection"),
+    ("no route to host", "no route to the host"),
+    ("network is unreachable", "network unreachable"),
+    ("failed parsing http/2", "what answers there is not a peer"),
+    ("with status: ", "what answers there is not a peer"),
+    ("cancelling all calls", "it ended the call"),
+)
+"""Words of gRPC's in an error, the first that is found, and the reason told for it."""
+
+_TOO_LARGE = re.compile(r"((?:CLIENT|SERVER): (?:Received|Sent)) message larger than max \((\d+) vs\. (\d+)\)")
+_TOO_LARGE_WORDS = {
+    "CLIENT: Sent": "the message is too large to be sent",
+    "SERVER: Received": "it does not take so large a message",
+    "SERVER: Sent": "its answer is too large to be sent",
+}
+
+
+def error_of_call(endpoint: str, error: grpc.aio.AioRpcError) -> AveragingError:
+    """What the failure of a call to `endpoint` means."""
+    code, details = error.code(), error.details() or ""
+    if too_large := _TOO_LARGE.search(details):
+        where, nbytes, limit = too_large.groups()
+        if where == "CLIENT: Received":
+            return ProtocolViolationError(f"{endpoint} sent a message of {nbytes} bytes; {limit} are allowed")
+        return CallRefusedError(endpoint, f"{_TOO_LARGE_WORDS[where]}: {nbytes} bytes, and {limit} are allowed")
+    reason = next((reason for words, reason in _REASONS if words in details.lower()), "")
+    if code in _UNREACHABLE:
+        return PeerUnreachableError(endpoint, reason or _UNREACHABLE[code])
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return CallRefusedError(endpoint, reason or "does not serve this")
+    return CallRefusedError(endpoint, shorten(details) or code.name.lower().replace("_", " "))
+
+
+def is_failed_write(details: str | None) -> bool:
+    """Whether a status is not the callee's but grpcio's own, about a write that failed because the call was over."""
+    return details == "Internal error from Core"
+
+
+@contextmanager
+def calling(endpoint: str) -> Iterator[None]:
+    """Around everything that is awaited of a call to `endpoint`.
+
+    Raises:
+        TransportError: the call failed.
+        ProtocolViolationError: the answer was too large.
+    """
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        logger.debug("%s: %s", endpoint, error.debug_error_string())
+        raise error_of_call(endpoint, error) from None
+    except asyncio.CancelledError:
+        # gRPC raises it too if the call was cancelled (its channel closed, its upload failed), and not this task.
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise PeerUnreachableError(endpoint, "this peer closed the connection") from None
+
+
+def read_reply(endpoint: str, decode: Callable[[bytes], Decoded], raw: bytes) -> Decoded:
+    """Decodes what `endpoint` answered.
+
+    Raises:
+        ProtocolViolationError: it is malformed.
+    """
+    try:
+        return decode(raw)
+    except ProtocolViolationError as error:
+        raise ProtocolViolationError(f"{endpoint} answered with {error}") from None
+
+
+async def refuse(context: grpc.aio.ServicerContext[Any, Any], path: str, error: Exception) -> Never:
+    """Ends a call at the callee, after `error`; the caller is told as much as is its business."""
+    if isinstance(error, grpc.aio.BaseError):
+        code, words = None, str(error)
+    elif isinstance(error, ProtocolViolationError):
+        code, words = grpc.StatusCode.INVALID_ARGUMENT, str(error)
+    elif isinstance(error, AveragingError):
+        code, words = grpc.StatusCode.FAILED_PRECONDITION, str(error)
+    else:
+        logger.error("%s from %s failed", path, context.peer(), exc_info=error)
+        code, words = grpc.StatusCode.INTERNAL, "internal error; the log of that peer tells more"
+    try:
+        if code is not None:
+            await context.abort(code, shorten(words))
+    except grpc.aio.InternalError as lost:
+        words = str(lost)
+    # The caller is gone and hears no answer; gRPC takes a cancellation as the quiet end of a call.
+    logger.debug("%s: the caller is gone: %s", path, words)
+    raise asyncio.CancelledError
+
+
+def shorten(words: str) -> str:
+    """One printable line of at most `MAX_REASON` characters."""
+    line = "".join(char if char.isprintable() else " " for char in words)
+    return line if len(line) <= MAX_REASON else line[: MAX_REASON - 1] + "…"

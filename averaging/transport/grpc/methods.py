@@ -1,0 +1,111 @@
+"""Every method of the wire, once for both sides: its path, and how its request and its reply become bytes.
+
+gRPC itself is given bytes only, so that a malformed message is seen here and not by gRPC, which would answer UNKNOWN
+or hand over None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from averaging.transport.grpc import convert, convert_status
+
+Request = TypeVar("Request")
+Reply = TypeVar("Reply")
+
+AVERAGING = "DecentralizedAveraging"
+GOSSIP = "averaging.v1.Gossip"
+STATUS = "averaging.v1.Status"
+
+
+@dataclass(frozen=True, slots=True)
+class Method(Generic[Request, Reply]):
+    """One method of a service."""
+
+    service: str
+    name: str
+    encode_request: Callable[[Request], bytes]
+    decode_request: Callable[[bytes], Request]
+    encode_reply: Callable[[Reply], bytes]
+    decode_reply: Callable[[bytes], Reply]
+
+    @property
+    def path(self) -> str:
+        """As HTTP/2 carries it."""
+        return f"/{self.service}/{self.name}"
+
+
+JOIN_GROUP = Method(
+    AVERAGING,
+    "rpc_join_group",
+    convert.encode_join_request,
+    convert.decode_join_request,
+    convert.encode_message_from_leader,
+    convert.decode_message_from_leader,
+)
+AGGREGATE_PART = Method(
+    AVERAGING,
+    "rpc_aggregate_part",
+    convert.encode_averaging_data,
+    convert.decode_averaging_data,
+    convert.encode_averaging_data,
+    convert.decode_averaging_data,
+)
+DOWNLOAD_STATE = Method(
+    AVERAGING,
+    "rpc_download_state",
+    convert.encode_nothing,
+    convert.decode_nothing,
+    convert.encode_download_data,
+    convert.decode_download_data,
+)
+EXCHANGE = Method(
+    GOSSIP,
+    "Exchange",
+    convert.encode_digest,
+    convert.decode_digest,
+    convert.encode_exchange_reply,
+    convert.decode_exchange_reply,
+)
+PUSH = Method(
+    GOSSIP,
+    "Push",
+    convert.encode_rumours,
+    convert.decode_rumours,
+    convert.encode_refusals,
+    convert.decode_refusals,
+)
+SUBSCRIBE = Method(
+    GOSSIP,
+    "Subscribe",
+    convert.encode_digest,
+    convert.decode_digest,
+    convert.encode_records,
+    convert.decode_records,
+)
+LIST_RECORDS = Method(
+    GOSSIP,
+    "ListRecords",
+    convert.encode_key,
+    convert.decode_key,
+    convert.encode_records,
+    convert.decode_records,
+)
+GET_STATUS = Method(
+    STATUS,
+    "GetStatus",
+    convert.encode_nothing,
+    convert.decode_nothing,
+    convert_status.encode_status,
+    convert_status.decode_status,
+)
+GET_SCHEMA = Method(
+    STATUS,
+    "GetSchema",
+    convert.encode_nothing,
+    convert.decode_nothing,
+    convert_status.encode_schema,
+    convert_status.decode_schema,
+)

@@ -1,0 +1,56 @@
+"""What gRPC is told for every connection, and why."""
+
+from __future__ import annotations
+
+CONNECT_SECONDS = 5.0
+"""Within this a connection must stand; across the world with TLS it takes one."""
+
+KEEPALIVE_SECONDS = 20.0
+"""A connection on which calls are open but nothing is said is tried this often."""
+
+SILENCE_SECONDS = 10.0
+"""A connection is lost when the other machine has acknowledged nothing for so long."""
+
+Options = list[tuple[str, int]]
+
+
+def server_options(max_message_bytes: int) -> Options:
+    """For the listening side."""
+    return [
+        *_common(max_message_bytes),
+        ("grpc.so_reuseport", 0),  # else two processes share a port, each with half of the connections
+        # It takes pings as often as others send them; by default, once in 5 minutes, it would end a quiet call.
+        ("grpc.http2.min_ping_interval_without_data_ms", _milliseconds(KEEPALIVE_SECONDS / 2)),
+    ]
+
+
+def channel_options(max_message_bytes: int) -> Options:
+    """For the calling side."""
+    return [
+        *_common(max_message_bytes),
+        ("grpc.enable_http_proxy", 0),  # proxies are for the web; peers are reached directly
+        ("grpc.service_config_disable_resolution", 1),  # and DNS tells addresses only
+        ("grpc.use_local_subchannel_pool", 1),  # else the back-off after a failure outlives the channel
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1_000),
+        ("grpc.dns_min_time_between_resolutions_ms", 1_000),
+        # In spite of its name, this is the time limit for a connection to be established.
+        ("grpc.min_reconnect_backoff_ms", _milliseconds(CONNECT_SECONDS)),
+    ]
+
+
+def _common(max_message_bytes: int) -> Options:
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.keepalive_time_ms", _milliseconds(KEEPALIVE_SECONDS)),
+        # gRPC makes it the socket's TCP_USER_TIMEOUT: the kernel's acknowledgements count. The answer to a ping may
+        # take a minute, for it waits behind the parts that a slow link has not sent yet.
+        ("grpc.keepalive_timeout_ms", _milliseconds(SILENCE_SECONDS)),
+        ("grpc.keepalive_permit_without_calls", 0),
+        ("grpc.http2.max_pings_without_data", 0),  # no limit
+    ]
+
+
+def _milliseconds(seconds: float) -> int:
+    return round(seconds * 1000)

@@ -1,0 +1,127 @@
+"""gRPC as a `Transport`: one port for everything a peer serves, one connection to each peer it calls."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator
+
+from averaging.config import parse_address
+from averaging.errors import ClosedError, ConfigError
+from averaging.group import CLIENT_PREFIX
+from averaging.messages import (
+    AveragingData,
+    Digest,
+    DownloadData,
+    ExchangeReply,
+    JoinRequest,
+    MessageFromLeader,
+    Record,
+    Refusal,
+    Rumour,
+)
+from averaging.observe.status import PeerStatus
+from averaging.schema import Schema
+from averaging.transport.base import AveragingService, GossipService
+from averaging.transport.grpc import methods
+from averaging.transport.grpc.address import check_listen, endpoint_of
+from averaging.transport.grpc.channels import Channels
+from averaging.transport.grpc.client import call_both_ways, call_stream, call_unary
+from averaging.transport.grpc.options import channel_options
+from averaging.transport.grpc.server import Server
+
+
+class GrpcTransport:
+    """Implements `transport.base.Transport`; belongs to the event loop in which `bind` is called.
+
+    Args:
+        listen: `host:port` to listen on, port 0 for a free one; None for a client, which accepts no connection.
+        advertise: `host:port` at which others reach this peer, if it differs; port 0 for the one listened on.
+        max_message_bytes: the largest message sent or taken; a part and a few hundred bytes must fit.
+
+    Raises:
+        ConfigError: an argument that cannot work.
+    """
+
+    def __init__(self, listen: str | None, advertise: str | None = None, *, max_message_bytes: int) -> None:
+        if max_message_bytes < 1:
+            raise ConfigError(f"max_message_bytes must be above 0, not {max_message_bytes}")
+        if listen is None and advertise is not None:
+            raise ConfigError(f"a client accepts no connection, so it cannot advertise {advertise}")
+        for address in (listen, advertise):
+            if address is not None:
+                parse_address(address)
+        self._listen = listen
+        self._advertise = advertise
+        self._max_message_bytes = max_message_bytes
+        self._server: Server | None = None
+        self._channels = Channels(channel_options(max_message_bytes))
+
+    async def bind(self) -> str:
+        """Takes the address to listen on and returns this peer's endpoint; nothing is served yet.
+
+        Raises:
+            ListenError: the address cannot be had; the error says why.
+            ConfigError: it listens on all addresses and advertises none.
+        """
+        if self._listen is None:
+            return f"{CLIENT_PREFIX}{uuid.uuid4()}"
+        await check_listen(self._listen, self._advertise)
+        self._server = Server(self._listen, self._max_message_bytes)
+        return endpoint_of(self._listen, self._advertise, self._server.port)
+
+    async def serve(self, averaging: AveragingService, gossip: GossipService | None) -> None:
+        """Starts to answer calls, those of health, reflection and channelz included; a client has nothing to do."""
+        if self._listen is None:
+            return
+        if self._server is None:
+            raise ClosedError("this peer has taken no address yet; call bind() first")
+        await self._server.start(averaging, gossip)
+
+    async def close(self, grace: float = 0.0) -> None:
+        """Stops serving, giving calls in progress `grace` seconds to end, and closes all connections.
+
+        It returns when every service generator is closed. If it is cancelled, there is no more grace.
+        """
+        server, self._server = self._server, None
+        try:
+            if server is not None:
+                await server.stop(grace)
+        finally:
+            await self._channels.close()
+
+    def join_group(self, endpoint: str, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
+        """Asks `endpoint` to lead this peer."""
+        return call_stream(self._channels, endpoint, methods.JOIN_GROUP, request)
+
+    def aggregate_part(
+        self, endpoint: str, messages: AsyncIterator[AveragingData]
+    ) -> AsyncGenerator[AveragingData, None]:
+        """Sends parts to their reducer as the network takes them, and yields the replies.
+
+        `messages` is closed with the call. What it raises is raised here.
+        """
+        return call_both_ways(self._channels, endpoint, methods.AGGREGATE_PART, messages)
+
+    def download_state(self, endpoint: str) -> AsyncGenerator[DownloadData, None]:
+        """Reads the state of `endpoint`."""
+        return call_stream(self._channels, endpoint, methods.DOWNLOAD_STATE, None)
+
+    async def get_status(self, endpoint: str) -> PeerStatus:
+        """Asks what `endpoint` is doing."""
+        return await call_unary(self._channels, endpoint, methods.GET_STATUS, None)
+
+    async def get_schema(self, endpoint: str) -> Schema:
+        """Asks what `endpoint` averages."""
+        return await call_unary(self._channels, endpoint, methods.GET_SCHEMA, None)
+
+    def exchange(self, endpoint: str, digest: Digest) -> AsyncGenerator[ExchangeReply, None]:
+        """Compares records with `endpoint`."""
+        return call_stream(self._channels, endpoint, methods.EXCHANGE, digest)
+
+    async def push(self, endpoint: str, run_id: str, rumours: tuple[Rumour, ...]) -> tuple[Refusal, ...]:
+        """Tells `endpoint` fresh records."""
+        return await call_unary(self._channels, endpoint, methods.PUSH, (run_id, rumours))
+
+    def subscribe(self, endpoint: str, digest: Digest) -> AsyncGenerator[tuple[Record, ...], None]:
+        """Listens to what `endpoint` hears."""
+        return call_stream(self._channels, endpoint, methods.SUBSCRIBE, digest)

@@ -1,0 +1,321 @@
+"""Peers that are not there, die or are cut off: what the other end of a call sees, and how soon."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+import sys
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import cast
+
+import grpc
+import pytest
+
+from averaging.config import parse_address
+from averaging.errors import PeerUnreachableError, ProtocolViolationError
+from averaging.messages import AveragingData
+from averaging.transport.grpc import client as grpc_client
+from averaging.transport.grpc import options
+from averaging.transport.grpc.channels import target
+from tests.integration.grpc_fakes import (
+    REQUEST,
+    FakePeer,
+    client,
+    endless,
+    number_of,
+    part,
+    parts,
+    read_all,
+    serving,
+)
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
+
+
+SENDER = """
+import asyncio, sys
+from contextlib import aclosing
+from tests.integration.grpc_fakes import client, part
+
+async def main():
+    async def parts():
+        yield part(1)
+        await asyncio.Event().wait()
+
+    async with client() as caller, aclosing(caller.aggregate_part(sys.argv[1], parts())) as replies:
+        async for _ in replies:
+            print("replied", flush=True)
+
+asyncio.run(main())
+"""
+
+REDUCER = """
+import asyncio
+from tests.integration.grpc_fakes import FakePeer, serving
+
+async def main():
+    async with serving(FakePeer()) as (_, endpoint):
+        print(endpoint, flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+@asynccontextmanager
+async def process(code: str, *arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A Python process that runs `code`; killed at the end."""
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, *arguments, stdout=asyncio.subprocess.PIPE, cwd=Path(__file__).parents[2]
+    )
+    try:
+        yield child
+    finally:
+        if child.returncode is None:
+            await kill(child)
+
+
+async def kill(child: asyncio.subprocess.Process) -> None:
+    child.kill()
+    await child.wait()
+
+
+async def line_of(child: asyncio.subprocess.Process) -> str:
+    assert child.stdout is not None
+    return (await asyncio.wait_for(child.stdout.readline(), 60)).decode().strip()
+
+
+@asynccontextmanager
+async def relayed(endpoint: str) -> AsyncIterator[tuple[str, Callable[[], None]]]:
+    """Another address for `endpoint`, and what resets the connections through it."""
+    host, port = parse_address(endpoint)
+    writers: list[asyncio.StreamWriter] = []
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        to_reader, to_writer = await asyncio.open_connection(host, port)
+        writers.extend((writer, to_writer))
+        await asyncio.gather(copy(reader, to_writer), copy(to_reader, writer))
+
+    def cut() -> None:
+        while writers:
+            writer = writers.pop()
+            raw = writer.get_extra_info("socket")
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # RST instead of FIN
+            writer.transport.abort()
+
+    server = await asyncio.start_server(relay, "127.0.0.1", 0)
+    async with server:
+        try:
+            yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", cut
+        finally:
+            cut()
+
+
+@pytest.mark.asyncio
+async def test_a_client_killed_in_a_stream_closes_the_service() -> None:
+    ended = []
+
+    async def echoes(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
+        async for message in messages:
+            yield message
+        ended.append("the end of the messages")
+
+    service = FakePeer(aggregate=echoes)
+    async with serving(service) as (_, endpoint), process(SENDER, endpoint) as child:
+        assert await line_of(child) == "replied"
+        await kill(child)
+        await asyncio.wait_for(service.closed.wait(), 5)
+    assert not ended, "a lost caller must not look like one that has sent everything"
+
+
+@pytest.mark.asyncio
+async def test_a_server_killed_in_a_stream_is_unreachable() -> None:
+    async with process(REDUCER) as child, client() as caller:
+        endpoint = await line_of(child)
+        async with aclosing(caller.aggregate_part(endpoint, endless(asyncio.Event()))) as replies:
+            assert number_of(await anext(replies)) == 0
+            await kill(child)
+            with pytest.raises(PeerUnreachableError, match=f"{endpoint}: connection lost"):
+                await asyncio.wait_for(anext(replies), 5)
+
+
+@pytest.mark.asyncio
+async def test_a_server_killed_while_parts_are_written_is_unreachable() -> None:
+    async with process(REDUCER) as child, client() as caller:
+        endpoint = await line_of(child)
+        async with aclosing(caller.aggregate_part(endpoint, endless())) as replies:
+            await anext(replies)
+            await kill(child)
+            with pytest.raises(PeerUnreachableError, match=f"{endpoint}: connection lost"):
+                await asyncio.wait_for(read_all(replies), 5)
+
+
+@pytest.mark.asyncio
+async def test_a_connection_reset_while_parts_are_written_is_lost() -> None:
+    for _ in range(10):
+        async with (
+            serving(FakePeer()) as (_, endpoint),
+            relayed(endpoint) as (relay, cut),
+            client() as caller,
+            aclosing(caller.aggregate_part(relay, endless())) as replies,
+        ):
+            await anext(replies)
+            cut()
+            with pytest.raises(PeerUnreachableError, match=f"^{relay}: connection lost$"):
+                await asyncio.wait_for(read_all(replies), 5)
+
+
+@pytest.mark.asyncio
+async def test_a_caller_lost_while_the_service_writes_closes_it() -> None:
+    async def floods(_: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
+        while True:
+            yield part(0, 1 << 20)
+
+    service = FakePeer(aggregate=floods)
+    async with (
+        serving(service) as (_, endpoint),
+        relayed(endpoint) as (relay, cut),
+        client() as caller,
+        aclosing(caller.aggregate_part(relay, endless(asyncio.Event()))) as replies,
+    ):
+        await anext(replies)
+        cut()
+        await asyncio.wait_for(service.closed.wait(), 5)
+
+
+@pytest.mark.asyncio
+async def test_a_quiet_call_outlives_the_pings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC sends no more than one a second; without the server's consent it would end the call at the third."""
+    monkeypatch.setattr(options, "KEEPALIVE_SECONDS", 0.2)
+    async with (
+        serving(FakePeer()) as (_, endpoint),
+        client() as caller,
+        aclosing(caller.join_group(endpoint, REQUEST)) as replies,
+    ):
+        await anext(replies)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(replies), 5)
+
+
+class Ending:
+    """A call whose status is grpcio's own about a failed write, until it has been asked for `tries` times."""
+
+    def __init__(self, tries: int, code: grpc.StatusCode) -> None:
+        self._tries = tries
+        self._code = code
+
+    async def code(self) -> grpc.StatusCode:
+        self._tries -= 1
+        return self._code if self._tries < 0 else grpc.StatusCode.INTERNAL
+
+    async def details(self) -> str:
+        return "Socket closed" if self._tries < 0 else "Internal error from Core"
+
+
+@pytest.mark.asyncio
+async def test_the_status_behind_a_failed_write_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the wire the write fails first in one lost connection of some hundreds, so the call here is made up."""
+    monkeypatch.setattr(grpc_client, "STATUS_TRIES", 5)
+
+    async def status(tries: int, code: grpc.StatusCode) -> grpc.StatusCode | None:
+        try:
+            await grpc_client.raise_for_true_status(cast("grpc_client.StreamCall", Ending(tries, code)))
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+        return None
+
+    assert await status(3, grpc.StatusCode.OK) is None
+    assert await status(3, grpc.StatusCode.ABORTED) is grpc.StatusCode.ABORTED
+    assert await status(5, grpc.StatusCode.OK) is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.asyncio
+async def test_nobody_listens() -> None:
+    async with serving(FakePeer()) as (_, endpoint):
+        pass
+    async with client() as caller:
+        start = time.monotonic()
+        with pytest.raises(PeerUnreachableError, match=f"^{endpoint}: connection refused$"):
+            await caller.get_schema(endpoint)
+        with pytest.raises(PeerUnreachableError, match="connection refused"):
+            await anext(caller.join_group(endpoint, REQUEST))
+        with pytest.raises(PeerUnreachableError, match="connection refused"):
+            await anext(caller.aggregate_part(endpoint, endless()))
+        assert time.monotonic() - start < 1
+
+
+@pytest.mark.asyncio
+async def test_a_peer_that_comes_up_is_reached_at_once() -> None:
+    async with serving(FakePeer()) as (_, endpoint), client() as caller:
+        await caller.get_schema(endpoint)
+        for name in (endpoint, endpoint.replace("127.0.0.1", "localhost")):
+            await caller.get_schema(name)
+    async with client() as caller:
+        with pytest.raises(PeerUnreachableError):
+            await caller.get_schema(endpoint)
+        async with serving(FakePeer(), listen=endpoint):
+            await asyncio.wait_for(caller.get_schema(endpoint), 1)
+        async with serving(FakePeer(), listen=endpoint):
+            await asyncio.wait_for(caller.get_schema(endpoint), 1)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "scheme"),
+    [
+        ("192.0.2.7:80", "ipv4:192.0.2.7:80"),
+        ("[2001:db8::7]:80", "ipv6:%5B2001%3Adb8%3A%3A7%5D%3A80"),
+        ("peer.example.org:80", "dns:///peer.example.org:80"),
+        ("unix:80", "dns:///unix:80"),
+        ("a%2fb?c#d:80", "dns:///a%252fb%3Fc%23d:80"),
+    ],
+)
+def test_a_name_is_a_host_and_a_port_and_no_other_kind_of_target(endpoint: str, scheme: str) -> None:
+    assert target(endpoint) == scheme
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "[nonsense]", "%2e%2f", "unix", "127.0.0.1.", "1.2"])
+async def test_a_strange_host_is_unreachable(host: str) -> None:
+    async with client() as caller:
+        with pytest.raises(PeerUnreachableError) as raised:
+            await asyncio.wait_for(caller.get_schema(f"{host}:1"), 10)
+    assert len(str(raised.value)) < 200
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("name", ["client::0b7c", "", "unix:/tmp/socket", "127.0.0.1:0", "dns:///a:1", "a:1,b:2", "x"])
+async def test_what_is_no_address_is_never_dialled(name: str) -> None:
+    async with client() as caller:
+        for call in (caller.join_group(name, REQUEST), caller.aggregate_part(name, parts(1))):
+            with pytest.raises(ProtocolViolationError):
+                await anext(call)
+        with pytest.raises(ProtocolViolationError):
+            await caller.get_schema(name)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"SSH-2.0-OpenSSH_9.6\r\n", b""])
+async def test_something_else_listens_there(answer: bytes) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(answer)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server, client() as caller:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(PeerUnreachableError) as raised:
+            await caller.get_schema(f"127.0.0.1:{port}")
+    assert len(str(raised.value)) < 100

@@ -1,0 +1,189 @@
+"""The bytes of every message: there and back, and what is no such message."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from averaging.errors import ProtocolViolationError
+from averaging.messages import (
+    AveragingData,
+    CompressionType,
+    Digest,
+    DownloadData,
+    ExchangeReply,
+    JoinRequest,
+    MessageCode,
+    MessageFromLeader,
+    Record,
+    Refusal,
+    Rumour,
+    WireTensor,
+)
+from averaging.observe.receipts import Dropped, Outcome, Receipt
+from averaging.observe.status import PeerStatus
+from averaging.schema import DTYPES, ReplyForm, Schema, TensorSpec
+from averaging.transport.grpc import methods
+from averaging.transport.grpc.convert import decode_averaging_data, decode_rumours
+from averaging.transport.grpc.convert_status import decode_schema, decode_status
+from averaging.transport.grpc.methods import Method
+from averaging.wire import averaging_pb2, gossip_pb2, runtime_pb2, status_pb2
+
+METHODS: list[Method[Any, Any]] = [method for method in vars(methods).values() if isinstance(method, Method)]
+
+
+def several(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]:
+    return st.lists(strategy, max_size=3).map(tuple)
+
+
+names = st.text(st.characters(codec="utf-8"), max_size=20)
+uint32, uint64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
+codes = st.sampled_from(MessageCode)
+tensors = st.builds(
+    WireTensor,
+    buffer=st.binary(),
+    size=several(uint32),
+    dtype=names,
+    compression=st.sampled_from(CompressionType).map(int) | st.integers(-(2**31), 2**31 - 1),
+    chunks=st.integers(0, 2**31 - 1),
+    requires_grad=st.booleans(),
+)
+averaging_data = st.builds(
+    AveragingData, codes, st.binary(), names, tensor_part=st.none() | st.just(WireTensor(compression=0)) | tensors
+)
+records = st.builds(Record, names, names, st.binary(), uint64, st.floats(), st.booleans(), claimed=uint64).map(
+    lambda record: dataclasses.replace(record, owner=record.value + b"o", signature=b"s" + record.value)
+)
+digests = st.builds(Digest, names, names, uint64, several(st.tuples(uint64, uint64)), st.booleans())
+specs = st.builds(TensorSpec, names, st.sampled_from(sorted(DTYPES)), several(uint64), st.sampled_from(CompressionType))
+receipts = st.builds(
+    Receipt,
+    round=uint64,
+    outcome=st.sampled_from(Outcome),
+    reason=names,
+    members=several(names),
+    dropped=several(st.builds(Dropped, names, names)),
+    seconds=st.floats(),
+    allreduce_seconds=st.floats(),
+    bytes_sent=uint64,
+    bytes_received=uint64,
+)
+statuses = st.builds(
+    PeerStatus,
+    endpoint=names,
+    run_id=names,
+    mode=names,
+    software=names,
+    started=st.floats(),
+    schema_hash=st.binary(),
+    group_key=names,
+    looking=st.booleans(),
+    declared_expiration=st.floats(),
+    leader=names,
+    group_id=st.binary(min_size=1),
+    members=several(names),
+    last_round=st.none() | receipts,
+    rounds=uint64,
+    state_version=st.integers(-(2**63), 2**63 - 1),
+    known_peers=uint32,
+)
+MESSAGES: dict[str, tuple[st.SearchStrategy[Any], st.SearchStrategy[Any]]] = {
+    "rpc_join_group": (
+        st.builds(JoinRequest, names, st.binary(), st.floats(), st.binary(), st.booleans()),
+        st.builds(MessageFromLeader, codes, st.binary(), names, several(names), several(st.binary())),
+    ),
+    "rpc_aggregate_part": (averaging_data, averaging_data),
+    "rpc_download_state": (st.none(), st.builds(DownloadData, st.binary(), st.none() | tensors)),
+    "Exchange": (digests, st.builds(ExchangeReply, several(records), several(uint64), st.booleans())),
+    "Push": (
+        st.tuples(names, several(st.builds(Rumour, records, uint64, uint64))),
+        several(st.builds(Refusal, names, names, names)),
+    ),
+    "Subscribe": (digests, several(records)),
+    "ListRecords": (names, several(records)),
+    "GetStatus": (st.none(), statuses),
+    "GetSchema": (st.none(), st.builds(Schema, several(specs), uint64, st.sampled_from(ReplyForm))),
+}
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+@given(data=st.data())
+def test_there_and_back(method: Method[Any, Any], data: st.DataObject) -> None:
+    requests, replies = MESSAGES[method.name]
+    request, reply = data.draw(requests), data.draw(replies)
+    assert repr(method.decode_request(method.encode_request(request))) == repr(request)
+    assert repr(method.decode_reply(method.encode_reply(reply))) == repr(reply)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+@given(raw=st.binary(max_size=200))
+def test_any_bytes_are_read_or_a_violation(method: Method[Any, Any], raw: bytes) -> None:
+    for decode in (method.decode_request, method.decode_reply):
+        with contextlib.suppress(ProtocolViolationError):
+            decode(raw)
+
+
+def test_the_methods_are_those_of_the_protos() -> None:
+    declared = {
+        f"/{service.full_name}/{method.name}"
+        for file in (averaging_pb2, gossip_pb2, status_pb2)
+        for service in file.DESCRIPTOR.services_by_name.values()
+        for method in service.methods
+    }
+    assert {method.path for method in METHODS} == declared
+
+
+def test_the_codes_are_those_of_the_protos() -> None:
+    assert dict(averaging_pb2.MessageCode.items()) == {code.name: code.value for code in MessageCode}
+    assert dict(runtime_pb2.CompressionType.items()) == {code.name: code.value for code in CompressionType}
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (averaging_pb2.AveragingData(code=99).SerializeToString(), "unknown message code 99"),  # type: ignore[arg-type]
+        (
+            averaging_pb2.AveragingData(tensor_part=runtime_pb2.Tensor(chunks=-1)).SerializeToString(),
+            "a tensor in -1 chunks",
+        ),
+        (b"\x00", "1 bytes that are not a AveragingData"),
+        (b"\x1a\x01\xff", "not a AveragingData"),  # an endpoint that is not UTF-8
+    ],
+)
+def test_impossible_averaging_data(raw: bytes, words: str) -> None:
+    with pytest.raises(ProtocolViolationError, match=words):
+        decode_averaging_data(raw)
+
+
+def test_a_rumour_needs_a_record() -> None:
+    with pytest.raises(ProtocolViolationError, match="without a record"):
+        decode_rumours(gossip_pb2.Rumours(run_id="run", rumours=[gossip_pb2.Rumour()]).SerializeToString())
+
+
+def test_an_unknown_outcome() -> None:
+    with pytest.raises(ProtocolViolationError, match="unknown outcome 'won'"):
+        decode_status(status_pb2.PeerStatus(last_round=status_pb2.LastRound(outcome="won")).SerializeToString())
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        (status_pb2.Schema(reply="echo"), "unknown reply form 'echo'"),
+        (status_pb2.Schema(reply="delta", tensors=[status_pb2.TensorSpec(name="w", dtype="int3")]), "dtype 'int3'"),
+        (
+            status_pb2.Schema(
+                reply="delta", tensors=[status_pb2.TensorSpec(name="w", dtype="float32", compression="ZIP")]
+            ),
+            "unknown compression 'ZIP'",
+        ),
+        (status_pb2.Schema(reply="delta", schema_hash=b"another"), "does not match its own hash"),
+    ],
+)
+def test_an_impossible_schema(schema: status_pb2.Schema, words: str) -> None:
+    with pytest.raises(ProtocolViolationError, match=words):
+        decode_schema(schema.SerializeToString())
