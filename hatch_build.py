@@ -48,6 +48,7 @@ class ProtoBuildHook(BuildHookInterface):  # type: ignore[type-arg, misc, unused
     """Hatchling calls `initialize` before it collects the files of a wheel or of an editable install."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compiles the protos of a source tree and adds what came out to the build."""
         root = Path(self.root)
         if (root / "protos").is_dir():
             generated = compile_protos(root)

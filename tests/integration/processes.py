@@ -1,4 +1,4 @@
-"""Real processes that tell what they do as JSON lines on stdout: started, waited for with a deadline, never left behind."""
+"""Real processes that tell what they do as JSON lines: started, waited for with a deadline, never left behind."""
 
 from __future__ import annotations
 

@@ -1,0 +1,307 @@
+"""Whole peers on real gRPC and gossip, in one process: modes, tensors of all kinds, the lock, the state, bad input."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from averaging import CompressionType, Extras, Mode, NonFinite, Outcome, Peer, Receipt, ReplyForm
+from averaging.errors import (
+    ClosedError,
+    ConfigError,
+    ListenError,
+    NoSeedAnsweredError,
+    RoundError,
+    StateError,
+    TensorError,
+)
+from averaging.group import donors_key, group_key
+
+
+async def enter(stack: AsyncExitStack, tensors: Mapping[str, torch.Tensor], **options: Any) -> Peer:
+    options.setdefault("run_id", "run")
+    options.setdefault("matchmaking_time", 20.0)
+    return await stack.enter_async_context(Peer(tensors, **options))
+
+
+async def swarm(stack: AsyncExitStack, all_tensors: Sequence[Mapping[str, torch.Tensor]], **options: Any) -> list[Peer]:
+    """Peers that average all together."""
+    options.setdefault("group_size", len(all_tensors))
+    founder = await enter(stack, all_tensors[0], **options)
+    return [founder] + [await enter(stack, tensors, join=[founder.endpoint], **options) for tensors in all_tensors[1:]]
+
+
+async def told(peer: Peer, key: str, subkey: str) -> None:
+    """Waits until a record has reached `peer`."""
+    async with asyncio.timeout(60), aclosing(peer.discovery.watch(key)) as changes:
+        async for entries in changes:
+            if subkey in entries:
+                return
+
+
+async def average(*peers: Peer, **options: Any) -> list[Receipt]:
+    async with asyncio.timeout(60):
+        return list(await asyncio.gather(*(peer.average(**options) for peer in peers)))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("clients", "auxiliaries"), list(product(range(3), range(3))))
+async def test_clients_and_auxiliaries_in_all_mixes(clients: int, auxiliaries: int) -> None:
+    modes = [Mode.NODE] * 2 + [Mode.CLIENT] * clients + [Mode.AUXILIARY] * auxiliaries
+    tensors = [torch.full((1000,), float(number)) for number in range(len(modes))]
+    async with AsyncExitStack() as stack:
+        join: list[str] = []
+        peers = []
+        for tensor, mode in zip(tensors, modes, strict=True):
+            peers.append(await enter(stack, {"w": tensor}, mode=mode, join=join, group_size=len(modes)))
+            join = [peers[0].endpoint]
+        for receipt in await average(*peers):
+            assert receipt.outcome is Outcome.AVERAGED
+            assert receipt.dropped == ()
+            assert len(receipt.members) == len(modes)
+    senders = 2 + clients
+    for number, tensor in enumerate(tensors):
+        expected = sum(range(senders)) / senders if number < senders else number
+        assert tensor.tolist() == [pytest.approx(expected)] * 1000
+
+
+def awkward(seed: int) -> dict[str, torch.Tensor]:
+    """Tensors of all shapes, dtypes and layouts that can be averaged."""
+    random = torch.Generator().manual_seed(seed)
+    matrix = torch.randn(40, 30, generator=random)
+    return {
+        "scalar": torch.randn((), generator=random),
+        "empty": torch.zeros(0, 5),
+        "half": torch.randn(33, generator=random).half(),
+        "bfloat": torch.randn(33, generator=random).bfloat16(),
+        "double": torch.randn(7, 3, generator=random).double(),
+        "transposed": matrix.t(),
+        "strided": torch.randn(50, generator=random)[::3],
+        "parameter": torch.nn.Parameter(torch.randn(5, generator=random)),
+    }
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("reply", list(ReplyForm))
+async def test_tensors_of_all_kinds(reply: ReplyForm) -> None:
+    everybody = [awkward(seed) for seed in range(3)]
+    expected = {name: sum(t[name].detach().double() for t in everybody) / 3 for name in everybody[0]}
+    async with AsyncExitStack() as stack:
+        await average(*await swarm(stack, everybody, reply=reply, part_size_bytes=1024))
+    for tensors in everybody:
+        for name, tensor in tensors.items():
+            precision = {torch.float16: 2e-3, torch.bfloat16: 2e-2}.get(tensor.dtype, 1e-6)
+            torch.testing.assert_close(tensor.detach().double(), expected[name], rtol=precision, atol=precision)
+
+
+@pytest.mark.asyncio
+async def test_the_lock_keeps_a_result_out_until_it_is_released() -> None:
+    tensors = [{"w": torch.zeros(4)}, {"w": torch.full((4,), 2.0)}]
+    async with AsyncExitStack() as stack:
+        # The look for NaN takes the lock too, before the round; here the lock is to matter at its end.
+        peers = await swarm(stack, tensors, non_finite=NonFinite.ALLOW)
+        with peers[0].tensors() as locked:
+            averaging = asyncio.create_task(peers[0].average())
+            await average(peers[1])
+            assert tensors[1]["w"].tolist() == [1.0] * 4
+            assert locked[0].tolist() == [0.0] * 4
+            assert not averaging.done()
+        assert (await averaging).averaged
+    assert tensors[0]["w"].tolist() == [1.0] * 4
+
+
+@pytest.mark.asyncio
+async def test_versions_grow_and_a_newcomer_takes_the_state_over() -> None:
+    momentum = torch.full((2,), 5.0)
+    tensors = [{"w": torch.zeros(3)}, {"w": torch.full((3,), 4.0)}]
+    async with AsyncExitStack() as stack:
+        founder = await enter(
+            stack,
+            tensors[0],
+            group_size=2,
+            extra_state=lambda: Extras({"momentum": momentum, "steps": torch.tensor(7)}, {"step": 7}),
+        )
+        other = await enter(stack, tensors[1], group_size=2, join=[founder.endpoint], share_state=False)
+        for _ in range(2):
+            await average(founder, other)
+        assert founder.version == other.version == 2
+        newcomer_tensors = {"w": torch.full((3,), -1.0)}
+        newcomer = await enter(stack, newcomer_tensors, join=[founder.endpoint])
+        assert newcomer.donors == [(2.0, founder.endpoint)]
+        state = await newcomer.download_state()
+        assert state.version == newcomer.version == 2
+        assert state.user == {"step": 7}
+        assert list(state.tensors) == ["w", "momentum", "steps"]
+        assert state.tensors["momentum"].tolist() == [5.0, 5.0]
+        assert newcomer_tensors["w"].tolist() == [2.0] * 3
+        # It was the state at the commit that was shared, not what the application has made of it since.
+        with founder.tensors() as locked:
+            locked[0].fill_(100.0)
+        assert (await newcomer.download_state()).tensors["w"].tolist() == [2.0] * 3
+        await newcomer.commit(1)
+        assert newcomer.version == 2
+
+
+@pytest.mark.asyncio
+async def test_if_the_application_cannot_take_the_state_nothing_changes() -> None:
+    async with AsyncExitStack() as stack:
+        mine = {"w": torch.ones(1)}
+        founder = await enter(stack, {"w": torch.zeros(1)})
+        newcomer = await enter(stack, mine, join=[founder.endpoint])
+
+        def refuse(state: object) -> None:
+            raise StateError("not for me")
+
+        with pytest.raises(StateError, match="not for me"):
+            await newcomer.download_state(refuse)
+        assert mine["w"].item() == 1.0
+
+
+@pytest.mark.asyncio
+async def test_nobody_to_download_from() -> None:
+    async with AsyncExitStack() as stack:
+        peer = await enter(stack, {"w": torch.zeros(1)})
+        with pytest.raises(StateError, match="nobody offers one"):
+            await peer.download_state()
+
+
+@pytest.mark.asyncio
+async def test_a_state_of_other_shapes_is_refused() -> None:
+    async with AsyncExitStack() as stack:
+        founder = await enter(stack, {"w": torch.zeros(2)})
+        mine = torch.ones(3)
+        newcomer = await enter(stack, {"w": mine}, join=[founder.endpoint])
+        with pytest.raises(StateError, match=r"'w' is float32\[2\], here 'w' is float32\[3\]"):
+            await newcomer.download_state()
+        assert mine.tolist() == [1.0] * 3
+
+
+@pytest.mark.asyncio
+async def test_other_shapes_are_named_by_both_sides() -> None:
+    async with AsyncExitStack() as stack:
+        tensors = [
+            {"same": torch.zeros(1), "w": torch.zeros(2)},
+            {"same": torch.zeros(1), "w": torch.zeros(3)},
+        ]
+        peers = await swarm(stack, tensors, matchmaking_time=1.0)
+        for receipt in await average(*peers):
+            assert receipt.outcome is Outcome.NO_GROUP
+            assert "tensor 'w' is float32[" in receipt.reason
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+async def test_nan_and_infinity_are_refused_before_anything_is_sent(value: float) -> None:
+    async with AsyncExitStack() as stack:
+        bad = torch.zeros(2, 3)
+        bad[1, 2] = value
+        peer = await enter(stack, {"fine": torch.zeros(2), "bad": bad})
+        with pytest.raises(TensorError, match=r"'bad' holds .* at flat index 5"):
+            await peer.average()
+
+
+@pytest.mark.asyncio
+async def test_nan_is_averaged_where_it_is_allowed() -> None:
+    tensors = [
+        {"w": torch.tensor([float("nan"), 1.0])},
+        {"w": torch.tensor([0.0, 3.0])},
+    ]
+    async with AsyncExitStack() as stack:
+        await average(*await swarm(stack, tensors, non_finite=NonFinite.ALLOW))
+    for tensor in tensors:
+        assert tensor["w"].isnan().tolist() == [True, False]
+        assert tensor["w"][1].item() == 2.0
+
+
+@pytest.mark.asyncio
+async def test_weights_and_compression() -> None:
+    tensors = [{"w": torch.zeros(100)}, {"w": torch.full((100,), 8.0)}]
+    async with AsyncExitStack() as stack:
+        peers = await swarm(stack, tensors, compression=CompressionType.FLOAT16)
+        receipts = await asyncio.gather(peers[0].average(weight=1), peers[1].average(weight=3, gather={"loss": 0.5}))
+        for receipt in receipts:
+            assert receipt.gathered == {peers[0].endpoint: None, peers[1].endpoint: {"loss": 0.5}}
+    assert all(tensor["w"].tolist() == [6.0] * 100 for tensor in tensors)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("options", [{"weight": -1}, {"weight": float("nan")}, {"gather": object()}])
+async def test_arguments_of_average_that_cannot_work(options: dict[str, Any]) -> None:
+    async with AsyncExitStack() as stack:
+        peer = await enter(stack, {"w": torch.zeros(1)})
+        with pytest.raises(ConfigError):
+            await peer.average(**options)
+
+
+@pytest.mark.asyncio
+async def test_weights_that_sum_to_zero() -> None:
+    tensors = [{"w": torch.zeros(1)}, {"w": torch.ones(1)}]
+    async with AsyncExitStack() as stack:
+        for receipt in await average(*await swarm(stack, tensors), weight=0):
+            assert receipt.outcome is Outcome.FAILED
+            assert "sum to zero" in receipt.reason
+    assert tensors[1]["w"].item() == 1.0
+
+
+@pytest.mark.asyncio
+async def test_only_one_average_at_a_time() -> None:
+    async with AsyncExitStack() as stack:
+        peer = await enter(stack, {"w": torch.zeros(1)})
+        first = asyncio.create_task(peer.average())
+        await told(peer, group_key("run", ""), peer.endpoint)
+        with pytest.raises(RoundError, match="in progress"):
+            await peer.average()
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        assert not peer.status.looking
+
+
+@pytest.mark.asyncio
+async def test_outside_of_async_with_a_peer_says_so() -> None:
+    peer = Peer({"w": torch.zeros(1)}, run_id="run")
+    assert "not running" in repr(peer)
+    with pytest.raises(ClosedError, match="async with"):
+        await peer.average()
+
+
+@pytest.mark.asyncio
+async def test_a_taken_port() -> None:
+    async with AsyncExitStack() as stack:
+        first = await enter(stack, {"w": torch.zeros(1)})
+        with pytest.raises(ListenError, match=first.endpoint.rpartition(":")[2]):
+            await enter(stack, {"w": torch.zeros(1)}, listen=first.endpoint)
+
+
+@pytest.mark.asyncio
+async def test_seeds_that_do_not_answer_are_named() -> None:
+    async with AsyncExitStack() as stack:
+        with pytest.raises(NoSeedAnsweredError) as raised:
+            await enter(stack, {"w": torch.zeros(1)}, join=["127.0.0.1:9", "localhost:19"], join_timeout=1.0)
+    assert set(raised.value.reasons) == {"127.0.0.1:9", "localhost:19"}
+
+
+@pytest.mark.asyncio
+async def test_another_run_is_not_joined() -> None:
+    async with AsyncExitStack() as stack:
+        first = await enter(stack, {"w": torch.zeros(1)}, run_id="one")
+        with pytest.raises(NoSeedAnsweredError, match="one"):
+            await enter(stack, {"w": torch.zeros(1)}, run_id="two", join=[first.endpoint], join_timeout=1.0)
+
+
+@pytest.mark.asyncio
+async def test_a_peer_that_leaves_takes_its_declarations_back() -> None:
+    async with AsyncExitStack() as stack:
+        first = await enter(stack, {"w": torch.zeros(1)})
+        async with Peer({"w": torch.zeros(1)}, run_id="run", join=[first.endpoint]) as second:
+            await told(first, donors_key("run"), second.endpoint)
+            assert first.donors == [(0.0, second.endpoint)]
+            assert second.endpoint in first.peers
+        assert first.peers == {first.endpoint}
+        assert first.donors == []

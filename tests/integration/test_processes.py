@@ -1,0 +1,138 @@
+"""Peers in processes of their own, on real gRPC and gossip; some are killed at a named step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from tests.integration.processes import JsonProcess, all_expect
+
+
+class Workers:
+    """The processes of one test; the first one founds the run, the others join it."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self._join: list[str] = []
+        self.endpoints: list[str] = []
+
+    def start(self, *all_options: dict[str, Any]) -> list[JsonProcess]:
+        """Starts one worker per options, the first before the others, and waits until all are ready."""
+        workers = []
+        for options in all_options:
+            told = {"run_id": "run", "matchmaking_time": 20.0, "part_timeout": 4.0, "join": self._join} | options
+            worker = JsonProcess("python", "-m", "tests.integration.worker", json.dumps(told))
+            workers.append(self._stack.enter_context(worker))
+            if not self._join:
+                self.endpoints.append(worker.expect("ready")["endpoint"])
+                self._join = [self.endpoints[0]]
+        for worker in workers[len(workers) - len(all_options) + (1 if not self.endpoints[1:] else 0) :]:
+            if not any(event["event"] == "ready" for event in worker.seen):
+                self.endpoints.append(worker.expect("ready")["endpoint"])
+        return workers
+
+
+@pytest.fixture
+def workers() -> Iterator[Workers]:
+    with ExitStack() as stack:
+        yield Workers(stack)
+
+
+def average(*processes: JsonProcess) -> list[dict[str, Any]]:
+    """All average at once; their receipts."""
+    for process in processes:
+        process.send("average")
+    return all_expect(processes, "receipt")
+
+
+def quit_in_order(*processes: JsonProcess) -> None:
+    for process in processes:
+        process.send("quit")
+    for process in processes:
+        assert process.wait() == 0, process.stderr
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_peers_in_processes_average(workers: Workers, count: int) -> None:
+    processes = workers.start(*({"value": n, "group_size": count} for n in range(count)))
+    receipts = average(*processes)
+    for receipt in receipts:
+        assert receipt["outcome"] == "averaged"
+        assert sorted(receipt["members"]) == sorted(workers.endpoints)
+        assert receipt["dropped"] == []
+        assert receipt["values"] == [pytest.approx((count - 1) / 2, abs=1e-3)]
+    assert len({receipt["digest"] for receipt in receipts}) == 1
+    quit_in_order(*processes)
+
+
+def test_clients_and_auxiliaries_in_processes(workers: Workers) -> None:
+    modes = ["NODE"] * 2 + ["CLIENT"] * 2 + ["AUXILIARY"] * 2
+    processes = workers.start(
+        *({"value": n, "weight": n + 1, "mode": mode, "group_size": len(modes)} for n, mode in enumerate(modes))
+    )
+    receipts = average(*processes)
+    expected = (0 * 1 + 1 * 2 + 2 * 3 + 3 * 4) / (1 + 2 + 3 + 4)
+    for number, receipt in enumerate(receipts):
+        assert receipt["outcome"] == "averaged"
+        assert receipt["dropped"] == []
+        assert receipt["values"] == [pytest.approx(expected if number < 4 else number, abs=1e-3)]
+    assert len({receipt["digest"] for receipt in receipts[:4]}) == 1
+
+
+STEPS = [("sending", 0), ("sending", 1), ("sending", 5), ("reducing", 0), ("reducing", 3), ("reducing", 12)]
+
+
+@pytest.mark.parametrize(("step", "after"), STEPS)
+def test_a_member_killed_in_the_round_costs_only_its_own(workers: Workers, step: str, after: int) -> None:
+    options = {"group_size": 4, "matchmaking_time": 4.0}
+    victim = {"value": 3, **options, "fatal_step": step, "after": after}
+    processes = workers.start(*({"value": n, **options} for n in range(3)), victim)
+    processes[3].send("average")
+    receipts = average(*processes[:3])
+    assert processes[3].wait() == -9
+    for number, receipt in enumerate(receipts):
+        assert receipt["outcome"] == "averaged"
+        assert receipt["dropped"] == [workers.endpoints[3]]
+        # All four, the three survivors, or, where the victim had to reduce, the local value.
+        possible = [1.5, 1.0, float(number)]
+        assert all(any(abs(value - p) < 1e-3 for p in possible) for value in receipt["values"]), receipt["values"]
+        assert receipt["seconds"] < 15
+    # The survivors go on: the next round is one of three.
+    assert {receipt["outcome"] for receipt in average(*processes[:3])} == {"averaged"}
+
+
+def test_a_leader_killed_in_matchmaking_is_replaced(workers: Workers) -> None:
+    """The leader dies when it has accepted one follower and accepts the next; they find each other without it."""
+    leader = {"value": 9, "group_size": 3, "matchmaking_time": 3.0, "fatal_step": "leading", "after": 1}
+    follower = {"group_size": 3, "matchmaking_time": 6.0}
+    processes = workers.start(leader, {"value": 0, **follower}, {"value": 2, **follower})
+    processes[0].send("average")
+    receipts = average(*processes[1:])
+    assert processes[0].wait() == -9
+    for receipt in receipts:
+        assert receipt["outcome"] == "averaged"
+        assert sorted(receipt["members"]) == sorted(workers.endpoints[1:])
+        assert receipt["values"] == [pytest.approx(1.0, abs=1e-3)]
+
+
+def test_a_donor_killed_half_way_is_replaced_by_the_next(workers: Workers) -> None:
+    best = {"value": 1, "version": 9, "fatal_step": "donating", "after": 2}
+    processes = workers.start(best, {"value": 2, "version": 5}, {"value": 3, "donors": 2})
+    processes[2].send("download")
+    assert processes[2].expect("state") == {"event": "state", "version": 5, "first": 2.0}
+    assert processes[0].wait() == -9
+
+
+def test_a_download_that_fails_everywhere_changes_nothing(workers: Workers) -> None:
+    fatal = {"fatal_step": "donating", "after": 1}
+    donors = [{"value": 1, "version": 9, **fatal}, {"value": 2, "version": 5, **fatal}]
+    processes = workers.start(*donors, {"value": 3, "donors": 2})
+    processes[2].send("download")
+    failure = processes[2].expect("failure")
+    assert failure["first"] == 3.0
+    for endpoint in workers.endpoints[:2]:
+        assert endpoint in failure["message"]
