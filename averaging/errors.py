@@ -66,7 +66,7 @@ class RoundError(AveragingError):
 
 
 class DiscoveryError(AveragingError):
-    """Discovery cannot do what was asked: a record too large, or owned by somebody else."""
+    """Discovery cannot do what was asked: a record that is too large or has expired, or one too many."""
 
 
 class NoSeedAnsweredError(DiscoveryError):

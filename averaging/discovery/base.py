@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 MAX_VALUE_BYTES = 1024
 """The largest value a record may carry."""
+
+MAX_LIFETIME = 3600.0
+"""A record may expire at most so many seconds from now; what lasts longer is stored again in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +30,16 @@ class Discovery(Protocol):
     """
 
     async def store(self, key: str, subkey: str, value: bytes, expiration: float) -> None:
-        """Stores or replaces this peer's record under (key, subkey), and tells the others.
+        """Stores or replaces this peer's record under (key, subkey), and tells the others without waiting for them.
+
+        Whoever took (key, subkey) first holds it until that record expires or is withdrawn. A record that somebody
+        else holds, such as one that this peer stored before it was restarted, is no error: this one waits, nobody
+        reads it, and it takes the place everywhere once the other has gone.
 
         Raises:
-            DiscoveryError: the value is over 1 KiB, it has expired already, or somebody else owns that record.
+            DiscoveryError: the value is over 1 KiB, a name is over 256 bytes, it has expired already or expires more
+                than an hour from now, or too many records are stored.
+            ClosedError: the discovery has not been entered, or has been left.
         """
         ...
 
@@ -42,10 +51,11 @@ class Discovery(Protocol):
         """The records under `key` that have not expired, by subkey."""
         ...
 
-    def watch(self, key: str) -> AsyncIterator[Mapping[str, Entry]]:
+    def watch(self, key: str) -> AsyncGenerator[Mapping[str, Entry], None]:
         """Yields what `get(key)` returns, at once and again whenever it changes, expiry included.
 
-        Changes that come faster than the reader are merged. Close it (`contextlib.aclosing`) to stop watching.
+        Changes that come faster than the reader are merged. Close it (`contextlib.aclosing`) to stop watching; it ends
+        by itself when the discovery is left.
         """
         ...
 

@@ -1,0 +1,316 @@
+"""Discovery by gossip between the peers themselves, on the port they have anyway: no server, no daemon.
+
+Every peer holds all records of its run. A fresh one is told at once down a tree (`rumours`, `spread`); every other
+second a peer compares what it holds with a random member (`exchange`), which brings whatever was missed and the signs
+of life of the members. docs/decisions/0001-gossip.md says why, and what it costs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from contextlib import aclosing
+from types import TracebackType
+from typing import Any, Self
+
+from averaging.config import is_endpoint
+from averaging.discovery.base import Entry
+from averaging.discovery.board import Board
+from averaging.discovery.exchange import Exchange
+from averaging.discovery.followers import Followers
+from averaging.discovery.identity import Author, Ed25519Identity, Identity
+from averaging.discovery.joining import Joining
+from averaging.discovery.members import Members
+from averaging.discovery.records import Reason
+from averaging.discovery.rumours import Rumours
+from averaging.discovery.settings import GossipSettings
+from averaging.discovery.spread import RING, all_others
+from averaging.discovery.table import Change, Outcome
+from averaging.discovery.upkeep import Upkeep
+from averaging.errors import CallRefusedError, ClosedError, ConfigError, DiscoveryError, ProtocolViolationError
+from averaging.group import CLIENT_PREFIX
+from averaging.messages import Digest, ExchangeReply, Record, Refusal, Rumour
+from averaging.transport.base import Transport
+
+logger = logging.getLogger(__name__)
+
+_COMPLAINT_PERIOD = 10.0  # s between two warnings that others refuse this peer's records
+
+
+def peers_key(run_id: str) -> str:
+    """The key under which every peer of a run but the clients keeps an empty record; the subkey is its endpoint."""
+    return f"{run_id}.peers"
+
+
+class GossipDiscovery:
+    """Implements `discovery.base.Discovery`, and `transport.base.GossipService` for the others.
+
+    Serve it before it is entered: peers that join each other must be able to answer while they join. Entering joins the
+    run, leaving withdraws this peer's records and tells the others. It can be entered once.
+
+    Args:
+        run_id: peers of other runs are refused.
+        endpoint: this peer's name, from `transport.bind()`.
+        transport: how to call others.
+        join: endpoints of peers of the run, any of them; none (or only this peer's own) starts a run.
+        join_timeout: seconds within which one of them must answer.
+        identity: the key that owns this peer's records; a fresh one by default.
+        clock: seconds since the epoch.
+        rng: picks whom to talk to, and when.
+        settings: the constants.
+
+    Raises:
+        ConfigError: `endpoint` is no endpoint, or a client has nobody to join.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        endpoint: str,
+        transport: Transport,
+        *,
+        join: Sequence[str] = (),
+        join_timeout: float = 10.0,
+        identity: Identity | None = None,
+        clock: Callable[[], float] = time.time,
+        rng: random.Random | None = None,
+        settings: GossipSettings | None = None,
+    ) -> None:
+        self._is_client = endpoint.startswith(CLIENT_PREFIX)
+        if not is_endpoint(endpoint):
+            raise ConfigError(f"{endpoint!r} cannot be a peer's name; give HOST:PORT or {CLIENT_PREFIX}<uuid4>")
+        if self._is_client and not join:
+            raise ConfigError("a client accepts no connection, so it needs a peer to join")
+        self._run_id = run_id
+        self._endpoint = endpoint
+        self._transport = transport
+        self._join_timeout = join_timeout
+        self._clock = clock
+        self._rng = rng = rng or random.Random()
+        self._settings = settings = settings or GossipSettings()
+        self._peers_key = peers_key(run_id)
+        self._author = Author(run_id, identity or Ed25519Identity(), settings.limits)
+        self._board = Board(self._author, settings.limits, clock, self._on_change)
+        self._members = Members(endpoint, join, rng, retry_lost=settings.retry_lost, most_lost=settings.most_lost)
+        self._followers = Followers(endpoint, settings)
+        self._rumours = Rumours(transport, run_id, self._members, settings, clock, self._on_refused)
+        self._exchange = Exchange(run_id, endpoint, transport, self._board, self._take, self._rumours, settings)
+        self._upkeep = Upkeep(transport, self._members, self._exchange, self._take, settings, clock, rng)
+        self._joining = Joining(self._members.seeds, self._exchange.compare, settings, rng)
+        self._group = asyncio.TaskGroup()
+        self._tasks: dict[asyncio.Task[None], None] = {}
+        self._entered = self._left = False
+        self._last_complaint = -math.inf
+
+    # The contract of a discovery
+
+    async def store(self, key: str, subkey: str, value: bytes, expiration: float) -> None:
+        """See `Discovery.store`."""
+        if not self._entered or self._left:
+            raise ClosedError("this peer is not in the run: enter its discovery with `async with` first")
+        self._tell(self._board.write(key, subkey, value, expiration))
+
+    async def withdraw(self, key: str, subkey: str) -> None:
+        """See `Discovery.withdraw`."""
+        withdrawal = self._board.withdraw(key, subkey)
+        if withdrawal is not None:
+            self._tell(withdrawal)
+
+    def get(self, key: str) -> Mapping[str, Entry]:
+        """See `Discovery.get`."""
+        return self._board.table().read(key)
+
+    def watch(self, key: str) -> AsyncGenerator[Mapping[str, Entry], None]:
+        """See `Discovery.watch`."""
+        return self._board.watch(key)
+
+    def names(self, endpoint: str) -> bool:
+        """See `Discovery.names`."""
+        return self._board.table().names(endpoint)
+
+    def endpoints(self) -> frozenset[str]:
+        """See `Discovery.endpoints`."""
+        return self._board.table().subkeys()
+
+    @property
+    def refused(self) -> Mapping[Reason, int]:
+        """How many records from others were refused since the start, by reason."""
+        return dict(self._board.refused)
+
+    def __repr__(self) -> str:
+        state = "left" if self._left else "entered" if self._entered else "new"
+        return (
+            f"<GossipDiscovery {self._endpoint} of {self._run_id}: {state}, {len(self._members)} other members, "
+            f"{len(self._board.table())} records, {len(self._followers)} clients>"
+        )
+
+    # What others call
+
+    async def exchange(self, digest: Digest) -> AsyncGenerator[ExchangeReply, None]:
+        """See `GossipService.exchange`."""
+        self._admit(digest.run_id)
+        self._joining.called_by(digest.endpoint)
+        self._members.trust(digest.endpoint)
+        async with aclosing(self._exchange.answer(digest)) as replies:
+            async for reply in replies:
+                yield reply
+
+    async def push(self, run_id: str, rumours: tuple[Rumour, ...]) -> tuple[Refusal, ...]:
+        """See `GossipService.push`."""
+        self._admit(run_id)
+        if len(rumours) > 4 * self._settings.rumours_per_push:
+            raise ProtocolViolationError(f"{len(rumours)} records in one call are too many")
+        refusals = []
+        for rumour in rumours:
+            record = rumour.record
+            reason = self._take(record, "a push").reason
+            if reason is not None:
+                refusals.append(Refusal(record.key, record.subkey, reason.value))
+            if (rumour.range_start, rumour.range_end) != (0, 0):
+                held = self._board.table().claim(record.key, record.subkey, record.owner)
+                if held is not None and held.version == record.version:
+                    self._rumours.tell(held, rumour.range_start, rumour.range_end)
+        return tuple(refusals)
+
+    async def subscribe(self, digest: Digest) -> AsyncGenerator[tuple[Record, ...], None]:
+        """See `GossipService.subscribe`."""
+        self._admit(digest.run_id)
+        with self._followers.follow() as follower:  # from here on nothing is missed
+            async with aclosing(self._exchange.answer(digest)) as backlog:
+                async for reply in backlog:
+                    yield reply.records
+            async with aclosing(follower.records()) as fresh:
+                async for records in fresh:
+                    yield records
+
+    def list_records(self, key: str) -> tuple[Record, ...]:
+        """See `GossipService.list_records`."""
+        return self._board.table().listing(key)
+
+    def _admit(self, run_id: str) -> None:
+        if run_id != self._run_id:
+            raise ProtocolViolationError(f"{self._endpoint} belongs to run {self._run_id!r}, not to {run_id[:64]!r}")
+        if self._left:
+            raise CallRefusedError(self._endpoint, "has left the run")
+
+    # Coming and going
+
+    async def __aenter__(self) -> Self:
+        """Joins the run.
+
+        Raises:
+            NoSeedAnsweredError: there are peers to join and none answered in time.
+        """
+        if self._entered:
+            raise ClosedError("a discovery can be entered only once; make another one")
+        await self._group.__aenter__()
+        self._entered = True
+        try:
+            self._spawn(self._rumours.run(self._spawn))
+            if self._is_client:
+                await self._joining.join(self._join_timeout, self._spawn)
+                self._spawn(self._upkeep.follow())
+            else:
+                presence = self._write_presence()  # before joining, so that the seeds take it along
+                await self._joining.join(self._join_timeout, self._spawn)
+                self._tell(presence)
+                self._spawn(self._upkeep.exchange())
+                self._spawn(self._upkeep.look_for_missing())
+                self._spawn(self._show_life())
+        except BaseException as error:
+            await self._stop(type(error), error, error.__traceback__)
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Withdraws this peer's records, tells the others, for a second at most, and ends all tasks."""
+        try:
+            for withdrawal in self._board.withdraw_all():
+                self._tell(withdrawal)
+            async with asyncio.timeout(self._settings.leave_timeout):
+                await self._rumours.flush()
+                self._followers.end()
+                await self._followers.gone()
+        except TimeoutError:
+            logger.debug("%s left before all others had taken notice", self._endpoint)
+        finally:
+            await self._stop(kind, error, traceback)
+
+    async def _stop(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._left = True
+        self._board.close()
+        self._followers.end()
+        for task in list(self._tasks):
+            task.cancel()
+        # Of the body's errors only a cancellation is the group's business: it may have caused it.
+        if isinstance(error, asyncio.CancelledError):
+            await self._group.__aexit__(kind, error, traceback)
+        else:
+            await self._group.__aexit__(None, None, None)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._group.create_task(work)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
+
+    # What happens to records
+
+    def _take(self, record: Record, sender: str) -> Outcome:
+        outcome = self._board.merge(record, sender)
+        if outcome.news:
+            self._followers.publish(record)
+        return outcome
+
+    def _tell(self, record: Record) -> None:
+        """Has a record of this peer's own told to everybody."""
+        self._followers.publish(record)
+        self._rumours.tell(record, *((1, RING - 1) if self._is_client else all_others(self._endpoint)))
+
+    def _on_change(self, change: Change, expired: bool) -> None:
+        if change.key != self._peers_key:
+            return
+        if change.after is not None:
+            self._members.heard_of(change.subkey)
+        else:
+            self._members.gone(change.subkey, self._clock(), vanished=expired)
+
+    def _on_refused(self, endpoint: str, refusals: tuple[Refusal, ...]) -> None:
+        """Another peer did not take a record; it matters here if it is this peer's own."""
+        now = self._clock()
+        for refusal in refusals:
+            own = self._board.table().claim(refusal.key, refusal.subkey, self._author.owner)
+            # The board itself reports a place that somebody else holds, and expired ones end by themselves.
+            if own is None or refusal.reason in (Reason.FOREIGN, Reason.EXPIRED):
+                continue
+            if now - self._last_complaint >= _COMPLAINT_PERIOD:
+                self._last_complaint = now
+                logger.warning(
+                    "%s refuses this peer's record of %r under %r: %.200s",
+                    *(endpoint, refusal.subkey, refusal.key, refusal.reason),
+                )
+
+    def _write_presence(self) -> Record:
+        return self._board.write(self._peers_key, self._endpoint, b"", self._clock() + self._settings.peer_lifetime)
+
+    async def _show_life(self) -> None:
+        """Renews this peer's record before it expires. The exchanges spread it; a rumour does after a long sleep."""
+        while True:
+            await asyncio.sleep(self._settings.peer_refresh * self._rng.uniform(0.9, 1.0))
+            expired = self._board.table().claim(self._peers_key, self._endpoint, self._author.owner) is None
+            try:
+                record = self._write_presence()
+            except DiscoveryError as error:
+                logger.warning("this peer cannot show the others that it is here: %s", error)
+                continue
+            if expired:
+                self._tell(record)
+            else:
+                self._followers.publish(record)

@@ -1,0 +1,77 @@
+"""Joins a run: asks all seeds at once, until one has answered."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from averaging.discovery.settings import CALL_FAILURES, GossipSettings
+from averaging.errors import NoSeedAnsweredError, TransportError
+
+
+class Joining:
+    """The seeds and what they said.
+
+    Args:
+        ask: exchanges records with a seed; raises one of `CALL_FAILURES` if that fails.
+    """
+
+    def __init__(
+        self,
+        seeds: tuple[str, ...],
+        ask: Callable[[str], Awaitable[None]],
+        settings: GossipSettings,
+        rng: random.Random,
+    ) -> None:
+        self._ask = ask
+        self._settings = settings
+        self._rng = rng
+        self._reasons = dict.fromkeys(seeds, "no answer")
+        self._calls = {seed: asyncio.Event() for seed in seeds}
+
+    def called_by(self, endpoint: str) -> None:
+        """`endpoint` called this peer: if it is a seed, it is up now, and there is no need to wait."""
+        if endpoint in self._calls:
+            self._calls[endpoint].set()
+
+    async def join(self, timeout: float, spawn: Callable[[Coroutine[Any, Any, None]], object]) -> None:
+        """Returns as soon as one seed has answered; the others are asked on by tasks that `spawn` makes.
+
+        Raises:
+            NoSeedAnsweredError: none has within `timeout` seconds.
+        """
+        if not self._reasons:
+            return
+        answered = asyncio.Event()
+        for seed in self._reasons:
+            spawn(self._ask_until(seed, asyncio.get_running_loop().time() + timeout, answered))
+        try:
+            async with asyncio.timeout(timeout):
+                await answered.wait()
+        except TimeoutError:
+            raise NoSeedAnsweredError(self._reasons, timeout) from None
+
+    async def _ask_until(self, seed: str, deadline: float, answered: asyncio.Event) -> None:
+        """Asks one seed until it answers or the time is over."""
+        backoff = self._settings.first_backoff
+        while asyncio.get_running_loop().time() < deadline:
+            try:
+                await self._ask(seed)
+            except CALL_FAILURES as error:
+                self._reasons[seed] = error.reason if isinstance(error, TransportError) else str(error) or "no answer"
+            else:
+                answered.set()
+                return
+            await self._wait(self._calls[seed], backoff * self._rng.uniform(0.5, 1.5))
+            backoff = min(2 * backoff, self._settings.last_backoff)
+
+    async def _wait(self, call: asyncio.Event, seconds: float) -> None:
+        """Until the seed calls, or so many seconds."""
+        try:
+            async with asyncio.timeout(seconds):
+                await call.wait()
+        except TimeoutError:
+            return
+        call.clear()

@@ -1,0 +1,182 @@
+"""Discovery within one process: a table that all peers share. For tests, simulations, and peers that are threads."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+from types import TracebackType
+from typing import Self
+
+from averaging.discovery.base import Entry
+from averaging.discovery.identity import Author, UnsignedIdentity
+from averaging.discovery.records import Limits, Reason
+from averaging.discovery.table import RecordTable
+from averaging.discovery.watching import Watchers
+from averaging.errors import ClosedError, DiscoveryError
+from averaging.messages import Record
+
+
+class MemoryRegistry:
+    """The records of all peers.
+
+    Args:
+        clock: seconds since the epoch.
+        delay: seconds until the others see a change; one's own changes are seen at once.
+        limits: what to accept.
+        rng: source of the owners' names.
+    """
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float] = time.time,
+        delay: float = 0.0,
+        limits: Limits | None = None,
+        rng: random.Random | None = None,
+    ) -> None:
+        self.clock = clock
+        self.delay = delay
+        self.limits = limits or Limits()
+        self.rng = rng or random.Random()
+        self._table = RecordTable(self.limits, lambda record: True)
+        self._views: dict[MemoryDiscovery, None] = {}
+
+    def table(self) -> RecordTable:
+        """The table, freed of what has expired."""
+        for change in self._table.expire(self.clock()):
+            self._notify(change.key)
+        return self._table
+
+    def attach(self, view: MemoryDiscovery) -> None:
+        """Has `view` told of changes."""
+        self._views[view] = None
+
+    def detach(self, view: MemoryDiscovery) -> None:
+        """Ends that."""
+        self._views.pop(view, None)
+
+    def publish(self, record: Record) -> None:
+        """Takes a record into the table.
+
+        Raises:
+            DiscoveryError: the table takes no more.
+        """
+        outcome = self.table().merge(record, self.clock())
+        if outcome.reason is not None and not outcome.news:
+            raise DiscoveryError(f"cannot store {record.subkey!r} under {record.key!r}: {outcome.reason}")
+        self._notify(record.key)
+
+    def publish_late(self, record: Record, done: Callable[[], None]) -> None:
+        """The same after the delay; a record that has expired by then, or finds no room, is dropped."""
+
+        def arrive() -> None:
+            self.table().merge(record, self.clock())
+            done()
+            self._notify(record.key)
+
+        asyncio.get_running_loop().call_later(self.delay, arrive)
+
+    def _notify(self, key: str) -> None:
+        for view in self._views:
+            view.notify(key)
+
+
+class MemoryDiscovery:
+    """One peer's view of a `MemoryRegistry`; implements `discovery.base.Discovery`."""
+
+    def __init__(self, registry: MemoryRegistry) -> None:
+        self._registry = registry
+        self._author = Author("", UnsignedIdentity(registry.rng), registry.limits)
+        self._watchers = Watchers(registry.clock, self.get)
+        self._own: dict[tuple[str, str], Record] = {}
+        self._on_the_way: dict[tuple[str, str], Record] = {}
+        self._entered = self._left = False
+
+    async def __aenter__(self) -> Self:
+        if self._entered:
+            raise ClosedError("a discovery can be entered only once; make another one")
+        self._entered = True
+        self._registry.attach(self)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for key, subkey in list(self._own):
+            await self.withdraw(key, subkey)
+        self._left = True
+        self._registry.detach(self)
+        self._watchers.close()
+
+    async def store(self, key: str, subkey: str, value: bytes, expiration: float) -> None:
+        """See `Discovery.store`."""
+        if not self._entered or self._left:
+            raise ClosedError("this peer is not in the run: enter its discovery with `async with` first")
+        last = self._last(key, subkey)
+        if last is None and len(self._own) >= self._registry.limits.records_per_owner:
+            raise DiscoveryError(f"cannot store {subkey!r} under {key!r}: {Reason.OWNER_FULL}")
+        record = self._author.write(key, subkey, value, expiration, self._registry.clock(), last)
+        self._publish(record)
+        self._own[key, subkey] = record
+
+    async def withdraw(self, key: str, subkey: str) -> None:
+        """See `Discovery.withdraw`."""
+        last = self._last(key, subkey)
+        if last is not None:
+            del self._own[key, subkey]
+            self._publish(self._author.withdraw(last, self._registry.clock()))
+
+    def get(self, key: str) -> Mapping[str, Entry]:
+        """See `Discovery.get`."""
+        table = self._registry.table()
+        entries = table.read(key)
+        now = self._registry.clock()
+        for record in self._on_the_way.values():
+            holder = table.holder(record.key, record.subkey)
+            if record.key == key and (holder is None or holder.owner == self._author.owner):
+                entries.pop(record.subkey, None)
+                if not record.withdrawn and record.expiration > now:
+                    entries[record.subkey] = Entry(record.value, record.expiration)
+        return entries
+
+    def watch(self, key: str) -> AsyncGenerator[Mapping[str, Entry], None]:
+        """See `Discovery.watch`."""
+        return self._watchers.watch(key)
+
+    def names(self, endpoint: str) -> bool:
+        """See `Discovery.names`."""
+        return self._registry.table().names(endpoint) or endpoint in self._stored()
+
+    def endpoints(self) -> frozenset[str]:
+        """See `Discovery.endpoints`."""
+        return self._registry.table().subkeys() | self._stored()
+
+    def notify(self, key: str) -> None:
+        """The registry: something under `key` changed."""
+        self._watchers.notify(key)
+
+    def _publish(self, record: Record) -> None:
+        if not self._registry.delay:
+            self._registry.publish(record)
+            return
+        place = (record.key, record.subkey)
+        self._on_the_way[place] = record
+
+        def arrived() -> None:
+            if self._on_the_way.get(place) is record:
+                del self._on_the_way[place]
+
+        self._registry.publish_late(record, arrived)
+        self.notify(record.key)
+
+    def _last(self, key: str, subkey: str) -> Record | None:
+        """What this peer stored there, if it has not expired."""
+        now = self._registry.clock()
+        self._own = {place: record for place, record in self._own.items() if record.expiration > now}
+        return self._own.get((key, subkey))
+
+    def _stored(self) -> frozenset[str]:
+        now = self._registry.clock()
+        return frozenset(subkey for (_, subkey), record in self._own.items() if record.expiration > now)

@@ -1,0 +1,223 @@
+"""All records a peer holds, and how they merge. Pure: `now` is passed in.
+
+The table is a last-writer-wins map from (key, subkey, owner) to that owner's newest record, so any set of records gives
+the same table whatever the order in which they arrive, and however often. What is read under (key, subkey) is a
+function of that map: of the owners whose record has neither expired nor been withdrawn, the one that claimed the place
+first holds it (equal claims: the smaller key). Records of the others are kept but nobody reads them; when the holder's
+goes, the next one takes the place at every peer at the same moment, without a message. `claimed` is the owner's word:
+one that lies about it takes a place that it was not first to claim, see docs/decisions/0001-gossip.md.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+from averaging.discovery.base import Entry
+from averaging.discovery.records import Limits, Reason, entry_hash, objection, record_id
+from averaging.messages import Record
+
+
+class Change(NamedTuple):
+    """What is read under (key, subkey) became another record; None: nothing is read there."""
+
+    key: str
+    subkey: str
+    before: Record | None
+    after: Record | None
+
+
+class Outcome(NamedTuple):
+    """What became of a record that was offered to the table.
+
+    Attributes:
+        news: it was taken, and others may want to hear of it.
+        reason: why it was refused. With `news`, that is `FOREIGN`: it was taken but waits for the place.
+        change: what its arrival changed for readers, if anything.
+    """
+
+    news: bool = False
+    reason: Reason | None = None
+    change: Change | None = None
+
+
+_NOTHING_NEW = Outcome()
+
+
+class RecordTable:
+    """The newest record of every owner under every (key, subkey).
+
+    Args:
+        limits: what to accept.
+        verify: whether a record carries its owner's signature.
+    """
+
+    def __init__(self, limits: Limits, verify: Callable[[Record], bool]) -> None:
+        self._limits = limits
+        self._verify = verify
+        self._places: dict[tuple[str, str], dict[bytes, Record]] = {}
+        self._readable: dict[str, dict[str, Record]] = {}
+        self._subkeys: Counter[str] = Counter()
+        self._by_id: dict[int, Record] = {}
+        self._versions: dict[int, int] = {}
+        self._by_owner: Counter[bytes] = Counter()
+        self._expirations: list[tuple[float, int]] = []  # heap of (expiration, id), some outdated
+        self._hash = 0
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    @property
+    def state_hash(self) -> int:
+        """Equal for equal tables; 0 if it is empty."""
+        return self._hash
+
+    def merge(self, record: Record, now: float) -> Outcome:
+        """Takes `record` if it is newer than what its owner had there and nothing is wrong with it.
+
+        Call `expire(now)` before.
+        """
+        known = self._places.get((record.key, record.subkey), {}).get(record.owner)
+        if known is not None and not _supersedes(record, known):
+            return _NOTHING_NEW
+        reason = objection(record, now, self._limits)
+        if reason is not None:
+            return Outcome(reason=reason)
+        number = record_id(record.key, record.subkey, record.owner)
+        reason = self._no_room(number, record, known)
+        if reason is None and not self._verify(record):
+            reason = Reason.FORGED
+        if reason is not None:
+            return Outcome(reason=reason)
+        self._put(number, record, known)
+        change = self._reread(record.key, record.subkey)
+        waits = not record.withdrawn and self.holder(record.key, record.subkey) is not record
+        return Outcome(news=True, reason=Reason.FOREIGN if waits else None, change=change)
+
+    def expire(self, now: float) -> list[Change]:
+        """Forgets what has expired, and returns what that changed for readers."""
+        changes = []
+        while self._expirations and self._expirations[0][0] <= now:
+            _, number = heapq.heappop(self._expirations)
+            record = self._by_id.get(number)
+            if record is None or record.expiration > now:
+                continue  # outdated: a newer record took its place
+            self._remove(number, record)
+            change = self._reread(record.key, record.subkey)
+            if change is not None:
+                changes.append(change)
+        return changes
+
+    def holder(self, key: str, subkey: str) -> Record | None:
+        """The record that is read there."""
+        return self._readable.get(key, {}).get(subkey)
+
+    def claim(self, key: str, subkey: str, owner: bytes) -> Record | None:
+        """What `owner` said last about (key, subkey), be it read, waiting or a withdrawal."""
+        return self._places.get((key, subkey), {}).get(owner)
+
+    def claims_of(self, owner: bytes) -> list[Record]:
+        """All that `owner` said, withdrawals included."""
+        return [record for record in self._by_id.values() if record.owner == owner]
+
+    def read(self, key: str) -> dict[str, Entry]:
+        """The entries under `key`, by subkey."""
+        return {s: Entry(record.value, record.expiration) for s, record in self._readable.get(key, {}).items()}
+
+    def listing(self, key: str) -> tuple[Record, ...]:
+        """The records that are read under `key`, or under any key if it is empty."""
+        keys = (key,) if key else tuple(self._readable)
+        return tuple(record for k in keys for record in self._readable.get(k, {}).values())
+
+    def names(self, subkey: str) -> bool:
+        """Whether anything is read under `subkey`, whatever the key."""
+        return subkey in self._subkeys
+
+    def subkeys(self) -> frozenset[str]:
+        """All subkeys under which something is read."""
+        return frozenset(self._subkeys)
+
+    def versions(self) -> Mapping[int, int]:
+        """The digest: version by record id."""
+        return self._versions
+
+    def compare(self, theirs: Iterable[tuple[int, int]]) -> tuple[list[Record], list[int]]:
+        """The records that a peer with the digest `theirs` lacks, and the ids of those it could send here."""
+        there, here = dict(theirs), self._versions
+        lacking = [self._by_id[number] for number, version in here.items() if there.get(number, 0) < version]
+        return lacking, [number for number, version in there.items() if here.get(number, 0) < version]
+
+    def select(self, numbers: Iterable[int]) -> list[Record]:
+        """The records with these ids; ids of none are passed over."""
+        return [record for number in numbers if (record := self._by_id.get(number)) is not None]
+
+    def _no_room(self, number: int, record: Record, known: Record | None) -> Reason | None:
+        if known is not None:
+            return None
+        if number in self._by_id:
+            return Reason.CLASH
+        if self._by_owner[record.owner] >= self._limits.records_per_owner:
+            return Reason.OWNER_FULL
+        return Reason.FULL if len(self._by_id) >= self._limits.records else None
+
+    def _put(self, number: int, record: Record, known: Record | None) -> None:
+        if known is None:
+            self._by_owner[record.owner] += 1
+        else:
+            self._hash ^= entry_hash(number, known.version)
+        self._places.setdefault((record.key, record.subkey), {})[record.owner] = record
+        self._by_id[number] = record
+        self._versions[number] = record.version
+        self._hash ^= entry_hash(number, record.version)
+        heapq.heappush(self._expirations, (record.expiration, number))
+        if len(self._expirations) > 2 * len(self._by_id) + 64:  # mostly outdated
+            self._expirations = [(r.expiration, n) for n, r in self._by_id.items()]
+            heapq.heapify(self._expirations)
+
+    def _remove(self, number: int, record: Record) -> None:
+        place = (record.key, record.subkey)
+        del self._by_id[number], self._versions[number], self._places[place][record.owner]
+        if not self._places[place]:
+            del self._places[place]
+        self._by_owner[record.owner] -= 1
+        if not self._by_owner[record.owner]:
+            del self._by_owner[record.owner]
+        self._hash ^= entry_hash(number, record.version)
+
+    def _reread(self, key: str, subkey: str) -> Change | None:
+        """Works out anew what is read under (key, subkey)."""
+        claims = [record for record in self._places.get((key, subkey), {}).values() if not record.withdrawn]
+        before = self.holder(key, subkey)
+        after = min(claims, key=_precedence, default=None) if len(claims) != 1 else claims[0]
+        if after is before:
+            return None
+        if after is not None:
+            self._readable.setdefault(key, {})[subkey] = after
+            if before is None:
+                self._subkeys[subkey] += 1
+        else:
+            del self._readable[key][subkey]
+            if not self._readable[key]:
+                del self._readable[key]
+            self._subkeys[subkey] -= 1
+            if not self._subkeys[subkey]:
+                del self._subkeys[subkey]
+        return Change(key, subkey, before, after)
+
+
+def _precedence(record: Record) -> tuple[int, bytes]:
+    """Of the owners of a place the one with the lowest holds it."""
+    return record.claimed, record.owner
+
+
+def _supersedes(record: Record, known: Record) -> bool:
+    """Whether `record` replaces `known`, of the same owner; one that signs two of one version gets one of them."""
+    if record.version != known.version:
+        return record.version > known.version
+    return record is not known and _content(record) > _content(known)
+
+
+def _content(record: Record) -> tuple[bool, bytes, float, int, bytes]:
+    return record.withdrawn, record.value, record.expiration, record.claimed, record.signature

@@ -1,0 +1,182 @@
+"""Peers that gossip on the memory network in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+from averaging.discovery.gossip import GossipDiscovery, peers_key
+from averaging.discovery.identity import Identity, UnsignedIdentity
+from averaging.discovery.settings import GossipSettings
+from averaging.messages import Refusal, Rumour
+from averaging.transport import virtual_time
+from averaging.transport.base import AveragingService
+from averaging.transport.memory import MemoryNetwork, MemoryTransport
+
+RUN = "run"
+KEY = f"{RUN}.0b"
+
+NO_AVERAGING = cast(AveragingService, None)
+
+
+class LossyTransport(MemoryTransport):
+    """Loses requests too, before they do anything; the network itself loses replies."""
+
+    async def push(self, endpoint: str, run_id: str, rumours: tuple[Rumour, ...]) -> tuple[Refusal, ...]:
+        target = "nobody:1" if self._network.rng.random() < self._network.loss else endpoint
+        return await super().push(target, run_id, rumours)
+
+
+class Host:
+    """One peer, in a task of its own as in a process of its own."""
+
+    def __init__(self, discovery: GossipDiscovery, transport: MemoryTransport) -> None:
+        self.discovery = discovery
+        self.transport = transport
+        self.joined = asyncio.Event()
+        self.leave = asyncio.Event()
+        self.task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        await self.transport.serve(NO_AVERAGING, self.discovery)
+        try:
+            async with self.discovery:
+                self.joined.set()
+                await self.leave.wait()
+            await asyncio.sleep(0.1)  # the grace of a real transport: what is on its way arrives
+        finally:
+            await self.transport.close()
+
+
+class GossipSwarm:
+    """Peers by their endpoints. Everything random comes from `seed`."""
+
+    def __init__(
+        self,
+        seed: int = 0,
+        *,
+        settings: GossipSettings | None = None,
+        latency: tuple[float, float] = (0.001, 0.02),
+        loss: float = 0.0,
+    ) -> None:
+        self.rng = random.Random(seed)
+        self.network = MemoryNetwork(self.rng, latency=latency, loss=loss)
+        self.settings = settings or GossipSettings()
+        self.hosts: dict[str, Host] = {}
+
+    def __getitem__(self, endpoint: str) -> GossipDiscovery:
+        return self.hosts[endpoint].discovery
+
+    def start(
+        self,
+        endpoint: str | None,
+        join: Sequence[str] = (),
+        *,
+        run_id: str = RUN,
+        identity: Identity | None = None,
+        join_timeout: float = 10.0,
+    ) -> Host:
+        """Starts a peer; None starts a client. It has not joined yet."""
+        transport = (LossyTransport if self.network.loss else MemoryTransport)(self.network, endpoint)
+        discovery = GossipDiscovery(
+            run_id,
+            transport.endpoint,
+            transport,
+            join=join,
+            join_timeout=join_timeout,
+            identity=identity or UnsignedIdentity(self.rng),
+            clock=virtual_time.clock,
+            rng=random.Random(self.rng.getrandbits(64)),
+            settings=self.settings,
+        )
+        host = self.hosts[transport.endpoint] = Host(discovery, transport)
+        return host
+
+    async def grow(self, count: int, pause: float = 0.2, **options: Any) -> list[GossipDiscovery]:
+        """Starts peer-0:1, peer-1:1, ..., one after the other; all but the first join one that is there."""
+        names = [f"peer-{number}:1" for number in range(count)]
+        for number, name in enumerate(names):
+            host = self.start(name, [names[self.rng.randrange(number)]] if number else [], **options)
+            await joined(host)
+            await asyncio.sleep(pause)
+        return [self[name] for name in names]
+
+    async def kill(self, endpoint: str) -> None:
+        """Ends a peer as SIGKILL does: nobody hears of it."""
+        host = self.hosts.pop(endpoint)
+        self.network.kill(endpoint)
+        self.network.cut(frozenset([endpoint]))
+        host.task.cancel()
+        await asyncio.wait([host.task])
+        self.network.heal()
+
+    async def stop(self, endpoint: str) -> None:
+        """Has a peer leave."""
+        host = self.hosts.pop(endpoint)
+        host.leave.set()
+        await host.task
+
+    async def stop_all(self) -> None:
+        """Has all peers leave at once."""
+        for host in self.hosts.values():
+            host.leave.set()
+        await asyncio.gather(*(host.task for host in self.hosts.values()))
+        self.hosts.clear()
+
+    def simulate(self, main: Coroutine[Any, Any, None]) -> None:
+        """Runs `main`, ends all peers, and checks that no service raised what it must not."""
+
+        async def scenario() -> None:
+            async with self.running():
+                await main
+
+        virtual_time.run(scenario())
+        assert self.network.errors == []
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Ends all peers at the end."""
+        try:
+            yield
+        finally:
+            for host in self.hosts.values():
+                host.task.cancel()
+            if self.hosts:
+                await asyncio.wait([host.task for host in self.hosts.values()])
+
+
+async def joined(host: Host) -> None:
+    """Waits until a peer has joined; raises its error if it has not."""
+    waiter = asyncio.create_task(host.joined.wait())
+    await asyncio.wait([waiter, host.task], return_when=asyncio.FIRST_COMPLETED)
+    waiter.cancel()
+    if not host.joined.is_set():
+        await host.task
+
+
+def now() -> float:
+    """Virtual seconds since the simulation began."""
+    return asyncio.get_running_loop().time()
+
+
+async def until(condition: Callable[[], bool], within: float, step: float = 0.01) -> float:
+    """Waits, in virtual time, until `condition` holds; returns how long that took."""
+    start = now()
+    while not condition():
+        assert now() - start <= within, f"not within {within} s"
+        await asyncio.sleep(step)
+    return now() - start
+
+
+def everywhere(discoveries: Iterable[GossipDiscovery], key: str, subkeys: set[str]) -> Callable[[], bool]:
+    """Whether all peers read exactly these subkeys under `key`."""
+    listed = list(discoveries)
+    return lambda: all(set(discovery.get(key)) == subkeys for discovery in listed)
+
+
+def members(discovery: GossipDiscovery) -> set[str]:
+    """Who is there, as one peer sees it, itself included."""
+    return set(discovery.get(peers_key(RUN)))

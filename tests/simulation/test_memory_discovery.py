@@ -1,0 +1,85 @@
+"""What the shared table does beyond the contract of discovery."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import aclosing
+
+import pytest
+
+from averaging.discovery.memory import MemoryDiscovery, MemoryRegistry
+from averaging.discovery.records import Limits
+from averaging.errors import ClosedError, DiscoveryError
+from averaging.transport import virtual_time
+
+KEY = "run.0b"
+
+
+def test_others_see_a_change_after_the_delay_and_oneself_at_once() -> None:
+    async def scenario() -> None:
+        registry = MemoryRegistry(clock=virtual_time.clock, delay=0.5, rng=random.Random(0))
+        async with MemoryDiscovery(registry) as one, MemoryDiscovery(registry) as other:
+            async with aclosing(one.watch(KEY)) as mine, aclosing(other.watch(KEY)) as theirs:
+                assert await anext(mine) == {}
+                assert await anext(theirs) == {}
+                await one.store(KEY, "a:1", b"1", virtual_time.clock() + 10)
+                assert (await anext(mine))["a:1"].value == b"1"
+                assert (one.names("a:1"), other.names("a:1")) == (True, False)
+                start = virtual_time.clock()
+                assert (await anext(theirs))["a:1"].value == b"1"
+                assert virtual_time.clock() - start == pytest.approx(0.5, abs=0.01)
+                await one.store(KEY, "a:1", b"2", virtual_time.clock() + 10)
+                await one.withdraw(KEY, "a:1")
+                assert await anext(mine) == {}
+                assert other.get(KEY)["a:1"].value == b"1"
+                assert await anext(theirs) == {}
+            await one.store(KEY, "a:1", b"3", virtual_time.clock() + 0.2)
+            await asyncio.sleep(0.3)
+            assert one.get(KEY) == {}  # expired on the way
+            await asyncio.sleep(0.3)
+            assert other.get(KEY) == {}
+
+    virtual_time.run(scenario())
+
+
+def test_a_thousand_peers_share_one_table() -> None:
+    async def scenario() -> None:
+        registry = MemoryRegistry(clock=virtual_time.clock)
+        peers = [MemoryDiscovery(registry) for _ in range(1000)]
+        for number, peer in enumerate(peers):
+            await peer.__aenter__()
+            await peer.store(KEY, f"peer-{number}:1", b"", virtual_time.clock() + 10)
+        assert all(len(peer.get(KEY)) == 1000 for peer in peers[::100])
+        for peer in peers[:500]:
+            await peer.__aexit__(None, None, None)
+        assert len(peers[-1].get(KEY)) == 500
+        await asyncio.sleep(10)
+        assert len(peers[-1].get(KEY)) == 0
+
+    virtual_time.run(scenario())
+
+
+def test_a_full_table_is_told() -> None:
+    async def scenario() -> None:
+        registry = MemoryRegistry(clock=virtual_time.clock, limits=Limits(records=2))
+        async with MemoryDiscovery(registry) as peer:
+            for name in ("a:1", "b:1"):
+                await peer.store(KEY, name, b"", virtual_time.clock() + 10)
+            with pytest.raises(DiscoveryError, match="the table is full"):
+                await peer.store(KEY, "c:1", b"", virtual_time.clock() + 10)
+            await peer.store(KEY, "a:1", b"new", virtual_time.clock() + 10)
+
+    virtual_time.run(scenario())
+
+
+def test_it_must_be_entered_and_only_once() -> None:
+    async def scenario() -> None:
+        peer = MemoryDiscovery(MemoryRegistry(clock=virtual_time.clock))
+        with pytest.raises(ClosedError):
+            await peer.store(KEY, "a:1", b"", virtual_time.clock() + 10)
+        async with peer:
+            with pytest.raises(ClosedError):
+                await peer.__aenter__()
+
+    virtual_time.run(scenario())
