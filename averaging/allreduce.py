@@ -45,11 +45,13 @@ class RoundResult:
         parts: the parts whose reply arrived, with the average or the delta: 1-D, on the CPU, not to be written.
         dropped: members that were lost, in the order in which they were.
         kept_local: elements without a reply, which keep their local values.
+        heard: whether a part or an average of another member is in it.
     """
 
     parts: list[tuple[Part, torch.Tensor]]
     dropped: tuple[Dropped, ...]
     kept_local: int
+    heard: bool
     bytes_sent: int
     bytes_received: int
 
@@ -68,6 +70,8 @@ class _Sender:
 
     replies: asyncio.Queue[AveragingData] = field(default_factory=asyncio.Queue)
     room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(READ_AHEAD))
+    opened: bool = False
+    offered_at: float | None = None  # since when the transport has a reply that the sender has not taken
     came: asyncio.Event = field(default_factory=asyncio.Event)
     done: asyncio.Event = field(default_factory=asyncio.Event)
     delivered: dict[int, _Delivered] = field(default_factory=dict)  # its parts that await their average
@@ -117,7 +121,7 @@ class AllReduce:
         self._results: dict[Part, torch.Tensor] = {}
         self._dropped: dict[str, str] = {}
         self._bytes_sent = self._bytes_received = 0
-        self._over = False
+        self._over = self._heard = False
 
     # The round as a whole
 
@@ -154,6 +158,7 @@ class AllReduce:
             parts=[(part, self._results[part]) for part in parts if part in self._results],
             dropped=tuple(Dropped(name, reason) for name, reason in self._dropped.items()),
             kept_local=sum(part.numel for part in parts if part not in self._results),
+            heard=self._heard,
             bytes_sent=self._bytes_sent,
             bytes_received=self._bytes_received,
         )
@@ -217,6 +222,7 @@ class AllReduce:
                         if received == len(parts):
                             raise ProtocolViolationError("sent more replies than it was sent parts")
                         self._results[parts[received]] = self._check_reply(parts[received], reply)
+                        self._heard = True
                         received += 1
                         progress()
             reason = "ended its stream"
@@ -272,26 +278,29 @@ class AllReduce:
             if sender is not None:
                 self._drop(name, f"left the round ({first.code.name})")
             return
-        refusal = None
-        if sender is None or (sender.came.is_set() and name not in self._dropped):
-            refusal = MessageCode.PROTOCOL_VIOLATION  # not a sender of this group, or its second stream
-        elif self._over or name in self._dropped:
-            refusal = MessageCode.CANCELLED  # too late
-        if refusal is not None or sender is None:
-            yield AveragingData(code=refusal or MessageCode.PROTOCOL_VIOLATION)
+        if sender is None or sender.opened:  # not a sender of this group, or its second stream
+            yield AveragingData(code=MessageCode.PROTOCOL_VIOLATION)
             return
+        if self._over or sender.done.is_set():  # too late
+            yield AveragingData(code=MessageCode.CANCELLED)
+            return
+        sender.opened = True
         sender.came.set()
         reading = asyncio.create_task(self._read_parts(name, sender, first, messages))
         handed_over = 0
+        lost = "connection lost"
         try:
             while handed_over < len(self._own_parts):
                 reply = await sender.replies.get()
+                sender.offered_at = asyncio.get_running_loop().time()
                 if reply.tensor_part is None:
+                    lost = f"was answered with {reply.code.name}"
                     yield reply
                     return
                 handed_over += 1
                 self._bytes_sent += len(reply.tensor_part.buffer)
                 yield reply
+                sender.offered_at = None
                 sender.room.release()
         finally:
             reading.cancel()
@@ -299,16 +308,23 @@ class AllReduce:
             if handed_over == len(self._own_parts):
                 sender.done.set()
             else:
-                self._drop(name, "connection lost")
+                self._drop(name, lost)
 
     async def _expect(self, name: str, sender: _Sender) -> None:
-        """Gives a sender time to open its stream, then waits until it has all its replies or was dropped."""
+        """Waits until a sender has all its replies or was dropped; it must open its stream and take them in time."""
         try:
             async with asyncio.timeout(self._part_timeout):
                 await sender.came.wait()
         except TimeoutError:
             self._drop(name, f"sent nothing for {self._part_timeout:g} s")
-        await sender.done.wait()
+        while not sender.done.is_set():
+            try:
+                async with asyncio.timeout(self._part_timeout):
+                    await sender.done.wait()
+            except TimeoutError:
+                too_long_ago = asyncio.get_running_loop().time() - self._part_timeout
+                if sender.offered_at is not None and sender.offered_at <= too_long_ago:
+                    self._drop(name, f"took no reply for {self._part_timeout:g} s")
 
     async def _read_parts(
         self, name: str, sender: _Sender, first: AveragingData, messages: AsyncIterator[AveragingData]
@@ -345,6 +361,7 @@ class AllReduce:
         if self._non_finite is NonFinite.REFUSE and not all_finite(values):
             raise ProtocolViolationError(f"sent NaN or infinity in part {number}")
         self._reducer.add(name, values)
+        self._heard = True
         self._bytes_received += len(message.tensor_part.buffer)
         compression = CompressionType(message.tensor_part.compression)
         sender.delivered[number] = _Delivered(

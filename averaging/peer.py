@@ -264,8 +264,8 @@ class Peer:
         """Downloads the state of the peer with the highest priority, verifies it, and takes it over.
 
         Args:
-            apply: called with the verified state before the tensors are overwritten, which are locked meanwhile; it takes
-                over what the application added. If it raises, nothing is changed.
+            apply: called with the verified state before the tensors are overwritten, which are locked meanwhile; it
+                takes over what the application added. If it raises, nothing is changed.
 
         Raises:
             StateError: nobody could deliver a sound state; nothing was changed.
@@ -390,9 +390,9 @@ class _Running:
 
 
 def _why_failed(group: Group, endpoint: str, result: RoundResult) -> str:
-    """A round that lost everybody else averaged nothing; empty if it did not."""
+    """A round that lost everybody else before anything came of them averaged nothing; empty if it did not."""
     lost = {dropped.endpoint for dropped in result.dropped}
-    if not lost >= set(group.endpoints) - {endpoint}:
+    if result.heard or not lost >= set(group.endpoints) - {endpoint}:
         return ""
     told = "; ".join(f"{dropped.endpoint}: {dropped.reason}" for dropped in result.dropped)
     return f"all other members were lost ({told})"

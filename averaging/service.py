@@ -10,6 +10,7 @@ from importlib import metadata
 from averaging.allreduce import AllReduce
 from averaging.config import PeerConfig
 from averaging.discovery.base import Discovery
+from averaging.errors import ProtocolViolationError, TransportError
 from averaging.matchmaking import Matchmaking
 from averaging.messages import AveragingData, DownloadData, JoinRequest, MessageCode, MessageFromLeader
 from averaging.observe.receipts import Receipt
@@ -19,6 +20,9 @@ from averaging.snapshots import Snapshots
 from averaging.state import pack
 
 SOFTWARE = f"averaging {metadata.version('averaging')}"
+
+LINGER_SECONDS = 0.5
+"""For so long the stream of a sender that was refused is read on: some clients lose the answer if a write fails."""
 
 
 class PeerService:
@@ -52,7 +56,20 @@ class PeerService:
 
     async def aggregate_part(self, messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
         """Serves one sender's stream of the round it names."""
-        first = await anext(messages, None)
+        refused = False
+        async with aclosing(self._serve_sender(messages)) as replies:
+            async for reply in replies:
+                refused = reply.tensor_part is None
+                yield reply
+        if refused:
+            await _read_to_the_end(messages)
+
+    async def _serve_sender(self, messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
+        try:
+            first = await anext(messages, None)
+        except ProtocolViolationError:
+            yield AveragingData(code=MessageCode.PROTOCOL_VIOLATION)
+            return
         if first is None:
             return
         if (this_round := await self._find_round(first.group_id)) is None:
@@ -107,3 +124,13 @@ class PeerService:
 
     def _is_current(self, group_id: bytes) -> bool:
         return self.round is not None and self.round.group.group_id == group_id
+
+
+async def _read_to_the_end(messages: AsyncIterator[AveragingData]) -> None:
+    """Throws away what a sender sends that was refused, for a moment at most."""
+    try:
+        async with asyncio.timeout(LINGER_SECONDS):
+            while await anext(messages, None) is not None:
+                pass
+    except (TimeoutError, TransportError, ProtocolViolationError):
+        return

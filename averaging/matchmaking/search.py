@@ -205,8 +205,8 @@ class Matchmaking:
             while True:
                 news.clear()
                 now = self._clock()
-                if own.expiration <= now:
-                    return  # too late to be led
+                if search.group is not None or own.expiration <= now:
+                    return  # led already, or too late to be
                 candidate, again = rules.next_to_ask(own, self._discovery.get(key), attempts, now)
                 if candidate is not None:
                     await self._ask_and_follow_suggestions(search, own, candidate, attempts)
@@ -226,6 +226,8 @@ class Matchmaking:
                 code, suggested = await self._ask(search, own, candidate)
             finally:
                 search.asked()
+            if search.group is not None:
+                return
             search.answers[candidate.endpoint] = code
             now = self._clock()
             previous = attempts.get(candidate.endpoint)
@@ -332,6 +334,7 @@ class _Search:
         self.state.followers[request.endpoint] = member
         self._fates[request.endpoint] = fate
         self._gathered[request.endpoint] = request.gather
+        self.seen.add(request.endpoint)
         self._begin_if_full()
         self.changed.set()
         return fate

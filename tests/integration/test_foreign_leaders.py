@@ -1,0 +1,195 @@
+"""Foreign leaders: whom our peer asks, what it says, where it goes when it is sent on, what it does not believe."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+import msgpack
+import pytest
+
+from tests.integration.foreign import Foreign, ForeignPeer, Ours, begun, ends_together, gather, our_peer
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.timeout(60),
+    pytest.mark.usefixtures("nothing_is_left_behind"),
+]
+
+
+async def test_what_our_peer_says_to_a_leader(foreign: Foreign) -> None:
+    leader = await foreign.peer()
+    async with our_peer(bandwidth=2e6) as us:
+        await us.declare(leader.endpoint, 4.0)
+        async with us.averaging(weight=3, gather={"loss": 0.5}):
+            request = await leader.asked()
+            declared = us.peer.status.declared_expiration
+    user = msgpack.packb({"loss": 0.5})
+    assert msgpack.unpackb(request.pop("gather")) == [3.0, 2e6, 0, user]
+    assert request == {"endpoint": us.endpoint, "schema_hash": us.peer.schema.hash, "expiration": declared}
+
+
+async def test_whom_our_peer_asks_and_in_which_order(foreign: Foreign) -> None:
+    """The earliest first; not those that do not look or wait longer, and nobody else once it is in a group."""
+    first, second, third, later, quiet, garbled = [await foreign.peer() for _ in range(6)]
+    async with our_peer() as us:
+        await us.declare(quiet.endpoint, 1.0, looking=False)
+        await us.declare(garbled.endpoint, 1.0, looking={"perhaps": 1})
+        for leader, seconds in [(later, 30.0), (third, 4.0), (second, 3.0), (first, 2.0)]:
+            await us.declare(leader.endpoint, seconds)
+        async with us.averaging() as receipt:
+            await first.asked()
+            await first.tell(follower=us.endpoint, code="GROUP_IS_FULL")
+            await second.asked()
+            await second.tell(follower=us.endpoint, code="ACCEPTED")
+            group = begun(us, second)
+            await second.begin(group=group)
+            await ends_together(us, receipt, group, second)
+        entry = us.discovery.get(us.key)[us.endpoint]
+        assert msgpack.unpackb(entry.value) is False  # it does not look any more
+        for other in (third, later, quiet, garbled):
+            assert await other.unanswered() == 0
+
+
+async def test_equal_expirations_are_decided_by_the_endpoint(foreign: Foreign) -> None:
+    """The lesser endpoint leads: 127.0.0.1 before localhost."""
+    other = await foreign.peer()
+    async with our_peer(advertise="localhost:0") as us, us.averaging() as receipt:
+        declared = us.peer.status.declared_expiration
+        await us.declare_until(other.endpoint, declared)
+        assert (await other.asked())["expiration"] == declared
+        await other.tell(follower=us.endpoint, code="ACCEPTED")
+        group = begun(us, other)
+        await other.begin(group=group)
+        await ends_together(us, receipt, group, other)
+    other = await foreign.peer(host="localhost")
+    async with our_peer() as us, us.averaging() as receipt:
+        declared = us.peer.status.declared_expiration
+        await us.declare_until(other.endpoint, declared)
+        assert await us.asks_to_join(other, expiration=declared) == "ACCEPTED"
+        group = await us.begins(other)
+        await ends_together(us, receipt, group, other)
+        assert await other.unanswered() == 0
+
+
+@pytest.mark.parametrize("code", ["NOT_A_LEADER", "GROUP_DISBANDED"])
+async def test_three_redirects_in_a_row_and_no_more(foreign: Foreign, code: str) -> None:
+    chain = [await foreign.peer() for _ in range(5)]
+    async with our_peer() as us:
+        await us.declare(chain[0].endpoint, 4.0)
+        for named in chain[1:]:
+            await us.name(named.endpoint)
+        async with us.averaging() as receipt:
+            for asked, suggested in itertools.pairwise(chain):
+                await redirect(us, asked, code, suggested.endpoint)
+            # Not the fifth: the first is asked again, after a pause.
+            await chain[0].asked()
+            assert await chain[4].unanswered() == 0
+            await chain[0].tell(follower=us.endpoint, code="ACCEPTED")
+            group = begun(us, chain[0])
+            await chain[0].begin(group=group)
+            await ends_together(us, receipt, group, chain[0])
+
+
+async def redirect(us: Ours, asked: ForeignPeer, code: str, suggested: str) -> float:
+    """`asked` is asked and sends our peer to `suggested`; returns when it was about to do so."""
+    await asked.asked()
+    now = time.time()
+    if code == "GROUP_DISBANDED":
+        await asked.tell(follower=us.endpoint, code="ACCEPTED")
+    await asked.tell(follower=us.endpoint, code=code, suggested_leader=suggested)
+    return now
+
+
+@pytest.mark.parametrize("code", ["NOT_A_LEADER", "GROUP_DISBANDED"])
+async def test_a_circle_of_redirects(foreign: Foreign, code: str) -> None:
+    first, second = await foreign.peer(), await foreign.peer()
+    async with our_peer() as us:
+        await us.declare(first.endpoint, 4.0)
+        await us.name(second.endpoint)
+        async with us.averaging() as receipt:
+            redirected = await redirect(us, first, code, second.endpoint)
+            await redirect(us, second, code, first.endpoint)
+            await (
+                first.asked()
+            )  # since it is declared, not because of the redirect: after the pause of one that refused
+            assert time.time() - redirected > 0.09
+            assert await second.unanswered() == 0
+            await first.tell(follower=us.endpoint, code="ACCEPTED")
+            group = begun(us, first)
+            await first.begin(group=group)
+            await ends_together(us, receipt, group, first)
+
+
+@pytest.mark.parametrize("code", ["NOT_A_LEADER", "GROUP_DISBANDED"])
+@pytest.mark.parametrize("suggested", ["a stranger", "our peer", "client::1", "nonsense"])
+async def test_a_redirect_to_nobody_of_this_run(foreign: Foreign, suggested: str, code: str) -> None:
+    leader, stranger = await foreign.peer(), await foreign.peer()
+    async with our_peer() as us:
+        await us.declare(leader.endpoint, 4.0)
+        suggested = {"a stranger": stranger.endpoint, "our peer": us.endpoint}.get(suggested, suggested)
+        async with us.averaging() as receipt:
+            await redirect(us, leader, code, suggested)
+            await leader.asked()
+            assert await stranger.unanswered() == 0
+            await leader.tell(follower=us.endpoint, code="ACCEPTED")
+            group = begun(us, leader)
+            await leader.begin(group=group)
+            await ends_together(us, receipt, group, leader)
+
+
+async def test_a_suggestion_beside_the_beginning_is_not_followed(foreign: Foreign) -> None:
+    leader, other = await foreign.peer(), await foreign.peer()
+    async with our_peer() as us:
+        await us.declare(leader.endpoint, 4.0)
+        await us.name(other.endpoint)
+        async with us.averaging() as receipt:
+            await leader.asked()
+            await leader.tell(follower=us.endpoint, code="ACCEPTED")
+            group = begun(us, leader)
+            await leader.tell(follower=us.endpoint, code="BEGIN_ALLREDUCE", suggested_leader=other.endpoint, **group)
+            await ends_together(us, receipt, group, leader)
+        assert await other.unanswered() == 0
+
+
+BROKEN_GROUPS: dict[str, dict[str, Any]] = {
+    "without our peer": {"ordered_group_endpoints": ["127.0.0.1:1", "127.0.0.1:2"]},
+    "of one": {"ordered_group_endpoints": [], "gathered": []},
+    "without an id": {"group_id": b""},
+    "a gather too few": {"gathered": [gather()]},
+    "an unreadable gather": {"gathered": [gather(), b"\xc1"]},
+    "a negative weight": {"gathered": [gather(), gather(-1.0)]},
+}
+
+
+@pytest.mark.parametrize("fields", BROKEN_GROUPS.values(), ids=BROKEN_GROUPS)
+async def test_a_beginning_that_makes_no_sense(foreign: Foreign, fields: dict[str, Any]) -> None:
+    """Our peer leaves such a leader and finds another group."""
+    leader, follower = await foreign.peer(), await foreign.peer()
+    async with our_peer() as us:
+        await us.declare(leader.endpoint, 4.0)
+        async with us.averaging() as receipt:
+            await leader.asked()
+            await leader.tell(follower=us.endpoint, code="ACCEPTED")
+            await leader.tell(follower=us.endpoint, code="BEGIN_ALLREDUCE", **(begun(us, leader) | fields))
+            # It follows the leader until it has read that, and says so to whoever asks.
+            await us.accepts_at_last(follower, refusal="NOT_A_LEADER")
+            group = await us.begins(follower)
+            await ends_together(us, receipt, group, follower)
+
+
+@pytest.mark.parametrize("code", ["INTERNAL_ERROR", "NOT_DECLARED", "ACCEPTED", "AVERAGED_PART"])
+async def test_a_leader_that_fails_after_accepting(foreign: Foreign, code: str) -> None:
+    leader, follower = await foreign.peer(), await foreign.peer()
+    async with our_peer() as us:
+        await us.declare(leader.endpoint, 4.0)
+        async with us.averaging() as receipt:
+            await leader.asked()
+            assert await us.asks_to_join(follower, endpoint="127.0.0.1:9") == "ACCEPTED"
+            await leader.tell(follower=us.endpoint, code="ACCEPTED")
+            assert (await us.fates(follower))[0]["code"] == "GROUP_DISBANDED"
+            await leader.tell(follower=us.endpoint, code=code)
+            await us.accepts_at_last(follower, refusal="NOT_A_LEADER")
+            group = await us.begins(follower)
+            await ends_together(us, receipt, group, follower)
