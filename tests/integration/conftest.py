@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -20,14 +21,22 @@ def nothing_is_left_behind(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     assert not [record.getMessage() for record in complaints if record.levelname in {"WARNING", "ERROR", "CRITICAL"}]
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def foreign_process(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[ForeignProcess, None]:
-    """The process of the foreign peers; tests that use it run in the session's event loop, since its pipes belong there."""
+@pytest.fixture(scope="session")
+def compiled_seed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the foreign protos are, compiled."""
     compiled = tmp_path_factory.mktemp("seed")
     compile_seed(compiled)
-    process = await ForeignProcess.start(compiled)
-    yield process
-    await process.stop()
+    return compiled
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def foreign_process(compiled_seed: Path) -> AsyncGenerator[ForeignProcess, None]:
+    """The process of the foreign peers; its pipes belong to the session's event loop, so the tests must run there."""
+    process = await ForeignProcess.start(compiled_seed)
+    try:
+        yield process
+    finally:
+        await process.stop()
 
 
 @pytest_asyncio.fixture(loop_scope="session")

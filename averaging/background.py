@@ -1,0 +1,231 @@
+"""A thread with an event loop, in which a peer lives while the training thread computes."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import os
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future, wait
+from contextlib import AbstractAsyncContextManager
+from typing import Any, TypeVar
+
+from averaging.errors import ClosedError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+SIGNAL_PERIOD = 0.5
+"""Seconds after which a waiting thread looks up: a signal that came just before a wait does not interrupt that wait."""
+
+
+class EventLoopThread:
+    """A daemon thread whose event loop keeps one async context entered until `close`, or until the context fails.
+
+    The constructor returns once the context is entered. At the end of the interpreter the thread is closed in order.
+
+    Args:
+        context: entered and left by the same task, so it may hold a TaskGroup: if that fails, the thread ends.
+        name: of the thread, and of what the errors speak.
+
+    Raises:
+        Exception: whatever entering the context raises; there is no thread then.
+    """
+
+    def __init__(self, context: AbstractAsyncContextManager[object], name: str) -> None:
+        self._context = context
+        self._name = name
+        self._pid = os.getpid()
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._loop = self._runner.get_loop()
+        self._entered: Future[None] = Future()
+        self._closing = asyncio.Event()
+        self._life: asyncio.Task[None] | None = None
+        self._lock = threading.Lock()  # of the two below
+        self._calls: set[_Call] = set()
+        self._ended = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        atexit.register(self.close)
+        try:
+            self._thread.start()
+            _wait_for(self._entered)
+            self._entered.result()
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Runs `coroutine` in the thread's loop and waits for it.
+
+        Any exception in the waiting thread, such as a KeyboardInterrupt, cancels the coroutine, waits until it has
+        ended, and is raised then.
+
+        Raises:
+            ClosedError: the thread was closed or its context failed, before or meanwhile; the failure is its cause.
+            Exception: whatever the coroutine raises.
+        """
+        call = _Call(coroutine)
+        try:
+            self.check()
+            self._submit(call)
+            _wait_for(call.result)
+        except BaseException:
+            self._give_up(call)
+            raise
+        result: T = call.result.result()
+        return result
+
+    def check(self) -> None:
+        """Whether the thread still lives.
+
+        Raises:
+            ClosedError: it does not.
+        """
+        if self._ended or self._elsewhere:
+            raise self._not_running()
+
+    def close(self) -> None:
+        """Cancels the calls in progress, leaves the context, and ends the thread; again, it does nothing."""
+        if self._elsewhere:
+            return
+        with self._lock:
+            if not self._ended:
+                self._loop.call_soon_threadsafe(self._stop)
+        while self._thread.is_alive():
+            self._thread.join(SIGNAL_PERIOD)
+        atexit.unregister(self.close)
+
+    @property
+    def _elsewhere(self) -> bool:
+        """Whether this is a forked copy of the process, in which the thread does not exist."""
+        return os.getpid() != self._pid
+
+    def _not_running(self) -> ClosedError:
+        if self._elsewhere:
+            return ClosedError(f"{self._name} lives in process {self._pid}; this fork of it cannot use it")
+        if self._failure is None:
+            return ClosedError(f"{self._name} has been closed")
+        error = ClosedError(f"{self._name} has ended after {_first(self._failure)!r}; start a new one")
+        error.__cause__ = self._failure
+        return error
+
+    def _submit(self, call: _Call) -> None:
+        with self._lock:
+            if self._ended:
+                raise self._not_running()
+            self._calls.add(call)
+            self._loop.call_soon_threadsafe(self._begin, call)
+
+    def _give_up(self, call: _Call) -> None:
+        """Nobody waits for the call any more: an exception came in between, no matter where."""
+        if self._elsewhere:
+            call.coroutine.close()
+            return
+        with self._lock:
+            submitted = call in self._calls
+            if submitted and not self._ended:
+                self._loop.call_soon_threadsafe(self._cancel, call)
+        if submitted:
+            _wait_for(call.result)
+        else:
+            call.coroutine.close()
+
+    # In the thread
+
+    def _work(self) -> None:
+        try:
+            with self._runner:
+                self._runner.run(self._live())
+        except BaseException as error:
+            self._failure = error
+            if self._entered.done():
+                logger.error("%s has ended after an error", self._name, exc_info=error)
+            else:
+                self._entered.set_exception(error)
+        for call in self._calls:
+            if call.task is None:
+                call.coroutine.close()
+            call.result.set_exception(self._not_running())
+        self._calls.clear()
+
+    async def _live(self) -> None:
+        try:
+            self._life = asyncio.current_task()
+            async with self._context:
+                self._entered.set_result(None)
+                try:
+                    await self._closing.wait()
+                finally:
+                    await self._end_calls()
+        except BaseException as error:
+            self._failure = error  # known before the end is
+            raise
+        finally:
+            with self._lock:
+                self._ended = True
+
+    async def _end_calls(self) -> None:
+        self._closing.set()  # no call begins from here on
+        with self._lock:
+            tasks = [call.task for call in self._calls if call.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _stop(self) -> None:
+        self._closing.set()
+        if self._life is not None and not self._entered.done():
+            self._life.cancel()
+
+    def _begin(self, call: _Call) -> None:
+        if not self._closing.is_set():
+            call.task = self._loop.create_task(call.coroutine)
+            call.task.add_done_callback(lambda task: self._finish(call, task))
+
+    def _cancel(self, call: _Call) -> None:
+        call.given_up = True
+        if call.task is not None:
+            call.task.cancel()
+        elif not call.result.done():  # the exception came before it could begin
+            self._forget(call)
+            call.coroutine.close()
+            call.result.set_exception(asyncio.CancelledError())
+
+    def _forget(self, call: _Call) -> None:
+        with self._lock:
+            self._calls.discard(call)
+
+    def _finish(self, call: _Call, task: asyncio.Task[Any]) -> None:
+        if task.cancelled() and self._closing.is_set() and not call.given_up:
+            return  # the end of the thread tells why
+        self._forget(call)
+        if task.cancelled():
+            call.result.set_exception(asyncio.CancelledError())
+        elif error := task.exception():
+            call.result.set_exception(error)
+        else:
+            call.result.set_result(task.result())
+
+
+class _Call:
+    """A coroutine that some other thread waits for."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        self.coroutine = coroutine
+        self.result: Future[Any] = Future()
+        self.task: asyncio.Task[Any] | None = None
+        self.given_up = False
+
+
+def _wait_for(result: Future[Any]) -> None:
+    while not wait([result], SIGNAL_PERIOD).done:
+        continue
+
+
+def _first(error: BaseException) -> BaseException:
+    """The first error in a group of them."""
+    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error

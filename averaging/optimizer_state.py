@@ -1,0 +1,101 @@
+"""An optimizer's state as it travels with the model: its tensors by name, the rest as what msgpack can pack.
+
+In the rest, numbers, strings and None stand for themselves. Everything else is a map of one entry: `tensor` and the
+tensor's name, `list` or `tuple` and the items, `dict` and the list of [key, value] pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from averaging.errors import StateError
+
+PREFIX = "optimizer"
+"""The names of the tensors start so: `optimizer/0/exp_avg`."""
+
+
+def pack_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The optimizer's state, without its hyperparameters: its tensors by name (not copied), and the rest.
+
+    Raises:
+        StateError: a value is neither a number, a string, a tensor, None, nor a list, tuple or dict of these.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    packed = _pack(optimizer.state_dict()["state"], PREFIX, tensors)
+    return tensors, {"class": type(optimizer).__name__, "state": packed}
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor], packed: object) -> None:
+    """Takes over what `pack_optimizer` made of another peer's optimizer; the hyperparameters stay as they are.
+
+    Raises:
+        StateError: it is malformed or belongs to another kind of optimizer; nothing was changed.
+    """
+    if not isinstance(packed, dict) or not isinstance(packed.get("class"), str):
+        raise StateError("the state of its optimizer is unreadable")
+    ours = type(optimizer).__name__
+    if packed["class"] != ours:
+        raise StateError(f"its optimizer is {packed['class'][:100]}, here it is {ours}; use the same one")
+    state = _unpack(packed.get("state"), tensors)
+    own = optimizer.state_dict()
+    numbers = {number for group in own["param_groups"] for number in group["params"]}
+    if not isinstance(state, dict):
+        raise StateError("the state of its optimizer is unreadable")
+    for key, values in state.items():
+        if isinstance(key, int) and (key not in numbers or not isinstance(values, dict)):
+            raise StateError(f"the state of its optimizer has a parameter {key} that this one lacks")
+    before = {"state": optimizer.state, "param_groups": optimizer.param_groups}
+    try:
+        optimizer.load_state_dict({"state": state, "param_groups": own["param_groups"]})
+    except Exception as error:
+        optimizer.__setstate__(before)
+        raise StateError(f"{ours} does not take the state of its optimizer: {error}") from error
+
+
+def set_initial_lr(optimizer: torch.optim.Optimizer) -> None:
+    """Tells the groups their initial learning rate, which a scheduler wants to find if it does not begin at step 0."""
+    for group in optimizer.param_groups:
+        if (lr := group.get("lr")) is not None:
+            group.setdefault("initial_lr", lr.clone() if isinstance(lr, torch.Tensor) else lr)
+
+
+def _pack(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+    match value:
+        case None | bool() | int() | float() | str() | bytes():
+            return value
+        case torch.Tensor():
+            if name in tensors:
+                raise StateError(f"two tensors of the optimizer's state are named {name!r}")
+            tensors[name] = value
+            return {"tensor": name}
+        case list() | tuple():
+            kind = "list" if isinstance(value, list) else "tuple"
+            return {kind: [_pack(item, f"{name}/{number}", tensors) for number, item in enumerate(value)]}
+        case Mapping() if all(isinstance(key, int | str) for key in value):
+            return {"dict": [[key, _pack(item, f"{name}/{key}", tensors)] for key, item in value.items()]}
+    raise StateError(
+        f"{name} of the optimizer's state is {type(value).__name__}, which cannot be shared with newcomers; "
+        "use another optimizer, or share_state=False"
+    )
+
+
+def _unpack(packed: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    match packed:
+        case None | bool() | int() | float() | str() | bytes():
+            return packed
+        case {"tensor": str(name)} if name.startswith(f"{PREFIX}/") and name in tensors:
+            return tensors[name]
+        case {"list": list(items)}:
+            return [_unpack(item, tensors) for item in items]
+        case {"tuple": list(items)}:
+            return tuple(_unpack(item, tensors) for item in items)
+        case {"dict": list(pairs)} if all(_is_pair(pair) for pair in pairs):
+            return {key: _unpack(item, tensors) for key, item in pairs}
+    raise StateError(f"the state of its optimizer holds {str(packed)[:100]}, which nobody packs")
+
+
+def _is_pair(pair: object) -> bool:
+    return isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], int | str)

@@ -1,0 +1,426 @@
+"""The averager as the rest of torch sees it: alone in its run, on a network in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import pickle
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from averaging import DecentralizedAverager, LocalSGD, Mode, Outcome, Receipt
+from averaging.discovery.memory import MemoryDiscovery, MemoryRegistry
+from averaging.errors import ClosedError, ConfigError, StateError, TensorError
+from averaging.transport.memory import MemoryNetwork
+
+Make = Callable[..., DecentralizedAverager]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Makes an averager that starts a run and finds nobody, at once."""
+    made = []
+
+    def make_one(optimizer: torch.optim.Optimizer, every: int = 1000, **options: Any) -> DecentralizedAverager:
+        defaults: dict[str, Any] = {"timeout": 0.02, "strategy": LocalSGD(every), "run_id": "alone"}
+        transport = MemoryNetwork(random.Random(0)).transport("192.0.2.1:1")
+        registry = MemoryRegistry()
+        made.append(
+            DecentralizedAverager(
+                optimizer,
+                transport=transport,
+                discovery=lambda endpoint, _: MemoryDiscovery(registry),
+                **(defaults | options),
+            )
+        )
+        return made[-1]
+
+    yield make_one
+    for averager in made:
+        averager.close()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("the averager")]
+
+
+def linear() -> torch.nn.Linear:
+    torch.manual_seed(3)
+    return torch.nn.Linear(3, 2)
+
+
+def backward(model: torch.nn.Module) -> torch.Tensor:
+    loss: torch.Tensor = model(torch.ones(4, 3)).pow(2).mean()
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        backward(model)
+        optimizer.step()
+
+
+# An optimizer like others
+
+
+def test_it_trains_exactly_as_the_inner_optimizer(make: Make) -> None:
+    model, plain = linear(), linear()
+    opt = make(torch.optim.AdamW(model.parameters(), lr=0.1))
+    train(model, opt, 5)
+    train(plain, torch.optim.AdamW(plain.parameters(), lr=0.1), 5)
+    assert torch.equal(model.weight, plain.weight)
+    assert opt.local_step == 5
+
+
+def test_it_is_an_optimizer_with_the_inner_ones_attributes(make: Make) -> None:
+    model = linear()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    opt = make(inner)
+    assert isinstance(opt, torch.optim.Optimizer)
+    assert opt.optimizer is inner
+    train(model, opt, 1)
+    opt.load_state_dict(opt.state_dict())
+    assert opt.param_groups is inner.param_groups
+    assert opt.state is inner.state
+    assert opt.defaults is inner.defaults
+    assert opt.state[model.weight]["momentum_buffer"] is not None
+
+
+def test_zero_grad_is_the_inner_ones(make: Make) -> None:
+    model = linear()
+    opt = make(torch.optim.SGD(model.parameters()))
+    backward(model)
+    opt.zero_grad(set_to_none=False)
+    assert model.weight.grad is not None
+    assert not model.weight.grad.any()
+    opt.zero_grad()
+    assert model.weight.grad is None
+
+
+def test_a_closure_is_called_and_its_loss_returned(make: Make) -> None:
+    model = linear()
+    opt = make(torch.optim.LBFGS(model.parameters(), max_iter=3))
+    losses = []
+
+    def closure() -> float:
+        opt.zero_grad()
+        losses.append(backward(model).item())
+        return losses[-1]
+
+    assert opt.step(closure) == losses[0]
+    assert len(losses) > 1
+    assert opt.local_step == 1
+
+
+def test_what_a_closure_raises_is_raised_and_the_step_not_counted(make: Make) -> None:
+    model = linear()
+    opt = make(torch.optim.SGD(model.parameters()))
+
+    def closure() -> float:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        opt.step(closure)
+    assert opt.local_step == 0
+    train(model, opt, 1)
+    assert opt.local_step == 1
+
+
+@pytest.mark.parametrize(
+    ("schedule", "loss"),
+    [
+        (lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1 / (1 + step)), None),
+        (lambda opt: torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=0.1, total_steps=10), None),
+        (lambda opt: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(opt, T_0=3), None),
+        (lambda opt: torch.optim.lr_scheduler.ReduceLROnPlateau(opt, patience=0), 1.0),
+    ],
+)
+def test_schedulers_drive_it_as_they_drive_the_inner_optimizer(
+    make: Make, schedule: Callable[[torch.optim.Optimizer], Any], loss: float | None
+) -> None:
+    rates: list[list[float]] = []
+    for wrap in (make, lambda optimizer: optimizer):
+        model = linear()
+        optimizer = wrap(torch.optim.AdamW(model.parameters(), lr=0.1))
+        scheduler = schedule(optimizer)
+        rates.append([])
+        for _ in range(8):
+            train(model, optimizer, 1)
+            scheduler.step(*([] if loss is None else [loss]))
+            rates[-1].append(optimizer.param_groups[0]["lr"])
+    assert rates[0] == rates[1]
+    assert len(set(rates[0])) > 2
+
+
+def test_a_grad_scaler_leaves_out_steps_with_infinite_gradients(make: Make) -> None:
+    model = linear()
+    opt = make(torch.optim.SGD(model.parameters(), lr=0.1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for factor in (1.0, float("inf"), 1.0):
+        opt.zero_grad()
+        scaler.scale(model(torch.ones(4, 3)).pow(2).mean() * factor).backward()
+        scaler.step(opt)
+        scaler.update()
+    assert opt.local_step == 2
+    assert scaler.get_scale() == 2.0
+    assert model.weight.isfinite().all()
+
+
+def test_hooks_are_called_once_with_the_averager(make: Make) -> None:
+    model = linear()
+    opt = make(torch.optim.SGD(model.parameters()), every=1)
+    happened: list[Any] = []
+    opt.register_step_pre_hook(lambda this, args, kwargs: happened.append(("before", this)))
+    opt.register_step_post_hook(lambda this, args, kwargs: happened.append(("after", this, opt.last_receipt is None)))
+    opt.optimizer.register_step_post_hook(lambda this, args, kwargs: happened.append(("inner", this)))
+    train(model, opt, 1)
+    assert happened == [("before", opt), ("inner", opt.optimizer), ("after", opt, False)]
+
+
+def test_hooks_on_the_state_dict_may_change_it(make: Make) -> None:
+    model = linear()
+    opt = make(torch.optim.SGD(model.parameters(), lr=0.5))
+    happened = []
+    opt.register_state_dict_pre_hook(lambda this: happened.append("save"))
+    opt.register_state_dict_post_hook(lambda this, state: {"packed": state})
+    opt.register_load_state_dict_pre_hook(lambda this, state: dict(state["packed"]))
+    opt.register_load_state_dict_post_hook(lambda this: happened.append("loaded"))
+    saved = opt.state_dict()
+    assert list(saved) == ["packed"]
+    opt.param_groups[0]["lr"] = 0.1
+    opt.load_state_dict(saved)
+    assert opt.param_groups[0]["lr"] == 0.5
+    assert happened == ["save", "loaded"]
+
+
+def test_param_groups_are_fixed(make: Make) -> None:
+    opt = make(torch.optim.SGD(linear().parameters()))
+    with pytest.raises(ConfigError, match="inner optimizer before"):
+        opt.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    assert len(opt.param_groups) == 1
+
+
+def test_it_is_neither_copied_nor_pickled(make: Make) -> None:
+    opt = make(torch.optim.SGD(linear().parameters()))
+    for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(ConfigError, match="cannot be copied or pickled; save its state_dict"):
+            attempt(opt)
+
+
+def test_its_repr_says_all_there_is_to_know(make: Make) -> None:
+    opt = make(torch.optim.SGD(linear().parameters(), lr=0.25), every=50)
+    for word in ("192.0.2.1:1", "'alone'", "LocalSGD(every=50)", "step 0", "SGD (", "lr: 0.25"):
+        assert word in repr(opt)
+    opt.close()
+    assert "not running" in repr(opt)
+
+
+# Checkpoints
+
+
+def test_a_checkpoint_brings_back_state_and_counter(make: Make) -> None:
+    model = linear()
+    opt = make(torch.optim.AdamW(model.parameters(), lr=0.1))
+    train(model, opt, 3)
+    saved, weights = copy.deepcopy(opt.state_dict()), copy.deepcopy(model.state_dict())
+    train(model, opt, 2)
+    expected = model.weight.detach().clone()
+    other = linear()
+    again = make(torch.optim.AdamW(other.parameters(), lr=0.1))
+    other.load_state_dict(weights)
+    again.load_state_dict(saved)
+    assert again.local_step == 3
+    train(other, again, 2)
+    assert torch.equal(other.weight, expected)
+
+
+def test_the_inner_optimizers_checkpoint_fits_and_the_other_way_round(make: Make) -> None:
+    model = linear()
+    plain = torch.optim.AdamW(model.parameters(), lr=0.1)
+    train(model, plain, 3)
+    opt = make(torch.optim.AdamW(linear().parameters(), lr=0.7))
+    opt.load_state_dict(plain.state_dict())
+    assert opt.param_groups[0]["lr"] == 0.1
+    assert opt.local_step == 0
+    plain.load_state_dict(opt.state_dict())
+
+
+@pytest.mark.parametrize("own", [None, {}, {"local_step": -1}, {"local_step": "3"}, {"local_step": True}])
+def test_a_malformed_checkpoint_changes_nothing(make: Make, own: object) -> None:
+    opt = make(torch.optim.SGD(linear().parameters(), lr=0.5))
+    saved = opt.state_dict() | {"averaging": own}
+    saved["param_groups"] = [saved["param_groups"][0] | {"lr": 0.1}]
+    with pytest.raises(ConfigError, match="not a step counter"):
+        opt.load_state_dict(saved)
+    assert opt.param_groups[0]["lr"] == 0.5
+
+
+def test_a_checkpoint_of_another_model_is_torchs_own_error(make: Make) -> None:
+    model = linear()
+    opt = make(torch.optim.SGD(model.parameters()))
+    saved = torch.optim.SGD([model.weight]).state_dict()
+    with pytest.raises(ValueError, match="parameter group"):
+        opt.load_state_dict(saved | {"averaging": {"local_step": 9}})
+    assert opt.local_step == 0
+    train(model, opt, 1)
+
+
+# A peer
+
+
+def test_who_starts_a_run_has_a_state_worth_downloading(make: Make) -> None:
+    opt = make(torch.optim.SGD(linear().parameters()))
+    assert opt.model_version == 1
+    assert opt.endpoint == "192.0.2.1:1"
+    assert opt.peers == {"192.0.2.1:1"}
+    assert opt.status.run_id == "alone"
+    assert opt.status.state_version == 1
+
+
+def test_rounds_that_find_nobody_harm_nothing_and_warn_once(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    model, plain = linear(), linear()
+    receipts: list[Receipt] = []
+    opt = make(torch.optim.SGD(model.parameters(), lr=0.1), every=2, on_round=receipts.append)
+    assert opt.last_receipt is None
+    with caplog.at_level(logging.WARNING, "averaging.averager"):
+        train(model, opt, 6)
+    assert [receipt.outcome for receipt in receipts] == [Outcome.NO_GROUP] * 3
+    assert [receipt.round for receipt in receipts] == [0, 1, 2]
+    assert opt.last_receipt is receipts[-1]
+    assert len(caplog.records) == 1
+    assert "nobody else was seen" in caplog.records[0].getMessage()
+    assert "training goes on" in caplog.records[0].getMessage()
+    train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), 6)
+    assert torch.equal(model.weight, plain.weight)
+
+
+def test_another_reason_or_the_same_after_a_success_is_told_again(
+    make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opt = make(torch.optim.SGD(linear().parameters()))
+    ends = [(Outcome.FAILED, "a"), (Outcome.FAILED, "a"), (Outcome.NO_GROUP, "b"), (Outcome.AVERAGED, "")]
+    receipts = [Receipt(number, *end) for number, end in enumerate([*ends, (Outcome.NO_GROUP, "b")])]
+    coming = iter(receipts)
+
+    async def average(weight: float, gather: object) -> Receipt:
+        return next(coming)
+
+    monkeypatch.setattr(opt._peer, "average", average)
+    for _ in receipts:
+        opt.average_now()
+    assert [record.getMessage()[:8] for record in caplog.records] == ["round 0:", "round 2:", "round 4:"]
+
+
+def test_the_weight_is_the_attribute_or_the_calls_own(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    opt = make(torch.optim.SGD(linear().parameters()), weight=2)
+    calls = []
+
+    async def average(**arguments: object) -> Receipt:
+        calls.append(arguments)
+        return Receipt(0, Outcome.AVERAGED)
+
+    monkeypatch.setattr(opt._peer, "average", average)
+    opt.average_now()
+    opt.weight = 3
+    opt.average_now()
+    opt.average_now(weight=0, gather={"loss": 1})
+    assert calls == [
+        {"weight": 2.0, "gather": None},
+        {"weight": 3.0, "gather": None},
+        {"weight": 0, "gather": {"loss": 1}},
+    ]
+    with pytest.raises(ConfigError, match="weight"):
+        opt.weight = -1
+    assert opt.weight == 3.0
+
+
+def test_what_on_round_raises_is_raised(make: Make) -> None:
+    def refuse(receipt: Receipt) -> None:
+        raise ZeroDivisionError
+
+    opt = make(torch.optim.SGD(linear().parameters()), on_round=refuse)
+    with pytest.raises(ZeroDivisionError):
+        opt.average_now()
+    assert opt.last_receipt is not None
+
+
+def test_nan_is_refused_by_the_parameters_name(make: Make) -> None:
+    model = linear()
+    opt = make(torch.optim.SGD(model.parameters()))
+    with torch.no_grad():
+        model.bias[1] = torch.nan
+    with pytest.raises(TensorError, match=r"'group0.param1' holds nan at flat index 1"):
+        opt.average_now()
+
+
+def test_a_model_that_was_moved_is_not_averaged_with_its_old_self(make: Make) -> None:
+    model = linear()
+    opt = make(torch.optim.SGD(model.parameters()))
+    model.weight.data = model.weight.data.clone()
+    with pytest.raises(TensorError, match=r"'group0.param0' has been moved"):
+        opt.average_now()
+
+
+def test_a_state_that_cannot_travel_is_an_error_with_a_remedy(make: Make) -> None:
+    model = linear()
+    inner = torch.optim.SGD(model.parameters())
+    inner.state[model.weight]["odd"] = print
+    with pytest.raises(StateError, match="share_state=False"):
+        make(inner)
+    train(model, make(inner, share_state=False), 1)
+
+
+def test_closed_it_says_so_and_the_inner_optimizer_trains_on(make: Make) -> None:
+    model = linear()
+    with make(torch.optim.SGD(model.parameters())) as opt:
+        train(model, opt, 2)
+    opt.close()
+    uses: list[Callable[[], object]] = [
+        lambda: opt.step(),
+        lambda: opt.average_now(),
+        lambda: opt.load_state_dict(opt.state_dict()),
+        lambda: opt.peers,
+        lambda: opt.status,
+        lambda: opt.endpoint,
+    ]
+    for use in uses:
+        with pytest.raises(ClosedError):
+            use()
+    assert opt.state_dict()["averaging"] == {"local_step": 2}
+    train(model, opt.optimizer, 1)
+
+
+def test_a_peer_that_fails_is_the_next_steps_error(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = linear()
+    opt = make(torch.optim.SGD(model.parameters()))
+    train(model, opt, 1)
+
+    async def break_down(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(MemoryDiscovery, "store", break_down)
+    opt.load_state_dict(opt.state_dict())  # has the state declared anew
+    with pytest.raises(ClosedError, match="ended after ZeroDivisionError"):
+        opt._thread.run(asyncio.Event().wait())
+    with pytest.raises(ClosedError, match="ended after ZeroDivisionError"):
+        train(model, opt, 1)
+    assert opt.local_step == 1
+
+
+def test_it_starts_before_anything_runs_or_not_at_all(make: Make) -> None:
+    def params() -> list[torch.nn.Parameter]:
+        return list(linear().parameters())
+
+    with pytest.raises(ConfigError, match="auxiliary"):
+        make(torch.optim.SGD(params()), mode=Mode.AUXILIARY)
+    with pytest.raises(ConfigError, match="weight"):
+        make(torch.optim.SGD(params()), weight=float("nan"))
+    with pytest.raises(ConfigError, match="without a dot"):
+        make(torch.optim.SGD(params()), run_id="a.b")
+    with pytest.raises(TensorError, match="'group0.param1' does not require a gradient"):
+        make(torch.optim.SGD([torch.nn.Parameter(torch.ones(1)), torch.ones(1)]))

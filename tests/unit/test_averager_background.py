@@ -1,0 +1,262 @@
+"""The thread in which a peer lives: what it returns, and that nobody waits for ever however it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+
+import pytest
+
+from averaging.background import EventLoopThread
+from averaging.errors import ClosedError
+
+NAME = "the thread under test"
+
+
+class Room:
+    """A context that tells what happened to it, and whose TaskGroup can be made to fail."""
+
+    def __init__(self) -> None:
+        self.happened: list[str] = []
+        self.fail = asyncio.Event()
+
+    @asynccontextmanager
+    async def context(self) -> AsyncGenerator[None, None]:
+        async with asyncio.TaskGroup() as tasks:
+            failing = tasks.create_task(self._fail_when_told())
+            self.happened.append("entered")
+            try:
+                yield
+            finally:
+                self.happened.append("left")
+                failing.cancel()
+
+    async def _fail_when_told(self) -> None:
+        await self.fail.wait()
+        raise RuntimeError("the ceiling came down")
+
+
+def living_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == NAME]
+
+
+async def wait_for_ever(started: threading.Event, happened: list[str]) -> None:
+    started.set()
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await asyncio.sleep(0)
+        happened.append("cancelled")
+
+
+def when(event: threading.Event, action: Callable[[], object]) -> threading.Thread:
+    def wait_and_act() -> None:
+        assert event.wait(30)
+        action()
+
+    thread = threading.Thread(target=wait_and_act)
+    thread.start()
+    return thread
+
+
+def test_runs_in_one_loop_until_it_is_closed() -> None:
+    room = Room()
+    thread = EventLoopThread(room.context(), NAME)
+
+    async def loop() -> asyncio.AbstractEventLoop:
+        return asyncio.get_running_loop()
+
+    assert thread.run(loop()) is thread.run(loop())
+    thread.check()
+    assert room.happened == ["entered"]
+    thread.close()
+    assert room.happened == ["entered", "left"]
+    assert not living_threads()
+    thread.close()
+
+
+def test_what_the_coroutine_raises_is_raised_and_harms_nothing() -> None:
+    thread = EventLoopThread(Room().context(), NAME)
+
+    async def fail() -> None:
+        raise ValueError("no")
+
+    async def cancel_itself() -> None:
+        raise asyncio.CancelledError
+
+    with pytest.raises(ValueError, match="no"):
+        thread.run(fail())
+    with pytest.raises(asyncio.CancelledError):
+        thread.run(cancel_itself())
+    assert thread.run(asyncio.sleep(0, "still there")) == "still there"
+    thread.close()
+
+
+def test_what_entering_raises_is_raised_and_no_thread_is_left(caplog: pytest.LogCaptureFixture) -> None:
+    @asynccontextmanager
+    async def locked() -> AsyncGenerator[None, None]:
+        raise OSError("no key")
+        yield
+
+    with pytest.raises(OSError, match="no key"):
+        EventLoopThread(locked(), NAME)
+    assert not living_threads()
+    assert not caplog.records
+
+
+def test_closed_it_refuses_and_says_so() -> None:
+    thread = EventLoopThread(Room().context(), NAME)
+    thread.close()
+    with pytest.raises(ClosedError, match="the thread under test has been closed"):
+        thread.run(asyncio.sleep(0))
+    with pytest.raises(ClosedError, match="closed"):
+        thread.check()
+
+
+def test_closing_ends_a_call_in_progress() -> None:
+    room, started = Room(), threading.Event()
+    thread = EventLoopThread(room.context(), NAME)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(thread.run, wait_for_ever(started, room.happened))
+        assert started.wait(30)
+        thread.close()
+        with pytest.raises(ClosedError, match="has been closed"):
+            waiting.result(30)
+    assert room.happened == ["entered", "cancelled", "left"]
+
+
+def test_a_failing_context_ends_the_call_in_progress_and_every_later_one(caplog: pytest.LogCaptureFixture) -> None:
+    room, started = Room(), threading.Event()
+    thread = EventLoopThread(room.context(), NAME)
+    with ThreadPoolExecutor(1) as pool, caplog.at_level(logging.ERROR):
+        waiting = pool.submit(thread.run, wait_for_ever(started, room.happened))
+        assert started.wait(30)
+
+        async def bring_it_down() -> None:
+            room.fail.set()
+            await asyncio.Event().wait()
+
+        with pytest.raises(ClosedError, match="ended after RuntimeError.'the ceiling came down'.") as caught:
+            thread.run(bring_it_down())
+        assert isinstance(caught.value.__cause__, ExceptionGroup)
+        with pytest.raises(ClosedError, match="the ceiling came down"):
+            waiting.result(30)
+    with pytest.raises(ClosedError, match="the ceiling came down"):
+        thread.run(asyncio.sleep(0))
+    with pytest.raises(ClosedError, match="the ceiling came down"):
+        thread.check()
+    assert [record.getMessage() for record in caplog.records] == [f"{NAME} has ended after an error"]
+    assert room.happened == ["entered", "cancelled", "left"]
+    thread.close()
+    assert not living_threads()
+
+
+def test_an_interrupt_cancels_the_call_and_waits_for_its_end() -> None:
+    room, started = Room(), threading.Event()
+    thread = EventLoopThread(room.context(), NAME)
+    interrupter = when(started, lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        thread.run(wait_for_ever(started, room.happened))
+    interrupter.join()
+    assert room.happened == ["entered", "cancelled"]
+    assert thread.run(asyncio.sleep(0, "still there")) == "still there"
+    thread.close()
+
+
+def test_an_interrupt_while_it_enters_leaves_no_thread() -> None:
+    started, happened = threading.Event(), list[str]()
+
+    @asynccontextmanager
+    async def slow() -> AsyncGenerator[None, None]:
+        await wait_for_ever(started, happened)
+        yield
+
+    interrupter = when(started, lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        EventLoopThread(slow(), NAME)
+    interrupter.join()
+    assert happened == ["cancelled"]
+    assert not living_threads()
+
+
+def test_calls_from_many_threads_while_it_closes_all_end() -> None:
+    thread = EventLoopThread(Room().context(), NAME)
+    first = threading.Event()
+
+    def call_until_closed() -> int:
+        calls = 0
+        while True:
+            try:
+                thread.run(asyncio.sleep(0))
+            except ClosedError:
+                return calls
+            calls += 1
+            first.set()
+
+    with ThreadPoolExecutor(8) as pool:
+        callers = [pool.submit(call_until_closed) for _ in range(8)]
+        assert first.wait(30)
+        thread.close()
+        assert sum(caller.result(30) for caller in callers) > 0
+
+
+SCRIPT = """
+import asyncio, os, sys
+from contextlib import asynccontextmanager
+from averaging.background import EventLoopThread
+from averaging.errors import ClosedError
+
+@asynccontextmanager
+async def context():
+    yield
+    print("left", flush=True)
+
+thread = EventLoopThread(context(), "it")
+async def use_a_worker_thread():
+    return await asyncio.to_thread(os.getpid)
+assert thread.run(use_a_worker_thread()) == os.getpid()
+"""
+
+
+def run_script(rest: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", SCRIPT + rest], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_the_end_of_the_interpreter_closes_it() -> None:
+    ended = run_script("")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "left\n", "")
+
+
+def test_an_error_that_ends_the_interpreter_closes_it_too() -> None:
+    ended = run_script("raise SystemExit(3)")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (3, "left\n", "")
+
+
+def test_in_a_forked_process_it_refuses_and_leaves_the_parent_alone() -> None:
+    ended = run_script(
+        """
+if child := os.fork():
+    assert os.waitpid(child, 0)[1] == 0
+    assert thread.run(asyncio.sleep(0, 7)) == 7
+else:
+    for use in (thread.check, lambda: thread.run(asyncio.sleep(0))):
+        try:
+            use()
+        except ClosedError as error:
+            assert "fork" in str(error), error
+        else:
+            os._exit(1)
+    thread.close()
+"""
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "left\n", "")

@@ -1,0 +1,171 @@
+"""An optimizer's state, packed, through msgpack, and loaded into another optimizer of the same kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+import pytest
+import torch
+
+from averaging.errors import StateError
+from averaging.optimizer_state import load_optimizer, pack_optimizer, set_initial_lr
+
+Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, Make] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "SGD with momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "AdamW with a tensor as lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1)),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.9, centered=True),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=0.1),
+    "LBFGS": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3),
+    "two groups": lambda p: torch.optim.NAdam([{"params": p[:1], "lr": 0.2}, {"params": p[1:], "lr": 0.1}], lr=0.1),
+}
+
+
+@pytest.fixture(params=list(OPTIMIZERS))
+def make(request: pytest.FixtureRequest) -> Make:
+    return OPTIMIZERS[request.param]
+
+
+def parameters() -> list[torch.nn.Parameter]:
+    torch.manual_seed(5)
+    return [torch.nn.Parameter(torch.randn(4, 3)), torch.nn.Parameter(torch.randn(3))]
+
+
+def step(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter], times: int) -> None:
+    for number in range(times):
+        target = float(number + 1)
+
+        def closure(target: float = target) -> float:
+            optimizer.zero_grad()
+            loss = sum(((p - target) ** 2).sum() for p in params)
+            assert isinstance(loss, torch.Tensor)
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss.item()
+
+        optimizer.step(closure)
+
+
+def travel(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], Any]:
+    tensors, packed = pack_optimizer(optimizer)
+    copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    return copies, msgpack.unpackb(msgpack.packb(packed), strict_map_key=False)
+
+
+def test_the_copy_goes_on_exactly_as_the_original(make: Make) -> None:
+    params, others = parameters(), parameters()
+    optimizer, copy = make(params), make(others)
+    step(optimizer, params, 3)
+    for param, other in zip(params, others, strict=True):
+        other.data.copy_(param.data)
+    load_optimizer(copy, *travel(optimizer))
+    assert str(copy.state_dict()) == str(optimizer.state_dict())
+    step(optimizer, params, 3)
+    step(copy, others, 3)
+    assert all(torch.equal(param, other) for param, other in zip(params, others, strict=True))
+
+
+def test_hyperparameters_stay_the_newcomers_own(make: Make) -> None:
+    params, others = parameters(), parameters()
+    optimizer, newcomer = make(params), make(others)
+    step(optimizer, params, 1)
+    for group in newcomer.param_groups:
+        group["lr"] = 0.5
+    load_optimizer(newcomer, *travel(optimizer))
+    assert [group["lr"] for group in newcomer.param_groups] == [0.5] * len(newcomer.param_groups)
+
+
+def test_tensors_have_telling_names() -> None:
+    params = parameters()
+    optimizer = torch.optim.AdamW(params)
+    step(optimizer, params, 1)
+    tensors, packed = pack_optimizer(optimizer)
+    assert set(tensors) == {f"optimizer/{n}/{key}" for n in (0, 1) for key in ("step", "exp_avg", "exp_avg_sq")}
+    assert tensors["optimizer/1/exp_avg"] is optimizer.state[params[1]]["exp_avg"]
+    assert packed["class"] == "AdamW"
+
+
+@pytest.mark.parametrize("value", [print, object(), {1.5: 2}, [torch.ones(1), {"deep": print}]])
+def test_what_cannot_travel_is_named(value: object) -> None:
+    optimizer = torch.optim.SGD(parameters())
+    optimizer.state[optimizer.param_groups[0]["params"][1]]["odd"] = value
+    with pytest.raises(StateError, match=r"optimizer/1/odd.* cannot be shared .*share_state=False"):
+        pack_optimizer(optimizer)
+
+
+def test_two_tensors_of_one_name_are_refused() -> None:
+    optimizer = torch.optim.SGD(parameters())
+    optimizer.state[optimizer.param_groups[0]["params"][0]].update({"a/b": torch.ones(1), "a": {"b": torch.ones(1)}})
+    with pytest.raises(StateError, match="optimizer/0/a/b"):
+        pack_optimizer(optimizer)
+
+
+GOOD = {"tensor": "optimizer/0/exp_avg"}
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        None,
+        [],
+        {},
+        {"class": "AdamW"},
+        {"class": 5, "state": {"dict": []}},
+        {"class": "AdamW", "state": 5},
+        {"class": "AdamW", "state": {"list": []}},
+        {"class": "AdamW", "state": {"dict": [[0]]}},
+        {"class": "AdamW", "state": {"dict": [[None, 1]]}},
+        {"class": "AdamW", "state": {"dict": [[0, {"other": 1}]]}},
+        {"class": "AdamW", "state": {"dict": [[0, 1]]}},
+        {"class": "AdamW", "state": {"dict": [[2, {"dict": [["exp_avg", GOOD]]}]]}},
+        {"class": "AdamW", "state": {"dict": [[0, {"dict": [["exp_avg", {"tensor": "lost"}]]}]]}},
+        {"class": "AdamW", "state": {"dict": [[0, {"dict": [["exp_avg", {"tensor": "weight"}]]}]]}},
+        {"class": "AdamW", "state": {"dict": [[0, {"dict": [["exp_avg", msgpack.ExtType(1, b"")]]}]]}},
+    ],
+)
+def test_malformed_states_change_nothing(packed: object) -> None:
+    params = parameters()
+    optimizer = torch.optim.AdamW(params)
+    step(optimizer, params, 1)
+    before = str(optimizer.state_dict())
+    tensors = {"optimizer/0/exp_avg": torch.ones(4, 3), "weight": torch.ones(4, 3)}
+    with pytest.raises(StateError):
+        load_optimizer(optimizer, tensors, packed)
+    assert str(optimizer.state_dict()) == before
+
+
+def test_another_optimizers_state_is_refused_by_name() -> None:
+    with pytest.raises(StateError, match="its optimizer is SGD, here it is AdamW"):
+        load_optimizer(torch.optim.AdamW(parameters()), *travel(torch.optim.SGD(parameters())))
+
+
+def test_what_the_optimizer_itself_refuses_changes_nothing() -> None:
+    class Picky(torch.optim.SGD):
+        def __setstate__(self, state: dict[str, Any]) -> None:
+            super().__setstate__(state)  # type: ignore[no-untyped-call]
+            if any("momentum_buffer" in values for values in self.state.values()):
+                raise ValueError("no momentum here")
+
+    params, others = parameters(), parameters()
+    optimizer, picky = torch.optim.SGD(params, lr=1.0, momentum=0.9), Picky(others, lr=1.0)
+    step(optimizer, params, 1)
+    state, groups = picky.state, picky.param_groups
+    tensors, packed = travel(optimizer)
+    with pytest.raises(StateError, match="Picky does not take .*no momentum here"):
+        load_optimizer(picky, tensors, packed | {"class": "Picky"})
+    assert picky.state is state
+    assert picky.param_groups is groups
+
+
+def test_initial_lr_is_there_for_schedulers_and_not_the_same_tensor() -> None:
+    optimizer = OPTIMIZERS["AdamW with a tensor as lr"](parameters())
+    set_initial_lr(optimizer)
+    optimizer.param_groups[0]["lr"].fill_(7.0)
+    set_initial_lr(optimizer)
+    assert optimizer.param_groups[0]["initial_lr"].item() == pytest.approx(0.1)

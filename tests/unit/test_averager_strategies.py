@@ -1,0 +1,78 @@
+"""What is averaged, and when."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from averaging import LocalSGD
+from averaging.errors import ConfigError, TensorError
+from averaging.observe.receipts import Outcome, Receipt
+from averaging.strategies.base import named_parameters
+
+
+class Calls:
+    """An averager that only counts."""
+
+    def __init__(self) -> None:
+        self.local_step = 0
+        self.averaged_at: list[int] = []
+
+    def average_now(self, *, weight: float | None = None, gather: Any = None) -> Receipt:
+        self.averaged_at.append(self.local_step)
+        return Receipt(len(self.averaged_at), Outcome.FAILED, "does not matter")
+
+
+@pytest.mark.parametrize(("every", "expected"), [(1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6]), (8, [])])
+def test_local_sgd_averages_every_so_many_steps(every: int, expected: list[int]) -> None:
+    strategy, calls = LocalSGD(every), Calls()
+    for calls.local_step in range(1, 8):
+        strategy.after_step(calls)
+    assert calls.averaged_at == expected
+
+
+@pytest.mark.parametrize("every", [0, -1, 2.0, True, "5", None])
+def test_local_sgd_wants_a_number_of_steps(every: Any) -> None:
+    with pytest.raises(ConfigError, match="every must be a whole number of steps"):
+        LocalSGD(every)
+
+
+def test_local_sgd_says_what_it_is() -> None:
+    assert repr(LocalSGD(every=50)) == "LocalSGD(every=50)"
+
+
+def test_parameters_are_named_by_their_group_and_place() -> None:
+    a, b, c = (torch.nn.Parameter(torch.randn(n)) for n in (1, 2, 3))
+    optimizer = torch.optim.SGD([{"params": [a, b]}, {"params": [c]}])
+    named = LocalSGD(1).tensors(optimizer)
+    assert list(named) == ["group0.param0", "group0.param1", "group1.param0"]
+    assert all(ours is theirs for ours, theirs in zip(named.values(), (a, b, c), strict=True))
+
+
+def test_parameters_keep_the_names_the_optimizer_was_given() -> None:
+    model = torch.nn.Linear(2, 3)
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.param_groups[0]["param_names"] = ["weight", "bias"]  # as torch does since 2.6
+    assert list(named_parameters(optimizer)) == ["weight", "bias"]
+
+
+def test_a_parameter_given_twice_is_averaged_once() -> None:
+    a, b = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([a, b])
+    optimizer.param_groups.append(optimizer.param_groups[0] | {"params": [b]})
+    assert list(named_parameters(optimizer)) == ["group0.param0", "group0.param1"]
+
+
+def test_what_cannot_be_averaged_is_named() -> None:
+    good, frozen = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1), requires_grad=False)
+    with pytest.raises(TensorError, match=r"'group0.param1' does not require a gradient"):
+        named_parameters(torch.optim.SGD([good, frozen]))
+    whole = torch.ones(1, dtype=torch.int64)
+    with pytest.raises(TensorError, match=r"'group0.param1' is torch.int64"):
+        named_parameters(torch.optim.SGD([good, whole]))
+    optimizer = torch.optim.SGD([good, torch.nn.Parameter(torch.ones(1))])
+    optimizer.param_groups[0]["param_names"] = ["w", "w"]
+    with pytest.raises(TensorError, match="two parameters of the optimizer are named 'w'"):
+        named_parameters(optimizer)
