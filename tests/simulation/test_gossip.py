@@ -124,7 +124,8 @@ def converge_with_loss(count: int, signed: bool) -> None:
             await peers[number].withdraw(KEY, names[number])
         await until(everywhere(peers, KEY, set(names[4:8])), within=20, step=1.0)
         await asyncio.sleep(max(0.0, swarm.settings.peer_lifetime - now()))
-        assert everywhere(peers, PEERS, set(names))()
+        # A sign of life that is lost often may come after the one before has expired, but it comes.
+        await until(everywhere(peers, PEERS, set(names)), within=10, step=1.0)
 
     swarm.simulate(main())
 

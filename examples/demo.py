@@ -1,0 +1,190 @@
+"""The demo: real training averaged between processes that find each other; one is killed, a new one comes.
+
+    python -m examples.demo
+
+Each peer trains a small language model on another part of the Python standard library's sources; a process of its own
+trains the same model alone, on one part. The first peer, through which the others joined, is killed on the way, and a
+newcomer takes over the state of the run. What is printed at the end was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from rich.console import Console
+
+from examples.demo_plot import draw
+from examples.demo_record import Member, Record, judge
+from examples.demo_view import View
+from examples.sources import describe, divide, standard_library
+
+ROOT = Path(__file__).parent.parent
+
+KILLED_AFTER = 0.4
+"""The first peer is killed when all have made this share of the steps."""
+
+MOURNING = 3.0
+"""Seconds from the kill to the start of the newcomer."""
+
+GRACE = 5.0
+"""Seconds that a process gets to end in order."""
+
+
+class ProcessError(Exception):
+    """A training process failed."""
+
+
+def main() -> None:
+    """Runs the demo; exits with 1 unless the averaged model is better and all peers hold the same bytes."""
+    options = parse_arguments()
+    options.output.mkdir(parents=True, exist_ok=True)
+    # Piped, nobody's width is known: lines and tables are as long as they are.
+    console = Console(width=None if sys.stdout.isatty() else 100)
+    record = Record(options.steps)
+    view = View(record, console)
+    try:
+        asyncio.run(Conductor(options, record, view).conduct())
+        plot = options.output / "losses.png"
+        draw(record, plot)
+    except KeyboardInterrupt:
+        console.print("Stopped; all processes have ended.")
+        sys.exit(130)
+    except ExceptionGroup as group:
+        failed, unforeseen = group.split(ProcessError)
+        if failed is None or unforeseen is not None:
+            raise
+        for error in failed.exceptions:
+            console.print(str(error), style="red", markup=False, highlight=False)
+        sys.exit(1)
+    verdict = judge(record)
+    view.summarise(verdict, str(plot))
+    sys.exit(0 if verdict.good else 1)
+
+
+class Conductor:
+    """Starts the processes, kills one, and ends them all. It takes no part in the averaging."""
+
+    def __init__(self, options: argparse.Namespace, record: Record, view: View) -> None:
+        self._options, self._record, self._view = options, record, view
+        self._parts = divide(standard_library(), options.peers).parts
+        self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._changed = asyncio.Event()
+
+    async def conduct(self) -> None:
+        """From the first process to the end of the last.
+
+        Raises:
+            ExceptionGroup: of ProcessError, if one failed.
+        """
+        options, record, view = self._options, self._record, self._view
+        async with view.progress(), asyncio.TaskGroup() as tasks:
+
+            def start(member: Member, *arguments: str) -> None:
+                record.members.append(member)
+                view.say_of(member, f"starts, trains on part {member.part}: {describe(self._parts[member.part - 1])}")
+                tasks.create_task(self._run(member, *arguments))
+
+            alone = Member("alone", part=1, alone=True)
+            founder, *others = [Member(f"peer {number}", part=number) for number in range(1, options.peers + 1)]
+            start(founder)
+            start(alone, "--alone")
+            await self._until(lambda: bool(founder.endpoint))
+            for member in others:
+                start(member, "--join", founder.endpoint)
+            if options.kill:
+                await self._until(lambda: min(peer.step for peer in record.peers) >= KILLED_AFTER * options.steps)
+                founder.killed()
+                self._processes[founder.name].kill()
+                view.say_of(founder, f"killed without warning (SIGKILL) at step {founder.killed_at}", "bold red")
+                await asyncio.sleep(MOURNING)
+                newcomer = Member(f"peer {options.peers + 1}", part=founder.part, newcomer=True)
+                view.say_of(newcomer, f"comes in place of {founder.name}", "bold")
+                start(newcomer, "--join", *(peer.endpoint for peer in record.living))
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _run(self, member: Member, *arguments: str) -> None:
+        """One process from start to end; if this is cancelled, it ends."""
+        options = self._options
+        common = {"part": member.part, "peers": options.peers, "steps": options.steps, "every": options.every}
+        common |= {"seed": options.seed, "recipe": "quick" if options.quick else "full"}
+        log = options.output / f"{member.name.replace(' ', '-')}.log"
+        with log.open("w") as stderr:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "examples.train"),
+                *(f"--{name}={value}" for name, value in common.items()),
+                *arguments,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=stderr,
+                cwd=ROOT,
+                start_new_session=True,  # so that Ctrl+C comes to the conductor alone
+            )
+        self._processes[member.name] = process
+        try:
+            await self._read(member, process)
+            code = await process.wait()
+        finally:
+            await end(process)
+        if code and member.killed_at is None:
+            last_lines = "\n".join(log.read_text().splitlines()[-15:])
+            raise ProcessError(f"{member.name} ended with exit code {code}; the end of {log}:\n{last_lines}")
+
+    async def _read(self, member: Member, process: asyncio.subprocess.Process) -> None:
+        if process.stdout is None:
+            raise ValueError("started without a pipe")
+        async for line in process.stdout:
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue  # half a line of a killed process
+            if told := member.take(event):
+                self._view.say_of(member, self._record.explain(told, member))
+            self._changed.set()
+
+
+async def end(process: asyncio.subprocess.Process) -> None:
+    """Ends a process in order, or kills it if it does not."""
+    if process.stdin is not None:
+        process.stdin.close()
+    try:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(GRACE):
+                await process.wait()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Of the command line."""
+    parser = argparse.ArgumentParser(prog="python -m examples.demo", description="Training averaged between processes.")
+    parser.add_argument("--quick", action="store_true", help="a tiny model for a few seconds")
+    parser.add_argument("--steps", type=int, help="steps of training (800; quick: 200)")
+    parser.add_argument("--every", type=int, help="steps between two averages (20; quick: 10)")
+    parser.add_argument("--peers", type=int, default=4, help="processes that average together, at least 2 (4)")
+    parser.add_argument("--seed", type=int, default=0, help="of the models and of the order of their texts (0)")
+    parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="folder for plot and logs (runs/demo)")
+    parser.add_argument("--no-kill", dest="kill", action="store_false", help="kill nobody")
+    options = parser.parse_args()
+    options.steps = options.steps or (200 if options.quick else 800)
+    options.every = options.every or (10 if options.quick else 20)
+    if options.peers < 2:
+        parser.error("--peers must be at least 2")
+    if options.steps < 10 or options.every < 1:
+        parser.error("--steps must be at least 10 and --every at least 1")
+    return options
+
+
+if __name__ == "__main__":
+    main()

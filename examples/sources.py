@@ -1,0 +1,51 @@
+"""The text that the demo learns: the Python standard library's own sources, in disjoint parts."""
+
+from __future__ import annotations
+
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data", "lib2to3"}
+"""Directories that are no part of the text: tests, what is installed besides, and long generated tables."""
+
+HELD_OUT_EVERY = 8
+"""Of the sorted files every eighth is held out: the held-out text is about everything that all parts are about."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """The files of the text, in disjoint sets.
+
+    Attributes:
+        parts: neighbours in the alphabet, of about equally many bytes: each part is about other things.
+        held_out: seen by nobody in training.
+    """
+
+    parts: tuple[tuple[Path, ...], ...]
+    held_out: tuple[Path, ...]
+
+
+def standard_library() -> list[Path]:
+    """The sources of the running Python's standard library, sorted by name."""
+    root = Path(sysconfig.get_path("stdlib"))
+    return sorted(path for path in root.rglob("*.py") if not LEFT_OUT & set(path.relative_to(root).parts))
+
+
+def describe(files: tuple[Path, ...]) -> str:
+    """The first and the last of some files."""
+    root = Path(sysconfig.get_path("stdlib"))
+    return f"{files[0].relative_to(root)} … {files[-1].relative_to(root)}"
+
+
+def divide(files: list[Path], parts: int) -> Sources:
+    """Sets files aside as held-out, and cuts the others into `parts` blocks of neighbours."""
+    held_out = files[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
+    others = [path for number, path in enumerate(files, 1) if number % HELD_OUT_EVERY]
+    total = sum(path.stat().st_size for path in others)
+    blocks: list[list[Path]] = [[] for _ in range(parts)]
+    before = 0
+    for path in others:
+        blocks[min(parts * before // total, parts - 1)].append(path)
+        before += path.stat().st_size
+    return Sources(tuple(tuple(block) for block in blocks), tuple(held_out))

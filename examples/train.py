@@ -1,0 +1,243 @@
+"""One process of the demo: trains the language model on one part of the text, alone or averaged with other peers.
+
+It tells what it does as JSON lines on stdout, and leaves in order when its stdin ends. By hand, in four terminals:
+
+    python -m examples.train --part 1                             # starts a run and tells its endpoint
+    python -m examples.train --part 2 --join 127.0.0.1:PORT       # joins it; likewise --part 3 and --part 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import logging
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from averaging import DecentralizedAverager, LocalSGD, Receipt
+from examples.language_model import LanguageModel, Size, read, windows
+from examples.sources import divide, standard_library
+
+FINISHED = "finished"
+"""What a peer hands to its group once it has made its last step."""
+
+PATIENCE = 60.0
+"""Seconds that peers wait for each other before the first step, and for an average of all after the last one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How the model is trained; the same in all processes.
+
+    Attributes:
+        size: of the model.
+        batch: windows per step.
+        lr: highest learning rate.
+        watched: held-out windows on which progress is watched.
+        judged: held-out windows on which the result is judged.
+    """
+
+    size: Size
+    batch: int
+    lr: float
+    watched: int
+    judged: int
+
+
+RECIPES = {
+    "full": Recipe(Size(layers=2, width=128, heads=4, context=64), batch=16, lr=4e-3, watched=128, judged=1024),
+    "quick": Recipe(Size(layers=1, width=64, heads=4, context=32), batch=16, lr=1e-2, watched=64, judged=1024),
+}
+
+
+def main() -> None:
+    """Trains as the command line says."""
+    options = parse_arguments()
+    end_with_stdin()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # Several processes share few cores: more threads would only wait for each other.
+    torch.set_num_threads(1)
+    torch.manual_seed(1000 * options.seed + options.part)
+    training = Training(options)
+    if options.alone:
+        tell("ready", parameters=training.parameters, step=0)
+        training.run(training.optimizer)
+    else:
+        train_with_others(training, options)
+    tell("done", loss=training.evaluate(training.recipe.judged), sha256=training.sha256())
+
+
+def train_with_others(training: Training, options: argparse.Namespace) -> None:
+    """Trains as a peer of the run; ends with an average of all peers."""
+    notes = Notes()
+    logging.getLogger("averaging").addHandler(notes)
+    averager = DecentralizedAverager(
+        training.optimizer,
+        run_id="demo",
+        join=options.join,
+        strategy=LocalSGD(every=options.every),
+        group_size=options.peers,
+        matchmaking_time=3.0,
+        timeout=30.0,
+        part_timeout=5.0,
+        on_round=tell_round,
+    )
+    logging.getLogger("averaging").removeHandler(notes)
+    with averager as opt:
+        tell("ready", parameters=training.parameters, step=opt.local_step, endpoint=opt.endpoint, notes=notes.told)
+        if opt.local_step == 0:
+            wait_for_others(opt, options.peers)
+
+        def others_finished() -> bool:
+            return opt.last_receipt is not None and FINISHED in opt.last_receipt.gathered.values()
+
+        training.run(opt, opt.local_step, others_finished)
+        average_of_all(opt, options.peers)
+
+
+def wait_for_others(opt: DecentralizedAverager, count: int) -> None:
+    """Waits until discovery knows that many peers, so that nobody trains a long way alone."""
+    deadline = time.monotonic() + PATIENCE
+    while len(opt.peers) < count and time.monotonic() < deadline:
+        time.sleep(0.05)
+    tell("found", peers=sorted(opt.peers))
+
+
+def average_of_all(opt: DecentralizedAverager, count: int) -> None:
+    """Averages until all have made their last step and are in the same round: then all hold the same bytes."""
+    deadline = time.monotonic() + PATIENCE
+    tell("finishing")
+    while time.monotonic() < deadline:
+        receipt = opt.average_now(gather=FINISHED)
+        at_the_end = [endpoint for endpoint, told in receipt.gathered.items() if told == FINISHED]
+        if receipt.averaged and not receipt.dropped and len(at_the_end) == count:
+            return
+
+
+class Training:
+    """The model, its text, and the steps.
+
+    Args:
+        options: the command line's.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.steps, self.every, self.recipe = options.steps, options.every, RECIPES[options.recipe]
+        self.model = LanguageModel(self.recipe.size)
+        self.optimizer = torch.optim.AdamW(self.model.named_parameters(), lr=self.recipe.lr, betas=(0.9, 0.95))
+        sources = divide(standard_library(), options.peers)
+        self.text, self.held_out = read(sources.parts[options.part - 1]), read(sources.held_out)
+        self.random = torch.Generator().manual_seed(1000 * options.seed + options.part)
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the model has."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def run(
+        self, optimizer: torch.optim.Optimizer, first_step: int = 0, stop: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Trains from `first_step` to the last step, or until `stop` says so."""
+        for step in range(first_step, self.steps):
+            for group in optimizer.param_groups:
+                group["lr"] = self.recipe.lr * schedule(step, self.steps)
+            optimizer.zero_grad()
+            loss = self.model.loss(windows(self.text, self.recipe.batch, self.recipe.size.context, self.random))
+            loss.backward()  # type: ignore[no-untyped-call]
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            optimizer.step()
+            tell("step", step=step + 1, loss=loss.item())
+            if (step + 1) % self.every == 0:
+                tell("held_out", step=step + 1, loss=self.evaluate(self.recipe.watched))
+            if stop():
+                break
+
+    def evaluate(self, count: int) -> float:
+        """Loss in bits per byte on `count` windows of the held-out text, the same at each call in each process."""
+        generator = torch.Generator().manual_seed(0)
+        return self.model.evaluate(windows(self.held_out, count, self.recipe.size.context, generator))
+
+    def sha256(self) -> str:
+        """Of the bytes of all parameters."""
+        digest = hashlib.sha256()
+        for parameter in self.model.parameters():
+            digest.update(parameter.detach().numpy().tobytes())
+        return digest.hexdigest()
+
+
+def schedule(step: int, steps: int) -> float:
+    """Factor of the learning rate: a short linear rise, then half a cosine down to a twentieth."""
+    rise = max(1, min(20, steps // 10))
+    return min(1.0, (step + 1) / rise) * (0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2)
+
+
+class Notes(logging.Handler):
+    """Keeps what the library logs while it starts, such as whose state was taken over."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.told: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keeps one message."""
+        self.told.append(record.getMessage())
+
+
+def tell_round(receipt: Receipt) -> None:
+    """Tells how a round ended."""
+    tell(
+        "round",
+        outcome=receipt.outcome,
+        reason=receipt.reason,
+        members=receipt.members,
+        dropped=[dropped.endpoint for dropped in receipt.dropped],
+        seconds=receipt.seconds,
+    )
+
+
+def tell(event: str, **fields: object) -> None:
+    """Prints one JSON line."""
+    print(json.dumps({"event": event, **fields}), flush=True)
+
+
+def end_with_stdin() -> None:
+    """Ends this process in order when its stdin ends, that is when whoever started it is gone or wants it to end."""
+
+    def watch() -> None:
+        # Not through sys.stdin, whose lock a waiting thread would still hold when the interpreter ends.
+        while os.read(0, 4096):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def leave(*_: object) -> None:
+        sys.exit(128 + signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, leave)
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Of the command line."""
+    parser = argparse.ArgumentParser(prog="python -m examples.train", description="One process of the demo.")
+    parser.add_argument("--part", type=int, default=1, help="which part of the text it trains on, from 1 (1)")
+    parser.add_argument("--peers", type=int, default=4, help="how many peers, and so how many parts (4)")
+    parser.add_argument("--steps", type=int, default=800, help="steps of training (800)")
+    parser.add_argument("--every", type=int, default=20, help="steps between two averages (20)")
+    parser.add_argument("--seed", type=int, default=0, help="of the model and of the order of its text (0)")
+    parser.add_argument("--recipe", choices=sorted(RECIPES), default="full", help="size of the model and so on (full)")
+    parser.add_argument("--join", nargs="*", default=[], metavar="HOST:PORT", help="peers of the run; none starts one")
+    parser.add_argument("--alone", action="store_true", help="average with nobody")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
