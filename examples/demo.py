@@ -26,7 +26,7 @@ from examples.sources import describe, divide, standard_library
 
 ROOT = Path(__file__).parent.parent
 
-KILLED_AFTER = 0.4
+KILLED_AFTER = 0.41
 """The first peer is killed when all have made this share of the steps."""
 
 MOURNING = 3.0
@@ -170,14 +170,14 @@ def parse_arguments() -> argparse.Namespace:
     """Of the command line."""
     parser = argparse.ArgumentParser(prog="python -m examples.demo", description="Training averaged between processes.")
     parser.add_argument("--quick", action="store_true", help="a tiny model for a few seconds")
-    parser.add_argument("--steps", type=int, help="steps of training (800; quick: 200)")
+    parser.add_argument("--steps", type=int, help="steps of training (700; quick: 200)")
     parser.add_argument("--every", type=int, help="steps between two averages (20; quick: 10)")
     parser.add_argument("--peers", type=int, default=4, help="processes that average together, at least 2 (4)")
     parser.add_argument("--seed", type=int, default=0, help="of the models and of the order of their texts (0)")
     parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="folder for plot and logs (runs/demo)")
     parser.add_argument("--no-kill", dest="kill", action="store_false", help="kill nobody")
     options = parser.parse_args()
-    options.steps = options.steps or (200 if options.quick else 800)
+    options.steps = options.steps or (200 if options.quick else 700)
     options.every = options.every or (10 if options.quick else 20)
     if options.peers < 2:
         parser.error("--peers must be at least 2")

@@ -79,7 +79,7 @@ def main() -> None:
 def train_with_others(training: Training, options: argparse.Namespace) -> None:
     """Trains as a peer of the run; ends with an average of all peers."""
     notes = Notes()
-    logging.getLogger("averaging").addHandler(notes)
+    logging.getLogger("averaging.peer").addHandler(notes)
     averager = DecentralizedAverager(
         training.optimizer,
         run_id="demo",
@@ -91,7 +91,7 @@ def train_with_others(training: Training, options: argparse.Namespace) -> None:
         part_timeout=5.0,
         on_round=tell_round,
     )
-    logging.getLogger("averaging").removeHandler(notes)
+    logging.getLogger("averaging.peer").removeHandler(notes)
     with averager as opt:
         tell("ready", parameters=training.parameters, step=opt.local_step, endpoint=opt.endpoint, notes=notes.told)
         if opt.local_step == 0:
@@ -230,7 +230,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m examples.train", description="One process of the demo.")
     parser.add_argument("--part", type=int, default=1, help="which part of the text it trains on, from 1 (1)")
     parser.add_argument("--peers", type=int, default=4, help="how many peers, and so how many parts (4)")
-    parser.add_argument("--steps", type=int, default=800, help="steps of training (800)")
+    parser.add_argument("--steps", type=int, default=700, help="steps of training (700)")
     parser.add_argument("--every", type=int, default=20, help="steps between two averages (20)")
     parser.add_argument("--seed", type=int, default=0, help="of the model and of the order of its text (0)")
     parser.add_argument("--recipe", choices=sorted(RECIPES), default="full", help="size of the model and so on (full)")

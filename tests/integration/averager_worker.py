@@ -6,10 +6,12 @@ Run as `python -m tests.integration.averager_worker WAY`.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 from typing import Any
 
+import psutil
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -78,6 +80,16 @@ def loaders() -> None:
         tell("trained", equal=equal, rounds=[opt.status.rounds for opt in (first, second)])
 
 
+def forked() -> None:
+    """Forks while an averager runs, and tells how many threads the child has."""
+    with averager(1000):
+        if child := os.fork():
+            os.waitpid(child, 0)
+        else:
+            tell("forked", threads=psutil.Process().num_threads())
+            os._exit(0)
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
-    {"interrupted": interrupted, "not_closed": not_closed, "loaders": loaders}[sys.argv[1]]()
+    {"interrupted": interrupted, "not_closed": not_closed, "loaders": loaders, "forked": forked}[sys.argv[1]]()

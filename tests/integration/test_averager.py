@@ -326,6 +326,13 @@ def test_the_end_of_the_interpreter_closes_averagers_without_a_word() -> None:
         assert process.stderr == ""
 
 
+def test_a_forked_process_has_no_threads_of_grpcs() -> None:
+    with worker("forked") as process:
+        assert process.expect("forked")["threads"] == 1
+        assert process.wait() == 0
+        assert process.stderr == ""
+
+
 def test_data_loaders_fork_workers_without_a_word() -> None:
     with worker("loaders") as process:
         trained = process.expect("trained")

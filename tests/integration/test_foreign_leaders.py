@@ -163,6 +163,14 @@ BROKEN_GROUPS: dict[str, dict[str, Any]] = {
 }
 
 
+async def is_taken_in(us: Ours, leader: ForeignPeer, follower: ForeignPeer) -> None:
+    """`leader` accepts our peer, which follows it as soon as it has sent its own follower there."""
+    await leader.asked()
+    assert await us.asks_to_join(follower) == "ACCEPTED"
+    await leader.tell(follower=us.endpoint, code="ACCEPTED")
+    assert await us.fates(follower) == [{"code": "GROUP_DISBANDED", "suggested_leader": leader.endpoint}]
+
+
 @pytest.mark.parametrize("fields", BROKEN_GROUPS.values(), ids=BROKEN_GROUPS)
 async def test_a_beginning_that_makes_no_sense(foreign: Foreign, fields: dict[str, Any]) -> None:
     """Our peer leaves such a leader and finds another group."""
@@ -170,10 +178,8 @@ async def test_a_beginning_that_makes_no_sense(foreign: Foreign, fields: dict[st
     async with our_peer() as us:
         await us.declare(leader.endpoint, 4.0)
         async with us.averaging() as receipt:
-            await leader.asked()
-            await leader.tell(follower=us.endpoint, code="ACCEPTED")
+            await is_taken_in(us, leader, follower)
             await leader.tell(follower=us.endpoint, code="BEGIN_ALLREDUCE", **(begun(us, leader) | fields))
-            # It follows the leader until it has read that, and says so to whoever asks.
             await us.accepts_at_last(follower, refusal="NOT_A_LEADER")
             group = await us.begins(follower)
             await ends_together(us, receipt, group, follower)
@@ -185,10 +191,7 @@ async def test_a_leader_that_fails_after_accepting(foreign: Foreign, code: str) 
     async with our_peer() as us:
         await us.declare(leader.endpoint, 4.0)
         async with us.averaging() as receipt:
-            await leader.asked()
-            assert await us.asks_to_join(follower, endpoint="127.0.0.1:9") == "ACCEPTED"
-            await leader.tell(follower=us.endpoint, code="ACCEPTED")
-            assert (await us.fates(follower))[0]["code"] == "GROUP_DISBANDED"
+            await is_taken_in(us, leader, follower)
             await leader.tell(follower=us.endpoint, code=code)
             await us.accepts_at_last(follower, refusal="NOT_A_LEADER")
             group = await us.begins(follower)

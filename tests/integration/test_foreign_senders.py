@@ -27,8 +27,11 @@ BROKEN_MESSAGES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("place", [0, 2])
-@pytest.mark.parametrize("broken", [*BROKEN_PARTS, *BROKEN_MESSAGES])
+IN_THE_MIDDLE = [(broken, 2) for broken in (*BROKEN_PARTS, *BROKEN_MESSAGES)]
+AT_ONCE = [(broken, 0) for broken in ("another shape", *BROKEN_MESSAGES)]
+
+
+@pytest.mark.parametrize(("broken", "place"), IN_THE_MIDDLE + AT_ONCE)
 async def test_a_sender_of_nonsense(foreign: Foreign, broken: str, place: int) -> None:
     """Its parts before that count, if they came; it hears nothing but the code."""
     async with group_with(foreign, client=True) as group:
