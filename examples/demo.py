@@ -32,7 +32,7 @@ KILLED_AFTER = 0.41
 MOURNING = 3.0
 """Seconds from the kill to the start of the newcomer."""
 
-GRACE = 5.0
+GRACE = 10.0
 """Seconds that a process gets to end in order."""
 
 
@@ -133,6 +133,9 @@ class Conductor:
         try:
             await self._read(member, process)
             code = await process.wait()
+        except asyncio.CancelledError:
+            member.state = "stopping"
+            raise
         finally:
             await end(process)
         if code and member.killed_at is None:
