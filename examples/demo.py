@@ -13,7 +13,7 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -36,6 +36,10 @@ GRACE = 10.0
 """Seconds that a process gets to end in order."""
 
 
+ENOUGH_FILES = 100
+"""Files of text below which there is nothing to learn: some Pythons come without their library's sources."""
+
+
 class ProcessError(Exception):
     """A training process failed."""
 
@@ -43,13 +47,18 @@ class ProcessError(Exception):
 def main() -> None:
     """Runs the demo; exits with 1 unless the averaged model is better and all peers hold the same bytes."""
     options = parse_arguments()
+    files = standard_library()
+    if len(files) < ENOUGH_FILES:
+        sys.exit(
+            f"this Python has only {len(files)} sources of its library to learn from; run the demo with another one"
+        )
     options.output.mkdir(parents=True, exist_ok=True)
     # Piped, nobody's width is known: lines and tables are as long as they are.
     console = Console(width=None if sys.stdout.isatty() else 100)
     record = Record(options.steps)
     view = View(record, console)
     try:
-        asyncio.run(Conductor(options, record, view).conduct())
+        asyncio.run(Conductor(options, divide(files, options.peers).parts, record, view).conduct())
         plot = options.output / "losses.png"
         draw(record, plot)
     except KeyboardInterrupt:
@@ -70,9 +79,11 @@ def main() -> None:
 class Conductor:
     """Starts the processes, kills one, and ends them all. It takes no part in the averaging."""
 
-    def __init__(self, options: argparse.Namespace, record: Record, view: View) -> None:
+    def __init__(
+        self, options: argparse.Namespace, parts: Sequence[tuple[Path, ...]], record: Record, view: View
+    ) -> None:
         self._options, self._record, self._view = options, record, view
-        self._parts = divide(standard_library(), options.peers).parts
+        self._parts = parts
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._changed = asyncio.Event()
 
