@@ -14,7 +14,7 @@ demo: $(VENV)/installed ## real training averaged between four processes, one of
 	$(BIN)/python -m examples.demo
 
 test: $(VENV)/installed ## all tests
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal $(PYTEST_ARGS)
 
 lint: $(VENV)/installed ## style, types, import directions
 	$(BIN)/ruff check .
