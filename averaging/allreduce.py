@@ -72,6 +72,7 @@ class _Sender:
     room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(READ_AHEAD))
     opened: bool = False
     offered_at: float | None = None  # since when the transport has a reply that the sender has not taken
+    progress_at: float = 0.0  # when it last delivered a part or took a reply
     came: asyncio.Event = field(default_factory=asyncio.Event)
     done: asyncio.Event = field(default_factory=asyncio.Event)
     delivered: dict[int, _Delivered] = field(default_factory=dict)  # its parts that await their average
@@ -208,11 +209,13 @@ class AllReduce:
         parts = self._parts_of[name]
         received = 0
         try:
-            async with asyncio.timeout(None) as limit:
+            async with asyncio.timeout(None) as last, asyncio.timeout(None) as limit:
 
                 def progress() -> None:
                     # A reducer waits up to one part_timeout for another sender, so its replies may pause that long.
-                    limit.reschedule(asyncio.get_running_loop().time() + 2 * self._part_timeout)
+                    patience = asyncio.get_running_loop().time() + 2 * self._part_timeout
+                    limit.reschedule(patience)
+                    last.reschedule(patience + FAREWELL_SECONDS)  # should even the end of the call hang
 
                 progress()
                 outgoing = self._outgoing(parts, progress)
@@ -285,6 +288,7 @@ class AllReduce:
             yield AveragingData(code=MessageCode.CANCELLED)
             return
         sender.opened = True
+        sender.progress_at = asyncio.get_running_loop().time()
         sender.came.set()
         reading = asyncio.create_task(self._read_parts(name, sender, first, messages))
         handed_over = 0
@@ -301,6 +305,7 @@ class AllReduce:
                 self._bytes_sent += len(reply.tensor_part.buffer)
                 yield reply
                 sender.offered_at = None
+                sender.progress_at = asyncio.get_running_loop().time()
                 sender.room.release()
         finally:
             reading.cancel()
@@ -322,9 +327,12 @@ class AllReduce:
                 async with asyncio.timeout(self._part_timeout):
                     await sender.done.wait()
             except TimeoutError:
-                too_long_ago = asyncio.get_running_loop().time() - self._part_timeout
-                if sender.offered_at is not None and sender.offered_at <= too_long_ago:
+                now = asyncio.get_running_loop().time()
+                if sender.offered_at is not None and now - sender.offered_at >= self._part_timeout:
                     self._drop(name, f"took no reply for {self._part_timeout:g} s")
+                elif now - sender.progress_at >= 2 * self._part_timeout:
+                    # It may have to wait for one other sender, but no longer: whatever hangs, the round does not.
+                    self._drop(name, f"made no progress for {2 * self._part_timeout:g} s")
 
     async def _read_parts(
         self, name: str, sender: _Sender, first: AveragingData, messages: AsyncIterator[AveragingData]
@@ -361,6 +369,7 @@ class AllReduce:
         if self._non_finite is NonFinite.REFUSE and not all_finite(values):
             raise ProtocolViolationError(f"sent NaN or infinity in part {number}")
         self._reducer.add(name, values)
+        sender.progress_at = asyncio.get_running_loop().time()
         self._heard = True
         self._bytes_received += len(message.tensor_part.buffer)
         compression = CompressionType(message.tensor_part.compression)

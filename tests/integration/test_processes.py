@@ -24,7 +24,7 @@ class Workers:
         """Starts one worker per options, the first before the others, and waits until all are ready."""
         workers = []
         for options in all_options:
-            told = {"run_id": "run", "matchmaking_time": 20.0, "part_timeout": 4.0, "join": self._join} | options
+            told = {"run_id": "run", "matchmaking_time": 20.0, "part_timeout": 5.0, "join": self._join} | options
             worker = JsonProcess("python", "-m", "tests.integration.worker", json.dumps(told))
             workers.append(self._stack.enter_context(worker))
             if not self._join:
@@ -100,7 +100,7 @@ def test_a_member_killed_in_the_round_costs_only_its_own(workers: Workers, step:
         # All four, the three survivors, or, where the victim had to reduce, the local value.
         possible = [1.5, 1.0, float(number)]
         assert all(any(abs(value - p) < 1e-3 for p in possible) for value in receipt["values"]), receipt["values"]
-        assert receipt["seconds"] < 15
+        assert receipt["seconds"] < 20  # whatever hangs is given up within three part time-outs, not at the deadline
     # The survivors go on: the next round is one of three.
     assert {receipt["outcome"] for receipt in average(*processes[:3])} == {"averaged"}
 
