@@ -17,7 +17,13 @@ def nothing_is_left_behind(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """No task is lost, and neither gRPC nor asyncio has logged a complaint."""
     yield
     gc.collect(1)
-    complaints = [record for record in caplog.get_records("call") if record.name.startswith(("asyncio", "grpc"))]
+    complaints = [
+        record
+        for record in caplog.get_records("call")
+        if record.name.startswith(("asyncio", "grpc"))
+        # gRPC has one poller for all event loops of a process; it may wake for a loop that an earlier test has closed.
+        and "PollerCompletionQueue._handle_events" not in record.getMessage()
+    ]
     assert not [record.getMessage() for record in complaints if record.levelname in {"WARNING", "ERROR", "CRITICAL"}]
 
 

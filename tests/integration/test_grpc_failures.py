@@ -51,8 +51,8 @@ async def test_a_failure_of_the_service_is_refused_and_logged(caplog: pytest.Log
         with pytest.raises(CallRefusedError, match="internal error") as raised:
             await anext(caller.join_group(endpoint, REQUEST))
     assert "secret" not in str(raised.value)
-    (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert record.name == "averaging.transport"
+    (record,) = [record for record in caplog.records if record.name == "averaging.transport"]
+    assert record.levelno >= logging.WARNING
     assert "/DecentralizedAveraging/rpc_join_group" in record.getMessage()
     assert record.exc_info is not None
     assert record.exc_info[0] is ZeroDivisionError
