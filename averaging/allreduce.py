@@ -308,12 +308,13 @@ class AllReduce:
                 sender.progress_at = asyncio.get_running_loop().time()
                 sender.room.release()
         finally:
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
+            # The verdict first: gRPC may cancel a call once more while it waits below.
             if handed_over == len(self._own_parts):
                 sender.done.set()
             else:
                 self._drop(name, lost)
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
 
     async def _expect(self, name: str, sender: _Sender) -> None:
         """Waits until a sender has all its replies or was dropped; it must open its stream and take them in time."""
