@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from averaging import Receipt
+from averaging.allreduce.reducer import ShardReducer
 from averaging.config import PeerOptions
-from averaging.reducer import ShardReducer
 from tests.integration.foreign import (
     DEADLINE,
     Foreign,

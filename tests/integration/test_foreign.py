@@ -13,8 +13,8 @@ import torch
 from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
 
 from averaging import Mode
+from averaging.allreduce.partition import partition
 from averaging.messages import CompressionType
-from averaging.partition import partition
 from averaging.schema import ReplyForm, describe
 from averaging.wire import averaging_pb2, runtime_pb2
 from tests.integration.foreign import (

@@ -100,7 +100,7 @@ def test_a_member_killed_in_the_round_costs_only_its_own(workers: Workers, step:
         # All four, the three survivors, or, where the victim had to reduce, the local value.
         possible = [1.5, 1.0, float(number)]
         assert all(any(abs(value - p) < 1e-3 for p in possible) for value in receipt["values"]), receipt["values"]
-        assert receipt["seconds"] < 20  # whatever hangs is given up within three part time-outs, not at the deadline
+        assert receipt["seconds"] < 20  # the loss is noticed, not waited out until the round's deadline
     # The survivors go on: the next round is one of three.
     assert {receipt["outcome"] for receipt in average(*processes[:3])} == {"averaged"}
 

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import AsyncGenerator
 
 from averaging.allreduce import RoundResult
+from averaging.allreduce.partition import partition, shares
 from averaging.compression import encode
 from averaging.group import Member, Mode
 from averaging.messages import AveragingData, CompressionType, MessageCode
-from averaging.partition import partition, shares
 from averaging.transport import virtual_time
 from tests.simulation.rounds import PART_TIMEOUT, ROUND_SECONDS, OneRound, Simulation
 

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from averaging.allreduce.partition import Part, partition, shares
 from averaging.errors import ConfigError, RoundError
 from averaging.group import Member, Mode
 from averaging.messages import CompressionType
-from averaging.partition import Part, partition, shares
 from averaging.schema import Schema, TensorSpec
 
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from averaging.allreduce.reducer import ShardReducer
 from averaging.errors import ProtocolViolationError
-from averaging.reducer import ShardReducer
 
 
 @given(

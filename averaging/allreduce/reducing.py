@@ -1,0 +1,276 @@
+"""The reducer's side of a round: parts of this member's shard come in, their averages go out.
+
+What arrives is checked, averaged and answered part by part; a sender that dies, goes silent or breaks the protocol is
+dropped, and the others' parts are averaged without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from averaging.allreduce.outcome import Outcome
+from averaging.allreduce.partition import Part
+from averaging.allreduce.reducer import ShardReducer
+from averaging.compression import decode, encode
+from averaging.config import NonFinite
+from averaging.errors import ProtocolViolationError, TransportError
+from averaging.group import Member
+from averaging.messages import AveragingData, CompressionType, MessageCode
+from averaging.schema import ReplyForm, Schema
+from averaging.tensors import all_finite
+
+logger = logging.getLogger("averaging.allreduce")
+
+READ_AHEAD = 8
+"""Parts of one sender that may be in a reducer's hands before it has taken the reply to the first of them.
+
+This bounds what a round holds beyond the tensors; the sender is held back by the transport's flow control."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Delivered:
+    """What must be kept of a part until it is answered: its code and, only if the answer is a delta, its values."""
+
+    compression: CompressionType
+    values: torch.Tensor
+
+
+@dataclass(slots=True)
+class _Sender:
+    """One sender's stream."""
+
+    replies: asyncio.Queue[AveragingData] = field(default_factory=asyncio.Queue)
+    room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(READ_AHEAD))
+    opened: bool = False
+    offered_at: float | None = None  # since when the transport has a reply that the sender has not taken
+    came: asyncio.Event = field(default_factory=asyncio.Event)
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    delivered: dict[int, _Delivered] = field(default_factory=dict)  # its parts that await their average
+
+
+_NOTHING = torch.empty(0)
+_Waiting = Sequence[tuple[_Sender, _Delivered]]
+
+
+class Reducing:
+    """One member's shard and the streams of those who send it.
+
+    Args:
+        me: this member; its own values are in the average if it sends.
+        senders: the members whose parts come over the network; none if there are no parts.
+        parts: the shard, in order.
+        tensors: flat CPU tensors, one per tensor of the schema; read, never written.
+        outcome: where averages, bytes and losses are noted.
+        part_timeout: seconds without progress after which a sender is given up.
+    """
+
+    def __init__(
+        self,
+        me: Member,
+        senders: Sequence[Member],
+        parts: Sequence[Part],
+        schema: Schema,
+        tensors: Sequence[torch.Tensor],
+        outcome: Outcome,
+        *,
+        part_timeout: float,
+        non_finite: NonFinite,
+    ) -> None:
+        self._me = me
+        self._parts = parts
+        self._schema = schema
+        self._tensors = tensors
+        self._outcome = outcome
+        self._part_timeout = part_timeout
+        self._non_finite = non_finite
+        self._senders = {member.endpoint: _Sender() for member in senders}
+        weights = {member.endpoint: member.weight for member in senders}
+        self._reducer = ShardReducer([part.numel for part in parts], weights)
+        self._over = False
+
+    async def run(self) -> None:
+        """Until every sender has all its averages or was dropped."""
+        self._answer_complete()
+        async with asyncio.TaskGroup() as tasks:
+            for name, sender in self._senders.items():
+                tasks.create_task(self._expect(name, sender))
+
+    def drop_unfinished(self, reason: str) -> None:
+        """Gives up every sender that is not done."""
+        for name in self._senders:
+            self._drop(name, reason)
+
+    def close(self, code: MessageCode) -> None:
+        """The round is over: streams still open, and those that come yet, are answered with `code`."""
+        self._over = True
+        for sender in self._senders.values():
+            if not sender.done.is_set():
+                sender.replies.put_nowait(AveragingData(code=code))
+
+    async def serve(
+        self, first: AveragingData, messages: AsyncIterator[AveragingData]
+    ) -> AsyncGenerator[AveragingData, None]:
+        """Serves one sender's stream, of which `first` has been read already."""
+        name = first.endpoint
+        sender = self._senders.get(name)
+        if first.code in (MessageCode.CANCELLED, MessageCode.INTERNAL_ERROR):
+            if sender is not None:
+                self._drop(name, f"left the round ({first.code.name})")
+            return
+        if sender is None or sender.opened:  # not a sender of this group, or its second stream
+            yield AveragingData(code=MessageCode.PROTOCOL_VIOLATION)
+            return
+        if self._over or sender.done.is_set():  # too late
+            yield AveragingData(code=MessageCode.CANCELLED)
+            return
+        sender.opened = True
+        sender.came.set()
+        reading = asyncio.create_task(self._read_parts(name, sender, first, messages))
+        handed_over = 0
+        lost = "connection lost"
+        try:
+            while handed_over < len(self._parts):
+                reply = await sender.replies.get()
+                sender.offered_at = asyncio.get_running_loop().time()
+                if reply.tensor_part is None:
+                    lost = f"was answered with {reply.code.name}"
+                    yield reply
+                    return
+                handed_over += 1
+                self._outcome.sent(len(reply.tensor_part.buffer))
+                yield reply
+                sender.offered_at = None
+                sender.room.release()
+        finally:
+            # The verdict first: gRPC may cancel a call once more while it waits below.
+            if handed_over == len(self._parts):
+                sender.done.set()
+            else:
+                self._drop(name, lost)
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+    async def _expect(self, name: str, sender: _Sender) -> None:
+        """Waits until a sender has all its replies or was dropped; it must open its stream and take them in time."""
+        try:
+            async with asyncio.timeout(self._part_timeout):
+                await sender.came.wait()
+        except TimeoutError:
+            self._drop(name, f"sent nothing for {self._part_timeout:g} s")
+        while not sender.done.is_set():
+            try:
+                async with asyncio.timeout(self._part_timeout):
+                    await sender.done.wait()
+            except TimeoutError:
+                now = asyncio.get_running_loop().time()
+                if sender.offered_at is not None and now - sender.offered_at >= self._part_timeout:
+                    self._drop(name, f"took no reply for {self._part_timeout:g} s")
+
+    async def _read_parts(
+        self, name: str, sender: _Sender, first: AveragingData, messages: AsyncIterator[AveragingData]
+    ) -> None:
+        """Takes the parts of one sender as fast as it takes its replies."""
+        message: AveragingData | None = first
+        try:
+            for number in range(len(self._parts)):
+                await sender.room.acquire()
+                if number:
+                    async with asyncio.timeout(self._part_timeout):
+                        message = await anext(messages, None)
+                if message is None:
+                    self._drop(name, f"ended its stream after {number} of {len(self._parts)} parts")
+                    return
+                self._take_part(name, sender, number, message)
+        except TimeoutError:
+            self._drop(name, f"sent nothing for {self._part_timeout:g} s")
+        except ProtocolViolationError as error:
+            self._drop(name, str(error), MessageCode.PROTOCOL_VIOLATION)
+        except TransportError as error:
+            self._drop(name, error.reason)
+        except Exception:
+            logger.exception("group %s: could not take a part of %s", self._outcome.group_id.hex()[:8], name)
+            self._drop(name, "internal error at this peer", MessageCode.INTERNAL_ERROR)
+
+    def _take_part(self, name: str, sender: _Sender, number: int, message: AveragingData) -> None:
+        if message.code in (MessageCode.CANCELLED, MessageCode.INTERNAL_ERROR):
+            self._drop(name, f"left the round ({message.code.name})")
+            return
+        if message.tensor_part is None or message.code not in (MessageCode.PART_FOR_AVERAGING, MessageCode.NO_CODE):
+            raise ProtocolViolationError(f"sent {message.code.name} instead of part {number}")
+        values = decode(message.tensor_part)
+        if self._non_finite is NonFinite.REFUSE and not all_finite(values):
+            raise ProtocolViolationError(f"sent NaN or infinity in part {number}")
+        self._reducer.add(name, values)
+        self._outcome.received(len(message.tensor_part.buffer))
+        sender.delivered[number] = _Delivered(
+            CompressionType(message.tensor_part.compression),
+            values if self._schema.reply is ReplyForm.DELTA else _NOTHING,
+        )
+        self._answer_complete()
+
+    def _drop(self, name: str, reason: str, code: MessageCode = MessageCode.CANCELLED) -> None:
+        """Goes on without a sender; parts that waited only for it become complete."""
+        sender = self._senders[name]
+        if sender.done.is_set():
+            return
+        self._outcome.lose(name, reason)
+        sender.came.set()
+        sender.done.set()
+        sender.delivered.clear()
+        sender.replies.put_nowait(AveragingData(code=code))
+        self._reducer.drop(name)
+        self._answer_complete()
+
+    def _answer_complete(self) -> None:
+        """Averages every part that has become complete and hands the replies to the senders' streams."""
+        for number in self._reducer.take_complete():
+            part = self._parts[number]
+            local = self._tensors[part.tensor][part.start : part.stop] if self._me.sends else None
+            average = self._reducer.finish(number, local, self._me.weight)
+            waiting = [
+                (sender, sender.delivered.pop(number))
+                for sender in self._senders.values()
+                if number in sender.delivered
+            ]
+            if average is None:
+                for sender, _ in waiting:
+                    sender.replies.put_nowait(AveragingData(code=MessageCode.INTERNAL_ERROR))
+            elif self._schema.reply is ReplyForm.DELTA:
+                self._answer_with_deltas(part, average, local, waiting)
+            else:
+                self._answer_with_average(part, average, local, waiting)
+
+    def _answer_with_average(
+        self, part: Part, average: torch.Tensor, local: torch.Tensor | None, waiting: _Waiting
+    ) -> None:
+        """Encodes once for all and adopts what the others will decode, so that all end with the same bytes."""
+        spec = self._schema.tensors[part.tensor]
+        replies = {}
+        for compression in {spec.compression, *(delivered.compression for _, delivered in waiting)}:
+            replies[compression] = encode(_as_sent(average, spec.torch_dtype, compression), compression)
+        if local is not None:
+            self._outcome.averages[part] = decode(replies[spec.compression])
+        for sender, delivered in waiting:
+            reply = replies[delivered.compression]
+            sender.replies.put_nowait(AveragingData(MessageCode.AVERAGED_PART, tensor_part=reply))
+
+    def _answer_with_deltas(
+        self, part: Part, average: torch.Tensor, local: torch.Tensor | None, waiting: _Waiting
+    ) -> None:
+        spec = self._schema.tensors[part.tensor]
+        if local is not None:
+            self._outcome.averages[part] = average - local
+        for sender, delivered in waiting:
+            delta = _as_sent(average - delivered.values, spec.torch_dtype, delivered.compression)
+            reply = encode(delta, delivered.compression)
+            sender.replies.put_nowait(AveragingData(MessageCode.AVERAGED_PART, tensor_part=reply))
+
+
+def _as_sent(values: torch.Tensor, dtype: torch.dtype, compression: CompressionType) -> torch.Tensor:
+    """Uncompressed values travel in the tensor's own dtype; the codes take the sum's full precision."""
+    return values.to(dtype) if compression is CompressionType.NONE else values

@@ -1,0 +1,95 @@
+"""One round of a group as a whole: both sides at once, within its deadline, and a farewell if it is given up.
+
+Members that die, go silent or break the protocol are dropped and named, and the round goes on without them. Nothing is
+written to the tensors here: the result is handed over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+
+import torch
+
+from averaging.allreduce.outcome import Outcome, RoundResult
+from averaging.allreduce.partition import partition, shares
+from averaging.allreduce.reducing import Reducing
+from averaging.allreduce.sending import Sending
+from averaging.config import NonFinite
+from averaging.errors import RoundError
+from averaging.group import Group
+from averaging.messages import AveragingData, MessageCode
+from averaging.schema import Schema
+from averaging.transport.base import Transport
+
+FAREWELL_SECONDS = 1.0
+"""How long a member that gives up tries to tell the others."""
+
+
+class AllReduce:
+    """One round of `group` at the member `endpoint`.
+
+    Args:
+        tensors: flat CPU tensors, one per tensor of the schema; read during the round, never written.
+        part_timeout: seconds without progress after which a member is given up.
+
+    Raises:
+        RoundError: the weights sum to zero, or nobody can reduce.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        endpoint: str,
+        schema: Schema,
+        tensors: Sequence[torch.Tensor],
+        transport: Transport,
+        *,
+        part_timeout: float,
+        non_finite: NonFinite = NonFinite.REFUSE,
+    ) -> None:
+        if group.total_weight <= 0:
+            raise RoundError(f"the weights of all {len(group.members)} members sum to zero; give somebody a weight")
+        self.group = group
+        me = group.members[group.index(endpoint)]
+        parts_of = dict(zip(group.endpoints, partition(schema, shares(group.members)), strict=True))
+        own = parts_of[endpoint]
+        self._wanted = [part for parts in parts_of.values() for part in parts] if me.sends else []
+        self._reducers = {name: parts for name, parts in parts_of.items() if me.sends and parts and name != endpoint}
+        self._outcome = Outcome(group.group_id)
+        self._sending = Sending(
+            endpoint, schema, tensors, transport, self._outcome, part_timeout=part_timeout, non_finite=non_finite
+        )
+        senders = [member for member in group.members if own and member.sends and member is not me]
+        self._reducing = Reducing(
+            me, senders, own, schema, tensors, self._outcome, part_timeout=part_timeout, non_finite=non_finite
+        )
+
+    async def run(self, deadline: float) -> RoundResult:
+        """Runs the round until every part is in or given up, at most until `deadline` in the running loop's time.
+
+        Cancelling it tells the other members that this one leaves.
+        """
+        try:
+            async with asyncio.timeout_at(deadline), asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._reducing.run())
+                for name, parts in self._reducers.items():
+                    tasks.create_task(self._sending.send_to(name, parts))
+        except TimeoutError:
+            self._reducing.drop_unfinished("the round's deadline passed before it was done")
+            for name, parts in self._reducers.items():
+                if any(part not in self._outcome.averages for part in parts):
+                    self._outcome.lose(name, "the round's deadline passed before its last average came")
+        except BaseException as error:
+            code = MessageCode.CANCELLED if isinstance(error, asyncio.CancelledError) else MessageCode.INTERNAL_ERROR
+            self._reducing.close(code)
+            await self._sending.say_farewell(list(self._reducers), code, FAREWELL_SECONDS)
+            raise
+        self._reducing.close(MessageCode.CANCELLED)
+        return self._outcome.result(self._wanted)
+
+    def aggregate_part(
+        self, first: AveragingData, messages: AsyncIterator[AveragingData]
+    ) -> AsyncGenerator[AveragingData, None]:
+        """Serves one sender's stream, of which `first` has been read already."""
+        return self._reducing.serve(first, messages)

@@ -1,0 +1,131 @@
+"""The sender's side of a round: this member's parts to their reducer, and their averages back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+
+import torch
+
+from averaging.allreduce.outcome import Outcome
+from averaging.allreduce.partition import Part
+from averaging.compression import decode, encode
+from averaging.config import NonFinite
+from averaging.errors import AveragingError, ProtocolViolationError, TransportError
+from averaging.messages import AveragingData, MessageCode
+from averaging.schema import Schema
+from averaging.tensors import all_finite
+from averaging.transport.base import Transport
+
+logger = logging.getLogger("averaging.allreduce")
+
+
+class Sending:
+    """One member's streams to the reducers of its group.
+
+    Args:
+        tensors: flat CPU tensors, one per tensor of the schema; read, never written.
+        part_timeout: a reducer that answers nothing for twice as many seconds is given up.
+        outcome: where averages, bytes and losses are noted.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        schema: Schema,
+        tensors: Sequence[torch.Tensor],
+        transport: Transport,
+        outcome: Outcome,
+        *,
+        part_timeout: float,
+        non_finite: NonFinite,
+    ) -> None:
+        self._endpoint = endpoint
+        self._schema = schema
+        self._tensors = tensors
+        self._transport = transport
+        self._outcome = outcome
+        # A reducer waits up to one part_timeout for another sender, so its replies may pause that long.
+        self._patience = 2 * part_timeout
+        self._non_finite = non_finite
+
+    async def send_to(self, name: str, parts: Sequence[Part]) -> None:
+        """Sends `name` its parts and collects their averages, until all are in or it is lost."""
+        received = 0
+        try:
+            async with asyncio.timeout(None) as limit:
+
+                def progress() -> None:
+                    limit.reschedule(asyncio.get_running_loop().time() + self._patience)
+
+                progress()
+                outgoing = self._messages(parts, progress)
+                async with aclosing(self._transport.aggregate_part(name, outgoing)) as replies:
+                    # Read on after the last reply, to the end of the stream: closing it early would look like a loss.
+                    async for reply in replies:
+                        if received == len(parts):
+                            raise ProtocolViolationError("sent more replies than it was sent parts")
+                        self._outcome.averages[parts[received]] = self._read(parts[received], reply)
+                        received += 1
+                        progress()
+            reason = "ended its stream"
+        except TimeoutError:
+            reason = f"no reply for {self._patience:g} s"
+        except TransportError as error:
+            reason = error.reason
+        except ProtocolViolationError as error:
+            reason = str(error)
+        if received < len(parts):
+            self._outcome.lose(name, f"{reason} after {received} of {len(parts)} averages")
+
+    async def _messages(
+        self, parts: Sequence[Part], progress: Callable[[], None]
+    ) -> AsyncGenerator[AveragingData, None]:
+        """One stream to a reducer; only its first message says who sends what."""
+        for number, part in enumerate(parts):
+            progress()
+            values = self._tensors[part.tensor][part.start : part.stop]
+            wire = encode(values, self._schema.tensors[part.tensor].compression)
+            self._outcome.sent(len(wire.buffer))
+            if number == 0:
+                group_id = self._outcome.group_id
+                yield AveragingData(MessageCode.PART_FOR_AVERAGING, group_id, self._endpoint, tensor_part=wire)
+            else:
+                yield AveragingData(tensor_part=wire)
+
+    def _read(self, part: Part, reply: AveragingData) -> torch.Tensor:
+        if reply.code is MessageCode.CANCELLED:
+            raise ProtocolViolationError("left the round, or gave this peer up (CANCELLED)")
+        if reply.code is not MessageCode.AVERAGED_PART or reply.tensor_part is None:
+            raise ProtocolViolationError(f"answered with {reply.code.name}")
+        values = decode(reply.tensor_part)
+        if tuple(values.shape) != (part.numel,):
+            raise ProtocolViolationError(f"answered with shape {list(values.shape)} instead of [{part.numel}]")
+        if self._non_finite is NonFinite.REFUSE and not all_finite(values):
+            raise ProtocolViolationError("answered with NaN or infinity")
+        self._outcome.received(len(reply.tensor_part.buffer))
+        return values
+
+    async def say_farewell(self, names: Sequence[str], code: MessageCode, seconds: float) -> None:
+        """Tells reducers that this member leaves, so that none waits for its parts; tries for so many seconds."""
+        message = AveragingData(code=code, group_id=self._outcome.group_id, endpoint=self._endpoint)
+
+        async def tell(name: str) -> None:
+            async def once() -> AsyncGenerator[AveragingData, None]:
+                yield message
+
+            try:
+                async with aclosing(self._transport.aggregate_part(name, once())) as replies:
+                    async for _ in replies:
+                        break
+            except AveragingError as error:
+                logger.debug("could not tell %s that this member leaves: %s", name, error)
+
+        try:
+            async with asyncio.timeout(seconds), asyncio.TaskGroup() as tasks:
+                for name in names:
+                    tasks.create_task(tell(name))
+        except TimeoutError:
+            logger.debug("not every member could be told that this one leaves")
