@@ -20,14 +20,19 @@ if TYPE_CHECKING:
     from averaging.schema import ReplyForm
     from averaging.snapshots import Extras
     from averaging.state import State
-    from averaging.strategies import LocalSGD, Strategy
+    from averaging.strategies import DiLoCo, GradientAveraging, LocalSGD, Strategy
+    from averaging.topics import Adopt, Topic
+    from averaging.training import Training
 
 __all__ = [
+    "Adopt",
     "AveragingError",
     "CompressionType",
     "DecentralizedAverager",
+    "DiLoCo",
     "Dropped",
     "Extras",
+    "GradientAveraging",
     "LocalSGD",
     "Mode",
     "NonFinite",
@@ -38,14 +43,19 @@ __all__ = [
     "ReplyForm",
     "State",
     "Strategy",
+    "Topic",
+    "Training",
 ]
 
 _HOMES = {
+    "Adopt": "topics",
     "AveragingError": "errors",
     "CompressionType": "messages",
     "DecentralizedAverager": "averager",
+    "DiLoCo": "strategies",
     "Dropped": "observe.receipts",
     "Extras": "snapshots",
+    "GradientAveraging": "strategies",
     "LocalSGD": "strategies",
     "Mode": "group",
     "NonFinite": "config",
@@ -56,6 +66,8 @@ _HOMES = {
     "ReplyForm": "schema",
     "State": "state",
     "Strategy": "strategies",
+    "Topic": "topics",
+    "Training": "training",
 }
 
 

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Self, TypeGuard, TypeVar, Unpack, overload
+from typing import Any, Self, TypeGuard, Unpack, overload
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from averaging.background import EventLoopThread
-from averaging.config import PeerOptions, check_weight
-from averaging.errors import ConfigError, StateError, TensorError
+from averaging.config import PeerOptions
+from averaging.errors import AveragingError, ConfigError, StateError
 from averaging.group import Mode
 from averaging.observe.receipts import Receipt
-from averaging.observe.status import PeerStatus
-from averaging.optimizer_state import load_optimizer, pack_optimizer, set_initial_lr
+from averaging.observe.training import TrainingStatus
+from averaging.optimizer_state import load_optimizer, pack_optimizer, restored_on_error, set_initial_lr
 from averaging.optimizer_wrapper import OptimizerWrapper
+from averaging.parameters import named_parameters
 from averaging.peer import DiscoveryFactory, Peer
 from averaging.snapshots import Extras
 from averaging.state import State
-from averaging.strategies.base import Strategy
+from averaging.strategies.base import Strategy, take_tensor
+from averaging.training import Training, on_loop
 from averaging.transport.base import Transport
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 DONOR_PATIENCE = 1.0
 """Seconds a newcomer waits for somebody to offer a state: a peer that starts a run offers its own a moment later."""
@@ -44,11 +46,14 @@ class DecentralizedAverager(OptimizerWrapper):
     ```
 
     The constructor starts a peer in a thread of its own. A peer without anybody to `join` starts the run, and the
-    others begin with its parameters. A newcomer downloads the parameters, the optimizer's state and the step counter of
-    the peer that has averaged most, before the constructor returns; the hyperparameters, such as the learning rate,
-    stay its own. It finds `initial_lr` in its groups then, so that a scheduler goes on where the run is:
-    `LambdaLR(opt, schedule, last_epoch=opt.local_step - 1)`. A checkpoint that is loaded before yields to the run's
-    state; one that is loaded afterwards replaces it at this peer. Models are moved to their device before.
+    others begin with its parameters. A newcomer downloads the parameters, the optimizer's state, the strategy's and the
+    step counters of the peer that has averaged most, before the constructor returns; the hyperparameters, such as the
+    learning rate, stay its own. A checkpoint that is loaded before yields to the run's state; one that is loaded
+    afterwards replaces it at this peer. Models are moved to their device before.
+
+    A learning rate may be driven from outside, as usual, once per `opt.step()`: a newcomer finds `initial_lr` in its
+    groups, so that `LambdaLR(opt, schedule, last_epoch=opt.local_step - 1)` goes on where the run is. Given as
+    `scheduler` it is driven by the averager: once per global step with GradientAveraging, else once per local step.
 
     To the rest of torch it is the inner optimizer: `param_groups`, `state` and `defaults` are the inner one's. Step
     hooks registered here enclose the averaging, those of the inner optimizer do not.
@@ -57,7 +62,10 @@ class DecentralizedAverager(OptimizerWrapper):
         optimizer: the inner optimizer. It may have been made from `model.named_parameters()`, then errors name them.
         run_id: peers with the same run average together.
         strategy: what is averaged, and when.
-        weight: of this peer in the averages, for example its batch size; the attribute may be changed at any time.
+        weight: of this peer in the averages, where the strategy sets none; the attribute may be changed at any time.
+        buffers: of the model, by name (`dict(model.named_buffers())`): floating-point ones, such as BatchNorm's running
+            statistics, are averaged along, and newcomers get all of them.
+        scheduler: makes a learning rate scheduler of the inner optimizer.
         on_round: called in the training thread with the receipt of every round, also of those that failed.
         transport: see `Peer`.
         discovery: see `Peer`.
@@ -65,6 +73,7 @@ class DecentralizedAverager(OptimizerWrapper):
 
     Attributes:
         strategy: as given.
+        scheduler: as made, or None.
         last_receipt: of the last round, None before the first.
 
     Raises:
@@ -82,6 +91,8 @@ class DecentralizedAverager(OptimizerWrapper):
         run_id: str,
         strategy: Strategy,
         weight: float = 1.0,
+        buffers: Mapping[str, torch.Tensor] | None = None,
+        scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
         on_round: Callable[[Receipt], object] | None = None,
         transport: Transport | None = None,
         discovery: DiscoveryFactory | None = None,
@@ -91,26 +102,34 @@ class DecentralizedAverager(OptimizerWrapper):
             raise ConfigError("an auxiliary peer has nothing to train; start it as a Peer or with `averaging peer`")
         super().__init__(optimizer)
         self.strategy = strategy
-        self.weight = weight  # checked by the property
         self.last_receipt: Receipt | None = None
         self._on_round = on_round
-        self._warned = ""
-        self._local_step = 0
-        self._tensors = strategy.tensors(optimizer)
-        self._places = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
+        parameters = named_parameters(optimizer)
+        buffers = {f"buffer/{name}": buffer for name, buffer in (buffers or {}).items()}
+        averaged = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
+        self._kept = {name: buffer for name, buffer in buffers.items() if name not in averaged}
         self._peer = Peer(
-            self._tensors,
+            parameters | averaged,
             run_id=run_id,
             extra_state=self._extra_state,
             transport=transport,
             discovery=discovery,
             **options,
         )
+        self._training = Training(
+            optimizer, parameters, averaged, self._peer, note=self._note, take_over=self._take_over
+        )
+        self.weight = weight  # checked by the property
+        self.scheduler = scheduler(optimizer) if scheduler else None
+        strategy.start(self._training)
         self._thread = EventLoopThread(self._peer, f"the averager of run {run_id!r}")
         try:
+            self._training.run_in(self._thread)
             self._thread.run(_begin(self._peer, self._take_over))
+            strategy.joined(self._training)
+            self._drive_scheduler()
         except BaseException:
-            self.close()
+            self._thread.close()
             raise
 
     # As an optimizer
@@ -119,42 +138,67 @@ class DecentralizedAverager(OptimizerWrapper):
         return f"DecentralizedAverager ({self._peer!r}, {self.strategy!r}, step {self.local_step}) of {self._inner!r}"
 
     @overload
-    def step(self, closure: None = None) -> None: ...
+    def step(self, closure: None = None, *, batch_size: int | None = None) -> None: ...
 
     @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float], *, batch_size: int | None = None) -> float: ...
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step of the inner optimizer; then the strategy averages, if it is time, before this returns.
+    def step(self, closure: Callable[[], float] | None = None, *, batch_size: int | None = None) -> float | None:
+        """One step of training; the strategy averages, if it is time, before this returns.
 
         A round that fails changes nothing: a warning tells why, and training goes on.
 
         Args:
             closure: reevaluates the model and returns the loss.
+            batch_size: samples behind the gradients, their loss being the mean; for GradientAveraging.
 
         Raises:
+            ConfigError: the strategy counts samples and was told none.
             TensorError: there is NaN or infinity in what is to be averaged, or it has been moved.
             ClosedError: the averager was closed, or its thread has failed.
         """
         self._thread.check()
-        with self._peer.tensors():
-            loss = self._inner.step() if closure is None else self._inner.step(closure)
-            self._local_step += 1
-        self.strategy.after_step(self)
+        loss = self.strategy.step(self._training, closure, batch_size)
+        self._drive_scheduler()
         return loss
 
+    def _drive_scheduler(self) -> None:
+        if self.scheduler is None:
+            return
+        with warnings.catch_warnings():
+            # A newcomer's schedule goes on where the run is, before the inner optimizer has made its first step.
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
+            while self.scheduler.last_epoch < self.strategy.schedule(self._training):
+                self.scheduler.step()
+
     def _own_state(self) -> dict[str, Any]:
-        return {"local_step": self._local_step}
+        strategy = self.strategy.state()
+        return {
+            "local_step": self.local_step,
+            "strategy": {
+                "tensors": {name: tensor.detach().clone() for name, tensor in strategy.tensors.items()},
+                "user": self._kind | dict(strategy.user),
+            },
+        }
 
     def _load(self, inner: dict[str, Any], own: object) -> None:
-        local_step = own.get("local_step") if isinstance(own, dict) else None
+        own = own if isinstance(own, dict) else {"local_step": own}
+        local_step, strategy = own.get("local_step"), own.get("strategy")
         if not _is_count(local_step):
-            raise ConfigError(f"the state dict has {own!r} under {self.state_key!r}, not a step counter")
+            raise ConfigError(f"the state dict has {own!r:.200} under {self.state_key!r}, not a step counter")
         self._thread.check()
         with self._peer.tensors():
+            if isinstance(strategy, dict):
+                try:
+                    self._check_kind(strategy.get("user", {}))
+                    self.strategy.load(strategy.get("tensors", {}), strategy.get("user", {}))
+                except StateError as error:
+                    raise ConfigError(f"the state dict is not of {self.strategy!r}: {error}") from error
             self._inner.load_state_dict(inner)
-            self._local_step = local_step
+            self._training.local_step = local_step
         self._thread.run(self._peer.commit(self._peer.version))
+        self.strategy.joined(self._training)
+        self._drive_scheduler()
 
     # As a peer
 
@@ -167,17 +211,31 @@ class DecentralizedAverager(OptimizerWrapper):
     @property
     def peers(self) -> frozenset[str]:
         """The endpoints of the peers of the run that are known, this one included."""
-        return self._thread.run(_on_loop(lambda: self._peer.peers))
+        return self._thread.run(on_loop(lambda: self._peer.peers))
 
     @property
-    def status(self) -> PeerStatus:
-        """Who this peer is and what it is doing."""
-        return self._thread.run(_on_loop(lambda: self._peer.status))
+    def status(self) -> TrainingStatus:
+        """How far this peer and its run are."""
+        peers = self.peers
+        return TrainingStatus(
+            local_step=self.local_step,
+            global_step=self.strategy.global_step,
+            samples=self.strategy.samples,
+            peers=peers,
+            alone=len(peers) == 1,
+            last_receipt=self.last_receipt,
+            peer=self._thread.run(on_loop(lambda: self._peer.status)),
+        )
 
     @property
     def local_step(self) -> int:
-        """Steps made, those of the state that was downloaded or loaded included."""
-        return self._local_step
+        """Calls of `step`, those of the state that was downloaded or loaded included."""
+        return self._training.local_step
+
+    @property
+    def global_step(self) -> int | None:
+        """Steps that the run has made together; None with a strategy that has none, such as LocalSGD."""
+        return self.strategy.global_step
 
     @property
     def model_version(self) -> int:
@@ -187,35 +245,30 @@ class DecentralizedAverager(OptimizerWrapper):
     @property
     def weight(self) -> float:
         """Of this peer in the averages; finite and at least 0."""
-        return self._weight
+        return self._training.weight
 
     @weight.setter
     def weight(self, weight: float) -> None:
-        self._weight = check_weight(weight)
+        self._training.weight = weight
 
     def average_now(self, *, weight: float | None = None, gather: Any = None) -> Receipt:
-        """Averages with a group now, and waits for the end of the round.
+        """Averages the parameters with a group now, whatever the strategy, and waits for the end of the round.
 
         Args:
             weight: of this peer in this round; the attribute `weight` if None.
             gather: handed to all members of the group, see `Peer.average`.
 
         Returns:
-            The receipt, also when no group was found or the round failed; training can go on in any case.
+            The receipt, also when no group was found within `timeout` or the round failed; training can go on in any
+            case.
 
         Raises:
             ConfigError: a weight or a gather that cannot work.
             TensorError: there is NaN or infinity in what is to be averaged, or it has been moved.
             ClosedError: the averager was closed, or its thread has failed.
         """
-        self._settle()
-        weight = self.weight if weight is None else weight
-        receipt = self._thread.run(self._peer.average(weight=weight, gather=gather))
-        self.last_receipt = receipt
-        self._warn_about(receipt)
-        if self._on_round is not None:
-            self._on_round(receipt)
-        return receipt
+        config = self._peer.config
+        return self._training.average(weight=weight, gather=gather, enough=config.group_size, patience=config.timeout)
 
     def close(self) -> None:
         """Ends a round in progress, leaves the run and ends the thread. The inner optimizer can be used on."""
@@ -227,31 +280,36 @@ class DecentralizedAverager(OptimizerWrapper):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            if kind is None:
+                self.strategy.finish(self._training)
+        except AveragingError as failure:
+            logger.warning("%r could not end in order: %s", self.strategy, failure)
+        finally:
+            self.close()
 
-    def _settle(self) -> None:
-        """Makes sure that the peer's thread sees what the training thread has computed."""
-        devices = set()
-        for name, tensor in self._tensors.items():
-            if tensor.data_ptr() != self._places[name]:
-                raise TensorError(f"{name!r} has been moved in memory; move the model first, then make the averager")
-            devices.add(tensor.device)
-        for device in devices:
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()
+    @property
+    def _kind(self) -> dict[str, Any]:
+        return {"kind": type(self.strategy).__name__}
 
-    def _warn_about(self, receipt: Receipt) -> None:
-        """Warns of a failed round, but not again and again for the same reason."""
-        reason = "" if receipt.averaged else receipt.reason
-        if reason and reason != self._warned:
-            logger.warning("%s; training goes on, and rounds that fail like this are not reported again", receipt)
-        self._warned = reason
+    def _check_kind(self, strategy: Mapping[str, Any]) -> None:
+        """Whether a state is of the same kind of strategy; those of peers without one are taken, too."""
+        kind, ours = strategy.get("kind"), type(self.strategy).__name__
+        if kind not in (None, ours):
+            raise StateError(f"its strategy is {str(kind)[:100]}, here it is {ours}; use the same one")
 
-    # In the peer's thread
+    def _note(self, receipt: Receipt) -> None:
+        self.last_receipt = receipt
+        if self._on_round is not None:
+            self._on_round(receipt)
+
+    # In the peer's thread, and in the training thread where it commits a state
 
     def _extra_state(self) -> Extras:
         tensors, packed = pack_optimizer(self._inner)
-        return Extras(tensors, {"local_step": self._local_step, "optimizer": packed})
+        strategy = self.strategy.state()
+        user = {"local_step": self.local_step, "optimizer": packed, "strategy": self._kind | dict(strategy.user)}
+        return Extras({**tensors, **self._kept, **{f"strategy/{n}": t for n, t in strategy.tensors.items()}}, user)
 
     def _take_over(self, state: State) -> None:
         if state.version < 1:
@@ -259,11 +317,22 @@ class DecentralizedAverager(OptimizerWrapper):
         if "optimizer" not in state.user:
             logger.warning("the state has no optimizer's in it; only the parameters are taken over")
             return
-        local_step = state.user.get("local_step")
-        if not _is_count(local_step):
+        local_step, strategy = state.user.get("local_step"), state.user.get("strategy", {})
+        if not _is_count(local_step) or not isinstance(strategy, dict):
             raise StateError(f"its step counter is {local_step!r}")
-        load_optimizer(self._inner, state.tensors, state.user["optimizer"])
-        self._local_step = local_step
+        kept = {name: take_tensor(state.tensors, name, buffer) for name, buffer in self._kept.items()}
+        of_strategy = {
+            name.removeprefix("strategy/"): tensor
+            for name, tensor in state.tensors.items()
+            if name.startswith("strategy/")
+        }
+        self._check_kind(strategy)
+        with restored_on_error(self._inner):
+            load_optimizer(self._inner, state.tensors, state.user["optimizer"])
+            self.strategy.load(of_strategy, strategy)
+        for name, tensor in kept.items():
+            self._kept[name].copy_(tensor)
+        self._training.local_step = local_step
         if local_step:
             set_initial_lr(self._inner)
 
@@ -286,10 +355,6 @@ async def _begin(peer: Peer, take_over: Callable[[State], None]) -> None:
             "same moment, start one of them without `join`, or call average_now() before the first step",
             peer.run_id,
         )
-
-
-async def _on_loop(read: Callable[[], T]) -> T:
-    return read()
 
 
 def _is_count(value: object) -> TypeGuard[int]:

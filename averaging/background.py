@@ -79,6 +79,30 @@ class EventLoopThread:
         result: T = call.result.result()
         return result
 
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Runs `coroutine` in the thread's loop without waiting for it; at the end of the thread it is cancelled.
+
+        Raises:
+            ClosedError: as `run`; so does the future.
+        """
+        call = _Call(coroutine)
+        try:
+            self.check()
+            self._submit(call)
+        except BaseException:
+            self._give_up(call)
+            raise
+        return call.result
+
+    def wait(self, result: Future[T]) -> T:
+        """Waits for what `start` returned; a KeyboardInterrupt ends the wait and not what is waited for.
+
+        Raises:
+            Exception: whatever the coroutine raises.
+        """
+        _wait_for(result)
+        return result.result()
+
     def check(self) -> None:
         """Whether the thread still lives.
 

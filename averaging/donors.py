@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 from collections.abc import Callable
 from contextlib import aclosing
@@ -11,10 +10,8 @@ from contextlib import aclosing
 import msgpack
 
 from averaging.discovery.base import Discovery
-from averaging.errors import AveragingError
 from averaging.group import donors_key
-
-logger = logging.getLogger(__name__)
+from averaging.notices import Notice
 
 LIFETIME, REFRESH = 60.0, 20.0
 """Seconds for which a declaration holds, and after which it is made again."""
@@ -24,12 +21,25 @@ class Donors:
     """The state donors of a run, as `endpoint` sees them and is one of them.
 
     The priority of a state is its version: who has averaged most is asked first.
+
+    Attributes:
+        notice: the declaration of this peer; it is kept only if this peer offers its state.
     """
 
-    def __init__(self, run_id: str, endpoint: str, discovery: Discovery, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, run_id: str, endpoint: str, discovery: Discovery, version: Callable[[], int], clock: Callable[[], float]
+    ) -> None:
         self._key = donors_key(run_id)
-        self._endpoint, self._discovery, self._clock = endpoint, discovery, clock
-        self._committed = asyncio.Event()
+        self._endpoint, self._discovery = endpoint, discovery
+        self.notice = Notice(
+            discovery,
+            self._key,
+            endpoint,
+            lambda: msgpack.packb(float(version())),
+            lifetime=LIFETIME,
+            refresh=REFRESH,
+            clock=clock,
+        )
 
     def others(self) -> list[tuple[float, str]]:
         """Priority and endpoint of the other donors, the best first."""
@@ -48,29 +58,6 @@ class Donors:
         except TimeoutError:
             return False
         return False
-
-    def committed(self) -> None:
-        """There is a new version to declare."""
-        self._committed.set()
-
-    async def keep_declaring(self, version: Callable[[], int]) -> None:
-        """Declares this peer's state until cancelled: after each commit, and before a declaration expires."""
-        while True:
-            self._committed.clear()
-            await self.declare(version())
-            try:
-                async with asyncio.timeout(REFRESH):
-                    await self._committed.wait()
-            except TimeoutError:
-                continue
-
-    async def declare(self, version: int) -> None:
-        """Declares once that this peer's state can be downloaded."""
-        value = msgpack.packb(float(version))
-        try:
-            await self._discovery.store(self._key, self._endpoint, value, self._clock() + LIFETIME)
-        except AveragingError as error:
-            logger.warning("could not declare that the state can be downloaded: %s", error)
 
 
 def unpack_priority(value: bytes) -> float | None:

@@ -142,9 +142,14 @@ def unpack_gather(endpoint: str, gather: bytes) -> Member:
     )
 
 
-def group_key(run_id: str, bits: str) -> str:
-    """The discovery key under which peers with these group bits look for each other."""
-    return f"{run_id}.0b{bits}"
+def group_key(run_id: str, bits: str, topic: str = "") -> str:
+    """The discovery key under which peers with these group bits look for each other to average `topic`."""
+    return f"{run_id}/{topic}.0b{bits}" if topic else f"{run_id}.0b{bits}"
+
+
+def progress_key(run_id: str) -> str:
+    """The discovery key under which peers that train tell how far they are."""
+    return f"{run_id}.progress"
 
 
 def donors_key(run_id: str) -> str:

@@ -6,7 +6,8 @@ tensor's name, `list` or `tuple` and the items, `dict` and the list of [key, val
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,21 +15,27 @@ import torch
 from averaging.errors import StateError
 
 PREFIX = "optimizer"
-"""The names of the tensors start so: `optimizer/0/exp_avg`."""
+"""The names of the inner optimizer's tensors start so: `optimizer/0/exp_avg`."""
 
 
-def pack_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def pack_optimizer(
+    optimizer: torch.optim.Optimizer, prefix: str = PREFIX
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The optimizer's state, without its hyperparameters: its tensors by name (not copied), and the rest.
+
+    The names of the tensors start with `prefix` and a slash.
 
     Raises:
         StateError: a value is neither a number, a string, a tensor, None, nor a list, tuple or dict of these.
     """
     tensors: dict[str, torch.Tensor] = {}
-    packed = _pack(optimizer.state_dict()["state"], PREFIX, tensors)
+    packed = _pack(optimizer.state_dict()["state"], prefix, tensors)
     return tensors, {"class": type(optimizer).__name__, "state": packed}
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor], packed: object) -> None:
+def load_optimizer(
+    optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor], packed: object, prefix: str = PREFIX
+) -> None:
     """Takes over what `pack_optimizer` made of another peer's optimizer; the hyperparameters stay as they are.
 
     Raises:
@@ -39,7 +46,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch
     ours = type(optimizer).__name__
     if packed["class"] != ours:
         raise StateError(f"its optimizer is {packed['class'][:100]}, here it is {ours}; use the same one")
-    state = _unpack(packed.get("state"), tensors)
+    of_optimizer = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{prefix}/")}
+    state = _unpack(packed.get("state"), of_optimizer)
     own = optimizer.state_dict()
     numbers = {number for group in own["param_groups"] for number in group["params"]}
     if not isinstance(state, dict):
@@ -47,12 +55,22 @@ def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch
     for key, values in state.items():
         if isinstance(key, int) and (key not in numbers or not isinstance(values, dict)):
             raise StateError(f"the state of its optimizer has a parameter {key} that this one lacks")
+    with restored_on_error(optimizer):
+        try:
+            optimizer.load_state_dict({"state": state, "param_groups": own["param_groups"]})
+        except Exception as error:
+            raise StateError(f"{ours} does not take the state of its optimizer: {error}") from error
+
+
+@contextmanager
+def restored_on_error(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Gives an optimizer back its state, as it was, if the block that loads another one raises."""
     before = {"state": optimizer.state, "param_groups": optimizer.param_groups}
     try:
-        optimizer.load_state_dict({"state": state, "param_groups": own["param_groups"]})
-    except Exception as error:
+        yield
+    except BaseException:
         optimizer.__setstate__(before)
-        raise StateError(f"{ours} does not take the state of its optimizer: {error}") from error
+        raise
 
 
 def set_initial_lr(optimizer: torch.optim.Optimizer) -> None:
@@ -86,7 +104,7 @@ def _unpack(packed: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     match packed:
         case None | bool() | int() | float() | str() | bytes():
             return packed
-        case {"tensor": str(name)} if name.startswith(f"{PREFIX}/") and name in tensors:
+        case {"tensor": str(name)} if name in tensors:
             return tensors[name]
         case {"list": list(items)}:
             return [_unpack(item, tensors) for item in items]

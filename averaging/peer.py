@@ -13,25 +13,38 @@ from typing import Any, Protocol, Self, Unpack
 
 import torch
 
-from averaging.allreduce import AllReduce, RoundResult, changes
 from averaging.config import NonFinite, PeerConfig, PeerOptions, check_weight
 from averaging.discovery.base import Discovery
 from averaging.discovery.gossip import GossipDiscovery
 from averaging.donors import Donors
-from averaging.errors import AveragingError, ClosedError, ConfigError, RoundError, SchemaMismatchError
-from averaging.group import Group, Mode, pack_gather
-from averaging.matchmaking import Matchmaking, NoGroupError
-from averaging.observe.receipts import Outcome, Receipt
+from averaging.errors import ClosedError, ConfigError, RoundError
+from averaging.feedback import Feedback
+from averaging.group import Mode, pack_gather, progress_key
+from averaging.matchmaking.rules import unpack_looking
+from averaging.messages import CompressionType
+from averaging.notices import Notice
+from averaging.observe.receipts import Receipt
 from averaging.observe.status import PeerStatus
-from averaging.schema import ReplyForm, describe
+from averaging.rounds import Rounds
+from averaging.schema import describe
 from averaging.service import PeerService
 from averaging.snapshots import Extras, Snapshots
 from averaging.state import State, download
 from averaging.tensors import SharedTensors
+from averaging.topics import Adopt, Topic
 from averaging.transport.base import Transport
 from averaging.transport.grpc import GrpcTransport
 
 logger = logging.getLogger(__name__)
+
+MAX_TOPIC = 64
+"""Characters of a topic's name: discovery's keys are short."""
+
+PROGRESS_LIFETIME, PROGRESS_REFRESH = 15.0, 5.0
+"""Seconds for which a peer's progress holds, and after which it is told again: so long a dead peer is waited for."""
+
+PROGRESS_PAUSE = 0.02
+"""Seconds between two of its tellings at least."""
 
 CLOSING_GRACE = 1.0
 """Seconds that calls in progress get when a peer closes."""
@@ -85,13 +98,8 @@ class Peer:
     ) -> None:
         self.config = PeerConfig(run_id=run_id, **options)
         self._tensors = SharedTensors(tensors)
-        self.schema = describe(
-            self._tensors.names,
-            self._tensors.tensors,
-            compression=self.config.compression,
-            part_size_bytes=self.config.part_size_bytes,
-            reply=self.config.reply,
-        )
+        self._own = self._topic_of(self._tensors)
+        self.schema = self._own.schema
         is_client = self.config.mode is Mode.CLIENT
         self._snapshots = Snapshots(self._tensors, extra_state, shared=self.config.share_state and not is_client)
         self._transport = transport or GrpcTransport(
@@ -104,7 +112,7 @@ class Peer:
         self._clock, self._rng = clock, rng or random.SystemRandom()
         self._running: _Running | None = None
         self._averaging = False
-        self._attempts = 0
+        self._progress: bytes | None = None
 
     def __repr__(self) -> str:
         running = self._running
@@ -131,25 +139,35 @@ class Peer:
             await self._transport.serve(service, context if isinstance(context, GossipDiscovery) else None)
             discovery = await stack.enter_async_context(context)
             service.discovery = discovery
-            matchmaking = service.matchmaking = Matchmaking(
-                config.run_id,
+            rounds = Rounds(
+                config,
                 endpoint,
-                self.schema,
                 self._transport,
                 discovery,
-                group_size=config.group_size,
-                min_group_size=config.min_group_size,
-                matchmaking_time=config.matchmaking_time,
-                group_bits=config.group_bits,
+                service,
+                self._snapshots,
                 clock=self._clock,
                 rng=self._rng,
             )
-            donors = Donors(config.run_id, endpoint, discovery, self._clock)
-            if self._snapshots.shared:
-                await donors.declare(self._snapshots.version)
-                tasks = await stack.enter_async_context(asyncio.TaskGroup())
-                stack.callback(tasks.create_task(donors.keep_declaring(lambda: self._snapshots.version)).cancel)
-            self._running = _Running(stack.pop_all(), endpoint, discovery, matchmaking, donors, service)
+            service.matchmaking = rounds.matchmaking(self.schema)
+            donors = Donors(config.run_id, endpoint, discovery, lambda: self._snapshots.version, self._clock)
+            progress = Notice(
+                discovery,
+                progress_key(config.run_id),
+                endpoint,
+                lambda: self._progress,
+                lifetime=PROGRESS_LIFETIME,
+                refresh=PROGRESS_REFRESH,
+                pause=PROGRESS_PAUSE,
+                clock=self._clock,
+            )
+            notices = [progress, donors.notice] if self._snapshots.shared else [progress]
+            tasks = await stack.enter_async_context(asyncio.TaskGroup())
+            for notice in notices:
+                await notice.store()
+                stack.callback(tasks.create_task(notice.keep()).cancel)
+            loop = asyncio.get_running_loop()
+            self._running = _Running(stack.pop_all(), endpoint, loop, discovery, rounds, donors, progress, service)
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -188,6 +206,35 @@ class Peer:
         """The other peers that offer their state: priority and endpoint, the best first."""
         return self._entered.donors.others()
 
+    def tell(self, progress: bytes) -> None:
+        """Tells the others of the run how far this peer is; that holds until it is told again, and a while after death.
+
+        Args:
+            progress: in the strategy's own words, at most 1 KiB.
+        """
+        self._progress = progress
+        self._entered.progress.changed()
+
+    @property
+    def told(self) -> dict[str, bytes]:
+        """How far the other peers are, by endpoint: what each passed to `tell` last."""
+        entries = self._entered.discovery.get(progress_key(self.run_id))
+        return {name: entry.value for name, entry in entries.items() if name != self.endpoint}
+
+    def awaited_until(self, topic: Topic, phase: str = "") -> float | None:
+        """Until when others have declared to wait for a group in this topic; None if nobody has.
+
+        Returns:
+            The latest moment, in seconds since the epoch.
+        """
+        key = self._entered.rounds.matchmaking(topic.at(phase), lasting=False).group_key
+        waiting = [
+            entry.expiration
+            for name, entry in self._entered.discovery.get(key).items()
+            if name != self.endpoint and unpack_looking(entry.value)
+        ]
+        return max(waiting, default=None)
+
     @property
     def status(self) -> PeerStatus:
         """Who this peer is and what it is doing; the same that the status service tells."""
@@ -202,6 +249,23 @@ class Peer:
         with self._tensors.locked() as tensors:
             yield tensors
 
+    @contextmanager
+    def replacing(self) -> Iterator[list[torch.Tensor]]:
+        """The tensors, locked, to be brought to their next version: what they hold at the end is the new state.
+
+        For any thread; it blocks. Unlike after `tensors` and `commit`, the former state is not kept for downloads.
+        If the block raises, the state is what the tensors hold then, under the old version.
+        """
+        running = self._entered
+        with self._tensors.locked(keep=False) as tensors:
+            version = self.version
+            try:
+                yield tensors
+                version += 1
+            finally:
+                self._snapshots.commit(version)
+        running.loop.call_soon_threadsafe(running.donors.notice.changed)
+
     async def commit(self, version: int | None = None) -> None:
         """Makes what the tensors hold now the state that others download.
 
@@ -213,17 +277,79 @@ class Peer:
         """
         wanted = self.version + 1 if version is None else version
         await self._tensors.while_locked(lambda: self._snapshots.commit(wanted), self.config.timeout)
-        self._entered.donors.committed()
+        self._entered.donors.notice.changed()
 
-    async def average(self, *, weight: float = 1.0, gather: Any = None) -> Receipt:
+    def topic(
+        self,
+        name: str,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        adopt: Adopt = Adopt.AVERAGE,
+        commits: bool = False,
+        compression: CompressionType | None = None,
+        error_feedback: bool = False,
+    ) -> Topic:
+        """Something else that can be averaged with this run's peers: gradients, a part of the model.
+
+        Args:
+            name: the same at all peers that average it together, and different for whatever else has the same shapes;
+                no dots. Empty only for tensors that are looked for under the run's own key, as the peer's own are.
+            tensors: in the same order at all peers. They are written under the same lock as the peer's own.
+            adopt: what becomes of them when a result is in.
+            commits: whether a result is a new version of the downloadable state.
+            compression: how they are packed on the wire; as the peer's own if None.
+            error_feedback: whether what a lossy code loses is added to what is sent in the next round.
+
+        Raises:
+            ConfigError: the name has a dot, or is too long.
+            TensorError: a tensor that cannot be averaged.
+        """
+        if "." in name or len(name) > MAX_TOPIC:
+            raise ConfigError(f"topic {name!r} must be without a dot and of at most {MAX_TOPIC} characters")
+        shared = SharedTensors(tensors, under=self._tensors)
+        return self._topic_of(shared, name, adopt, commits, compression, error_feedback)
+
+    def _topic_of(
+        self,
+        tensors: SharedTensors,
+        name: str = "",
+        adopt: Adopt = Adopt.AVERAGE,
+        commits: bool = True,
+        compression: CompressionType | None = None,
+        error_feedback: bool = False,
+    ) -> Topic:
+        schema = describe(
+            tensors.names,
+            tensors.tensors,
+            compression=self.config.compression if compression is None else compression,
+            part_size_bytes=self.config.part_size_bytes,
+            reply=self.config.reply,
+            topic=name,
+        )
+        return Topic(tensors, schema, adopt, commits, Feedback(schema) if error_feedback else None)
+
+    async def average(
+        self,
+        topic: Topic | None = None,
+        *,
+        weight: float = 1.0,
+        gather: Any = None,
+        phase: str = "",
+        enough: int | None = None,
+        patience: float | None = None,
+    ) -> Receipt:
         """Finds a group and averages the tensors with it.
 
         Cancelling it leaves the group in order and the tensors untouched. Changes that the application makes to the
         tensors meanwhile are overwritten by an average, and kept where the reply form is `delta`.
 
         Args:
+            topic: what is averaged, from `topic`; the peer's own tensors if None.
             weight: of this peer's tensors in the average; finite and at least 0.
             gather: handed to all members of the group: numbers, strings, bytes, lists or dicts, at most 64 KiB packed.
+            phase: of the topic, such as a step; peers in other phases are not met.
+            enough: a group that this peer leads begins at once with so many; with `group_size` if None.
+            patience: seconds to look for a group; `timeout` if None.
 
         Returns:
             The receipt, also when no group was found or the round failed.
@@ -244,9 +370,15 @@ class Peer:
             raise RoundError("another average() of this peer is in progress; await it first")
         self._averaging = True
         try:
+            topic = topic or self._own
             if self.config.non_finite is NonFinite.REFUSE and self.config.mode is not Mode.AUXILIARY:
-                await self._tensors.while_locked(self._tensors.check_finite, self.config.timeout)
-            receipt = running.service.last = await self._attempt(running, gathered)
+                await self._tensors.while_locked(topic.tensors.check_finite, self.config.timeout)
+            patience = self.config.timeout if patience is None else patience
+            receipt = running.service.last = await running.rounds.attempt(
+                topic, gathered, phase=phase, enough=enough, patience=patience
+            )
+            if topic.commits and receipt.averaged:
+                running.donors.notice.changed()
         finally:
             self._averaging = False
         logger.info("%s", receipt)
@@ -260,10 +392,13 @@ class Peer:
         """
         return await self._entered.donors.appear(0, timeout)
 
-    async def download_state(self, apply: Callable[[State], None] | None = None) -> State:
+    async def download_state(
+        self, apply: Callable[[State], None] | None = None, donors: Sequence[str] | None = None
+    ) -> State:
         """Downloads the state of the peer with the highest priority, verifies it, and takes it over.
 
         Args:
+            donors: endpoints to ask, in this order; all that offer a state, the best first, if None.
             apply: called with the verified state before the tensors are overwritten, which are locked meanwhile; it
                 takes over what the application added. If it raises, nothing is changed.
 
@@ -271,7 +406,7 @@ class Peer:
             StateError: nobody could deliver a sound state; nothing was changed.
             ClosedError: the peer is not running.
         """
-        names = [name for _, name in self.donors]
+        names = [name for _, name in self.donors] if donors is None else donors
         state, donor = await download(self._transport, names, self.schema, silence=self.config.part_timeout)
 
         def take_over() -> None:
@@ -281,7 +416,7 @@ class Peer:
             self._snapshots.commit(state.version)
 
         await self._tensors.while_locked(take_over, self.config.timeout)
-        self._entered.donors.committed()
+        self._entered.donors.notice.changed()
         logger.info("took over the state of %s, version %d", donor, state.version)
         return state
 
@@ -302,80 +437,6 @@ class Peer:
             rng=self._rng,
         )
 
-    # A round
-
-    async def _attempt(self, running: _Running, gathered: bytes) -> Receipt:
-        loop, service = asyncio.get_running_loop(), running.service
-        number, self._attempts = self._attempts, self._attempts + 1
-        started = loop.time()
-        try:
-            group = await running.matchmaking.find_group(gathered, self._clock() + self.config.timeout)
-        except (NoGroupError, SchemaMismatchError) as error:
-            return self._receipt(number, Outcome.NO_GROUP, started, reason=str(error))
-        # No await from here until the round is known: its members' parts may come at any moment.
-        begun = loop.time()
-        try:
-            service.round = self._new_round(running.endpoint, group)
-        except AveragingError as error:
-            return self._receipt(number, Outcome.FAILED, started, group=group, begun=begun, reason=str(error))
-        try:
-            result = await service.round.run(begun + self.config.timeout)
-            running.matchmaking.move_on(group)
-            reason = _why_failed(group, running.endpoint, result)
-            if not reason and self.config.mode is not Mode.AUXILIARY:
-                await self._tensors.while_locked(lambda: self._write(result), self.config.timeout)
-                running.donors.committed()
-        except RoundError as error:
-            return self._receipt(number, Outcome.FAILED, started, group=group, begun=begun, reason=str(error))
-        finally:
-            service.round = None
-        outcome = Outcome.FAILED if reason else Outcome.AVERAGED
-        service.rounds += outcome is Outcome.AVERAGED
-        return self._receipt(number, outcome, started, group=group, begun=begun, result=result, reason=reason)
-
-    def _new_round(self, endpoint: str, group: Group) -> AllReduce:
-        return AllReduce(
-            group,
-            endpoint,
-            self.schema,
-            self._tensors.flat(),
-            self._transport,
-            part_timeout=self.config.part_timeout,
-            non_finite=self.config.non_finite,
-        )
-
-    def _write(self, result: RoundResult) -> None:
-        self._tensors.write(changes(result), add=self.config.reply is ReplyForm.DELTA)
-        self._snapshots.commit(self.version + 1)
-
-    def _receipt(
-        self,
-        number: int,
-        outcome: Outcome,
-        started: float,
-        *,
-        reason: str = "",
-        group: Group | None = None,
-        begun: float = 0.0,
-        result: RoundResult | None = None,
-    ) -> Receipt:
-        now = asyncio.get_running_loop().time()
-        return Receipt(
-            round=number,
-            outcome=outcome,
-            reason=reason,
-            group_id=group.group_id if group else b"",
-            members=group.endpoints if group else (),
-            dropped=result.dropped if result else (),
-            gathered={member.endpoint: member.user for member in group.members} if group else {},
-            seconds=now - started,
-            allreduce_seconds=now - begun if group else 0.0,
-            bytes_sent=result.bytes_sent if result else 0,
-            bytes_received=result.bytes_received if result else 0,
-            kept_local=result.kept_local if result else 0,
-            state_version=self.version,
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class _Running:
@@ -383,16 +444,9 @@ class _Running:
 
     stack: AsyncExitStack
     endpoint: str
+    loop: asyncio.AbstractEventLoop
     discovery: Discovery
-    matchmaking: Matchmaking
+    rounds: Rounds
     donors: Donors
+    progress: Notice
     service: PeerService
-
-
-def _why_failed(group: Group, endpoint: str, result: RoundResult) -> str:
-    """A round that lost everybody else before anything came of them averaged nothing; empty if it did not."""
-    lost = {dropped.endpoint for dropped in result.dropped}
-    if result.heard or not lost >= set(group.endpoints) - {endpoint}:
-        return ""
-    told = "; ".join(f"{dropped.endpoint}: {dropped.reason}" for dropped in result.dropped)
-    return f"all other members were lost ({told})"

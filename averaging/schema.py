@@ -58,17 +58,27 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """The tensors in order, the size of a part on the wire in bytes, and what reducers answer."""
+    """What is averaged.
+
+    Attributes:
+        tensors: in order.
+        part_size_bytes: size of a part on the wire.
+        reply: what reducers answer.
+        topic: what the tensors are, where equal shapes could be different things: gradients of one step, a fragment of
+            the model. Empty for the peer's own tensors.
+    """
 
     tensors: tuple[TensorSpec, ...]
     part_size_bytes: int
     reply: ReplyForm = ReplyForm.AVERAGE
+    topic: str = ""
 
     @property
     def hash(self) -> bytes:
         """SHA-256 over everything all members must agree on; names and devices are not."""
         tensors = ";".join(f"{t.dtype}:{'x'.join(map(str, t.shape))}:{int(t.compression)}" for t in self.tensors)
-        return hashlib.sha256(f"1|{tensors}|{self.part_size_bytes}|{self.reply.value}".encode()).digest()
+        topic = f"|{self.topic}" if self.topic else ""
+        return hashlib.sha256(f"1|{tensors}|{self.part_size_bytes}|{self.reply.value}{topic}".encode()).digest()
 
     @property
     def nbytes(self) -> int:
@@ -95,6 +105,7 @@ def describe(
     compression: CompressionType = CompressionType.NONE,
     part_size_bytes: int,
     reply: ReplyForm = ReplyForm.AVERAGE,
+    topic: str = "",
 ) -> Schema:
     """The schema of `tensors`, of any shapes.
 
@@ -109,11 +120,14 @@ def describe(
             specs.append(TensorSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape), compression))
         except TensorError as error:
             raise TensorError(f"tensor {name!r}: {error}") from None
-    return Schema(tuple(specs), part_size_bytes, reply)
+    return Schema(tuple(specs), part_size_bytes, reply, topic)
 
 
 def first_difference(ours: Schema, theirs: Schema) -> str | None:
     """The first thing on which two schemas disagree, in words; None if their hashes are equal."""
+    if ours.topic != theirs.topic:
+        here, there = (schema.topic or "the peer's own tensors" for schema in (ours, theirs))
+        return f"{here} are averaged here and {there} there"
     for number, (our, their) in enumerate(zip(ours.tensors, theirs.tensors, strict=False)):
         if (our.dtype, our.shape, our.compression) != (their.dtype, their.shape, their.compression):
             same_name = our.name == their.name

@@ -87,8 +87,8 @@ class PeerService:
             yield message
 
     def get_schema(self) -> Schema:
-        """What this peer averages."""
-        return self._schema
+        """What this peer averages now, or has averaged last."""
+        return self.matchmaking.schema if self.matchmaking else self._schema
 
     def get_status(self) -> PeerStatus:
         """Who this peer is and what it is doing."""
@@ -99,7 +99,7 @@ class PeerService:
             mode=self._config.mode.name.lower(),
             software=SOFTWARE,
             started=self._started,
-            schema_hash=self._schema.hash,
+            schema_hash=self.get_schema().hash,
             group_key=found.group_key if found else "",
             looking=found.looking if found else False,
             declared_expiration=found.declared_expiration if found else 0.0,

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum, auto
 from typing import TypeVar
 
 import torch
@@ -15,17 +16,33 @@ from averaging.errors import RoundError, TensorError
 T = TypeVar("T")
 
 
+class Write(Enum):
+    """How values are written to the elements they are for."""
+
+    REPLACE = auto()
+    """The values."""
+    ADD = auto()
+    """What was there plus the values."""
+    DIFFERENCE = auto()
+    """The values minus what was there, and 0 everywhere else."""
+    ONLY = auto()
+    """The values, and 0 everywhere else."""
+
+
 class SharedTensors:
     """Tensors that training and averaging share, of any device, shape and layout of memory.
 
     Args:
         tensors: in an order that is the same at all peers; a mapping gives them names.
+        under: whose lock guards these too; None for a lock of their own.
 
     Raises:
-        TensorError: there are none, or one of them is not a floating-point tensor.
+        TensorError: there are none.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor] | Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self, tensors: Sequence[torch.Tensor] | Mapping[str, torch.Tensor], under: SharedTensors | None = None
+    ) -> None:
         if isinstance(tensors, Mapping):
             named = {str(name): tensor for name, tensor in tensors.items()}
         else:
@@ -35,13 +52,18 @@ class SharedTensors:
         self.names = tuple(named)
         self.tensors = tuple(tensor.detach() for tensor in named.values())
         self.before_application_writes: Callable[[], object] = lambda: None
-        self._lock = threading.Lock()
+        self._lock: threading.Lock = under._lock if under else threading.Lock()
 
     @contextmanager
-    def locked(self) -> Iterator[list[torch.Tensor]]:
-        """The tensors, for the application to read and write; it blocks until the lock is free."""
+    def locked(self, *, keep: bool = True) -> Iterator[list[torch.Tensor]]:
+        """The tensors, for the application to read and write; it blocks until the lock is free.
+
+        Args:
+            keep: whether what they hold must remain readable as it was, as `before_application_writes` sees to.
+        """
         with self._lock:
-            self.before_application_writes()
+            if keep:
+                self.before_application_writes()
             yield list(self.tensors)
 
     async def while_locked(self, action: Callable[[], T], timeout: float) -> T:
@@ -72,21 +94,27 @@ class SharedTensors:
         """Each tensor as one dimension on the CPU: a view of its memory if it is contiguous there, else a copy."""
         return [tensor.cpu().reshape(-1) for tensor in self.tensors]
 
-    def write(self, changes: Iterable[tuple[int, int, torch.Tensor]], *, add: bool) -> None:
-        """Writes (tensor index, first element, 1-D values), or adds them. The caller holds the lock."""
+    def write(self, changes: Iterable[tuple[int, int, torch.Tensor]], how: Write = Write.REPLACE) -> None:
+        """Writes (tensor index, first element, 1-D values). The caller holds the lock."""
+        elsewhere_too = how in (Write.DIFFERENCE, Write.ONLY)
         by_tensor: dict[int, list[tuple[int, torch.Tensor]]] = {}
+        if elsewhere_too:
+            by_tensor = {index: [] for index in range(len(self.tensors))}
         for index, start, values in changes:
             by_tensor.setdefault(index, []).append((start, values))
         for index, pieces in by_tensor.items():
             tensor = self.tensors[index]
-            in_place = tensor.device.type == "cpu" and tensor.is_contiguous()
-            target = tensor.view(-1) if in_place else tensor.cpu().reshape(-1)
+            in_place = tensor.device.type == "cpu" and tensor.is_contiguous() and not elsewhere_too
+            before = tensor.view(-1) if in_place else tensor.cpu().reshape(-1)
+            target = torch.zeros_like(before) if elsewhere_too else before
             for start, values in pieces:
                 piece = target[start : start + values.numel()]
-                if add:
+                if how is Write.ADD:
                     piece.add_(values.to(piece.dtype))
                 else:
                     piece.copy_(values)
+                if how is Write.DIFFERENCE:
+                    piece.sub_(before[start : start + values.numel()])
             if not in_place:
                 tensor.copy_(target.view(tensor.shape))
 

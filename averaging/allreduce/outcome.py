@@ -22,12 +22,14 @@ class RoundResult:
         parts: the parts whose reply arrived, with the average or the delta: 1-D, on the CPU, not to be written.
         dropped: members that were lost, in the order in which they were.
         kept_local: elements without a reply, which keep their local values.
+        encoded: the parts of `parts` that another member has reduced; the rest this one has.
         heard: whether a part or an average of another member is in it.
     """
 
     parts: list[tuple[Part, torch.Tensor]]
     dropped: tuple[Dropped, ...]
     kept_local: int
+    encoded: frozenset[Part]
     heard: bool
     bytes_sent: int
     bytes_received: int
@@ -64,12 +66,13 @@ class Outcome:
         if self.dropped.setdefault(name, reason) is reason:
             logger.info("group %s: lost %s: %s", self.group_id.hex()[:8], name, reason)
 
-    def result(self, wanted: Sequence[Part]) -> RoundResult:
-        """What came of it for a member that wants the averages of these parts."""
+    def result(self, wanted: Sequence[Part], own: Sequence[Part]) -> RoundResult:
+        """What came of it for a member that wants the averages of some parts and reduces some itself."""
         return RoundResult(
             parts=[(part, self.averages[part]) for part in wanted if part in self.averages],
             dropped=tuple(Dropped(name, reason) for name, reason in self.dropped.items()),
             kept_local=sum(part.numel for part in wanted if part not in self.averages),
+            encoded=frozenset(self.averages.keys() - set(own)),
             heard=self.heard,
             bytes_sent=self.bytes_sent,
             bytes_received=self.bytes_received,

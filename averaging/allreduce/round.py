@@ -53,7 +53,7 @@ class AllReduce:
         self.group = group
         me = group.members[group.index(endpoint)]
         parts_of = dict(zip(group.endpoints, partition(schema, shares(group.members)), strict=True))
-        own = parts_of[endpoint]
+        own = self._own = parts_of[endpoint]
         self._wanted = [part for parts in parts_of.values() for part in parts] if me.sends else []
         self._reducers = {name: parts for name, parts in parts_of.items() if me.sends and parts and name != endpoint}
         self._outcome = Outcome(group.group_id)
@@ -86,7 +86,7 @@ class AllReduce:
             await self._sending.say_farewell(list(self._reducers), code, FAREWELL_SECONDS)
             raise
         self._reducing.close(MessageCode.CANCELLED)
-        return self._outcome.result(self._wanted)
+        return self._outcome.result(self._wanted, self._own)
 
     def aggregate_part(
         self, first: AveragingData, messages: AsyncIterator[AveragingData]

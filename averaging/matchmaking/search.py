@@ -53,12 +53,14 @@ class Matchmaking:
         clock: Callable[[], float],
         rng: random.Random,
     ) -> None:
-        self._run_id, self._endpoint, self._schema = run_id, endpoint, schema
+        self._run_id, self._endpoint = run_id, endpoint
+        self.schema = schema
         self._transport, self._discovery = transport, discovery
         self._group_size, self._min_group_size = group_size, min_group_size
         self._matchmaking_time = matchmaking_time
         self._clock, self._rng = clock, rng
         self.group_bits = group_bits
+        self._dropped = 0  # leading bits that the present search leaves out
         self._search: _Search | None = None
         self._over = asyncio.Event()  # no search, or it has ended
         self._over.set()
@@ -66,7 +68,7 @@ class Matchmaking:
     @property
     def group_key(self) -> str:
         """The discovery key under which this peer looks for others."""
-        return group_key(self._run_id, self.group_bits)
+        return group_key(self._run_id, self.group_bits[self._dropped :], self.schema.topic)
 
     @property
     def looking(self) -> bool:
@@ -83,16 +85,23 @@ class Matchmaking:
         """Whom it follows; empty if nobody."""
         return self._search.state.leader if self._search else ""
 
-    async def find_group(self, gather: bytes, deadline: float) -> Group:
-        """Looks for a group until `deadline` (seconds since the epoch).
+    async def find_group(self, gather: bytes, deadline: float, enough: int | None = None) -> Group:
+        """Looks for a group.
+
+        Args:
+            gather: what the group is told of this peer.
+            deadline: until when, in seconds since the epoch.
+            enough: members with which a group that this peer leads begins at once; `group_size` if None or above it.
 
         Raises:
             NoGroupError: there was none in time.
             SchemaMismatchError: everybody else there averages other tensors.
         """
         member = unpack_gather(self._endpoint, gather)
-        search = _Search(Searching(member, self._schema.hash, self._group_size), gather, self._rng)
+        wanted = self._group_size if enough is None else min(max(enough, self._min_group_size), self._group_size)
+        search = _Search(Searching(member, self.schema.hash, wanted), gather, self._rng)
         self._search = search
+        self._dropped = 0  # by the next search its own place may be taken again
         self._over.clear()
         try:
             while (group := await self._search_once(search, deadline)) is None:
@@ -101,8 +110,8 @@ class Matchmaking:
                     raise await self._difference(search, next(iter(search.differing)))
                 if self._clock() >= deadline:
                     raise NoGroupError(search.explain(self.group_key, self._min_group_size))
-                if not search.seen and self.group_bits:
-                    self.group_bits = self.group_bits[1:]
+                if not search.seen and self._dropped < len(self.group_bits):
+                    self._dropped += 1
                     logger.info("nobody was seen; looking under %s now", self.group_key)
                 search.seen.clear()
         finally:
@@ -140,7 +149,9 @@ class Matchmaking:
         logger.debug("%s answers %s to %s", self._endpoint, code.name, request.endpoint)
         if search is None or code is not MessageCode.ACCEPTED:
             # A stranger's hash says nothing about the run; one that discovery names may be all there is.
-            if search and code is MessageCode.BAD_SCHEMA_HASH and self._discovery.names(request.endpoint):
+            # Under a topic it is one who is in another phase.
+            bad_hash = code is MessageCode.BAD_SCHEMA_HASH and not self.schema.topic
+            if search and bad_hash and self._discovery.names(request.endpoint):
                 search.seen.add(request.endpoint)
                 search.differing.setdefault(request.endpoint, None)
             yield MessageFromLeader(code, suggested_leader=suggested_leader)
@@ -252,7 +263,7 @@ class Matchmaking:
         """Asks one peer and follows it for as long as it leads; returns why that ended and whom it suggests."""
         request = JoinRequest(
             endpoint=self._endpoint,
-            schema_hash=self._schema.hash,
+            schema_hash=self.schema.hash,
             expiration=own.expiration,
             gather=search.gather,
             client_mode=search.state.member.mode is Mode.CLIENT,
@@ -297,7 +308,7 @@ class Matchmaking:
             if self._discovery.names(endpoint):
                 async with asyncio.timeout(VERDICT_SECONDS):
                     theirs = await self._transport.get_schema(endpoint)
-                difference = first_difference(self._schema, theirs) or "its schema is the same but its hash is not"
+                difference = first_difference(self.schema, theirs) or "its schema is the same but its hash is not"
         except (TimeoutError, AveragingError) as error:
             logger.debug("%s does not tell its schema: %s", endpoint, error)
         found = search.differing[endpoint] = SchemaMismatchError(endpoint, difference)

@@ -2,73 +2,133 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Self
 
 import torch
 
-from averaging.errors import TensorError
-from averaging.observe.receipts import Receipt
-
-
-class Averaging(Protocol):
-    """What a strategy may ask of the averager it works for."""
-
-    @property
-    def local_step(self) -> int:
-        """Steps that have been made, those of the downloaded state included."""
-        ...
-
-    def average_now(self, *, weight: float | None = None, gather: Any = None) -> Receipt:
-        """Averages the strategy's tensors with a group; a round that fails returns a receipt that says so."""
-        ...
+from averaging.errors import ConfigError, StateError
+from averaging.messages import CompressionType
+from averaging.snapshots import NO_EXTRAS, Extras
+from averaging.training import Training
 
 
 class Strategy(ABC):
-    """Decides what is averaged, and when. One object serves one averager.
+    """Decides what is averaged, and when. One object serves one averager; all methods run in the training thread.
 
-    All methods are called in the training thread. A strategy that must act before the step as well, such as averaging
-    of gradients per global batch, calls for a `before_step` beside `after_step`; one that averages tensors of its own,
-    such as the pseudo-gradients of DiLoCo, returns them from `tensors`.
+    A strategy of one's own defines `start`, where it says what it will average, and `after_step`, where it averages;
+    one that also decides when the inner optimizer steps defines `step` instead. What must reach newcomers and
+    checkpoints beside the model goes through `state` and `load`.
+
+    Args:
+        compression: how the averaged tensors are packed on the wire; the averager's `compression` if None.
+        error_feedback: whether what a lossy code loses is added to what is sent in the next round.
+        max_norm: gradients are clipped to this norm before they are used; None leaves them.
+
+    Raises:
+        ConfigError: `max_norm` is not above 0.
     """
 
+    def __init__(
+        self,
+        *,
+        compression: CompressionType | None = None,
+        error_feedback: bool = False,
+        max_norm: float | None = None,
+    ) -> None:
+        if max_norm is not None and not (max_norm > 0 and math.isfinite(max_norm)):
+            raise ConfigError(f"max_norm must be finite and above 0, not {max_norm!r}")
+        self.compression = compression
+        self.error_feedback = error_feedback
+        self.max_norm = max_norm
+
+    @property
+    def global_step(self) -> int | None:
+        """Steps that the run has made together, which drive a scheduler; None where each peer counts its own."""
+        return None
+
+    def schedule(self, training: Training) -> int:
+        """How often a scheduler that the averager drives must have stepped by now."""
+        return training.local_step
+
+    @property
+    def samples(self) -> float:
+        """Samples gathered for the next global step, where the strategy counts them."""
+        return 0.0
+
     @abstractmethod
-    def tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-        """What is averaged, by name, in an order that is the same at all peers; asked once, before the peer starts.
+    def start(self, training: Training) -> None:
+        """Called once, before the peer starts: makes the topics that will be averaged.
 
         Raises:
             TensorError: the optimizer has tensors that cannot be averaged.
         """
 
-    @abstractmethod
-    def after_step(self, averaging: Averaging) -> None:
-        """Called after each step of the optimizer, with the tensors unlocked; it may average them."""
+    def joined(self, training: Training) -> None:
+        """Called when the peer has joined its run and taken over the run's state, if there is one, or a checkpoint."""
+        training.tell(b"")  # that it is here
+
+    def step(
+        self, training: Training, closure: Callable[[], float] | None = None, batch_size: int | None = None
+    ) -> float | None:
+        """One `opt.step()`: the inner optimizer's, then `after_step`.
+
+        Args:
+            training: whose optimizer and peer it works with.
+            closure: reevaluates the model and returns the loss.
+            batch_size: samples behind the gradients, where the strategy counts them.
+        """
+        loss = training.inner_step(closure, self.max_norm)
+        self.after_step(training)
+        return loss
+
+    def after_step(self, training: Training) -> None:
+        """Called after each step of the inner optimizer, with the tensors unlocked; it may average."""
+        return
+
+    def state(self) -> Extras:
+        """What newcomers and checkpoints need of the strategy: its tensors (not copied) and numbers."""
+        return NO_EXTRAS
+
+    def load(self, tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None:
+        """Takes over what `state` returned, here or at another peer.
+
+        Raises:
+            StateError: it is malformed; nothing was changed.
+        """
+        return
+
+    def finish(self, training: Training) -> None:
+        """Called before the peer leaves: waits for what is still in progress, or gives it up."""
+        return
+
+    def _options(self) -> str:
+        """What is not as usual, for `repr`."""
+        told = []
+        if self.compression is not None:
+            told.append(f"compression={self.compression.name}")
+        if self.error_feedback:
+            told.append("error_feedback=True")
+        if self.max_norm is not None:
+            told.append(f"max_norm={self.max_norm:g}")
+        return "".join(f", {option}" for option in told)
+
+    def __copy__(self) -> Self:
+        raise ConfigError(f"{self!r} serves one averager; make another one")
 
 
-def named_parameters(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """The parameters of an optimizer, each once, in the order of its groups.
-
-    Their names are those the optimizer was given (`AdamW(model.named_parameters())`), else `group0.param0` and so on.
+def take_tensor(tensors: Mapping[str, torch.Tensor], name: str, like: torch.Tensor) -> torch.Tensor:
+    """The tensor of that name, if it is of the same shape and dtype as `like`.
 
     Raises:
-        TensorError: a parameter is not floating-point or does not require a gradient, or two have the same name.
+        StateError: it is missing, or another.
     """
-    named: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
-    for number, group in enumerate(optimizer.param_groups):
-        names = group.get("param_names") or [f"group{number}.param{place}" for place in range(len(group["params"]))]
-        for name, parameter in zip(names, group["params"], strict=True):
-            if id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
-            if not parameter.is_floating_point():
-                raise TensorError(f"parameter {name!r} is {parameter.dtype}; only floating-point ones can be averaged")
-            if not parameter.requires_grad:
-                raise TensorError(
-                    f"parameter {name!r} does not require a gradient; give the optimizer only those that do: "
-                    "[p for p in model.parameters() if p.requires_grad]"
-                )
-            if name in named:
-                raise TensorError(f"two parameters of the optimizer are named {name!r}; give each its own name")
-            named[name] = parameter
-    return named
+    found = tensors.get(name)
+    if found is None:
+        raise StateError(f"the state lacks {name!r}")
+    if found.shape != like.shape or found.dtype != like.dtype:
+        there, here = (f"{t.dtype} {list(t.shape)}" for t in (found, like))
+        raise StateError(f"{name!r} is {there} in the state, here {here}")
+    return found

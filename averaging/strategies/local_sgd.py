@@ -2,38 +2,119 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+from typing import Any
+
 import torch
 
-from averaging.errors import ConfigError
-from averaging.strategies.base import Averaging, Strategy, named_parameters
+from averaging.messages import CompressionType
+from averaging.observe.receipts import Receipt
+from averaging.strategies.base import Strategy
+from averaging.strategies.turns import Turns
+from averaging.topics import Adopt, Topic
+from averaging.training import Training
 
 
 class LocalSGD(Strategy):
     """Each peer trains on its own, and every `every` steps the parameters are averaged (Stich, 2018, arXiv:1805.09767).
 
-    The training thread waits for the round, at most the peer's `timeout`, also while nobody else is there. If it fails,
-    the next one is `every` steps later. The optimizer's statistics (momentum and so on) stay each peer's own.
+    The training thread waits for the round, unless `overlap` is set. A peer that is alone goes on at once. If a round
+    fails, the next one is `every` steps later.
 
     Args:
         every: local steps between two rounds, at least 1.
+        statistics: whether the optimizer's statistics (momentum, second moments) are averaged along; else they stay
+            each peer's own.
+        overlap: whether training goes on during the round. The change, the average minus what was sent, is added to the
+            parameters when it is there; the training thread only copies.
+        compression: see `Strategy`.
+        error_feedback: see `Strategy`.
+        max_norm: of the gradients of each step, see `Strategy`.
 
     Raises:
-        ConfigError: `every` is not a whole number above 0.
+        ConfigError: an argument that cannot work.
     """
 
-    def __init__(self, every: int) -> None:
-        if type(every) is not int or every < 1:
-            raise ConfigError(f"every must be a whole number of steps, at least 1, not {every!r}")
-        self.every = every
+    def __init__(
+        self,
+        every: int,
+        *,
+        statistics: bool = False,
+        overlap: bool = False,
+        compression: CompressionType | None = None,
+        error_feedback: bool = False,
+        max_norm: float | None = None,
+    ) -> None:
+        super().__init__(compression=compression, error_feedback=error_feedback, max_norm=max_norm)
+        self._turns = Turns(every)
+        self.statistics = statistics
+        self.overlap = overlap
+        self._topic: Topic | None = None
+        self._averaged: list[torch.Tensor] = []
+        self._sent: list[torch.Tensor] = []
+        self._pending: Future[Receipt] | None = None
+
+    @property
+    def every(self) -> int:
+        """Local steps between two rounds."""
+        return self._turns.every
 
     def __repr__(self) -> str:
-        return f"LocalSGD(every={self.every})"
+        flags = "".join(f", {name}=True" for name in ("statistics", "overlap") if getattr(self, name))
+        return f"LocalSGD(every={self.every}{flags}{self._options()})"
 
-    def tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-        """The parameters."""
-        return named_parameters(optimizer)
+    def start(self, training: Training) -> None:
+        """Statistics come into being with the first step of most optimizers, so what is averaged is settled then."""
+        if not self.statistics:
+            self._settle(training, training.tensors)
 
-    def after_step(self, averaging: Averaging) -> None:
+    def joined(self, training: Training) -> None:
+        """A state's steps count, and its statistics are other tensors."""
+        super().joined(training)
+        self._turns.steps = training.local_step % self.every
+        if self.statistics:
+            self._topic = None
+
+    def after_step(self, training: Training) -> None:
         """Averages if it is time."""
-        if averaging.local_step % self.every == 0:
-            averaging.average_now()
+        self._turns.count(training.now())
+        topic = self._topic or self._settle(training, training.tensors | training.statistics())
+        if self._pending is not None:
+            if not self._pending.done():
+                return
+            self._apply(training, self._pending)
+        if not self._turns.is_due(training.now(), training.awaited_until(topic)):
+            return
+        if self.overlap:
+            with torch.no_grad():
+                for buffer, tensor in zip(self._sent, self._averaged, strict=True):
+                    buffer.copy_(tensor)
+            self._pending = training.begin(topic)
+        else:
+            training.average(topic)
+        self._turns.taken()
+
+    def finish(self, training: Training) -> None:
+        """Waits for the change that is on its way."""
+        if self._pending is not None:
+            self._apply(training, self._pending)
+
+    def _settle(self, training: Training, tensors: dict[str, torch.Tensor]) -> Topic:
+        self._averaged = list(tensors.values())
+        options: dict[str, Any] = {"compression": self.compression, "error_feedback": self.error_feedback}
+        if self.overlap:
+            # Under the run's own key: those who do not overlap, and auxiliaries, average with those who do.
+            buffers = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+            self._sent = list(buffers.values())
+            self._topic = training.topic("", buffers, adopt=Adopt.CHANGE, **options)
+        else:
+            self._topic = training.topic("", tensors, commits=True, **options)
+        return self._topic
+
+    def _apply(self, training: Training, pending: Future[Receipt]) -> None:
+        self._pending = None
+        if not training.receipt_of(pending).averaged:
+            return
+        with training.replacing(), torch.no_grad():
+            for tensor, change in zip(self._averaged, self._sent, strict=True):
+                tensor.add_(change.to(tensor.device))

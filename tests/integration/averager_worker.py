@@ -38,16 +38,16 @@ def interrupted() -> None:
     with averager(2, timeout=1000.0) as opt:
         average = opt._peer.average
 
-        async def told(**arguments: Any) -> Receipt:
+        async def told(*topic: Any, **arguments: Any) -> Receipt:
             tell("averaging")
-            return await average(**arguments)
+            return await average(*topic, **(arguments | {"patience": 1000.0}))
 
         opt._peer.average = told  # type: ignore[method-assign]
         try:
             for _ in range(2):
                 step(opt, torch.ones(1))
         except KeyboardInterrupt:
-            tell("interrupted", local_step=opt.local_step, looking=opt.status.looking, endpoint=opt.endpoint)
+            tell("interrupted", local_step=opt.local_step, looking=opt.status.peer.looking, endpoint=opt.endpoint)
     tell("left", threads=[thread.name for thread in threading.enumerate() if thread.daemon])
 
 
@@ -77,7 +77,7 @@ def loaders() -> None:
         train(first)
         other.join()
         equal = torch.equal(*(opt.param_groups[0]["params"][0] for opt in (first, second)))
-        tell("trained", equal=equal, rounds=[opt.status.rounds for opt in (first, second)])
+        tell("trained", equal=equal, rounds=[opt.status.peer.rounds for opt in (first, second)])
 
 
 def forked() -> None:

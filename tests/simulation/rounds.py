@@ -14,7 +14,7 @@ from averaging.group import Group, Member
 from averaging.messages import AveragingData, CompressionType, DownloadData, JoinRequest, MessageFromLeader
 from averaging.observe.status import PeerStatus
 from averaging.schema import ReplyForm, Schema, describe
-from averaging.tensors import SharedTensors
+from averaging.tensors import SharedTensors, Write
 from averaging.transport.memory import MemoryNetwork, MemoryTransport
 
 PART_TIMEOUT = 1.0
@@ -113,7 +113,8 @@ class Simulation:
         for name, end in zip(tasks, ended, strict=True):
             if isinstance(end, RoundResult):
                 self.results[name] = end
-                SharedTensors(self.tensors[name]).write(changes(end), add=self.schema.reply is ReplyForm.DELTA)
+                how = Write.ADD if self.schema.reply is ReplyForm.DELTA else Write.REPLACE
+                SharedTensors(self.tensors[name]).write(changes(end), how)
             else:
                 self.failures[name] = end
         assert self.network.errors == []

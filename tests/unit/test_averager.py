@@ -278,8 +278,8 @@ def test_who_starts_a_run_has_a_state_worth_downloading(make: Make) -> None:
     assert opt.model_version == 1
     assert opt.endpoint == "192.0.2.1:1"
     assert opt.peers == {"192.0.2.1:1"}
-    assert opt.status.run_id == "alone"
-    assert opt.status.state_version == 1
+    assert opt.status.peer.run_id == "alone"
+    assert opt.status.peer.state_version == 1
 
 
 def test_rounds_that_find_nobody_harm_nothing_and_warn_once(make: Make, caplog: pytest.LogCaptureFixture) -> None:
@@ -287,7 +287,7 @@ def test_rounds_that_find_nobody_harm_nothing_and_warn_once(make: Make, caplog: 
     receipts: list[Receipt] = []
     opt = make(torch.optim.SGD(model.parameters(), lr=0.1), every=2, on_round=receipts.append)
     assert opt.last_receipt is None
-    with caplog.at_level(logging.WARNING, "averaging.averager"):
+    with caplog.at_level(logging.WARNING, "averaging.training"):
         train(model, opt, 6)
     assert [receipt.outcome for receipt in receipts] == [Outcome.NO_GROUP] * 3
     assert [receipt.round for receipt in receipts] == [0, 1, 2]
@@ -307,7 +307,7 @@ def test_another_reason_or_the_same_after_a_success_is_told_again(
     receipts = [Receipt(number, *end) for number, end in enumerate([*ends, (Outcome.NO_GROUP, "b")])]
     coming = iter(receipts)
 
-    async def average(weight: float, gather: object) -> Receipt:
+    async def average(topic: object, **arguments: object) -> Receipt:
         return next(coming)
 
     monkeypatch.setattr(opt._peer, "average", average)
@@ -320,8 +320,8 @@ def test_the_weight_is_the_attribute_or_the_calls_own(make: Make, monkeypatch: p
     opt = make(torch.optim.SGD(linear().parameters()), weight=2)
     calls = []
 
-    async def average(**arguments: object) -> Receipt:
-        calls.append(arguments)
+    async def average(topic: object, **arguments: object) -> Receipt:
+        calls.append({name: arguments[name] for name in ("weight", "gather")})
         return Receipt(0, Outcome.AVERAGED)
 
     monkeypatch.setattr(opt._peer, "average", average)
@@ -391,7 +391,7 @@ def test_closed_it_says_so_and_the_inner_optimizer_trains_on(make: Make) -> None
     for use in uses:
         with pytest.raises(ClosedError):
             use()
-    assert opt.state_dict()["averaging"] == {"local_step": 2}
+    assert opt.state_dict()["averaging"]["local_step"] == 2
     train(model, opt.optimizer, 1)
 
 

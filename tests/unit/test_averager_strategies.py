@@ -9,28 +9,7 @@ import torch
 
 from averaging import LocalSGD
 from averaging.errors import ConfigError, TensorError
-from averaging.observe.receipts import Outcome, Receipt
-from averaging.strategies.base import named_parameters
-
-
-class Calls:
-    """An averager that only counts."""
-
-    def __init__(self) -> None:
-        self.local_step = 0
-        self.averaged_at: list[int] = []
-
-    def average_now(self, *, weight: float | None = None, gather: Any = None) -> Receipt:
-        self.averaged_at.append(self.local_step)
-        return Receipt(len(self.averaged_at), Outcome.FAILED, "does not matter")
-
-
-@pytest.mark.parametrize(("every", "expected"), [(1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6]), (8, [])])
-def test_local_sgd_averages_every_so_many_steps(every: int, expected: list[int]) -> None:
-    strategy, calls = LocalSGD(every), Calls()
-    for calls.local_step in range(1, 8):
-        strategy.after_step(calls)
-    assert calls.averaged_at == expected
+from averaging.parameters import named_parameters
 
 
 @pytest.mark.parametrize("every", [0, -1, 2.0, True, "5", None])
@@ -46,7 +25,7 @@ def test_local_sgd_says_what_it_is() -> None:
 def test_parameters_are_named_by_their_group_and_place() -> None:
     a, b, c = (torch.nn.Parameter(torch.randn(n)) for n in (1, 2, 3))
     optimizer = torch.optim.SGD([{"params": [a, b]}, {"params": [c]}])
-    named = LocalSGD(1).tensors(optimizer)
+    named = named_parameters(optimizer)
     assert list(named) == ["group0.param0", "group0.param1", "group1.param0"]
     assert all(ours is theirs for ours, theirs in zip(named.values(), (a, b, c), strict=True))
 

@@ -98,6 +98,7 @@ def encode_schema(schema: Schema) -> bytes:
         ],
         part_size_bytes=schema.part_size_bytes,
         reply=schema.reply.value,
+        topic=schema.topic,
     ).SerializeToString()
 
 
@@ -108,7 +109,7 @@ def decode_schema(raw: bytes) -> Schema:
         reply = ReplyForm(wire.reply)
     except ValueError:
         raise ProtocolViolationError(f"a schema with the unknown reply form {wire.reply!r}") from None
-    schema = Schema(tuple(map(_spec_from_wire, wire.tensors)), wire.part_size_bytes, reply)
+    schema = Schema(tuple(map(_spec_from_wire, wire.tensors)), wire.part_size_bytes, reply, wire.topic)
     if wire.schema_hash != schema.hash:
         raise ProtocolViolationError("a schema that does not match its own hash; that peer runs other software")
     return schema

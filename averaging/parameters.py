@@ -1,0 +1,36 @@
+"""The parameters of an optimizer by name."""
+
+from __future__ import annotations
+
+import torch
+
+from averaging.errors import TensorError
+
+
+def named_parameters(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The parameters of an optimizer, each once, in the order of its groups.
+
+    Their names are those the optimizer was given (`AdamW(model.named_parameters())`), else `group0.param0` and so on.
+
+    Raises:
+        TensorError: a parameter is not floating-point or does not require a gradient, or two have the same name.
+    """
+    named: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for number, group in enumerate(optimizer.param_groups):
+        names = group.get("param_names") or [f"group{number}.param{place}" for place in range(len(group["params"]))]
+        for name, parameter in zip(names, group["params"], strict=True):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            if not parameter.is_floating_point():
+                raise TensorError(f"parameter {name!r} is {parameter.dtype}; only floating-point ones can be averaged")
+            if not parameter.requires_grad:
+                raise TensorError(
+                    f"parameter {name!r} does not require a gradient; give the optimizer only those that do: "
+                    "[p for p in model.parameters() if p.requires_grad]"
+                )
+            if name in named:
+                raise TensorError(f"two parameters of the optimizer are named {name!r}; give each its own name")
+            named[name] = parameter
+    return named

@@ -1,0 +1,176 @@
+"""One attempt of a peer to average a topic: find a group, run the round, write the result, give a receipt."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from averaging.allreduce import AllReduce, RoundResult
+from averaging.config import PeerConfig
+from averaging.discovery.base import Discovery
+from averaging.errors import AveragingError, RoundError, SchemaMismatchError
+from averaging.group import Group, Mode
+from averaging.matchmaking import Matchmaking, NoGroupError
+from averaging.observe.receipts import Outcome, Receipt
+from averaging.schema import Schema
+from averaging.service import PeerService
+from averaging.snapshots import Snapshots
+from averaging.topics import Adopt, Topic
+from averaging.transport.base import Transport
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """What is known of an attempt so far; times are of the running loop."""
+
+    number: int
+    started: float
+    group: Group | None = None
+    begun: float = 0.0
+    result: RoundResult | None = None
+    inputs: list[torch.Tensor] | None = None  # what was contributed, where it is not the tensors themselves
+
+
+class Rounds:
+    """The attempts of one peer, one after the other.
+
+    Args:
+        service: told of the group and of the round in progress, since others' requests reach it.
+    """
+
+    def __init__(
+        self,
+        config: PeerConfig,
+        endpoint: str,
+        transport: Transport,
+        discovery: Discovery,
+        service: PeerService,
+        snapshots: Snapshots,
+        *,
+        clock: Callable[[], float],
+        rng: random.Random,
+    ) -> None:
+        self._config, self._endpoint = config, endpoint
+        self._transport, self._discovery = transport, discovery
+        self._service, self._snapshots = service, snapshots
+        self._clock, self._rng = clock, rng
+        self._lasting: dict[bytes, Matchmaking] = {}  # by schema hash; their group bits move on from round to round
+        self._attempts = 0
+
+    def matchmaking(self, schema: Schema, *, lasting: bool = True) -> Matchmaking:
+        """The matchmaking for peers with this schema; one that is not `lasting` is made for a single attempt."""
+        found = self._lasting.get(schema.hash)
+        if found is None:
+            config = self._config
+            found = Matchmaking(
+                config.run_id,
+                self._endpoint,
+                schema,
+                self._transport,
+                self._discovery,
+                group_size=config.group_size,
+                min_group_size=config.min_group_size,
+                matchmaking_time=config.matchmaking_time,
+                group_bits=config.group_bits,
+                clock=self._clock,
+                rng=self._rng,
+            )
+            if lasting:
+                self._lasting[schema.hash] = found
+        return found
+
+    async def attempt(
+        self, topic: Topic, gathered: bytes, *, phase: str, enough: int | None, patience: float
+    ) -> Receipt:
+        """Averages with a group.
+
+        Args:
+            topic: what is averaged.
+            gathered: what the group is told of this peer, packed.
+            phase: of the topic; peers in other phases are not met.
+            enough: see `Matchmaking.find_group`.
+            patience: seconds to look for a group.
+        """
+        loop, schema = asyncio.get_running_loop(), topic.at(phase)
+        attempt = _Attempt(self._attempts, loop.time())
+        self._attempts += 1
+        matchmaking = self._service.matchmaking = self.matchmaking(schema, lasting=not phase)
+        try:
+            group = attempt.group = await matchmaking.find_group(gathered, self._clock() + patience, enough)
+        except (NoGroupError, SchemaMismatchError) as error:
+            return self._receipt(attempt, Outcome.NO_GROUP, str(error))
+        # No await from here until the round is known: its members' parts may come at any moment.
+        attempt.begun = loop.time()
+        try:
+            self._service.round = self._new_round(attempt, topic, schema, group)
+        except AveragingError as error:
+            return self._receipt(attempt, Outcome.FAILED, str(error))
+        try:
+            result = attempt.result = await self._service.round.run(attempt.begun + self._config.timeout)
+            matchmaking.move_on(group)
+            reason = _why_failed(group, self._endpoint, result, topic.adopt)
+            if not reason and self._config.mode is not Mode.AUXILIARY:
+                await topic.tensors.while_locked(lambda: self._adopt(attempt, topic, result), self._config.timeout)
+        except RoundError as error:
+            return self._receipt(attempt, Outcome.FAILED, str(error))
+        finally:
+            self._service.round = None
+        outcome = Outcome.FAILED if reason else Outcome.AVERAGED
+        self._service.rounds += outcome is Outcome.AVERAGED
+        return self._receipt(attempt, outcome, reason)
+
+    def _new_round(self, attempt: _Attempt, topic: Topic, schema: Schema, group: Group) -> AllReduce:
+        tensors = topic.tensors.flat()
+        if topic.feedback is not None:
+            tensors = attempt.inputs = topic.feedback.inputs(tensors)
+        return AllReduce(
+            group,
+            self._endpoint,
+            schema,
+            tensors,
+            self._transport,
+            part_timeout=self._config.part_timeout,
+            non_finite=self._config.non_finite,
+        )
+
+    def _adopt(self, attempt: _Attempt, topic: Topic, result: RoundResult) -> None:
+        if topic.feedback is not None and attempt.inputs is not None:
+            plain = [part for part, _ in result.parts if part not in result.encoded]
+            topic.feedback.sent(attempt.inputs, result.encoded, plain)
+        topic.write(result)
+        if topic.commits:
+            self._snapshots.commit(self._snapshots.version + 1)
+
+    def _receipt(self, attempt: _Attempt, outcome: Outcome, reason: str = "") -> Receipt:
+        now = asyncio.get_running_loop().time()
+        group, result = attempt.group, attempt.result
+        return Receipt(
+            round=attempt.number,
+            outcome=outcome,
+            reason=reason,
+            group_id=group.group_id if group else b"",
+            members=group.endpoints if group else (),
+            dropped=result.dropped if result else (),
+            gathered={member.endpoint: member.user for member in group.members} if group else {},
+            seconds=now - attempt.started,
+            allreduce_seconds=now - attempt.begun if group else 0.0,
+            bytes_sent=result.bytes_sent if result else 0,
+            bytes_received=result.bytes_received if result else 0,
+            kept_local=result.kept_local if result else 0,
+            state_version=self._snapshots.version,
+        )
+
+
+def _why_failed(group: Group, endpoint: str, result: RoundResult, adopt: Adopt) -> str:
+    """Why a round averaged nothing, or not all that it had to; empty if it is well."""
+    told = "; ".join(f"{dropped.endpoint}: {dropped.reason}" for dropped in result.dropped)
+    lost = {dropped.endpoint for dropped in result.dropped}
+    if not result.heard and lost >= set(group.endpoints) - {endpoint}:
+        return f"all other members were lost ({told})"
+    if adopt is Adopt.WHOLE and result.kept_local:
+        return f"{result.kept_local} elements have no average, since who had to reduce them was lost ({told})"
+    return ""

@@ -1,0 +1,305 @@
+"""Many local steps between two rounds, and an outer optimizer for what they have changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import torch
+
+from averaging.errors import ConfigError, StateError
+from averaging.messages import CompressionType
+from averaging.observe.receipts import Receipt
+from averaging.optimizer_state import load_optimizer, pack_optimizer
+from averaging.snapshots import Extras
+from averaging.strategies.base import take_tensor
+from averaging.strategies.history import History, Others
+from averaging.strategies.together import Together
+from averaging.strategies.turns import Turns, whole
+from averaging.topics import Adopt, Topic
+from averaging.training import Training, clip, full_precision
+
+OuterFactory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+NESTEROV: OuterFactory = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+"""The outer optimizer of the paper."""
+
+
+class DiLoCo(Together):
+    """Averages what many local steps have changed, and hands that to an outer optimizer (Douillard et al., 2023).
+
+    Every `every` local steps the pseudo-gradient, where the model was after the last global step minus where it is, is
+    averaged between the peers; the outer optimizer makes its step from there, and all go on from the result
+    (arXiv:2311.08105). With `fragments` the model is averaged in so many pieces at staggered steps, each once in
+    `every`, so that the peak traffic is a fraction; with `delay` training goes on while a round is in progress
+    (Streaming DiLoCo, Douillard et al., 2025, arXiv:2501.18512).
+
+    A peer that is alone makes the outer step with its own pseudo-gradient. If a round fails, or lacks a part of the
+    result, nothing changes, and the next turn sends all that has come since. A peer that has missed a global step takes
+    over the state of another one and puts its own local steps on top.
+
+    The outer state, the model after the last global step and what the outer optimizer keeps, is on the CPU.
+
+    Args:
+        every: local steps between two rounds of the same fragment.
+        outer: makes the outer optimizer of a list of parameters.
+        fragments: pieces of the model, about equal in size, no tensor cut; `every` must be a multiple.
+        delay: local steps between the start of a fragment's round and its result; 0 waits for it.
+        alpha: how much of the local model remains where a result arrives: alpha * local + (1 - alpha) * global.
+        compression: see `Strategy`.
+        error_feedback: see `Strategy`.
+        max_norm: of the gradients of each local step and of the pseudo-gradient, see `Strategy`.
+
+    Raises:
+        ConfigError: an argument that cannot work.
+    """
+
+    def __init__(
+        self,
+        every: int,
+        *,
+        outer: OuterFactory = NESTEROV,
+        fragments: int = 1,
+        delay: int = 0,
+        alpha: float = 0.0,
+        compression: CompressionType | None = None,
+        error_feedback: bool = False,
+        max_norm: float | None = None,
+    ) -> None:
+        super().__init__(compression=compression, error_feedback=error_feedback, max_norm=max_norm)
+        whole("every", every, 1)
+        if type(fragments) is not int or fragments < 1 or every % fragments:
+            raise ConfigError(
+                f"every must be a multiple of fragments: {every} steps are not of {fragments!r} fragments"
+            )
+        self._turns = Turns(every // fragments)
+        if whole("delay", delay, 0) >= self._turns.every:
+            raise ConfigError(
+                f"a fragment's round begins every {self._turns.every} steps, so delay must be less, not {delay}"
+            )
+        if not 0 <= alpha <= 1:
+            raise ConfigError(f"alpha must be from 0 to 1, not {alpha!r}")
+        self.every, self.fragments, self.delay, self.alpha = every, fragments, delay, alpha
+        self._make_outer = outer
+        self._fragments: list[_Fragment] = []
+        self._pending: Future[Receipt] | None = None
+        self._discarded = False  # the local steps since the last global step are in others' result already
+
+    def __repr__(self) -> str:
+        more = {"fragments": (self.fragments, 1), "delay": (self.delay, 0), "alpha": (self.alpha, 0.0)}
+        told = "".join(f", {name}={value}" for name, (value, usual) in more.items() if value != usual)
+        return f"DiLoCo(every={self.every}{told}{self._options()})"
+
+    def start(self, training: Training) -> None:
+        """Cuts the model into fragments, each with its outer optimizer."""
+        pieces = cut({name: tensor.numel() for name, tensor in training.parameters.items()}, self.fragments)
+        for number, names in enumerate(pieces):
+            parameters = {name: training.parameters[name] for name in names}
+            anchors = {
+                name: torch.nn.Parameter(parameter.detach().to("cpu", full_precision(parameter), copy=True))
+                for name, parameter in parameters.items()
+            }
+            changes = {name: torch.zeros_like(anchor, requires_grad=False) for name, anchor in anchors.items()}
+            # Buffers are averaged as they are, with the last fragment.
+            buffers = training.buffers if number == len(pieces) - 1 else {}
+            topic = training.topic(
+                f"pseudogradient-{number}of{len(pieces)}",
+                changes | buffers,
+                adopt=Adopt.WHOLE,
+                compression=self.compression,
+                error_feedback=self.error_feedback,
+            )
+            outer = self._make_outer(list(anchors.values()))
+            self._fragments.append(_Fragment(number, parameters, anchors, changes, topic, outer))
+
+    def joined(self, training: Training) -> None:
+        """A peer that begins a run, or has loaded the parameters of one, starts from what it holds."""
+        if self.history.step == 0:
+            for fragment in self._fragments:
+                fragment.anchor()
+        super().joined(training)
+
+    def after_step(self, training: Training) -> None:
+        """Ends a round whose result is due, and begins one if it is time."""
+        self._turns.count(training.now())
+        if self._pending is not None:
+            if self._turns.steps < self.delay:
+                return
+            self._end(training, self._pending)
+        others = self._look_around(training)
+        if others.ahead:
+            self._rejoin(training, others)
+            return
+        fragment = self._next_fragment
+        if self._turns.is_due(training.now(), training.awaited_until(fragment.topic, self.history.phase)):
+            self._begin(training, fragment, len(others.together))
+
+    def finish(self, training: Training) -> None:
+        """Waits for the result that is on its way."""
+        if self._pending is not None:
+            self._end(training, self._pending)
+
+    def _begin(self, training: Training, fragment: _Fragment, together: int) -> None:
+        fragment.measure()
+        if self.max_norm is not None:
+            clip(fragment.changes.values(), self.max_norm)
+        self._turns.taken()
+        if not together:
+            self._step(training, fragment, None)
+            return
+        self._pending = training.begin(
+            fragment.topic,
+            phase=self.history.phase,
+            gather={"samples": training.weight},
+            enough=together + 1,
+        )
+        if not self.delay:
+            self._end(training, self._pending)
+
+    def _end(self, training: Training, pending: Future[Receipt]) -> None:
+        self._pending = None
+        receipt = training.receipt_of(pending)
+        if receipt.averaged:
+            self._step(training, self._next_fragment, receipt)
+        else:
+            self._discarded = bool(receipt.group_id)
+
+    def _step(self, training: Training, fragment: _Fragment, receipt: Receipt | None) -> None:
+        with training.replacing():
+            fragment.step(self.alpha)
+            self._advance(training, receipt, training.weight)
+        self._discarded = False
+        self._tell(training)
+
+    def _rejoin(self, training: Training, others: Others) -> None:
+        """Catches up with those who are ahead, and puts the local steps that nobody has yet on top of their state."""
+        own = [] if self._discarded else [fragment.local_steps() for fragment in self._fragments]
+        if self._catch_up(training, others):
+            with training.locked():
+                for fragment, steps in zip(self._fragments, own, strict=False):
+                    fragment.rebase(steps)
+            self._discarded = False
+
+    @property
+    def _next_fragment(self) -> _Fragment:
+        return self._fragments[self.history.step % len(self._fragments)]
+
+    def state(self) -> Extras:
+        """The history, the model after the last global step, and the outer optimizers' state."""
+        tensors: dict[str, torch.Tensor] = {}
+        outer = []
+        for fragment in self._fragments:
+            tensors |= {f"anchor/{name}": anchor.detach() for name, anchor in fragment.anchors.items()}
+            found, packed = pack_optimizer(fragment.outer, f"outer{fragment.number}")
+            tensors |= found
+            outer.append(packed)
+        return Extras(tensors, {"history": self.history.pack(), "outer": outer})
+
+    def load(self, tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None:
+        """Takes over another peer's outer state; the hyperparameters of the outer optimizer stay this one's."""
+        history = History.unpack(user.get("history"))
+        outer = user.get("outer")
+        if not isinstance(outer, list) or len(outer) != len(self._fragments):
+            raise StateError(f"its model is not cut into {len(self._fragments)} fragments, as it is here")
+        found = [
+            {name: take_tensor(tensors, f"anchor/{name}", anchor) for name, anchor in fragment.anchors.items()}
+            for fragment in self._fragments
+        ]
+        for fragment, packed in zip(self._fragments, outer, strict=True):
+            load_optimizer(fragment.outer, tensors, packed, f"outer{fragment.number}")
+        with torch.no_grad():
+            for fragment, anchors in zip(self._fragments, found, strict=True):
+                for name, anchor in anchors.items():
+                    fragment.anchors[name].copy_(anchor)
+        self.history = history
+
+
+class _Fragment:
+    """A piece of the model with its outer state.
+
+    Attributes:
+        parameters: of the model, trained by the inner optimizer.
+        anchors: what they were after the last global step, on the CPU.
+        changes: anchors minus parameters; after a round, the average of all peers'.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        parameters: dict[str, torch.Tensor],
+        anchors: dict[str, torch.nn.Parameter],
+        changes: dict[str, torch.Tensor],
+        topic: Topic,
+        outer: torch.optim.Optimizer,
+    ) -> None:
+        self.number = number
+        self.parameters, self.anchors, self.changes = parameters, anchors, changes
+        self.topic, self.outer = topic, outer
+
+    @torch.no_grad()
+    def anchor(self) -> None:
+        """Starts from what the model is now."""
+        for name, parameter in self.parameters.items():
+            self.anchors[name].copy_(parameter)
+
+    @torch.no_grad()
+    def measure(self) -> None:
+        """Computes the pseudo-gradient."""
+        for name, parameter in self.parameters.items():
+            torch.sub(self.anchors[name], parameter.to("cpu", self.anchors[name].dtype), out=self.changes[name])
+
+    def step(self, alpha: float) -> None:
+        """The outer step, and the model's way back to its result."""
+        for name, anchor in self.anchors.items():
+            anchor.grad = self.changes[name]
+        self.outer.step()
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                self.anchors[name].grad = None
+                result = self.anchors[name].to(parameter.device, parameter.dtype)
+                if alpha:
+                    parameter.mul_(alpha).add_(result, alpha=1 - alpha)
+                else:
+                    parameter.copy_(result)
+
+    @torch.no_grad()
+    def local_steps(self) -> dict[str, torch.Tensor]:
+        """What the local steps since the last global step have changed."""
+        return {
+            name: parameter.to("cpu", self.anchors[name].dtype) - self.anchors[name]
+            for name, parameter in self.parameters.items()
+        }
+
+    @torch.no_grad()
+    def rebase(self, steps: Mapping[str, torch.Tensor]) -> None:
+        """Puts local steps on top of the model after the last global step."""
+        for name, parameter in self.parameters.items():
+            parameter.copy_(self.anchors[name] + steps[name])
+
+
+def cut(sizes: Mapping[str, int], pieces: int) -> list[list[str]]:
+    """Cuts tensors, in order, into pieces of about equal size; each has one tensor at least.
+
+    Args:
+        sizes: elements of each tensor, by name.
+        pieces: how many.
+
+    Raises:
+        ConfigError: there are fewer tensors than pieces.
+    """
+    if len(sizes) < pieces:
+        raise ConfigError(f"{len(sizes)} tensors cannot be cut into {pieces} fragments; use at most {len(sizes)}")
+    names, total = list(sizes), sum(sizes.values())
+    result: list[list[str]] = []
+    seen = 0
+    for place, name in enumerate(names):
+        left = len(names) - place
+        open_pieces = pieces - len(result)
+        # A new piece begins where its share begins, or where there are only as many tensors left as pieces.
+        if not result or (open_pieces and (seen * pieces >= len(result) * total or left <= open_pieces)):
+            result.append([])
+        result[-1].append(name)
+        seen += sizes[name]
+    return result

@@ -1,0 +1,176 @@
+"""Gradients of one large batch, gathered by all peers together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from averaging.errors import ConfigError, TensorError
+from averaging.messages import CompressionType
+from averaging.observe.receipts import Receipt
+from averaging.snapshots import Extras
+from averaging.strategies.history import History
+from averaging.strategies.together import Together
+from averaging.tensors import all_finite
+from averaging.topics import Adopt
+from averaging.training import Training, clip, full_precision
+
+
+class GradientAveraging(Together):
+    """Peers of different speeds gather gradients until they have a batch together, average them, and step.
+
+    Each `opt.step(batch_size=n)` adds the gradients of n samples (the loss is their mean) to this peer's. As soon as
+    all peers together have `target_batch_size` samples, the gradients are averaged, weighted by samples, and every peer
+    makes the same step of its optimizer: the step of one process with the joined batch, as long as one group takes all
+    peers in (`group_size`). Until then the parameters stay as they are (Diskin et al., 2021, arXiv:2106.10207).
+
+    A peer that is alone steps when it has the batch itself. If a round fails, the gradients stay and it is tried again
+    at the next `opt.step`. A peer that comes too late for a step takes over the state of another one; the gradients it
+    has gathered meanwhile belong to old parameters and are dropped.
+
+    Args:
+        target_batch_size: samples of one global step, of all peers together.
+        compression: see `Strategy`.
+        error_feedback: see `Strategy`.
+        max_norm: of this peer's mean gradient, before it is averaged.
+
+    Raises:
+        ConfigError: an argument that cannot work.
+    """
+
+    def __init__(
+        self,
+        target_batch_size: int,
+        *,
+        compression: CompressionType | None = None,
+        error_feedback: bool = False,
+        max_norm: float | None = None,
+    ) -> None:
+        super().__init__(compression=compression, error_feedback=error_feedback, max_norm=max_norm)
+        if type(target_batch_size) is not int or target_batch_size < 1:
+            raise ConfigError(f"target_batch_size must be a whole number, at least 1, not {target_batch_size!r}")
+        self.target_batch_size = target_batch_size
+        self._gathered = 0
+
+    def __repr__(self) -> str:
+        return f"GradientAveraging(target_batch_size={self.target_batch_size}{self._options()})"
+
+    @property
+    def samples(self) -> float:
+        """Samples this peer has gathered for the next global step."""
+        return self._gathered
+
+    def schedule(self, training: Training) -> int:
+        """The learning rate follows the global steps."""
+        return self.history.step
+
+    def start(self, training: Training) -> None:
+        """Makes the mean gradients, which are averaged, and, if there are buffers, averages those along."""
+        # The running mean over all samples so far, so that nothing is rescaled before or after a round.
+        self._means = {
+            name: torch.zeros_like(parameter, dtype=full_precision(parameter), requires_grad=False)
+            for name, parameter in training.parameters.items()
+        }
+        self._present = dict.fromkeys(self._means, False)
+        self._topic = training.topic(
+            "gradients",
+            self._means | training.buffers,
+            adopt=Adopt.WHOLE,
+            compression=self.compression,
+            error_feedback=self.error_feedback,
+        )
+
+    def step(
+        self, training: Training, closure: Callable[[], float] | None = None, batch_size: int | None = None
+    ) -> float | None:
+        """Adds the gradients, and makes a global step if there are samples enough."""
+        if type(batch_size) is not int or batch_size < 1:
+            raise ConfigError(f"GradientAveraging counts samples: call opt.step(batch_size=n), not {batch_size!r}")
+        loss = training.evaluate(closure)
+        self._gather(training, batch_size)
+        training.count_local_step()
+        self._tell(training)
+        others = self._look_around(training)
+        if others.ahead:
+            if self._catch_up(training, others):
+                self._forget_gradients()
+                self._tell(training)
+        elif self._gathered + others.samples >= self.target_batch_size:
+            self._global_step(training, others.together)
+        return loss
+
+    def _gather(self, training: Training, samples: int) -> None:
+        for name, parameter in training.parameters.items():
+            if parameter.grad is not None:
+                _check_gradient(name, parameter.grad, training.allows_non_finite)
+        total = self._gathered + samples
+        with torch.no_grad():
+            for name, parameter in training.parameters.items():
+                mean = self._means[name]
+                if parameter.grad is None:
+                    mean.mul_(self._gathered / total)
+                else:
+                    self._present[name] = True
+                    mean.lerp_(parameter.grad.to(mean.dtype), samples / total)
+        self._gathered = total
+
+    def _forget_gradients(self) -> None:
+        self._gathered = 0
+        for name, mean in self._means.items():
+            mean.zero_()
+            self._present[name] = False
+
+    def _global_step(self, training: Training, together: tuple[str, ...]) -> None:
+        if self.max_norm is not None:
+            clip(self._means.values(), self.max_norm)
+        lacking = {number for number, here in enumerate(self._present.values()) if not here}
+        receipt: Receipt | None = None
+        if together:
+            receipt = training.average(
+                self._topic,
+                phase=self.history.phase,
+                weight=self._gathered,
+                gather={"samples": self._gathered, "lacking": sorted(lacking)},
+                enough=len(together) + 1,
+            )
+            if not receipt.averaged:
+                return
+            for member in receipt.members:
+                lacking &= _numbers(receipt.gathered[member], "lacking")
+        for number, (name, parameter) in enumerate(training.parameters.items()):
+            # As in one process, the optimizer passes over a parameter for which nobody has a gradient.
+            parameter.grad = None if number in lacking else self._means[name].to(parameter.dtype, copy=True)
+        with training.replacing():
+            training.optimizer.step()
+            self._advance(training, receipt, self._gathered)
+            self._forget_gradients()
+        self._tell(training)
+
+    def state(self) -> Extras:
+        """The history."""
+        return Extras({}, {"history": self.history.pack()})
+
+    def load(self, tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None:
+        """Takes over a history."""
+        self.history = History.unpack(user.get("history"))
+
+
+def _check_gradient(name: str, gradient: torch.Tensor, allows_non_finite: bool) -> None:
+    if gradient.layout is not torch.strided:
+        raise TensorError(
+            f"the gradient of {name!r} is {gradient.layout}; make it dense, for example with "
+            "Embedding(..., sparse=False), or train with LocalSGD"
+        )
+    if not allows_non_finite and not all_finite(gradient):
+        raise TensorError(
+            f"the gradient of {name!r} holds NaN or infinity, so this batch is not counted; leave it out, use a "
+            "GradScaler if it comes from float16, or allow it with non_finite='allow'"
+        )
+
+
+def _numbers(user: Any, key: str) -> set[int]:
+    """The whole numbers that a member has told its group under `key`; none if it told something else."""
+    told = user.get(key) if isinstance(user, dict) else None
+    return {number for number in told if isinstance(number, int)} if isinstance(told, list) else set()

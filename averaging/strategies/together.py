@@ -1,0 +1,83 @@
+"""What strategies share whose peers must hold equal parameters: a history, and catching up with those who are ahead."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from averaging.errors import RoundError, StateError
+from averaging.observe.receipts import Receipt
+from averaging.strategies.base import Strategy
+from averaging.strategies.history import History, Others, Progress, look_around
+from averaging.training import Training
+
+logger = logging.getLogger(__name__)
+
+
+class Together(Strategy):
+    """A strategy in which peers make global steps together.
+
+    A step counts for those who have the whole result. Who has missed one, or made another than the rest, takes over the
+    state of somebody who is ahead; nobody makes the same step twice.
+
+    Attributes:
+        history: the steps made so far.
+    """
+
+    history = History()
+
+    @property
+    def global_step(self) -> int:
+        """Steps that this run has made together, those of the downloaded state included."""
+        return self.history.step
+
+    def joined(self, training: Training) -> None:
+        """Tells the others how far this peer is."""
+        self._tell(training)
+
+    def _tell(self, training: Training) -> None:
+        training.tell(Progress(self.history, self.samples).pack())
+
+    def _look_around(self, training: Training) -> Others:
+        return look_around(self.history, training.told())
+
+    def _advance(self, training: Training, receipt: Receipt | None, samples: float) -> None:
+        """Notes a global step.
+
+        Args:
+            training: whose step it is.
+            receipt: of its round; None if this peer has made it alone.
+            samples: in it, of this peer; those of the others are in the receipt.
+        """
+        training.say_alone(receipt is None)
+        if receipt is None:
+            self.history = self.history.after(secrets.token_bytes(20), samples)
+        else:
+            told = [gathered_samples(receipt.gathered[member]) for member in receipt.members]
+            self.history = self.history.after(receipt.group_id, sum(told))
+
+    def _catch_up(self, training: Training, others: Others) -> bool:
+        """Takes over the state of somebody who is ahead; whether that was possible."""
+        own = self.history
+        try:
+            training.take_over(others.ahead, self._is_ahead)
+        except (StateError, RoundError) as error:
+            behind = f"{len(others.ahead)} peers are at global step {others.best.step}, this one at {own.step}"
+            training.warn(behind, error)
+            return False
+        logger.info("caught up from global step %d to %d", own.step, self.history.step)
+        self._tell(training)
+        return True
+
+    def _is_ahead(self, user: Mapping[str, Any]) -> None:
+        """Refuses a state that is no further than this peer."""
+        if History.unpack(user.get("history")) <= self.history:
+            raise StateError("it is no further than this peer")
+
+
+def gathered_samples(user: Any) -> float:
+    """The samples that a member has told its group; 0 if it told something else."""
+    samples = user.get("samples") if isinstance(user, dict) else None
+    return float(samples) if isinstance(samples, int | float) and not isinstance(samples, bool) and samples > 0 else 0.0

@@ -1,0 +1,53 @@
+"""What a round averages: the peer's own tensors, or others under a name of their own, and how the result is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from averaging.allreduce import RoundResult, changes
+from averaging.feedback import Feedback
+from averaging.schema import ReplyForm, Schema
+from averaging.tensors import SharedTensors, Write
+
+
+class Adopt(Enum):
+    """What becomes of the tensors of a topic when a round's result is in."""
+
+    AVERAGE = "average"
+    """They hold the average; parts whose reducer was lost keep their values."""
+    WHOLE = "whole"
+    """They hold the average of all parts; if a single one is missing nothing is written, and the round has failed."""
+    CHANGE = "change"
+    """They hold the average minus what they held: 0 in parts whose reducer was lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Topic:
+    """Tensors that are averaged together.
+
+    Attributes:
+        tensors: under the peer's lock.
+        schema: of the tensors; its `topic` names them, empty for the peer's own.
+        adopt: what becomes of them.
+        commits: whether the result is a new version of the state that others download.
+        feedback: what lossy codes lost so far; None if that is not kept.
+    """
+
+    tensors: SharedTensors
+    schema: Schema
+    adopt: Adopt = Adopt.AVERAGE
+    commits: bool = True
+    feedback: Feedback | None = None
+
+    def at(self, phase: str) -> Schema:
+        """The schema of one phase: peers in different phases do not meet."""
+        return replace(self.schema, topic=f"{self.schema.topic}/{phase}") if phase else self.schema
+
+    def write(self, result: RoundResult) -> None:
+        """Writes the result. The caller holds the lock."""
+        if self.adopt is Adopt.CHANGE:
+            how = Write.ONLY if self.schema.reply is ReplyForm.DELTA else Write.DIFFERENCE
+        else:
+            how = Write.ADD if self.schema.reply is ReplyForm.DELTA else Write.REPLACE
+        self.tensors.write(changes(result), how)

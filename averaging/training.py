@@ -1,0 +1,346 @@
+"""What a strategy works with: the inner optimizer, its parameters, and the peer that averages them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+
+from averaging.background import EventLoopThread
+from averaging.config import NonFinite, check_weight
+from averaging.errors import StateError, TensorError
+from averaging.messages import CompressionType
+from averaging.observe.receipts import Receipt
+from averaging.peer import Peer
+from averaging.state import State
+from averaging.topics import Adopt, Topic
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+FRESH_SECONDS = 0.05
+"""What discovery says is asked for again after so long; else each step of a small model would wait for that thread."""
+
+TakeOver = Callable[[State], None]
+
+
+class Training:
+    """One averager as its strategy sees it, from the training thread.
+
+    Args:
+        optimizer: the inner one.
+        parameters: by name, in the optimizer's order.
+        buffers: floating-point buffers of the model that are averaged along, by name.
+        peer: of those tensors; not entered yet.
+        note: called with the receipt of every round.
+        take_over: called in the peer's thread with a downloaded state, before the tensors are overwritten.
+
+    Attributes:
+        local_step: steps made, those of the downloaded or loaded state included.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: dict[str, torch.Tensor],
+        buffers: dict[str, torch.Tensor],
+        peer: Peer,
+        *,
+        note: Callable[[Receipt], None],
+        take_over: TakeOver,
+    ) -> None:
+        self.optimizer = optimizer
+        self.parameters, self.buffers = parameters, buffers
+        self.local_step = 0
+        self._peer = peer
+        self._note, self._take_over = note, take_over
+        self._weight = 1.0
+        self._warned = ""
+        self._alone = False
+        self._places = {name: tensor.data_ptr() for name, tensor in self.tensors.items()}
+        self._fresh: dict[object, tuple[float, Any]] = {}
+        self._running: EventLoopThread | None = None
+
+    def run_in(self, thread: EventLoopThread) -> None:
+        """From now on the peer lives in `thread`."""
+        self._running = thread
+
+    @property
+    def _thread(self) -> EventLoopThread:
+        if self._running is None:
+            raise RuntimeError("the peer has not been started yet")
+        return self._running
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The peer's own tensors: parameters and averaged buffers."""
+        return self.parameters | self.buffers
+
+    @property
+    def weight(self) -> float:
+        """Of this peer in averages where the strategy sets none; finite and at least 0."""
+        return self._weight
+
+    @weight.setter
+    def weight(self, weight: float) -> None:
+        self._weight = check_weight(weight)
+
+    @property
+    def allows_non_finite(self) -> bool:
+        """Whether NaN and infinity may be averaged."""
+        return self._peer.config.non_finite is NonFinite.ALLOW
+
+    def now(self) -> float:
+        """Seconds since the epoch."""
+        return time.time()
+
+    def statistics(self) -> dict[str, torch.Tensor]:
+        """The optimizer's statistics of the shape of their parameter, such as momentum, by name."""
+        return {
+            f"{key}/{name}": value
+            for name, parameter in self.parameters.items()
+            for key, value in self.optimizer.state.get(parameter, {}).items()
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == parameter.shape
+        }
+
+    # Steps
+
+    def evaluate(self, closure: Callable[[], float] | None) -> float | None:
+        """Calls a closure, if there is one, with gradients on, as optimizers do."""
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()
+
+    def inner_step(self, closure: Callable[[], float] | None = None, max_norm: float | None = None) -> float | None:
+        """One step of the inner optimizer under the tensors' lock.
+
+        Args:
+            closure: reevaluates the model and returns the loss.
+            max_norm: gradients are clipped to this norm before they are used; None leaves them.
+        """
+
+        def clipped() -> float:
+            loss = closure() if closure is not None else 0.0
+            clip((p.grad for p in self.parameters.values() if p.grad is not None), max_norm or 0.0)
+            return loss
+
+        with self._peer.tensors():
+            if closure is None:
+                if max_norm is not None:
+                    clipped()
+                loss = self.optimizer.step()
+            else:
+                loss = self.optimizer.step(closure if max_norm is None else clipped)
+            self.local_step += 1
+        return loss
+
+    def count_local_step(self) -> None:
+        """A step that was not the inner optimizer's."""
+        self.local_step += 1
+
+    def locked(self) -> AbstractContextManager[list[torch.Tensor]]:
+        """The tensors' lock, see `Peer.tensors`."""
+        return self._peer.tensors()
+
+    def replacing(self) -> AbstractContextManager[list[torch.Tensor]]:
+        """The tensors' lock; what they hold at the end is the new state, see `Peer.replacing`."""
+        return self._peer.replacing()
+
+    # Rounds
+
+    def topic(
+        self,
+        name: str,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        adopt: Adopt = Adopt.AVERAGE,
+        commits: bool = False,
+        compression: CompressionType | None = None,
+        error_feedback: bool = False,
+    ) -> Topic:
+        """Something that can be averaged, see `Peer.topic`."""
+        return self._peer.topic(
+            name, tensors, adopt=adopt, commits=commits, compression=compression, error_feedback=error_feedback
+        )
+
+    def average(
+        self,
+        topic: Topic | None = None,
+        *,
+        weight: float | None = None,
+        gather: Any = None,
+        phase: str = "",
+        enough: int | None = None,
+        patience: float | None = None,
+    ) -> Receipt:
+        """Averages a topic with a group, and waits for the end of the round.
+
+        Args:
+            topic: from `topic`; the peer's own tensors if None.
+            weight: of this peer in this round; `weight` if None.
+            gather: handed to all members of the group, see `Peer.average`.
+            phase: of the topic; peers in other phases are not met.
+            enough: a group that this peer leads begins at once with so many; with all that train in the run if None.
+            patience: seconds to look for a group; `matchmaking_time` if None.
+
+        Returns:
+            The receipt, also when no group was found or the round failed. A peer that is alone gets it at once.
+
+        Raises:
+            ConfigError: a weight or a gather that cannot work.
+            TensorError: there is NaN or infinity in what is to be averaged, or it has been moved.
+            ClosedError: the averager was closed, or its thread has failed.
+        """
+        coroutine = self._round(topic, weight, gather, phase, enough, patience)
+        return self._noted(self._thread.run(coroutine))
+
+    def begin(
+        self,
+        topic: Topic | None = None,
+        *,
+        weight: float | None = None,
+        gather: Any = None,
+        phase: str = "",
+        enough: int | None = None,
+        patience: float | None = None,
+    ) -> Future[Receipt]:
+        """Like `average`, without waiting: `receipt_of` what this returns is the receipt."""
+        return self._thread.start(self._round(topic, weight, gather, phase, enough, patience))
+
+    def receipt_of(self, begun: Future[Receipt]) -> Receipt:
+        """The receipt of a round that was begun; waits for its end."""
+        return self._noted(self._thread.wait(begun))
+
+    def _round(
+        self,
+        topic: Topic | None,
+        weight: float | None,
+        gather: Any,
+        phase: str,
+        enough: int | None,
+        patience: float | None,
+    ) -> Coroutine[Any, Any, Receipt]:
+        self._settle()
+        weight = self.weight if weight is None else weight
+        patience = self._peer.config.matchmaking_time if patience is None else patience
+
+        async def average() -> Receipt:
+            alone = len(self._peer.peers) == 1
+            return await self._peer.average(
+                topic,
+                weight=weight,
+                gather=gather,
+                phase=phase,
+                enough=len(self._peer.told) + 1 if enough is None else enough,
+                patience=0.0 if alone else patience,
+            )
+
+        return average()
+
+    def _settle(self) -> None:
+        """Makes sure that the peer's thread sees what the training thread has computed."""
+        devices = set()
+        for name, tensor in self.tensors.items():
+            if tensor.data_ptr() != self._places[name]:
+                raise TensorError(f"{name!r} has been moved in memory; move the model first, then make the averager")
+            devices.add(tensor.device)
+        for device in devices:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+
+    def _noted(self, receipt: Receipt) -> Receipt:
+        """Warns of a failed round, but not again and again for the same reason."""
+        reason = "" if receipt.averaged else receipt.reason
+        if reason and reason != self._warned:
+            logger.warning("%s; training goes on, and rounds that fail like this are not reported again", receipt)
+        self._warned = reason
+        self._note(receipt)
+        return receipt
+
+    def say_alone(self, alone: bool) -> None:
+        """Tells in the log when this peer begins to step alone, and when that is over."""
+        if alone and not self._alone:
+            logger.warning("%r is alone and trains on; peers that come are averaged with", self._peer)
+        self._alone = alone
+
+    def warn(self, what: str, error: Exception) -> None:
+        """Warns of a failure after which training goes on, once for each."""
+        told = f"{what}: {error}"
+        if told != self._warned:
+            logger.warning("%s; training goes on", told)
+        self._warned = told
+
+    # The others
+
+    def tell(self, progress: bytes) -> None:
+        """Tells the other peers how far this one is, see `Peer.tell`."""
+        self._thread.run(on_loop(lambda: self._peer.tell(progress)))
+
+    def told(self) -> dict[str, bytes]:
+        """How far the other peers are, by endpoint."""
+        return self._recent("told", lambda: self._peer.told)
+
+    def awaited_until(self, topic: Topic, phase: str = "") -> float | None:
+        """Until when others wait for a group in this topic, seconds since the epoch; None if nobody does."""
+        return self._recent((topic.schema.topic, phase), lambda: self._peer.awaited_until(topic, phase))
+
+    def take_over(self, donors: Sequence[str], check: Callable[[Mapping[str, Any]], None]) -> None:
+        """Downloads the state of the first of `donors` that delivers one, and takes all of it over.
+
+        Args:
+            donors: endpoints.
+            check: called with what the state tells of the strategy; raises StateError if it is not what is wanted.
+
+        Raises:
+            StateError: nobody delivered a sound state; nothing was changed.
+        """
+
+        def checked(state: State) -> None:
+            told = state.user.get("strategy")
+            if not isinstance(told, dict):
+                raise StateError("the state tells nothing of its strategy")
+            check(told)
+            self._take_over(state)
+
+        offering = {name for _, name in self._thread.run(on_loop(lambda: self._peer.donors))}
+        able = [name for name in donors if name in offering]
+        self._thread.run(self._peer.download_state(checked, able))
+        self._fresh.clear()
+
+    def _recent(self, what: object, ask: Callable[[], T]) -> T:
+        now = time.monotonic()
+        asked_at, answer = self._fresh.get(what, (0.0, None))
+        if now - asked_at >= FRESH_SECONDS:
+            answer = self._thread.run(on_loop(ask))
+            self._fresh = {key: kept for key, kept in self._fresh.items() if now - kept[0] < FRESH_SECONDS}
+            self._fresh[what] = (now, answer)
+        found: T = answer
+        return found
+
+
+async def on_loop(read: Callable[[], T]) -> T:
+    """Calls `read` in the event loop that awaits this."""
+    return read()
+
+
+def full_precision(tensor: torch.Tensor) -> torch.dtype:
+    """float32 for the half-precision dtypes, in which sums lose too much; else the tensor's own."""
+    return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
+
+
+def clip(tensors: Iterable[torch.Tensor], max_norm: float) -> None:
+    """Scales tensors in place so that their joint norm is at most `max_norm`."""
+    found = list(tensors)
+    if not found:
+        return
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t.detach()).float() for t in found]))
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ does
+    for tensor in found:
+        tensor.detach().mul_(scale.to(tensor.device, tensor.dtype))

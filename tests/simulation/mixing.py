@@ -1,0 +1,141 @@
+"""How fast repeated averaging in groups brings peers together: rounds of one number per peer, without the protocol.
+
+Three ways to form the groups: by the library's group bits, by a fixed grid as in the simulation of the authors of
+Moshpit averaging (Ryabinin et al., 2021, arXiv:2103.03239), and at random. A failure lasts one round.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable, Iterator
+from enum import Enum, auto
+
+import numpy as np
+from numpy.typing import NDArray
+
+from averaging.group import Group, Member, digits_per_round, group_key, next_group_bits
+from averaging.matchmaking.rules import GROUP_ID_BYTES
+
+MIXED = 1e-9
+"""The variance over the peers, 1 at the start, below which they count as mixed."""
+
+Values = NDArray[np.float64]
+
+
+class Failure(Enum):
+    """What is lost with a peer that fails in a round. It keeps its value in any case."""
+
+    CONTRIBUTION = auto()
+    """The peer is in a group, but neither gives nor takes anything; the others average without it. All move on."""
+    SHARD = auto()
+    """So, and if it was to reduce the value, nobody in its group has an average. All move on."""
+    PLACE = auto()
+    """The peer is in no group and looks again under its old key."""
+
+
+class GroupBits:
+    """`side ** axes` peers in groups of `side`, formed and moved on by the library's rules.
+
+    Whoever looks under the same key forms a group: full ones first, one of the rest. A peer that is left alone keeps
+    its value and its key. That is matchmaking with one declaration per round; who is left is a matter of chance there.
+    """
+
+    def __init__(self, side: int, axes: int, seed: int) -> None:
+        count, digits = side**axes, digits_per_round(side)
+        self.rng, numbers = random.Random(seed), np.random.default_rng(seed)
+        self.side, self.numbers = side, numbers
+        self.values: Values = numbers.standard_normal(count)
+        self.bits = [
+            "".join(format(peer // side**axis % side, f"0{digits}b") for axis in range(axes - 1))
+            for peer in range(count)
+        ]
+        self.members = [Member(f"peer:{peer + 1}") for peer in range(count)]
+        self.alone = 0  # how many found no group in the last round
+
+    def round(self, probability: float = 0.0, failure: Failure = Failure.CONTRIBUTION) -> Values:
+        """One round of all peers, each of which fails with a probability; returns the new values."""
+        fails = self.numbers.random(len(self.values)) < probability
+        by_key: dict[str, list[int]] = {}
+        for peer, bits in enumerate(self.bits):
+            if failure is not Failure.PLACE or not fails[peer]:
+                by_key.setdefault(group_key("run", bits), []).append(peer)
+        self.alone = 0
+        for peers in by_key.values():
+            self.rng.shuffle(peers)
+            for start in range(0, len(peers), self.side):
+                together = peers[start : start + self.side]
+                if len(together) > 1:
+                    self._average(together, fails, failure)
+                else:
+                    self.alone += 1
+        return self.values
+
+    def _average(self, peers: list[int], fails: NDArray[np.bool_], failure: Failure) -> None:
+        group = Group(self.rng.randbytes(GROUP_ID_BYTES), tuple(self.members[peer] for peer in peers))
+        for place, peer in enumerate(peers):
+            self.bits[peer] = next_group_bits(self.bits[peer], group, place, self.side)
+        reducer = peers[-1]  # of the only value, by `partition`; the order of the members is random
+        if failure is Failure.SHARD and fails[reducer]:
+            return
+        through = [peer for peer in peers if not fails[peer]]
+        if through:
+            self.values[through] = self.values[through].mean()
+
+
+def bits_rounds(
+    side: int, axes: int, seed: int, probability: float = 0.0, failure: Failure = Failure.CONTRIBUTION
+) -> int:
+    """Rounds until the peers are mixed, with the library's group bits."""
+    peers = GroupBits(side, axes, seed)
+    return _rounds(peers.round(probability, failure) for _ in itertools.count())
+
+
+def grid_rounds(side: int, axes: int, seed: int, probability: float = 0.0, *, spoils: bool = False) -> int:
+    """The same where every peer has a place in a grid for ever, and the lines along one axis after the other average.
+
+    Args:
+        spoils: a peer that fails spoils the round of its whole group; otherwise the others average without it.
+    """
+    return _rounds(_grid(side, axes, np.random.default_rng(seed), probability, spoils))
+
+
+def random_rounds(count: int, groups: int, seed: int) -> int:
+    """The same with equal random groups, without failures."""
+    return _rounds(_random(count, groups, np.random.default_rng(seed)))
+
+
+def average_at_random(values: Values, groups: int, rng: np.random.Generator) -> Values:
+    """One round of equal random groups; a new array."""
+    order = rng.permutation(len(values)).reshape(groups, -1)
+    averaged = np.empty_like(values)
+    averaged[order] = values[order].mean(axis=1, keepdims=True)
+    return averaged
+
+
+def _grid(side: int, axes: int, rng: np.random.Generator, probability: float, spoils: bool) -> Iterator[Values]:
+    values = rng.standard_normal((side,) * axes)
+    axis = 0
+    while True:
+        works = rng.random(values.shape) >= probability
+        sums, counts = (values * works).sum(axis, keepdims=True), works.sum(axis, keepdims=True)
+        values = np.where(counts == side if spoils else works, sums / np.maximum(counts, 1), values)
+        axis = (axis + 1) % axes
+        yield values
+
+
+def _random(count: int, groups: int, rng: np.random.Generator) -> Iterator[Values]:
+    values = rng.standard_normal(count)
+    while True:
+        values = average_at_random(values, groups, rng)
+        yield values
+
+
+def _rounds(values_after_each: Iterable[Values]) -> int:
+    """How many rounds it takes until the variance is below `MIXED`."""
+    for number, values in enumerate(values_after_each, start=1):
+        if values.var() < MIXED:
+            return number
+        if number == 100:
+            break
+    raise AssertionError(f"the variance is not below {MIXED} after 100 rounds")
