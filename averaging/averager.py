@@ -213,6 +213,15 @@ class DecentralizedAverager(OptimizerWrapper):
         """The endpoints of the peers of the run that are known, this one included."""
         return self._thread.run(on_loop(lambda: self._peer.peers))
 
+    def wait_for_peers(self, count: int, timeout: float) -> bool:
+        """Waits until so many peers train in the run, this one included; whether they are there within the time.
+
+        Args:
+            count: peers, for example all that are to begin together.
+            timeout: seconds.
+        """
+        return self._thread.run(self._peer.others_tell(count - 1, timeout))
+
     @property
     def status(self) -> TrainingStatus:
         """How far this peer and its run are."""

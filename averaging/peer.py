@@ -7,7 +7,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, Unpack
 
@@ -220,6 +220,20 @@ class Peer:
         """How far the other peers are, by endpoint: what each passed to `tell` last."""
         entries = self._entered.discovery.get(progress_key(self.run_id))
         return {name: entry.value for name, entry in entries.items() if name != self.endpoint}
+
+    async def others_tell(self, count: int, timeout: float) -> bool:
+        """Whether so many others tell how far they are, now or within `timeout` seconds."""
+        try:
+            async with (
+                asyncio.timeout(timeout),
+                aclosing(self._entered.discovery.watch(progress_key(self.run_id))) as changes,
+            ):
+                async for _ in changes:
+                    if len(self.told) >= count:
+                        return True
+        except TimeoutError:
+            return False
+        return False
 
     def awaited_until(self, topic: Topic, phase: str = "") -> float | None:
         """Until when others have declared to wait for a group in this topic; None if nobody has.

@@ -14,6 +14,7 @@ import torch
 from averaging.background import EventLoopThread
 from averaging.config import NonFinite, check_weight
 from averaging.errors import StateError, TensorError
+from averaging.group import Mode
 from averaging.messages import CompressionType
 from averaging.observe.receipts import Receipt
 from averaging.peer import Peer
@@ -95,6 +96,11 @@ class Training:
     def allows_non_finite(self) -> bool:
         """Whether NaN and infinity may be averaged."""
         return self._peer.config.non_finite is NonFinite.ALLOW
+
+    @property
+    def is_client(self) -> bool:
+        """Whether this peer accepts no connection, so that nobody can take over its state."""
+        return self._peer.config.mode is Mode.CLIENT
 
     def now(self) -> float:
         """Seconds since the epoch."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import msgpack
 
 from averaging.errors import StateError
+from averaging.group import CLIENT_PREFIX
 
 MAX_LINEAGE = 64
 
@@ -86,13 +87,13 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Others:
-    """What the progress of the other peers comes to, seen by a peer with `own` history.
+    """What the progress of the other peers comes to, as one peer sees it.
 
     Attributes:
-        together: those with the same history.
+        together: those with the same history, and partners who are about to tell that they have it.
         samples: that they have gathered for the next step, all in all.
-        ahead: those with the greatest history, if it is greater than the own; that peer must catch up.
-        best: that history, else the own.
+        ahead: those whose history counts more; if there are any, that peer must catch up with one of them.
+        best: their history, else the own.
     """
 
     together: tuple[str, ...]
@@ -101,14 +102,31 @@ class Others:
     best: History
 
 
-def look_around(own: History, told: Mapping[str, bytes]) -> Others:
-    """Reads what the other peers tell, by endpoint; what is unreadable is left out."""
+def look_around(
+    own: History, told: Mapping[str, bytes], partners: Collection[str] = (), *, is_client: bool = False
+) -> Others:
+    """Reads what the other peers tell.
+
+    Nobody can take over a client's state, so a client is never ahead; where it has gone another way than the rest, it
+    gives way as soon as they are as far.
+
+    Args:
+        own: of the peer that looks.
+        told: by endpoint; what is unreadable is left out.
+        partners: with whom it has made its last step; what they tell may be a few steps old.
+        is_client: whether that peer is one.
+    """
     read = {name: Progress.unpack(packed) for name, packed in told.items()}
     progress = {name: one for name, one in sorted(read.items()) if one is not None}
-    best = max([own, *(one.history for one in progress.values())])
+    donors = {name: one.history for name, one in progress.items() if not name.startswith(CLIENT_PREFIX)}
+    best = max(donors.values(), default=own)
+    gives_way = best > own or (is_client and best.step == own.step and best != own)
+    together = tuple(
+        name for name, one in progress.items() if one.history == own or (name in partners and one.history < own)
+    )
     return Others(
-        together=tuple(name for name, one in progress.items() if one.history == own),
+        together=together,
         samples=sum(one.samples for one in progress.values() if one.history == own),
-        ahead=tuple(name for name, one in progress.items() if one.history == best) if best > own else (),
-        best=best,
+        ahead=tuple(name for name, history in donors.items() if history == best) if gives_way else (),
+        best=best if gives_way else own,
     )

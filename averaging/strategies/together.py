@@ -27,6 +27,7 @@ class Together(Strategy):
     """
 
     history = History()
+    _partners: frozenset[str] = frozenset()
 
     @property
     def global_step(self) -> int:
@@ -41,7 +42,7 @@ class Together(Strategy):
         training.tell(Progress(self.history, self.samples).pack())
 
     def _look_around(self, training: Training) -> Others:
-        return look_around(self.history, training.told())
+        return look_around(self.history, training.told(), self._partners, is_client=training.is_client)
 
     def _advance(self, training: Training, receipt: Receipt | None, samples: float) -> None:
         """Notes a global step.
@@ -52,6 +53,7 @@ class Together(Strategy):
             samples: in it, of this peer; those of the others are in the receipt.
         """
         training.say_alone(receipt is None)
+        self._partners = frozenset(receipt.members if receipt else ())
         if receipt is None:
             self.history = self.history.after(secrets.token_bytes(20), samples)
         else:
@@ -62,7 +64,7 @@ class Together(Strategy):
         """Takes over the state of somebody who is ahead; whether that was possible."""
         own = self.history
         try:
-            training.take_over(others.ahead, self._is_ahead)
+            training.take_over(others.ahead, lambda user: _check_history(user, others.best))
         except (StateError, RoundError) as error:
             behind = f"{len(others.ahead)} peers are at global step {others.best.step}, this one at {own.step}"
             training.warn(behind, error)
@@ -71,10 +73,15 @@ class Together(Strategy):
         self._tell(training)
         return True
 
-    def _is_ahead(self, user: Mapping[str, Any]) -> None:
-        """Refuses a state that is no further than this peer."""
-        if History.unpack(user.get("history")) <= self.history:
-            raise StateError("it is no further than this peer")
+
+def _check_history(user: Mapping[str, Any], wanted: History) -> None:
+    """Refuses a state that is not what its donor told it to be, or more.
+
+    Raises:
+        StateError: it is another.
+    """
+    if History.unpack(user.get("history")) < wanted:
+        raise StateError(f"its state is not yet at global step {wanted.step}")
 
 
 def gathered_samples(user: Any) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -28,6 +29,16 @@ Reply = TypeVar("Reply")
 Context = grpc.aio.ServicerContext[bytes, bytes]
 Handlers: TypeAlias = "dict[Method[Any, Any], grpc.RpcMethodHandler[Any, Any]]"
 
+class _LostEnds(logging.Filter):
+    """Keeps one error of grpcio's out of the log: a caller that goes away while its call ends, which harms nobody."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is another one."""
+        return not record.getMessage().startswith("ExecuteBatchError raised in core by servicer method")
+
+
+_LOST_ENDS = _LostEnds()
+
 END_DOUBT_SECONDS = 0.02
 """gRPC shows the loss of a caller first as the end of its messages and, within a millisecond, as a cancellation."""
 
@@ -41,6 +52,7 @@ class Server:
         Raises:
             ListenError: it cannot be had.
         """
+        logging.getLogger("grpc._cython.cygrpc").addFilter(_LOST_ENDS)
         self._calls = _Calls()
         self._server = grpc.aio.server(options=server_options(max_message_bytes), interceptors=[self._calls])
         try:

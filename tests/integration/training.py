@@ -1,0 +1,98 @@
+"""Several averagers that train together in one process, each in a thread of its own, over gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+
+from averaging import DecentralizedAverager, Strategy
+
+T = TypeVar("T")
+
+PATIENCE = 100.0
+"""Seconds after which a test that waits for a peer fails."""
+
+
+def model_of(seed: int, dtype: torch.dtype = torch.float32) -> torch.nn.Sequential:
+    """A small network, the same for the same seed."""
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3)).to(dtype)
+
+
+def batch_of(seed: int, samples: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets, the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return (
+        torch.randn(samples, 5, generator=generator, dtype=torch.float64).to(dtype),
+        torch.randn(samples, 3, generator=generator, dtype=torch.float64).to(dtype),
+    )
+
+
+def backward(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """The gradients of the mean squared error on a batch, in place of those that were there."""
+    model.zero_grad()
+    inputs, targets = batch
+    loss: torch.Tensor = (model(inputs) - targets).pow(2).mean()
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss
+
+
+def parameters_of(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Copies of a model's parameters."""
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def equal(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
+    """Whether tensors are the same to the bit."""
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+class Run:
+    """A run with its peers, all of which begin with the same parameters.
+
+    Attributes:
+        models: of the peers, in the order in which they came.
+        averagers: likewise.
+    """
+
+    def __init__(self) -> None:
+        self.models: list[torch.nn.Module] = []
+        self.averagers: list[DecentralizedAverager] = []
+
+    def add(
+        self,
+        strategy: Strategy,
+        optimizer: Callable[..., torch.optim.Optimizer],
+        model: torch.nn.Module | None = None,
+        **options: Any,
+    ) -> DecentralizedAverager:
+        """Starts a peer; all but the first join the first."""
+        model = model_of(0) if model is None else model
+        join = [self.averagers[0].endpoint] if self.averagers else []
+        defaults: dict[str, Any] = {"run_id": "test", "join": join, "group_size": 8, "matchmaking_time": 30.0}
+        averager = DecentralizedAverager(optimizer(model.parameters()), strategy=strategy, **(defaults | options))
+        self.models.append(model)
+        self.averagers.append(averager)
+        return averager
+
+    def meet(self) -> None:
+        """Waits until all peers know each other."""
+        assert all(averager.wait_for_peers(len(self.averagers), PATIENCE) for averager in self.averagers)
+
+    def each(self, train: Callable[[int], T]) -> list[T]:
+        """Calls `train` with the number of each peer, in a thread for each, at the same time."""
+        with ThreadPoolExecutor(len(self.averagers)) as pool:
+            futures = [pool.submit(train, number) for number in range(len(self.averagers))]
+            return [future.result(PATIENCE) for future in futures]
+
+    def parameters(self) -> list[list[torch.Tensor]]:
+        """Copies of the parameters of all peers."""
+        return [parameters_of(model) for model in self.models]
+
+    def close(self) -> None:
+        """Ends all peers."""
+        for averager in self.averagers:
+            averager.close()
