@@ -11,7 +11,6 @@ import torch
 
 from averaging.allreduce.partition import Part
 from averaging.compression import decode, encode
-from averaging.messages import CompressionType
 from averaging.schema import Schema
 
 
@@ -53,8 +52,3 @@ class Feedback:
 
     def _residual(self, part: Part) -> torch.Tensor:
         return self.residuals[part.tensor][part.start : part.stop]
-
-
-def is_lossy(compression: CompressionType) -> bool:
-    """Whether a code loses anything at all."""
-    return compression is not CompressionType.NONE

@@ -25,7 +25,7 @@ from averaging.messages import CompressionType
 from averaging.notices import Notice
 from averaging.observe.receipts import Receipt
 from averaging.observe.status import PeerStatus
-from averaging.rounds import Rounds
+from averaging.rounds import Overtaken, Rounds
 from averaging.schema import describe
 from averaging.service import PeerService
 from averaging.snapshots import Extras, Snapshots
@@ -351,6 +351,7 @@ class Peer:
         phase: str = "",
         enough: int | None = None,
         patience: float | None = None,
+        overtaken: Overtaken | None = None,
     ) -> Receipt:
         """Finds a group and averages the tensors with it.
 
@@ -364,6 +365,7 @@ class Peer:
             phase: of the topic, such as a step; peers in other phases are not met.
             enough: a group that this peer leads begins at once with so many; with `group_size` if None.
             patience: seconds to look for a group; `timeout` if None.
+            overtaken: asked, whenever what others `tell` changes, whether it has become vain to look for a group.
 
         Returns:
             The receipt, also when no group was found or the round failed.
@@ -389,7 +391,7 @@ class Peer:
                 await self._tensors.while_locked(topic.tensors.check_finite, self.config.timeout)
             patience = self.config.timeout if patience is None else patience
             receipt = running.service.last = await running.rounds.attempt(
-                topic, gathered, phase=phase, enough=enough, patience=patience
+                topic, gathered, phase=phase, enough=enough, patience=patience, overtaken=overtaken
             )
             if topic.commits and receipt.averaged:
                 running.donors.notice.changed()

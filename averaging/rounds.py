@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ from averaging.allreduce import AllReduce, RoundResult
 from averaging.config import PeerConfig
 from averaging.discovery.base import Discovery
 from averaging.errors import AveragingError, RoundError, SchemaMismatchError
-from averaging.group import Group, Mode
+from averaging.group import Group, Mode, progress_key
 from averaging.matchmaking import Matchmaking, NoGroupError
 from averaging.observe.receipts import Outcome, Receipt
 from averaging.schema import Schema
@@ -21,6 +22,8 @@ from averaging.service import PeerService
 from averaging.snapshots import Snapshots
 from averaging.topics import Adopt, Topic
 from averaging.transport.base import Transport
+
+Overtaken = Callable[[Mapping[str, bytes]], bool]
 
 
 @dataclass(slots=True)
@@ -84,7 +87,14 @@ class Rounds:
         return found
 
     async def attempt(
-        self, topic: Topic, gathered: bytes, *, phase: str, enough: int | None, patience: float
+        self,
+        topic: Topic,
+        gathered: bytes,
+        *,
+        phase: str,
+        enough: int | None,
+        patience: float,
+        overtaken: Overtaken | None,
     ) -> Receipt:
         """Averages with a group.
 
@@ -94,15 +104,25 @@ class Rounds:
             phase: of the topic; peers in other phases are not met.
             enough: see `Matchmaking.find_group`.
             patience: seconds to look for a group.
+            overtaken: asked whenever the others' progress changes, by endpoint, whether looking has become vain.
         """
         loop, schema = asyncio.get_running_loop(), topic.at(phase)
         attempt = _Attempt(self._attempts, loop.time())
         self._attempts += 1
         matchmaking = self._service.matchmaking = self.matchmaking(schema, lasting=not phase)
+        watching: asyncio.Task[None] | None = None
         try:
-            group = attempt.group = await matchmaking.find_group(gathered, self._clock() + patience, enough)
+            async with asyncio.timeout(None) as limit:
+                if overtaken is not None:
+                    watching = asyncio.create_task(self._watch(overtaken, lambda: limit.reschedule(loop.time())))
+                group = attempt.group = await matchmaking.find_group(gathered, self._clock() + patience, enough)
         except (NoGroupError, SchemaMismatchError) as error:
             return self._receipt(attempt, Outcome.NO_GROUP, str(error))
+        except TimeoutError:
+            return self._receipt(attempt, Outcome.NO_GROUP, "the others have gone on without this peer")
+        finally:
+            if watching is not None:
+                watching.cancel()
         # No await from here until the round is known: its members' parts may come at any moment.
         attempt.begun = loop.time()
         try:
@@ -122,6 +142,13 @@ class Rounds:
         outcome = Outcome.FAILED if reason else Outcome.AVERAGED
         self._service.rounds += outcome is Outcome.AVERAGED
         return self._receipt(attempt, outcome, reason)
+
+    async def _watch(self, overtaken: Overtaken, give_up: Callable[[], None]) -> None:
+        async with aclosing(self._discovery.watch(progress_key(self._config.run_id))) as changes:
+            async for entries in changes:
+                if overtaken({name: entry.value for name, entry in entries.items() if name != self._endpoint}):
+                    give_up()
+                    return
 
     def _new_round(self, attempt: _Attempt, topic: Topic, schema: Schema, group: Group) -> AllReduce:
         tensors = topic.tensors.flat()

@@ -18,6 +18,7 @@ from averaging.group import Mode
 from averaging.messages import CompressionType
 from averaging.observe.receipts import Receipt
 from averaging.peer import Peer
+from averaging.rounds import Overtaken
 from averaging.state import State
 from averaging.topics import Adopt, Topic
 
@@ -185,6 +186,7 @@ class Training:
         phase: str = "",
         enough: int | None = None,
         patience: float | None = None,
+        overtaken: Overtaken | None = None,
     ) -> Receipt:
         """Averages a topic with a group, and waits for the end of the round.
 
@@ -195,6 +197,7 @@ class Training:
             phase: of the topic; peers in other phases are not met.
             enough: a group that this peer leads begins at once with so many; with all that train in the run if None.
             patience: seconds to look for a group; `matchmaking_time` if None.
+            overtaken: see `Peer.average`.
 
         Returns:
             The receipt, also when no group was found or the round failed. A peer that is alone gets it at once.
@@ -204,7 +207,7 @@ class Training:
             TensorError: there is NaN or infinity in what is to be averaged, or it has been moved.
             ClosedError: the averager was closed, or its thread has failed.
         """
-        coroutine = self._round(topic, weight, gather, phase, enough, patience)
+        coroutine = self._round(topic, weight, gather, phase, enough, patience, overtaken)
         return self._noted(self._thread.run(coroutine))
 
     def begin(
@@ -216,9 +219,10 @@ class Training:
         phase: str = "",
         enough: int | None = None,
         patience: float | None = None,
+        overtaken: Overtaken | None = None,
     ) -> Future[Receipt]:
         """Like `average`, without waiting: `receipt_of` what this returns is the receipt."""
-        return self._thread.start(self._round(topic, weight, gather, phase, enough, patience))
+        return self._thread.start(self._round(topic, weight, gather, phase, enough, patience, overtaken))
 
     def receipt_of(self, begun: Future[Receipt]) -> Receipt:
         """The receipt of a round that was begun; waits for its end."""
@@ -232,6 +236,7 @@ class Training:
         phase: str,
         enough: int | None,
         patience: float | None,
+        overtaken: Overtaken | None,
     ) -> Coroutine[Any, Any, Receipt]:
         self._settle()
         weight = self.weight if weight is None else weight
@@ -246,6 +251,7 @@ class Training:
                 phase=phase,
                 enough=len(self._peer.told) + 1 if enough is None else enough,
                 patience=0.0 if alone else patience,
+                overtaken=overtaken,
             )
 
         return average()

@@ -203,6 +203,7 @@ class Matchmaking:
         """Asks one peer after the other to lead, the earliest first, until cancelled."""
         key = self.group_key
         attempts = search.attempts
+        until = own.expiration
         news = asyncio.Event()
 
         async def watch() -> None:
@@ -216,8 +217,11 @@ class Matchmaking:
             while True:
                 news.clear()
                 now = self._clock()
-                if search.group is not None or own.expiration <= now:
+                if search.group is not None or until <= now:
                     return  # led already, or too late to be
+                if search.state.member.mode is Mode.CLIENT:
+                    # It cannot lead, so it must be able to follow those who begin to wait only now.
+                    own = replace(own, expiration=max(until, now + self._matchmaking_time))
                 candidate, again = rules.next_to_ask(own, self._discovery.get(key), attempts, now)
                 if candidate is not None:
                     await self._ask_and_follow_suggestions(search, own, candidate, attempts)

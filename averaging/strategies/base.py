@@ -132,3 +132,15 @@ def take_tensor(tensors: Mapping[str, torch.Tensor], name: str, like: torch.Tens
         there, here = (f"{t.dtype} {list(t.shape)}" for t in (found, like))
         raise StateError(f"{name!r} is {there} in the state, here {here}")
     return found
+
+
+def count_in(user: Mapping[str, Any], name: str) -> int:
+    """The whole number of that name, 0 if there is none.
+
+    Raises:
+        StateError: it is something else.
+    """
+    count = user.get(name, 0)
+    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        raise StateError(f"the state has {count!r:.100} under {name!r}, not a number of steps")
+    return count

@@ -14,7 +14,7 @@ from averaging.messages import CompressionType
 from averaging.observe.receipts import Receipt
 from averaging.optimizer_state import load_optimizer, pack_optimizer
 from averaging.snapshots import Extras
-from averaging.strategies.base import take_tensor
+from averaging.strategies.base import count_in, take_tensor
 from averaging.strategies.history import History, Others
 from averaging.strategies.together import Together
 from averaging.strategies.turns import Turns, whole
@@ -154,6 +154,7 @@ class DiLoCo(Together):
             phase=self.history.phase,
             gather={"samples": training.weight},
             enough=together + 1,
+            overtaken=self._overtaken(training),
         )
         if not self.delay:
             self._end(training, self._pending)
@@ -195,11 +196,11 @@ class DiLoCo(Together):
             found, packed = pack_optimizer(fragment.outer, f"outer{fragment.number}")
             tensors |= found
             outer.append(packed)
-        return Extras(tensors, {"history": self.history.pack(), "outer": outer})
+        return Extras(tensors, {"history": self.history.pack(), "outer": outer, "since": self._turns.steps})
 
     def load(self, tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None:
         """Takes over another peer's outer state; the hyperparameters of the outer optimizer stay this one's."""
-        history = History.unpack(user.get("history"))
+        history, since = History.unpack(user.get("history")), count_in(user, "since")
         outer = user.get("outer")
         if not isinstance(outer, list) or len(outer) != len(self._fragments):
             raise StateError(f"its model is not cut into {len(self._fragments)} fragments, as it is here")
@@ -213,7 +214,7 @@ class DiLoCo(Together):
             for fragment, anchors in zip(self._fragments, found, strict=True):
                 for name, anchor in anchors.items():
                     fragment.anchors[name].copy_(anchor)
-        self.history = history
+        self.history, self._turns.steps = history, since
 
 
 class _Fragment:

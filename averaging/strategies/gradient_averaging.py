@@ -134,6 +134,7 @@ class GradientAveraging(Together):
                 weight=self._gathered,
                 gather={"samples": self._gathered, "lacking": sorted(lacking)},
                 enough=len(together) + 1,
+                overtaken=self._overtaken(training),
             )
             if not receipt.averaged:
                 return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 
 from averaging.messages import CompressionType
 from averaging.observe.receipts import Receipt
-from averaging.strategies.base import Strategy
+from averaging.snapshots import Extras
+from averaging.strategies.base import Strategy, count_in
 from averaging.strategies.turns import Turns
 from averaging.topics import Adopt, Topic
 from averaging.training import Training
@@ -69,9 +71,8 @@ class LocalSGD(Strategy):
             self._settle(training, training.tensors)
 
     def joined(self, training: Training) -> None:
-        """A state's steps count, and its statistics are other tensors."""
+        """The statistics of a state are other tensors."""
         super().joined(training)
-        self._turns.steps = training.local_step % self.every
         if self.statistics:
             self._topic = None
 
@@ -93,6 +94,14 @@ class LocalSGD(Strategy):
         else:
             training.average(topic)
         self._turns.taken()
+
+    def state(self) -> Extras:
+        """How far it is on the way to the next turn."""
+        return Extras({}, {"since": self._turns.steps})
+
+    def load(self, tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None:
+        """Takes over how far it was."""
+        self._turns.steps = count_in(user, "since")
 
     def finish(self, training: Training) -> None:
         """Waits for the change that is on its way."""

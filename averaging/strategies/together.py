@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from averaging.errors import RoundError, StateError
@@ -43,6 +43,11 @@ class Together(Strategy):
 
     def _look_around(self, training: Training) -> Others:
         return look_around(self.history, training.told(), self._partners, is_client=training.is_client)
+
+    def _overtaken(self, training: Training) -> Callable[[Mapping[str, bytes]], bool]:
+        """Whether the others have gone on, so that nobody will come any more to where this peer waits."""
+        own, partners, is_client = self.history, self._partners, training.is_client
+        return lambda told: bool(look_around(own, told, partners, is_client=is_client).ahead)
 
     def _advance(self, training: Training, receipt: Receipt | None, samples: float) -> None:
         """Notes a global step.

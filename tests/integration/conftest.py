@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import AsyncGenerator, Iterator
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
 from tests.integration.foreign import Foreign, ForeignProcess, compile_seed
+from tests.integration.training import Run
 
 
 @pytest.fixture
@@ -25,6 +27,21 @@ def nothing_is_left_behind(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
         and "PollerCompletionQueue._handle_events" not in record.getMessage()
     ]
     assert not [record.getMessage() for record in complaints if record.levelname in {"WARNING", "ERROR", "CRITICAL"}]
+
+
+@pytest.fixture
+def start(nothing_is_left_behind: None) -> Iterator[Callable[[], Run]]:
+    """Makes runs of averagers and ends them."""
+    runs: list[Run] = []
+
+    def make() -> Run:
+        runs.append(Run())
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.close()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("the averager")]
 
 
 @pytest.fixture(scope="session")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,21 +15,6 @@ from tests.integration.training import Run, backward, batch_of, equal, model_of,
 
 PlainSGD = partial(torch.optim.SGD, lr=0.05)
 Optimizers = Callable[..., torch.optim.Optimizer]
-
-
-@pytest.fixture
-def start(nothing_is_left_behind: None) -> Iterator[Callable[[], Run]]:
-    """Makes runs and ends them."""
-    runs: list[Run] = []
-
-    def make() -> Run:
-        runs.append(Run())
-        return runs[-1]
-
-    yield make
-    for run in runs:
-        run.close()
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("the averager")]
 
 
 def train_apart(run: Run, steps: int) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 import torch
 
 from averaging import DecentralizedAverager, Strategy
+from averaging.group import progress_key
+from averaging.strategies.history import Progress
 
 T = TypeVar("T")
 
@@ -81,6 +85,20 @@ class Run:
     def meet(self) -> None:
         """Waits until all peers know each other."""
         assert all(averager.wait_for_peers(len(self.averagers), PATIENCE) for averager in self.averagers)
+
+    def heard(self, number: int, global_step: int) -> None:
+        """Waits until a peer has heard that another one is at that global step."""
+        averager = self.averagers[number]
+
+        async def heard() -> None:
+            async with aclosing(averager._peer.discovery.watch(progress_key("test"))) as changes:
+                async for _ in changes:
+                    progress = map(Progress.unpack, averager._peer.told.values())
+                    if any(one is not None and one.history.step >= global_step for one in progress):
+                        return
+
+        averager._thread.run(asyncio.wait_for(heard(), PATIENCE))
+        averager._training._fresh.clear()
 
     def each(self, train: Callable[[int], T]) -> list[T]:
         """Calls `train` with the number of each peer, in a thread for each, at the same time."""

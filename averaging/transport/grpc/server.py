@@ -29,6 +29,7 @@ Reply = TypeVar("Reply")
 Context = grpc.aio.ServicerContext[bytes, bytes]
 Handlers: TypeAlias = "dict[Method[Any, Any], grpc.RpcMethodHandler[Any, Any]]"
 
+
 class _LostEnds(logging.Filter):
     """Keeps one error of grpcio's out of the log: a caller that goes away while its call ends, which harms nobody."""
 

@@ -1,0 +1,455 @@
+"""What the strategies do around the arithmetic: peers alone, late, new, restarted; gradients that are refused."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from averaging import CompressionType, DiLoCo, GradientAveraging, LocalSGD, Mode, Outcome, Receipt
+from averaging.errors import ConfigError, StateError, TensorError
+from tests.integration.training import PATIENCE, Run, backward, batch_of, equal, model_of, parameters_of
+
+SGD = partial(torch.optim.SGD, lr=0.05)
+Start = Callable[[], Run]
+
+
+def step(run: Run, number: int, seed: int, samples: int = 4, **options: Any) -> None:
+    backward(run.models[number], batch_of(seed, samples))
+    run.averagers[number].step(**options)
+
+
+def steps(run: Run, number: int, seeds: Iterable[int]) -> None:
+    for seed in seeds:
+        step(run, number, seed)
+
+
+def gather_until(run: Run, number: int, global_step: int, samples: int = 4) -> None:
+    """Steps of GradientAveraging until this peer has made so many global ones."""
+    seed = 0
+    while (run.averagers[number].global_step or 0) < global_step:
+        seed += 1
+        step(run, number, 1000 * number + seed, samples, batch_size=samples)
+
+
+# GradientAveraging
+
+
+def test_a_peer_alone_gathers_its_batch_and_says_that_it_is_alone(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = start()
+    opt = run.add(GradientAveraging(12), SGD)
+    before = run.parameters()[0]
+    for seed in range(2):
+        step(run, 0, seed, batch_size=4)
+    assert equal(run.parameters()[0], before)
+    assert (opt.global_step, opt.local_step, opt.status.samples, opt.status.alone) == (0, 2, 8.0, True)
+    step(run, 0, 2, batch_size=4)
+    assert (opt.global_step, opt.local_step, opt.status.samples) == (1, 3, 0.0)
+
+    plain = model_of(0)
+    inputs, targets = (torch.cat(tensors) for tensors in zip(*(batch_of(seed, 4) for seed in range(3)), strict=True))
+    backward(plain, (inputs, targets))
+    SGD(plain.parameters()).step()
+    for ours, theirs in zip(run.parameters()[0], parameters_of(plain), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    for seed in range(3, 9):
+        step(run, 0, seed, batch_size=4)
+    assert [record.getMessage() for record in caplog.records if "alone and trains on" in record.getMessage()] != []
+    assert len([record for record in caplog.records if "alone" in record.getMessage()]) == 1
+
+
+def test_a_newcomer_goes_on_from_the_global_step_of_the_run(start: Start) -> None:
+    run = start()
+    adam = partial(torch.optim.AdamW, lr=0.01)
+    run.add(GradientAveraging(4), adam)
+    gather_until(run, 0, 5)
+    newcomer = run.add(GradientAveraging(8), adam, model_of(9))
+    assert newcomer.global_step == 5
+    assert equal(*run.parameters())
+    run.meet()
+    run.averagers[0].strategy.target_batch_size = 8  # type: ignore[attr-defined]
+    run.each(lambda number: gather_until(run, number, 8))
+    assert [opt.global_step for opt in run.averagers] == [8, 8]
+    assert equal(*run.parameters())
+    assert all(len(opt.last_receipt.members) == 2 for opt in run.averagers if opt.last_receipt)
+
+
+def test_a_peer_that_missed_a_step_takes_over_the_state_of_another(start: Start) -> None:
+    run = start()
+    for _ in range(3):
+        run.add(GradientAveraging(8), SGD, matchmaking_time=1.0)
+    run.meet()
+
+    def train(number: int) -> None:
+        if number < 2:
+            gather_until(run, number, 3)
+
+    run.each(train)  # the third is busy with its first batch all the while
+    slow = run.averagers[2]
+    assert slow.global_step == 0
+    run.heard(2, 3)
+    step(run, 2, 77, batch_size=4)
+    assert slow.global_step == 3
+    assert slow.status.samples == 0  # its gradients were for the parameters of step 0
+    assert equal(run.parameters()[2], run.parameters()[0])
+    run.each(lambda number: gather_until(run, number, 5))
+    assert all(equal(run.parameters()[0], other) for other in run.parameters())
+
+
+def test_a_client_trains_along(start: Start) -> None:
+    run = start()
+    for mode in (Mode.NODE, Mode.NODE, Mode.CLIENT):
+        run.add(GradientAveraging(12), SGD, mode=mode)
+    run.meet()
+    run.each(lambda number: gather_until(run, number, 4))
+    assert all(equal(run.parameters()[0], other) for other in run.parameters())
+    assert all(len(opt.last_receipt.members) == 3 for opt in run.averagers if opt.last_receipt)
+
+
+def test_parameters_for_which_nobody_has_a_gradient_are_passed_over(start: Start) -> None:
+    """AdamW would decay them; one peer's gradient is enough."""
+    run = start()
+    adam = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
+    for _ in range(2):
+        run.add(GradientAveraging(8), adam)
+    run.meet()
+    before = run.parameters()[0]
+
+    def train(number: int) -> None:
+        while not run.averagers[number].global_step:
+            backward(run.models[number], batch_of(number, 4))
+            parameters = list(run.models[number].parameters())
+            parameters[0].grad = None
+            if number == 0:
+                parameters[1].grad = None
+            run.averagers[number].step(batch_size=4)
+
+    run.each(train)
+    after = run.parameters()[0]
+    assert torch.equal(after[0], before[0])
+    assert all(not torch.equal(after[place], before[place]) for place in (1, 2, 3))
+    assert equal(*run.parameters())
+
+
+def test_gradients_that_cannot_be_averaged_are_refused_and_cost_nothing(start: Start) -> None:
+    run = start()
+    opt = run.add(GradientAveraging(8), SGD)
+    with pytest.raises(ConfigError, match=r"opt.step\(batch_size=n\)"):
+        step(run, 0, 0)
+    backward(run.models[0], batch_of(0, 4))
+    weight = next(run.models[0].parameters())
+    assert weight.grad is not None
+    weight.grad[0, 0] = torch.nan
+    with pytest.raises(TensorError, match=r"gradient of 'group0.param0' holds NaN"):
+        opt.step(batch_size=4)
+    weight.grad = torch.ones(7, 5).to_sparse()
+    with pytest.raises(TensorError, match=r"gradient of 'group0.param0' is torch.sparse_coo; make it dense"):
+        opt.step(batch_size=4)
+    assert opt.status.samples == 0
+    for seed in range(2):
+        step(run, 0, seed, batch_size=4)
+    assert opt.global_step == 1
+
+
+def test_the_scheduler_follows_the_global_steps_also_at_a_newcomer(start: Start) -> None:
+    run = start()
+    schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.1)
+    opt = run.add(GradientAveraging(8), SGD, scheduler=schedule)
+    for seed in range(6):
+        step(run, 0, seed, batch_size=4)
+    assert opt.global_step == 3
+    assert opt.param_groups[0]["lr"] == pytest.approx(0.005)
+    newcomer = run.add(GradientAveraging(8), SGD, scheduler=schedule)
+    assert newcomer.param_groups[0]["lr"] == pytest.approx(0.005)
+
+
+def test_a_grad_scaler_and_closures_work(start: Start) -> None:
+    run = start()
+    opt = run.add(GradientAveraging(4), SGD)
+    plain = model_of(0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    inputs, targets = batch_of(0, 4)
+    scaler.scale((run.models[0](inputs) - targets).pow(2).mean()).backward()
+    scaler.step(opt, batch_size=4)
+    scaler.update()
+    loss = opt.step(lambda: backward(run.models[0], batch_of(1, 4)).item(), batch_size=4)
+    assert opt.global_step == 2
+    assert loss > 0
+    reference = SGD(plain.parameters())
+    for seed in range(2):
+        backward(plain, batch_of(seed, 4))
+        reference.step()
+    for ours, theirs in zip(run.parameters()[0], parameters_of(plain), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_clipping_bounds_what_is_averaged(start: Start) -> None:
+    run = start()
+    run.add(GradientAveraging(4, max_norm=0.01), partial(torch.optim.SGD, lr=1.0))
+    before = run.parameters()[0]
+    step(run, 0, 0, batch_size=4)
+    moved = torch.cat([(a - b).flatten() for a, b in zip(run.parameters()[0], before, strict=True)])
+    assert moved.norm() == pytest.approx(0.01, rel=1e-3)
+
+
+def test_buffers_are_averaged_along_and_counters_reach_newcomers(start: Start) -> None:
+    run = start()
+
+    def add(strategy: GradientAveraging) -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3))
+        run.add(strategy, SGD, model, buffers=dict(model.named_buffers()))
+
+    for _ in range(2):
+        add(GradientAveraging(8))
+    run.meet()
+    run.each(lambda number: gather_until(run, number, 2))
+    buffers = [dict(model.named_buffers()) for model in run.models]
+    assert torch.equal(buffers[0]["1.running_mean"], buffers[1]["1.running_mean"])
+    assert buffers[0]["1.running_mean"].abs().sum() > 0
+    counted = buffers[0]["1.num_batches_tracked"].clone()
+    add(GradientAveraging(8))
+    assert torch.equal(dict(run.models[2].named_buffers())["1.num_batches_tracked"], counted)
+
+
+# DiLoCo
+
+
+def test_a_newcomer_takes_over_the_outer_state(start: Start) -> None:
+    run = start()
+    first = run.add(DiLoCo(3), SGD)
+    for seed in range(7):
+        step(run, 0, seed)
+    newcomer = run.add(DiLoCo(3), SGD, model_of(5))
+    assert (newcomer.global_step, newcomer.local_step) == (2, 6)
+    ours, theirs = (opt.state_dict()["averaging"]["strategy"]["tensors"] for opt in run.averagers)
+    assert ours.keys() == theirs.keys()
+    assert any("momentum_buffer" in name for name in ours)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert equal(run.parameters()[1], [ours[f"anchor/group0.param{place}"] for place in range(4)])
+    assert first.global_step == 2
+
+
+def test_a_peer_that_missed_a_global_step_keeps_its_local_steps(start: Start) -> None:
+    """It takes over the others' model and puts on top what it has done itself."""
+    run = start()
+    for _ in range(3):
+        run.add(DiLoCo(4), SGD, matchmaking_time=1.0)
+    run.meet()
+    for seed in range(2):
+        step(run, 2, seed)
+    plain = model_of(0)
+    reference = SGD(plain.parameters())
+    for seed in range(3):
+        backward(plain, batch_of(seed, 4))
+        reference.step()
+    own = [now - then for now, then in zip(parameters_of(plain), parameters_of(model_of(0)), strict=True)]
+
+    def train(number: int) -> None:
+        if number < 2:
+            for seed in range(4):
+                step(run, number, 100 * number + seed)
+
+    run.each(train)
+    late = run.averagers[2]
+    assert late.global_step == 0
+    others = parameters_of(run.models[0])
+    run.heard(2, 1)
+    step(run, 2, 2)
+    assert late.global_step == 1
+    for now, base, change in zip(run.parameters()[2], others, own, strict=True):
+        torch.testing.assert_close(now, base + change)
+
+
+def test_training_goes_on_during_a_round_with_delay(start: Start) -> None:
+    """The other peer is not there yet; only when the result is due is it waited for."""
+    run = start()
+    for _ in range(2):
+        run.add(DiLoCo(4, delay=2, alpha=0.5), SGD)
+    run.meet()
+    for seed in range(5):  # the round begins after 4 steps and must be there after 6
+        step(run, 0, seed)
+    assert run.averagers[0].global_step == 0
+    with_others = threading.Thread(target=steps, args=(run, 1, range(50, 56)))
+    with_others.start()
+    step(run, 0, 5)
+    with_others.join(PATIENCE)
+    assert [opt.global_step for opt in run.averagers] == [1, 1]
+
+
+def test_a_failed_round_leaves_all_as_it_is_and_the_next_turn_tries_again(start: Start) -> None:
+    receipts: list[Receipt] = []
+    run = start()
+    for _ in range(2):
+        run.add(DiLoCo(2), SGD, matchmaking_time=0.3, on_round=receipts.append)
+    run.meet()
+    for seed in range(2):
+        step(run, 0, seed)
+    assert [receipt.outcome for receipt in receipts] == [Outcome.NO_GROUP]
+    assert run.averagers[0].global_step == 0
+    plain = model_of(0)
+    reference = SGD(plain.parameters())
+    for seed in range(2):
+        backward(plain, batch_of(seed, 4))
+        reference.step()
+    assert equal(run.parameters()[0], parameters_of(plain))
+
+
+def test_int8_with_error_feedback_stays_close_to_the_exact_run(start: Start) -> None:
+    def trained(**options: Any) -> list[torch.Tensor]:
+        run = start()
+        for _ in range(2):
+            run.add(DiLoCo(2, **options), SGD)
+        run.meet()
+        run.each(lambda number: steps(run, number, range(100 * number, 100 * number + 20)))
+        assert [opt.global_step for opt in run.averagers] == [10, 10]
+        assert equal(*run.parameters())
+        return run.parameters()[0]
+
+    exact, started = trained(), parameters_of(model_of(0))
+    lossy = trained(compression=CompressionType.BLOCKWISE_INT8, error_feedback=True)
+    off, moved = (
+        torch.cat([(a - b).flatten() for a, b in zip(exact, other, strict=True)]).norm() for other in (lossy, started)
+    )
+    assert 0 < off < 0.02 * moved
+
+
+def test_a_run_goes_on_from_a_checkpoint(start: Start, tmp_path: Any) -> None:
+    adam = partial(torch.optim.AdamW, lr=0.01)
+    run = start()
+    opt = run.add(DiLoCo(3), adam)
+    for seed in range(7):
+        step(run, 0, seed)
+    torch.save({"model": run.models[0].state_dict(), "opt": opt.state_dict()}, tmp_path / "checkpoint.pt")
+    for seed in range(7, 12):
+        step(run, 0, seed)
+
+    again = start()
+    restarted = again.add(DiLoCo(3), adam, model_of(4))
+    saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    again.models[0].load_state_dict(saved["model"])
+    restarted.load_state_dict(saved["opt"])
+    assert (restarted.global_step, restarted.local_step) == (2, 7)
+    for seed in range(7, 12):
+        step(again, 0, seed)
+    assert restarted.global_step == 4
+    assert equal(again.parameters()[0], run.parameters()[0])
+
+
+def test_a_checkpoint_of_another_strategy_is_refused_and_changes_nothing(start: Start) -> None:
+    run = start()
+    opt = run.add(DiLoCo(3), SGD)
+    saved = opt.state_dict()
+    other = start()
+    local = other.add(LocalSGD(3), SGD)
+    with pytest.raises(ConfigError, match="its strategy is DiLoCo, here it is LocalSGD"):
+        local.load_state_dict(saved)
+    assert local.local_step == 0
+
+
+def test_a_newcomer_with_another_strategy_is_refused(start: Start) -> None:
+    run = start()
+    run.add(DiLoCo(3), SGD)
+    with pytest.raises(StateError, match="its strategy is DiLoCo, here it is LocalSGD"):
+        run.add(LocalSGD(3), SGD)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"every": 0}, "at least 1"),
+        ({"every": 10, "fragments": 3}, "multiple of fragments"),
+        ({"every": 10, "delay": 10}, "delay must be less"),
+        ({"every": 10, "alpha": 1.5}, "alpha"),
+        ({"every": 10, "max_norm": 0.0}, "max_norm"),
+    ],
+)
+def test_what_cannot_work_is_told_at_once(arguments: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        DiLoCo(**arguments)
+
+
+def test_more_fragments_than_tensors_are_refused(start: Start) -> None:
+    with pytest.raises(ConfigError, match="4 tensors cannot be cut into 5 fragments"):
+        start().add(DiLoCo(5, fragments=5), SGD)
+
+
+# LocalSGD
+
+
+def test_overlap_adds_the_change_when_it_arrives(start: Start) -> None:
+    """Two peers at 1 and 3 meet at 2; what they do meanwhile is kept."""
+    run = start()
+    for value in (1.0, 3.0):
+        model = torch.nn.Linear(1, 1, bias=False)
+        opt = run.add(LocalSGD(2, overlap=True), partial(torch.optim.SGD, lr=1.0), model)
+        with torch.no_grad():
+            model.weight.fill_(value)
+        assert opt.local_step == 0
+    run.meet()
+
+    def move(number: int, gradient: float) -> None:
+        weight = next(run.models[number].parameters())
+        weight.grad = torch.full_like(weight, gradient)
+        run.averagers[number].step()
+
+    for _ in range(2):
+        move(0, 0.0)  # the second of these begins the round, and does not wait for the other peer
+    move(0, -10.0)
+    assert next(run.models[0].parameters()).item() == 11.0
+    for _ in range(2):
+        move(1, 0.0)
+    for opt in run.averagers:
+        opt.strategy.finish(opt._training)
+    assert [next(model.parameters()).item() for model in run.models] == [12.0, 2.0]
+    assert all(opt.last_receipt is not None and opt.last_receipt.averaged for opt in run.averagers)
+
+
+def test_the_optimizers_statistics_are_averaged_if_asked(start: Start) -> None:
+    adam = partial(torch.optim.AdamW, lr=0.01)
+    run = start()
+    for _ in range(2):
+        run.add(LocalSGD(3, statistics=True), adam)
+    run.meet()
+    run.each(lambda number: steps(run, number, range(100 * number, 100 * number + 3)))
+    first, second = (opt.state_dict()["state"] for opt in run.averagers)
+    for place in range(4):
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(first[place][name], second[place][name])
+    assert equal(*run.parameters())
+
+
+def test_a_slower_peer_comes_early_rather_than_too_late(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait until some moment; it would need longer for all its steps, so it joins before that."""
+    run = start()
+    for every in (2, 1000):
+        run.add(LocalSGD(every), SGD, matchmaking_time=20.0)
+    run.meet()
+    now = [1000.0]
+    slow = run.averagers[1]._training
+    monkeypatch.setattr(slow, "now", lambda: now[0])
+    monkeypatch.setattr(slow, "awaited_until", lambda topic, phase="": now[0] + 5.0)
+    waiting = threading.Thread(target=steps, args=(run, 0, range(2)))
+    waiting.start()
+    for seed in range(2):  # two, to know how long a step takes
+        step(run, 1, 50 + seed)
+        now[0] += 1.0
+    waiting.join(PATIENCE)
+    assert equal(*run.parameters())
+
+
+def test_nobody_hears_a_complaint_of_a_peer_that_averages(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    run = start()
+    for _ in range(2):
+        run.add(DiLoCo(2), SGD)
+    run.meet()
+    with caplog.at_level(logging.WARNING, "averaging"):
+        run.each(lambda number: steps(run, number, range(8)))
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("averaging")] == []

@@ -1,0 +1,61 @@
+"""What a lossy code loses comes back: what was sent plus the residual is what was put in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from averaging.allreduce.partition import Part
+from averaging.compression import decode, encode
+from averaging.feedback import Feedback
+from averaging.messages import CompressionType
+from averaging.schema import describe
+
+LOSSY = [code for code in CompressionType if code is not CompressionType.NONE]
+
+
+@given(
+    code=st.sampled_from(LOSSY),
+    seed=st.integers(0, 10_000),
+    rounds=st.lists(st.sampled_from(["encoded", "own", "lost"]), min_size=1, max_size=6),
+)
+def test_the_sum_of_what_was_sent_plus_the_residual_is_the_sum_of_the_inputs(
+    code: CompressionType, seed: int, rounds: list[str]
+) -> None:
+    """Over rounds in which a part is reduced elsewhere, here, or by somebody who dies; its parts are cut anew."""
+    generator = torch.Generator().manual_seed(seed)
+    feedback = Feedback(describe(["w"], [torch.empty(40)], compression=code, part_size_bytes=1024))
+    put_in, sent = torch.zeros(40, dtype=torch.float64), torch.zeros(40, dtype=torch.float64)
+    for end in rounds:
+        middle = int(torch.randint(1, 39, (), generator=generator))
+        tensor = torch.randn(40, generator=generator)
+        inputs = feedback.inputs([tensor])
+        first, second = Part(0, 0, middle), Part(0, middle, 40)
+        encoded = [first] + ([second] if end == "encoded" else [])
+        plain = [second] if end == "own" else []
+        feedback.sent(inputs, encoded, plain)
+        for part in encoded:
+            values = decode(encode(inputs[0][part.start : part.stop], code))
+            sent[part.start : part.stop] += values
+        for part in plain:
+            sent[part.start : part.stop] += inputs[0][part.start : part.stop]
+        for part in [*encoded, *plain]:
+            put_in[part.start : part.stop] += tensor[part.start : part.stop]
+    torch.testing.assert_close(sent + feedback.residuals[0], put_in, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("code", LOSSY)
+def test_a_constant_input_arrives_in_the_mean(code: CompressionType) -> None:
+    """Without feedback the same error would be made again and again."""
+    tensor = torch.linspace(-1, 1, 50) ** 3
+    feedback = Feedback(describe(["w"], [tensor], compression=code, part_size_bytes=1024))
+    part = Part(0, 0, 50)
+    total = torch.zeros(50)
+    for _ in range(50):
+        inputs = feedback.inputs([tensor])
+        total += decode(encode(inputs[0], code))
+        feedback.sent(inputs, [part], [])
+    once = (decode(encode(tensor, code)) - tensor).abs().max().item()
+    assert (total / 50 - tensor).abs().max().item() <= max(once / 5, 1e-6)
