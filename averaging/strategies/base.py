@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -114,9 +114,6 @@ class Strategy(ABC):
         if self.max_norm is not None:
             told.append(f"max_norm={self.max_norm:g}")
         return "".join(f", {option}" for option in told)
-
-    def __copy__(self) -> Self:
-        raise ConfigError(f"{self!r} serves one averager; make another one")
 
 
 def take_tensor(tensors: Mapping[str, torch.Tensor], name: str, like: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,7 @@ class Together(Strategy):
 
     history = History()
     _partners: frozenset[str] = frozenset()
+    _missing: Mapping[str, bytes] = {}  # who did not come to the last round, or was lost in it, and what it told then
 
     @property
     def global_step(self) -> int:
@@ -42,7 +43,9 @@ class Together(Strategy):
         training.tell(Progress(self.history, self.samples).pack())
 
     def _look_around(self, training: Training) -> Others:
-        return look_around(self.history, training.told(), self._partners, is_client=training.is_client)
+        # Who was missed once is not waited for again until it shows a sign of life.
+        told = {name: word for name, word in training.told().items() if self._missing.get(name) != word}
+        return look_around(self.history, told, self._partners, is_client=training.is_client)
 
     def _overtaken(self, training: Training) -> Callable[[Mapping[str, bytes]], bool]:
         """Whether the others have gone on, so that nobody will come any more to where this peer waits."""
@@ -58,7 +61,10 @@ class Together(Strategy):
             samples: in it, of this peer; those of the others are in the receipt.
         """
         training.say_alone(receipt is None)
-        self._partners = frozenset(receipt.members if receipt else ())
+        if receipt is not None:
+            came = set(receipt.members) - {dropped.endpoint for dropped in receipt.dropped}
+            self._partners = frozenset(came)
+            self._missing = {name: word for name, word in training.told().items() if name not in came}
         if receipt is None:
             self.history = self.history.after(secrets.token_bytes(20), samples)
         else:
