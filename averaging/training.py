@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -25,6 +26,9 @@ from averaging.topics import Adopt, Topic
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+MAX_ANSWERS = 64
+"""Questions whose last answer is kept; topics have a new phase with every step."""
 
 FRESH_SECONDS = 0.05
 """What discovery says is asked for again after so long; else each step of a small model would wait for that thread."""
@@ -66,7 +70,7 @@ class Training:
         self._warned = ""
         self._alone = False
         self._places = {name: tensor.data_ptr() for name, tensor in self.tensors.items()}
-        self._fresh: dict[object, tuple[float, Any]] = {}
+        self._answers: dict[object, _Answers[Any]] = {}
         self._running: EventLoopThread | None = None
 
     def run_in(self, thread: EventLoopThread) -> None:
@@ -196,7 +200,7 @@ class Training:
             gather: handed to all members of the group, see `Peer.average`.
             phase: of the topic; peers in other phases are not met.
             enough: a group that this peer leads begins at once with so many; with all that train in the run if None.
-            patience: seconds to look for a group; `matchmaking_time` if None.
+            patience: seconds to look for a group; if None, `matchmaking_time` for each key to look under.
             overtaken: see `Peer.average`.
 
         Returns:
@@ -240,7 +244,10 @@ class Training:
     ) -> Coroutine[Any, Any, Receipt]:
         self._settle()
         weight = self.weight if weight is None else weight
-        patience = self._peer.config.matchmaking_time if patience is None else patience
+        if patience is None:
+            # One declaration, and one more for each of the group bits that may have to be dropped.
+            config = self._peer.config
+            patience = min(config.matchmaking_time * (1 + len(config.group_bits)), config.timeout)
 
         async def average() -> Receipt:
             alone = len(self._peer.peers) == 1
@@ -292,16 +299,23 @@ class Training:
     # The others
 
     def tell(self, progress: bytes) -> None:
-        """Tells the other peers how far this one is, see `Peer.tell`."""
-        self._thread.run(on_loop(lambda: self._peer.tell(progress)))
+        """Tells the other peers how far this one is, see `Peer.tell`; does not wait for the peer's thread."""
+        self._thread.start(on_loop(lambda: self._peer.tell(progress)))
 
-    def told(self) -> dict[str, bytes]:
-        """How far the other peers are, by endpoint."""
-        return self._recent("told", lambda: self._peer.told)
+    def told(self, *, wait: bool = True) -> dict[str, bytes]:
+        """How far the other peers are, by endpoint.
+
+        Args:
+            wait: for the peer's thread; if not, what it has said when it was asked last may be returned.
+        """
+        return self._recent("told", lambda: self._peer.told, wait)
 
     def awaited_until(self, topic: Topic, phase: str = "") -> float | None:
-        """Until when others wait for a group in this topic, seconds since the epoch; None if nobody does."""
-        return self._recent((topic.schema.topic, phase), lambda: self._peer.awaited_until(topic, phase))
+        """Until when others wait for a group in this topic, seconds since the epoch; None if nobody does.
+
+        It does not wait for the peer's thread: what that has said when it was asked last is returned.
+        """
+        return self._recent((topic.schema.topic, phase), lambda: self._peer.awaited_until(topic, phase), False)
 
     def take_over(self, donors: Sequence[str], check: Callable[[Mapping[str, Any]], None]) -> None:
         """Downloads the state of the first of `donors` that delivers one, and takes all of it over.
@@ -324,17 +338,37 @@ class Training:
         offering = {name for _, name in self._thread.run(on_loop(lambda: self._peer.donors))}
         able = [name for name in donors if name in offering]
         self._thread.run(self._peer.download_state(checked, able))
-        self._fresh.clear()
+        self.forget()
 
-    def _recent(self, what: object, ask: Callable[[], T]) -> T:
+    def forget(self) -> None:
+        """What the others have told is asked for anew."""
+        self._answers.clear()
+
+    def _recent(self, what: object, ask: Callable[[], T], wait: bool) -> T:
+        """What `ask` returns in the peer's thread; asked again after a while, waited for at the first time."""
         now = time.monotonic()
-        asked_at, answer = self._fresh.get(what, (0.0, None))
-        if now - asked_at >= FRESH_SECONDS:
-            answer = self._thread.run(on_loop(ask))
-            self._fresh = {key: kept for key, kept in self._fresh.items() if now - kept[0] < FRESH_SECONDS}
-            self._fresh[what] = (now, answer)
-        found: T = answer
-        return found
+        kept: _Answers[T] | None = self._answers.get(what)
+        if kept is None:
+            kept = _Answers(now, self._thread.start(on_loop(ask)))
+            if len(self._answers) > MAX_ANSWERS:
+                self._answers.clear()
+            self._answers[what] = kept
+        elif kept.coming.done():
+            kept.latest = kept.coming
+            if now - kept.asked_at >= FRESH_SECONDS:
+                kept.asked_at, kept.coming = now, self._thread.start(on_loop(ask))
+        if wait or kept.latest is None:
+            kept.latest = kept.coming
+        return self._thread.wait(kept.latest)
+
+
+@dataclass(slots=True)
+class _Answers(Generic[T]):
+    """What the peer's thread has said last, and what it was asked since."""
+
+    asked_at: float
+    coming: Future[T]
+    latest: Future[T] | None = None
 
 
 async def on_loop(read: Callable[[], T]) -> T:

@@ -128,7 +128,7 @@ class DiLoCo(Together):
             if self._turns.steps < self.delay:
                 return
             self._end(training, self._pending)
-        others = self._look_around(training)
+        others = self._look_around(training, wait=False)
         if others.ahead:
             self._rejoin(training, others)
             return

@@ -42,9 +42,9 @@ class Together(Strategy):
     def _tell(self, training: Training) -> None:
         training.tell(Progress(self.history, self.samples).pack())
 
-    def _look_around(self, training: Training) -> Others:
+    def _look_around(self, training: Training, *, wait: bool = True) -> Others:
         # Who was missed once is not waited for again until it shows a sign of life.
-        told = {name: word for name, word in training.told().items() if self._missing.get(name) != word}
+        told = {name: word for name, word in training.told(wait=wait).items() if self._missing.get(name) != word}
         return look_around(self.history, told, self._partners, is_client=training.is_client)
 
     def _overtaken(self, training: Training) -> Callable[[Mapping[str, bytes]], bool]:
@@ -64,7 +64,7 @@ class Together(Strategy):
         if receipt is not None:
             came = set(receipt.members) - {dropped.endpoint for dropped in receipt.dropped}
             self._partners = frozenset(came)
-            self._missing = {name: word for name, word in training.told().items() if name not in came}
+            self._missing = {name: word for name, word in training.told(wait=False).items() if name not in came}
         if receipt is None:
             self.history = self.history.after(secrets.token_bytes(20), samples)
         else:

@@ -166,6 +166,31 @@ def test_the_first_bit_is_dropped_if_nobody_is_there() -> None:
         assert receipts[0].seconds > 2.0
 
 
+def test_a_dropped_bit_is_back_at_the_next_search() -> None:
+    """Else a peer that once was alone would look under a shorter key than all others, for ever."""
+    swarm = Swarm(2)
+    (tensor,) = scalars(1, 2)
+    peer = swarm.peer("peer:1", [tensor], group_bits="0011", matchmaking_time=2.0, timeout=5.0)
+    keys: list[str] = []
+
+    async def main() -> None:
+        async with peer:
+            for _ in range(2):
+                keys.append(peer.status.group_key)
+                searching = asyncio.create_task(peer.average())
+                await asyncio.sleep(1.0)
+                keys.append(peer.status.group_key)
+                await asyncio.sleep(2.0)
+                keys.append(peer.status.group_key)
+                await searching
+
+    swarm.simulate(main())
+    whole, shorter = "0b0011", "0b011"
+    found = [key.rpartition(".")[2] for key in keys]
+    assert found[:3] == [whole, whole, shorter]
+    assert found[4:] == [whole, shorter]
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_whoever_dies_and_whatever_is_lost_everybody_ends(seed: int) -> None:
     """Peers die and calls break at random; every attempt of a survivor ends in bounded time with a receipt."""
