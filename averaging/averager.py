@@ -173,7 +173,8 @@ class DecentralizedAverager(OptimizerWrapper):
 
     def _own_state(self) -> dict[str, Any]:
         strategy = self.strategy.state()
-        return {
+        scheduler = {} if self.scheduler is None else {"scheduler": self.scheduler.state_dict()}
+        return scheduler | {
             "local_step": self.local_step,
             "strategy": {
                 "tensors": {name: tensor.detach().clone() for name, tensor in strategy.tensors.items()},
@@ -183,18 +184,20 @@ class DecentralizedAverager(OptimizerWrapper):
 
     def _load(self, inner: dict[str, Any], own: object) -> None:
         own = own if isinstance(own, dict) else {"local_step": own}
-        local_step, strategy = own.get("local_step"), own.get("strategy")
+        local_step, strategy, schedule = own.get("local_step"), own.get("strategy"), own.get("scheduler")
         if not _is_count(local_step):
             raise ConfigError(f"the state dict has {own!r:.200} under {self.state_key!r}, not a step counter")
         self._thread.check()
-        with self._peer.tensors():
+        with self._peer.tensors(), restored_on_error(self._inner):
+            self._inner.load_state_dict(inner)
             if isinstance(strategy, dict):
                 try:
                     self._check_kind(strategy.get("user", {}))
                     self.strategy.load(strategy.get("tensors", {}), strategy.get("user", {}))
                 except StateError as error:
                     raise ConfigError(f"the state dict is not of {self.strategy!r}: {error}") from error
-            self._inner.load_state_dict(inner)
+            if self.scheduler is not None and isinstance(schedule, dict):
+                self.scheduler.load_state_dict(schedule)
             self._training.local_step = local_step
         self._thread.run(self._peer.commit(self._peer.version))
         self.strategy.joined(self._training)

@@ -30,7 +30,7 @@ T = TypeVar("T")
 MAX_ANSWERS = 64
 """Questions whose last answer is kept; topics have a new phase with every step."""
 
-FRESH_SECONDS = 0.05
+FRESH_SECONDS = 0.02
 """What discovery says is asked for again after so long; else each step of a small model would wait for that thread."""
 
 TakeOver = Callable[[State], None]
@@ -101,6 +101,11 @@ class Training:
     def allows_non_finite(self) -> bool:
         """Whether NaN and infinity may be averaged."""
         return self._peer.config.non_finite is NonFinite.ALLOW
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other peer of the run is known."""
+        return len(self._thread.run(on_loop(lambda: self._peer.peers))) == 1
 
     @property
     def is_client(self) -> bool:

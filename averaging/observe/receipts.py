@@ -71,9 +71,11 @@ class Receipt:
             return f"round {self.round}: no group after {self.seconds:.1f} s: {self.reason}"
         if self.outcome is Outcome.FAILED:
             return f"round {self.round}: failed after {self.seconds:.1f} s: {self.reason}"
+        count = len(self.members) - 1
+        others = "1 other" if count == 1 else f"{count} others"
         lost = "".join(f"; lost {dropped.endpoint} ({dropped.reason})" for dropped in self.dropped)
         return (
-            f"round {self.round}: averaged with {len(self.members) - 1} others in {self.seconds:.2f} s "
+            f"round {self.round}: averaged with {others} in {self.seconds:.2f} s "
             f"(all-reduce {self.allreduce_seconds:.2f} s, {self.bytes_sent / 2**20:.1f} MiB out, "
             f"{self.bytes_received / 2**20:.1f} MiB in){lost}"
         )

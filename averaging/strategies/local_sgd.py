@@ -92,7 +92,7 @@ class LocalSGD(Strategy):
                     buffer.copy_(tensor)
             self._pending = training.begin(topic)
         else:
-            training.average(topic)
+            self._note(training, training.average(topic))
         self._turns.taken()
 
     def state(self) -> Extras:
@@ -120,9 +120,17 @@ class LocalSGD(Strategy):
             self._topic = training.topic("", tensors, commits=True, **options)
         return self._topic
 
+    def _note(self, training: Training, receipt: Receipt) -> None:
+        """What a peer has learnt alone is the run's state, too."""
+        if not receipt.averaged and training.is_alone:
+            with training.replacing():
+                return
+
     def _apply(self, training: Training, pending: Future[Receipt]) -> None:
         self._pending = None
-        if not training.receipt_of(pending).averaged:
+        receipt = training.receipt_of(pending)
+        self._note(training, receipt)
+        if not receipt.averaged:
             return
         with training.replacing(), torch.no_grad():
             for tensor, change in zip(self._averaged, self._sent, strict=True):

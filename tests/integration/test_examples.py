@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -98,7 +98,7 @@ def test_two_peers_make_the_same_outer_steps_and_tensorboard_shows_the_rounds(tm
             printed = [newcomer.end(0), founder.end(0)]
     results = set()
     for lines in printed:
-        assert lines.count("averaged with 1 others") == 3
+        assert lines.count("averaged with 1 other ") == 3
         assert "3 outer steps so far" in lines
         results.update(re.findall(r"Done: ([\d.]+) bits per byte", lines))
     assert len(results) == 1  # after the last outer step there was none of one's own
@@ -138,12 +138,14 @@ def test_ctrl_c_ends_all_peers_that_were_started() -> None:
 
 
 @pytest.fixture
-def threads_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process, the examples do not decide how many threads torch has."""
-    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+def threads_as_they_were() -> Iterator[None]:
+    """The examples decide how many threads torch has; other tests in this process have as many as before."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
-@pytest.mark.usefixtures("threads_as_they_are")
+@pytest.mark.usefixtures("threads_as_they_were")
 def test_who_is_alone_comes_to_the_end_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     digits.main(["--steps=3", "--batch-size=32", "--target-batch-size=64", f"--save={tmp_path / 'model'}"])
     assert "Global step 3: 192 samples of this peer's" in capsys.readouterr().out
@@ -176,7 +178,7 @@ Main = Callable[[list[str]], None]
         (three_lines.main, "--join nowhere", "'nowhere' is not an address; give HOST:PORT"),
     ],
 )
-@pytest.mark.usefixtures("threads_as_they_are")
+@pytest.mark.usefixtures("threads_as_they_were")
 def test_what_cannot_work_is_said_in_one_line(
     main: Main, arguments: str, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -196,7 +198,7 @@ def test_what_cannot_work_is_said_in_one_line(
         (diloco.main, ["--tensorboard=runs"], "torch.utils.tensorboard"),
     ],
 )
-@pytest.mark.usefixtures("threads_as_they_are")
+@pytest.mark.usefixtures("threads_as_they_were")
 def test_a_missing_package_is_named_with_its_remedy(
     main: Main, arguments: list[str], module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,9 +207,12 @@ def test_a_missing_package_is_named_with_its_remedy(
         main(arguments)
 
 
-@pytest.mark.parametrize("main", [digits.main, diloco.main, three_lines.main])
-def test_help_explains_every_option(main: Main, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["--help"])
-    assert ended.value.code == 0
-    assert "--join HOST:PORT" in capsys.readouterr().out
+def test_the_commands_of_the_readme_are_understood(capsys: pytest.CaptureFixture[str]) -> None:
+    mains = {"digits": digits.main, "diloco": diloco.main, "three_lines": three_lines.main}
+    commands = re.findall(r"`\.venv/bin/python -m examples\.(\w+)(.*)`", (ROOT / "README.md").read_text())
+    assert sorted(name for name, _ in commands) == sorted(mains)
+    for name, arguments in commands:
+        with pytest.raises(SystemExit) as ended:
+            mains[name]([*arguments.split(), "--help"])  # an option before it that is not known is an error
+        assert ended.value.code == 0
+        assert "--join HOST:PORT" in capsys.readouterr().out

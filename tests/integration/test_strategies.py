@@ -343,6 +343,25 @@ def test_a_run_goes_on_from_a_checkpoint(start: Start, tmp_path: Any) -> None:
     assert equal(again.parameters()[0], run.parameters()[0])
 
 
+def test_a_schedule_goes_on_from_a_checkpoint(start: Start, tmp_path: Any) -> None:
+    """Schedules of torch go on from the rate that they find, so counting alone would lower it twice."""
+    schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.1)
+    run = start()
+    opt = run.add(GradientAveraging(8), SGD, scheduler=schedule)
+    for seed in range(6):
+        step(run, 0, seed, batch_size=4)
+    torch.save(opt.state_dict(), tmp_path / "checkpoint.pt")
+    again = start()
+    restarted = again.add(GradientAveraging(8), SGD, scheduler=schedule)
+    restarted.load_state_dict(torch.load(tmp_path / "checkpoint.pt", weights_only=True))
+    assert restarted.global_step == 3
+    assert restarted.param_groups[0]["lr"] == pytest.approx(0.005)
+    for seed in range(2):
+        step(again, 0, seed, batch_size=4)
+    assert restarted.global_step == 4
+    assert restarted.param_groups[0]["lr"] == pytest.approx(0.0005)
+
+
 def test_a_checkpoint_of_another_strategy_is_refused_and_changes_nothing(start: Start) -> None:
     run = start()
     opt = run.add(DiLoCo(3), SGD)
@@ -410,6 +429,17 @@ def test_overlap_adds_the_change_when_it_arrives(start: Start) -> None:
         opt.strategy.finish(opt._training)
     assert [next(model.parameters()).item() for model in run.models] == [12.0, 2.0]
     assert all(opt.last_receipt is not None and opt.last_receipt.averaged for opt in run.averagers)
+
+
+def test_a_newcomer_gets_what_a_peer_has_learnt_alone(start: Start) -> None:
+    run = start()
+    run.add(LocalSGD(4), SGD)
+    steps(run, 0, range(8))
+    learnt = run.parameters()[0]
+    steps(run, 0, range(8, 10))
+    newcomer = run.add(LocalSGD(4), SGD, model_of(3))
+    assert newcomer.local_step == 8
+    assert equal(run.parameters()[1], learnt)
 
 
 def test_the_optimizers_statistics_are_averaged_if_asked(start: Start) -> None:

@@ -1,0 +1,57 @@
+"""What the examples' command lines have in common: how a peer is found, and how everything ends in order."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from averaging import AveragingError
+from averaging.errors import ConfigError
+
+
+def parser_of(example: str, description: str) -> argparse.ArgumentParser:
+    """A parser with the options that every peer has."""
+    prog = f"python -m examples.{example}"
+    parser = argparse.ArgumentParser(prog=prog, usage=f"{prog} [options]", description=description)
+    parser.add_argument("--run-id", default=example, help=f"peers with the same one train together ({example})")
+    parser.add_argument("--join", nargs="+", default=[], metavar="HOST:PORT", help="any peers of the run")
+    parser.add_argument(
+        "--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="where it listens (a free port of this machine)"
+    )
+    parser.add_argument("--advertise", metavar="HOST:PORT", help="where others reach it, if that is another address")
+    parser.add_argument("--client-mode", action="store_true", help="accept no connection; needs --join")
+    parser.add_argument(
+        "--wait-for", type=positive, default=1, metavar="N", help="wait a minute for N peers before the first step (1)"
+    )
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
+    """Reads the command line; what cannot work ends the process with exit code 2."""
+    options = parser.parse_args(arguments)
+    if options.client_mode and not options.join:
+        parser.error("--client-mode needs --join: nobody can join a peer that accepts no connection")
+    return options
+
+
+def positive(text: str) -> int:
+    """A type for whole numbers above 0."""
+    if not (text.isascii() and text.isdecimal()) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number above 0, not {text!r}")
+    return int(text)
+
+
+@contextmanager
+def in_order(parser: argparse.ArgumentParser) -> Iterator[None]:
+    """Around everything that an example does: one clear line instead of a traceback, and the exit code for it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("Stopped.", flush=True)
+        sys.exit(130)
+    except ConfigError as error:
+        parser.error(str(error))
+    except AveragingError as error:
+        sys.exit(f"{parser.prog}: {error}")

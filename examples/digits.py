@@ -1,0 +1,281 @@
+"""An image classifier with BatchNorm, trained by unequal peers that gather one large batch together.
+
+    python -m examples.digits --peers 4                       # four processes on this machine, a table at the end
+
+Or one peer in each terminal, on one machine or on several:
+
+    python -m examples.digits --wait-for 2                    # starts a run and tells where it listens
+    python -m examples.digits --join HOST:PORT --batch-size 8
+
+Each peer draws batches of its own size. Once all of them together have gathered 256 samples or more, they average their
+gradients and the running statistics of the BatchNorm layers, weighted by samples, and make the same step: a slow peer
+contributes less, but holds nobody up, and in the end all have the same model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.nn import functional
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from averaging import DecentralizedAverager, GradientAveraging
+from averaging.group import Mode
+from examples.command_line import in_order, parse, parser_of, positive
+
+PATIENCE = 60.0
+"""Seconds that peers wait for each other before the first step and after the last one."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Trains as the command line says."""
+    parser = parser_of("digits", "Handwritten digits, learnt by unequal peers with one large batch.")
+    parser.add_argument("--peers", type=positive, metavar="N", help="start N unequal peers and compare their models")
+    parser.add_argument("--batch-size", type=positive, default=64, help="of this peer, or of the fastest of N (64)")
+    parser.add_argument("--target-batch-size", type=positive, default=256, help="of all peers together (256)")
+    parser.add_argument("--steps", type=positive, default=60, help="global steps: those of all peers together (60)")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write the model here at the end (safetensors)")
+    options = parse(parser, arguments)
+    if options.peers and (options.join or options.save or options.advertise):
+        parser.error("--peers starts peers that find each other here: leave --join, --advertise and --save out")
+    if options.save and not options.save.parent.is_dir():
+        parser.error(f"there is no folder {options.save.parent} to save the model in")
+    with in_order(parser):
+        if options.peers:
+            start_peers(options)
+        else:
+            train(options)
+
+
+# One peer
+
+
+def train(options: argparse.Namespace) -> None:
+    """Trains as one peer of the run, until the run has made all its global steps."""
+    torch.set_num_threads(1)  # several processes share few cores
+    digits = Digits.load()
+    model = make_model()
+    strategy = GradientAveraging(target_batch_size=options.target_batch_size)
+    averager = DecentralizedAverager(
+        torch.optim.AdamW(model.named_parameters(), lr=0.01),
+        run_id=options.run_id,
+        join=options.join,
+        listen=options.listen,
+        advertise=options.advertise,
+        mode=Mode.CLIENT if options.client_mode else Mode.NODE,
+        strategy=strategy,
+        buffers=dict(model.named_buffers()),
+        scheduler=partial(CosineAnnealingLR, T_max=options.steps),
+        group_size=max(32, options.wait_for),
+        matchmaking_time=3.0,
+        timeout=30.0,
+    )
+    with averager as opt:
+        if options.client_mode:
+            say(f"In client mode, batches of {options.batch_size}.")
+        else:
+            say(f"Batches of {options.batch_size}. Others come with --join {opt.endpoint}")
+        if strategy.global_step == 0 and not opt.wait_for_peers(options.wait_for, PATIENCE):
+            say(f"{options.wait_for} peers have not come within {PATIENCE:g} s; begins without them.")
+        samples, told = 0, strategy.global_step
+        while strategy.global_step < options.steps:
+            images, labels = digits.batch(options.batch_size)
+            opt.zero_grad()
+            loss = functional.cross_entropy(model(images), labels)
+            loss.backward()  # type: ignore[no-untyped-call]
+            opt.step(batch_size=len(labels))
+            samples += len(labels)
+            if strategy.global_step // 10 > told // 10 or strategy.global_step >= options.steps:
+                told = strategy.global_step
+                say(
+                    f"Global step {told}: {samples} samples of this peer's, loss {loss.item():.3f}, "
+                    f"accuracy {digits.accuracy(model):.1%}, {len(opt.peers) - 1} other peers."
+                )
+        leave_together(opt)
+    if options.save:
+        save_file(model.state_dict(), options.save, {"samples": str(samples)})
+
+
+def leave_together(opt: DecentralizedAverager) -> None:
+    """Averages once more with all who are there, so that nobody leaves before the others have caught up."""
+    deadline = time.monotonic() + PATIENCE
+    while not opt.status.alone and time.monotonic() < deadline:
+        receipt = opt.average_now()
+        if receipt.averaged and opt.peers <= set(receipt.members):
+            return
+
+
+@dataclass(frozen=True, slots=True)
+class Digits:
+    """Handwritten digits, 8 x 8 pixels: images [n, 1, 8, 8] of values from 0 to 1, labels [n]."""
+
+    images: torch.Tensor
+    labels: torch.Tensor
+    held_out_images: torch.Tensor
+    held_out_labels: torch.Tensor
+
+    @classmethod
+    def load(cls) -> Digits:
+        """From scikit-learn, every fifth held out."""
+        try:
+            from sklearn.datasets import load_digits
+        except ImportError:
+            sys.exit("The digits come with scikit-learn: python -m pip install 'averaging[examples]'")
+        images, labels = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
+        images = images.reshape(-1, 1, 8, 8).float() / 16
+        held_out = torch.arange(len(labels)) % 5 == 0
+        return cls(images[~held_out], labels[~held_out], images[held_out], labels[held_out])
+
+    def batch(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Random samples."""
+        chosen = torch.randint(len(self.labels), (size,))
+        return self.images[chosen], self.labels[chosen]
+
+    @torch.no_grad()
+    def accuracy(self, model: nn.Module) -> float:
+        """The share of the held-out digits that the model knows."""
+        model.eval()
+        right = model(self.held_out_images).argmax(1) == self.held_out_labels
+        model.train()
+        return float(right.float().mean())
+
+
+def make_model() -> nn.Module:
+    """A small convolutional network."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()),
+        *(nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()),
+        *(nn.MaxPool2d(2), nn.Flatten(), nn.Linear(32 * 4 * 4, 10)),
+    )
+
+
+def say(text: str) -> None:
+    """Prints a line at once, also into a pipe."""
+    print(text, flush=True)
+
+
+# Several peers
+
+
+def start_peers(options: argparse.Namespace) -> None:
+    """Runs N peers from start to end and compares what they have learnt; exits with 1 if anything differs."""
+    digits = Digits.load()
+    with tempfile.TemporaryDirectory() as folder:
+        peers = [
+            Child(
+                number,
+                batch_size=max(1, options.batch_size >> (number - 1) % 4),
+                client_mode=number == options.peers > 1,
+                saved=Path(folder) / f"{number}.safetensors",
+            )
+            for number in range(1, options.peers + 1)
+        ]
+        failures: list[str] = []
+        try:
+            asyncio.run(run_all(peers, options))
+        except* ChildError as failed:
+            failures += map(str, failed.exceptions)
+        if failures:
+            sys.exit("\n".join(failures))
+        if not compare(peers, digits):
+            sys.exit("The models differ.")
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """One of several peers, in a process of its own."""
+
+    number: int
+    batch_size: int
+    client_mode: bool
+    saved: Path
+
+
+class ChildError(Exception):
+    """A peer's process has failed."""
+
+
+async def run_all(peers: list[Child], options: argparse.Namespace) -> None:
+    """Starts the first peer, then those that join it, and waits until all have ended."""
+    common = [f"--run-id={options.run_id}", f"--steps={options.steps}", f"--wait-for={len(peers)}"]
+    common.append(f"--target-batch-size={options.target_batch_size}")
+    endpoint: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    async with asyncio.TaskGroup() as tasks:
+        first = tasks.create_task(run_child(peers[0], [*common, f"--listen={options.listen}"], endpoint))
+        either: list[asyncio.Future[Any]] = [first, endpoint]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        for peer in peers[1:] if endpoint.done() else []:
+            tasks.create_task(run_child(peer, [*common, "--join", endpoint.result()]))
+
+
+async def run_child(peer: Child, arguments: list[str], endpoint: asyncio.Future[str] | None = None) -> None:
+    """Runs one peer and prints what it prints; if this is cancelled, the peer leaves in order."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "examples.digits", *arguments),
+        *(f"--batch-size={peer.batch_size}", f"--save={peer.saved}", *["--client-mode"] * peer.client_mode),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        cwd=Path(__file__).parent.parent,
+        start_new_session=True,  # so that Ctrl+C comes here alone
+    )
+    if process.stdout is None:
+        raise ValueError("started without a pipe")
+    try:
+        async for line in process.stdout:
+            text = line.decode().rstrip()
+            say(f"peer {peer.number}: {text}")
+            if endpoint and not endpoint.done() and "--join " in text:
+                endpoint.set_result(text.split("--join ")[1])
+        if code := await process.wait():
+            raise ChildError(f"Peer {peer.number} ended with exit code {code}; the others have been stopped.")
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGINT)
+            await process.communicate()
+
+
+def compare(peers: list[Child], digits: Digits) -> bool:
+    """Shows how well each peer's model does, and whether all of them are the same bytes; returns that."""
+    model = make_model()
+    table = Table("peer", "batch size", "mode", "its samples", "accuracy", "sha256 of its model")
+    digests = set()
+    for peer in peers:
+        with safe_open(peer.saved, "pt") as file:
+            samples = file.metadata()["samples"]
+        state = load_file(peer.saved)
+        model.load_state_dict(state)
+        # BatchNorm's count of batches is each peer's own; everything else is averaged.
+        averaged = [tensor.numpy().tobytes() for _, tensor in sorted(state.items()) if tensor.is_floating_point()]
+        digests.add(digest := hashlib.sha256(b"".join(averaged)).hexdigest())
+        table.add_row(
+            str(peer.number),
+            str(peer.batch_size),
+            "client" if peer.client_mode else "node",
+            samples,
+            f"{digits.accuracy(model):.1%}",
+            digest[:16],
+        )
+    Console(width=None if sys.stdout.isatty() else 100).print(table)
+    if same := len(digests) == 1:
+        say("All parameters and running statistics are the same bytes.")
+    return same
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""A language model trained with DiLoCo: many local steps, then one outer step for all that they have changed.
+
+    python -m examples.diloco --wait-for 2                # in one terminal; it tells where it listens
+    python -m examples.diloco --join HOST:PORT            # in another one, or on another machine, and so on
+
+Each peer draws other windows from the Python standard library's sources. Every 20 steps the peers average what these
+steps have changed, an outer optimizer makes its step with that, and all go on from the same model: a twentieth of the
+traffic of averaging every gradient. `--fragments 4 --delay 2` sends a quarter of the model at a time while training
+goes on; `--compression blockwise_int8` makes that a quarter again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch.optim.lr_scheduler import LinearLR
+
+from averaging import CompressionType, DecentralizedAverager, DiLoCo, Receipt
+from averaging.group import Mode
+from examples.command_line import in_order, parse, parser_of, positive
+from examples.language_model import LanguageModel, Size, read, windows
+from examples.sources import divide, standard_library
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+SIZE = Size(layers=2, width=128, heads=4, context=64)
+BATCH = 16
+
+PATIENCE = 60.0
+"""Seconds that peers wait for each other before the first step."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Trains as the command line says."""
+    parser = parser_of("diloco", "A small language model, trained with many local steps between two averages.")
+    parser.add_argument(
+        "--steps", type=positive, default=600, help="local steps; a newcomer begins at those of the run (600)"
+    )
+    parser.add_argument("--every", type=int, default=20, help="local steps between two outer steps (20)")
+    parser.add_argument("--fragments", type=int, default=1, help="pieces in which the model is averaged in turn (1)")
+    parser.add_argument("--delay", type=int, default=0, help="local steps made while a round is in progress (0)")
+    parser.add_argument("--alpha", type=float, default=0.0, help="share of the local model that stays, 0 to 1 (0)")
+    parser.add_argument(
+        "--compression",
+        choices=[kind.name.lower() for kind in CompressionType],
+        default="none",
+        metavar="CODE",
+        help="of what is sent, the same at all peers: %(choices)s (none)",
+    )
+    parser.add_argument("--tensorboard", type=Path, metavar="DIR", help="write losses and rounds here")
+    options = parse(parser, arguments)
+    with in_order(parser):
+        train(options)
+
+
+def train(options: argparse.Namespace) -> None:
+    """Trains as one peer of the run."""
+    torch.set_num_threads(1)  # several processes share few cores
+    strategy = DiLoCo(
+        every=options.every,
+        outer=partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True),
+        fragments=options.fragments,
+        delay=options.delay,
+        alpha=options.alpha,
+        compression=CompressionType[options.compression.upper()],
+        max_norm=1.0,
+    )
+    board = Board(options.tensorboard)
+    sources = divide(standard_library(), 1)
+    text, held_out = read(sources.parts[0]), read(sources.held_out)
+    watched = windows(held_out, 128, SIZE.context, torch.Generator().manual_seed(0))
+    random = torch.Generator()
+    random.seed()  # each peer sees another part of the text
+    model = LanguageModel(SIZE)
+    averager = DecentralizedAverager(
+        torch.optim.AdamW(model.named_parameters(), lr=4e-3, betas=(0.9, 0.95)),
+        run_id=options.run_id,
+        join=options.join,
+        listen=options.listen,
+        advertise=options.advertise,
+        mode=Mode.CLIENT if options.client_mode else Mode.NODE,
+        strategy=strategy,
+        scheduler=partial(LinearLR, start_factor=0.05, total_iters=20),
+        on_round=board.note_round,
+        matchmaking_time=10.0,  # so long the faster ones wait for the slower ones
+    )
+    with closing(board), averager as opt:
+        if options.client_mode:
+            say("In client mode.")
+        else:
+            say(f"Others come with --join {opt.endpoint}")
+        if opt.local_step == 0 and not opt.wait_for_peers(options.wait_for, PATIENCE):
+            say(f"{options.wait_for} peers have not come within {PATIENCE:g} s; begins without them.")
+        # A newcomer has taken over the step counter along with the model.
+        for step in range(opt.local_step + 1, options.steps + 1):
+            opt.zero_grad()
+            loss = model.loss(windows(text, BATCH, SIZE.context, random))
+            loss.backward()  # type: ignore[no-untyped-call]
+            opt.step()
+            board.note_loss("own text", step, loss.item())
+            if step % options.every == 0 or step == options.steps:
+                evaluated = model.evaluate(watched)
+                board.note_loss("held-out text", step, evaluated)
+                say(
+                    f"step {step}: {loss.item():.2f} bits per byte, {evaluated:.2f} on held-out text; "
+                    f"{strategy.global_step} outer steps so far."
+                )
+    say(f"Done: {model.evaluate(watched):.3f} bits per byte on held-out text.")
+
+
+class Board:
+    """Prints how each round went, and writes that and the losses for TensorBoard if there is a folder for it.
+
+    Args:
+        folder: of all peers; each writes into one of its own there.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._writer: SummaryWriter | None = None
+        if folder is not None:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                sys.exit("--tensorboard needs one more package: python -m pip install 'averaging[examples]'")
+            self._writer = SummaryWriter(folder / f"{socket.gethostname()}-{os.getpid()}")
+
+    def note_round(self, receipt: Receipt) -> None:
+        """Called with the receipt of every round."""
+        say(str(receipt))
+        if self._writer is not None:
+            told = {
+                "seconds": receipt.seconds,
+                "bytes sent": receipt.bytes_sent,
+                "bytes received": receipt.bytes_received,
+                "members": len(receipt.members),
+            }
+            for name, value in told.items():
+                self._writer.add_scalar(f"round/{name}", value, receipt.round)
+
+    def note_loss(self, of: str, step: int, loss: float) -> None:
+        """Notes a loss in bits per byte."""
+        if self._writer is not None:
+            self._writer.add_scalar(f"loss/{of}", loss, step)
+
+    def close(self) -> None:
+        """Writes what is still to be written."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+def say(text: str) -> None:
+    """Prints a line at once, also into a pipe."""
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    main()
