@@ -223,7 +223,7 @@ class DecentralizedAverager(OptimizerWrapper):
             count: peers, for example all that are to begin together.
             timeout: seconds.
         """
-        return self._thread.run(self._peer.others_tell(count - 1, timeout))
+        return self._thread.run(self._peer.progress.others_tell(count - 1, timeout))
 
     @property
     def status(self) -> TrainingStatus:

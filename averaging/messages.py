@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TypeAlias
 
 
 class MessageCode(IntEnum):
@@ -44,19 +45,23 @@ class CompressionType(IntEnum):
     BLOCKWISE_INT8 = 17
 
 
+Buffer: TypeAlias = "bytes | memoryview"
+"""Bytes that nobody writes to."""
+
+
 @dataclass(frozen=True, slots=True)
 class WireTensor:
     """A tensor, or a chunk of one, as it travels.
 
     Attributes:
-        buffer: little-endian bytes; their layout depends on `compression`.
+        buffer: little-endian bytes; their layout depends on `compression`. Nobody writes to them.
         size: shape; empty in every chunk but the first.
         dtype: numpy's name, or the code's own; empty in every chunk but the first.
         compression: a `CompressionType`, or the number of one that this peer does not know.
         chunks: how many messages the tensor is cut into; 0 = this one holds all of it.
     """
 
-    buffer: bytes = b""
+    buffer: Buffer = b""
     size: tuple[int, ...] = ()
     dtype: str = ""
     compression: int = CompressionType.NONE

@@ -7,7 +7,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, contextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, Unpack
 
@@ -19,12 +19,12 @@ from averaging.discovery.gossip import GossipDiscovery
 from averaging.donors import Donors
 from averaging.errors import ClosedError, ConfigError, RoundError
 from averaging.feedback import Feedback
-from averaging.group import Mode, pack_gather, progress_key
+from averaging.group import Mode, pack_gather
 from averaging.matchmaking.rules import unpack_looking
 from averaging.messages import CompressionType
-from averaging.notices import Notice
 from averaging.observe.receipts import Receipt
 from averaging.observe.status import PeerStatus
+from averaging.progress import RunProgress
 from averaging.rounds import Overtaken, Rounds
 from averaging.schema import describe
 from averaging.service import PeerService
@@ -39,12 +39,6 @@ logger = logging.getLogger(__name__)
 
 MAX_TOPIC = 64
 """Characters of a topic's name: discovery's keys are short."""
-
-PROGRESS_LIFETIME, PROGRESS_REFRESH = 15.0, 5.0
-"""Seconds for which a peer's progress holds, and after which it is told again: so long a dead peer is waited for."""
-
-PROGRESS_PAUSE = 0.02
-"""Seconds between two of its tellings at least."""
 
 CLOSING_GRACE = 1.0
 """Seconds that calls in progress get when a peer closes."""
@@ -112,7 +106,6 @@ class Peer:
         self._clock, self._rng = clock, rng or random.SystemRandom()
         self._running: _Running | None = None
         self._averaging = False
-        self._progress: bytes | None = None
 
     def __repr__(self) -> str:
         running = self._running
@@ -139,11 +132,13 @@ class Peer:
             await self._transport.serve(service, context if isinstance(context, GossipDiscovery) else None)
             discovery = await stack.enter_async_context(context)
             service.discovery = discovery
+            progress = RunProgress(config.run_id, endpoint, discovery, self._clock)
             rounds = Rounds(
                 config,
                 endpoint,
                 self._transport,
                 discovery,
+                progress,
                 service,
                 self._snapshots,
                 clock=self._clock,
@@ -151,17 +146,7 @@ class Peer:
             )
             service.matchmaking = rounds.matchmaking(self.schema)
             donors = Donors(config.run_id, endpoint, discovery, lambda: self._snapshots.version, self._clock)
-            progress = Notice(
-                discovery,
-                progress_key(config.run_id),
-                endpoint,
-                lambda: self._progress,
-                lifetime=PROGRESS_LIFETIME,
-                refresh=PROGRESS_REFRESH,
-                pause=PROGRESS_PAUSE,
-                clock=self._clock,
-            )
-            notices = [progress, donors.notice] if self._snapshots.shared else [progress]
+            notices = [progress.notice, donors.notice] if self._snapshots.shared else [progress.notice]
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
             for notice in notices:
                 await notice.store()
@@ -206,34 +191,10 @@ class Peer:
         """The other peers that offer their state: priority and endpoint, the best first."""
         return self._entered.donors.others()
 
-    def tell(self, progress: bytes) -> None:
-        """Tells the others of the run how far this peer is; that holds until it is told again, and a while after death.
-
-        Args:
-            progress: in the strategy's own words, at most 1 KiB.
-        """
-        self._progress = progress
-        self._entered.progress.changed()
-
     @property
-    def told(self) -> dict[str, bytes]:
-        """How far the other peers are, by endpoint: what each passed to `tell` last."""
-        entries = self._entered.discovery.get(progress_key(self.run_id))
-        return {name: entry.value for name, entry in entries.items() if name != self.endpoint}
-
-    async def others_tell(self, count: int, timeout: float) -> bool:
-        """Whether so many others tell how far they are, now or within `timeout` seconds."""
-        try:
-            async with (
-                asyncio.timeout(timeout),
-                aclosing(self._entered.discovery.watch(progress_key(self.run_id))) as changes,
-            ):
-                async for _ in changes:
-                    if len(self.told) >= count:
-                        return True
-        except TimeoutError:
-            return False
-        return False
+    def progress(self) -> RunProgress:
+        """How far this peer and the others are."""
+        return self._entered.progress
 
     def awaited_until(self, topic: Topic, phase: str = "") -> float | None:
         """Until when others have declared to wait for a group in this topic; None if nobody has.
@@ -365,7 +326,7 @@ class Peer:
             phase: of the topic, such as a step; peers in other phases are not met.
             enough: a group that this peer leads begins at once with so many; with `group_size` if None.
             patience: seconds to look for a group; `timeout` if None.
-            overtaken: asked, whenever what others `tell` changes, whether it has become vain to look for a group.
+            overtaken: asked, whenever the others' progress changes, whether to look on has become vain.
 
         Returns:
             The receipt, also when no group was found or the round failed.
@@ -464,5 +425,5 @@ class _Running:
     discovery: Discovery
     rounds: Rounds
     donors: Donors
-    progress: Notice
+    progress: RunProgress
     service: PeerService

@@ -14,9 +14,10 @@ from averaging.allreduce import AllReduce, RoundResult
 from averaging.config import PeerConfig
 from averaging.discovery.base import Discovery
 from averaging.errors import AveragingError, RoundError, SchemaMismatchError
-from averaging.group import Group, Mode, progress_key
+from averaging.group import Group, Mode
 from averaging.matchmaking import Matchmaking, NoGroupError
 from averaging.observe.receipts import Outcome, Receipt
+from averaging.progress import RunProgress
 from averaging.schema import Schema
 from averaging.service import PeerService
 from averaging.snapshots import Snapshots
@@ -51,6 +52,7 @@ class Rounds:
         endpoint: str,
         transport: Transport,
         discovery: Discovery,
+        progress: RunProgress,
         service: PeerService,
         snapshots: Snapshots,
         *,
@@ -59,7 +61,7 @@ class Rounds:
     ) -> None:
         self._config, self._endpoint = config, endpoint
         self._transport, self._discovery = transport, discovery
-        self._service, self._snapshots = service, snapshots
+        self._progress, self._service, self._snapshots = progress, service, snapshots
         self._clock, self._rng = clock, rng
         self._lasting: dict[bytes, Matchmaking] = {}  # by schema hash; their group bits move on from round to round
         self._attempts = 0
@@ -144,9 +146,9 @@ class Rounds:
         return self._receipt(attempt, outcome, reason)
 
     async def _watch(self, overtaken: Overtaken, give_up: Callable[[], None]) -> None:
-        async with aclosing(self._discovery.watch(progress_key(self._config.run_id))) as changes:
-            async for entries in changes:
-                if overtaken({name: entry.value for name, entry in entries.items() if name != self._endpoint}):
+        async with aclosing(self._progress.watch()) as changes:
+            async for told in changes:
+                if overtaken(told):
                     give_up()
                     return
 

@@ -19,7 +19,7 @@ import msgpack
 import torch
 
 from averaging.errors import AveragingError, ProtocolViolationError, StateError
-from averaging.messages import DownloadData, WireTensor
+from averaging.messages import Buffer, DownloadData, WireTensor
 from averaging.schema import DTYPES, Schema
 from averaging.transport.base import Transport
 
@@ -105,7 +105,7 @@ def pack(snapshot: Snapshot) -> Iterator[DownloadData]:
         buffer = _raw(tensor)
         chunks = max(1, -(-len(buffer) // CHUNK_BYTES))
         for number in range(chunks):
-            piece = bytes(buffer[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES])
+            piece = buffer[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
             if number:
                 wire = WireTensor(piece)
             else:
@@ -224,7 +224,7 @@ class StateReader:
         self._filled = 0
         self._chunks_left = max(1, wire.chunks)
 
-    def _add_chunk(self, piece: bytes) -> None:
+    def _add_chunk(self, piece: Buffer) -> None:
         if self._buffer is None:
             raise StateError("a chunk came that belongs to no tensor")
         name, dtype, shape = self._specs[len(self._done)]

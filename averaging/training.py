@@ -261,7 +261,7 @@ class Training:
                 weight=weight,
                 gather=gather,
                 phase=phase,
-                enough=len(self._peer.told) + 1 if enough is None else enough,
+                enough=len(self._peer.progress.told) + 1 if enough is None else enough,
                 patience=0.0 if alone else patience,
                 overtaken=overtaken,
             )
@@ -304,8 +304,8 @@ class Training:
     # The others
 
     def tell(self, progress: bytes) -> None:
-        """Tells the other peers how far this one is, see `Peer.tell`; does not wait for the peer's thread."""
-        self._thread.start(on_loop(lambda: self._peer.tell(progress)))
+        """Tells the other peers how far this one is, see `RunProgress.tell`; does not wait for the peer's thread."""
+        self._thread.start(on_loop(lambda: self._peer.progress.tell(progress)))
 
     def told(self, *, wait: bool = True) -> dict[str, bytes]:
         """How far the other peers are, by endpoint.
@@ -313,7 +313,7 @@ class Training:
         Args:
             wait: for the peer's thread; if not, what it has said when it was asked last may be returned.
         """
-        return self._recent("told", lambda: self._peer.told, wait)
+        return self._recent("told", lambda: self._peer.progress.told, wait)
 
     def awaited_until(self, topic: Topic, phase: str = "") -> float | None:
         """Until when others wait for a group in this topic, seconds since the epoch; None if nobody does.

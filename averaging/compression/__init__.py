@@ -42,6 +42,7 @@ _ALIASES = {
 def encode(tensor: torch.Tensor, compression: CompressionType) -> WireTensor:
     """Packs a whole tensor: dense, on the CPU, of any shape, float16, bfloat16, float32 or float64.
 
+    With NONE the buffer **shares the tensor's memory** where its elements lie in order; with any other code it is new.
     The lossy codes see it as float32. Non-finite numbers are no error here: FLOAT16 clamps infinities, and the codes
     with rows, buckets or blocks may decode all of the row, bucket or block to NaN.
 

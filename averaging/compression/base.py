@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from averaging.errors import ProtocolViolationError
+from averaging.messages import Buffer
 
 MAX_DIMS = 64
 """As many dimensions as numpy and torch handle."""
@@ -34,11 +35,11 @@ class Codec(ABC):
         """Exact length in bytes of the buffer of a tensor of shape `size`, which has been checked."""
 
     @abstractmethod
-    def pack(self, tensor: torch.Tensor) -> bytes:
+    def pack(self, tensor: torch.Tensor) -> Buffer:
         """Packs a dense CPU tensor of a floating dtype, detached from autograd, of any shape."""
 
     @abstractmethod
-    def unpack(self, buffer: bytes, size: tuple[int, ...]) -> torch.Tensor:
+    def unpack(self, buffer: Buffer, size: tuple[int, ...]) -> torch.Tensor:
         """The tensor of shape `size` in a buffer of exactly `nbytes(size)` bytes."""
 
 
@@ -62,7 +63,7 @@ def check_size(size: Sequence[int]) -> None:
             )
 
 
-def view_bytes(buffer: bytes) -> torch.Tensor:
+def view_bytes(buffer: Buffer) -> torch.Tensor:
     """A uint8 tensor, shape (len(buffer),), over the memory of `buffer` itself, which it keeps alive.
 
     Nothing may write to it: `bytes` are immutable, and torch has no read-only tensors that would refuse.
@@ -77,6 +78,16 @@ def to_bytes(tensor: torch.Tensor) -> bytes:
     return same_size.numpy().tobytes()
 
 
+def view_memory(tensor: torch.Tensor) -> Buffer:
+    """The elements of a CPU tensor, in order, in its own dtype; without a copy if they lie in memory so."""
+    if not tensor.numel():
+        return b""
+    flat = tensor.reshape(-1)
+    if flat.stride(0) != 1:  # also of a single element
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8).numpy().data
+
+
 class _Memory:
     """Offers memory to numpy through the array interface, declared writable.
 
@@ -84,7 +95,7 @@ class _Memory:
     the whole process: `warnings.catch_warnings` is not safe in threads, where decoding happens.
     """
 
-    def __init__(self, buffer: bytes) -> None:
+    def __init__(self, buffer: Buffer) -> None:
         array = np.frombuffer(buffer, dtype=np.uint8)
         interface = array.__array_interface__
         self._owner = array

@@ -14,6 +14,7 @@ from math import prod
 import torch
 
 from averaging.compression.base import Codec, to_bytes, view_bytes
+from averaging.messages import Buffer
 
 BLOCK = 1024
 """Elements of a block."""
@@ -32,7 +33,7 @@ class BlockwiseInt8(Codec):
         count = prod(size)
         return count + 4 * _block_count(count)
 
-    def pack(self, tensor: torch.Tensor) -> bytes:
+    def pack(self, tensor: torch.Tensor) -> Buffer:
         """Divides by the largest magnitude, not by a 127th of it, which could be 0 where the former is not."""
         values = tensor.to(torch.float32).reshape(-1)
         scales = torch.empty(_block_count(values.numel()))
@@ -45,7 +46,7 @@ class BlockwiseInt8(Codec):
             packed.copy_(ratios.mul_(_STEPS).round_())
         return b"".join((to_bytes(scales), to_bytes(data)))
 
-    def unpack(self, buffer: bytes, size: tuple[int, ...]) -> torch.Tensor:
+    def unpack(self, buffer: Buffer, size: tuple[int, ...]) -> torch.Tensor:
         """A new float32 tensor."""
         raw = view_bytes(buffer)
         end_of_scales = 4 * _block_count(prod(size))

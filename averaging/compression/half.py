@@ -13,6 +13,7 @@ from math import prod
 import torch
 
 from averaging.compression.base import Codec, to_bytes, view_bytes
+from averaging.messages import Buffer
 
 FLOAT16_MAX = 65504.0
 """The largest finite float16."""
@@ -37,13 +38,13 @@ class Half(Codec):
         """Two bytes per element."""
         return prod(size) * self._dtype.itemsize
 
-    def pack(self, tensor: torch.Tensor) -> bytes:
+    def pack(self, tensor: torch.Tensor) -> Buffer:
         """Clamps, then rounds to the nearest, ties to even."""
         values = tensor.to(torch.float32)
         if self._limit is not None:
             values = values.clamp(-self._limit, self._limit)
         return to_bytes(values.to(self._dtype))
 
-    def unpack(self, buffer: bytes, size: tuple[int, ...]) -> torch.Tensor:
+    def unpack(self, buffer: Buffer, size: tuple[int, ...]) -> torch.Tensor:
         """A new float32 tensor."""
         return view_bytes(buffer).view(self._dtype).to(torch.float32).view(size)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from averaging.compression.base import Codec, to_bytes, view_bytes
+from averaging.messages import Buffer
 
 BUCKETS = 256
 """As many as a byte can count."""
@@ -37,7 +38,7 @@ class Lookup8Bit(Codec):
         """The table and one byte per element."""
         return _TABLE_BYTES + prod(size)
 
-    def pack(self, tensor: torch.Tensor) -> bytes:
+    def pack(self, tensor: torch.Tensor) -> Buffer:
         """Sums the buckets in float64, one element after another: exact enough, and the same at every call."""
         values = tensor.to(torch.float32).reshape(-1)
         indices = self._assign(values)
@@ -46,7 +47,7 @@ class Lookup8Bit(Codec):
         table = (sums / counts).to(torch.float32)
         return b"".join((to_bytes(table), to_bytes(indices)))
 
-    def unpack(self, buffer: bytes, size: tuple[int, ...]) -> torch.Tensor:
+    def unpack(self, buffer: Buffer, size: tuple[int, ...]) -> torch.Tensor:
         """A new float32 tensor."""
         raw = view_bytes(buffer)
         table = raw[:_TABLE_BYTES].view(torch.float32)

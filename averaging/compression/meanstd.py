@@ -15,6 +15,7 @@ import torch
 
 from averaging.compression.base import Codec, to_bytes, view_bytes
 from averaging.compression.half import FLOAT16_MAX
+from averaging.messages import Buffer
 
 MIN_STD = 1e-6
 """The least standard deviation of a row, so that equal elements divide by something."""
@@ -38,7 +39,7 @@ class MeanStd16Bit(Codec):
         rows, columns = _matrix(size)
         return rows * (2 * columns + _STATISTICS_BYTES)
 
-    def pack(self, tensor: torch.Tensor) -> bytes:
+    def pack(self, tensor: torch.Tensor) -> Buffer:
         """Sums in float64, since squares of ordinary float32 numbers overflow float32."""
         rows, columns = _matrix(tuple(tensor.shape))
         values = tensor.to(torch.float32).reshape(rows, columns)
@@ -50,7 +51,7 @@ class MeanStd16Bit(Codec):
         data = centred.div_(stds).clamp_(-FLOAT16_MAX, FLOAT16_MAX).to(torch.float16)
         return b"".join((to_bytes(data), to_bytes(means), to_bytes(stds)))
 
-    def unpack(self, buffer: bytes, size: tuple[int, ...]) -> torch.Tensor:
+    def unpack(self, buffer: Buffer, size: tuple[int, ...]) -> torch.Tensor:
         """A new float32 tensor."""
         rows, columns = _matrix(size)
         end_of_data = 2 * rows * columns

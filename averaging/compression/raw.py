@@ -1,4 +1,4 @@
-"""NONE: the array itself, in its own dtype, of which bfloat16 is one. Nothing is lost, and decoding copies nothing."""
+"""NONE: the array itself, in its own dtype, of which bfloat16 is one. Nothing is lost, and nothing is copied."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from math import prod
 
 import torch
 
-from averaging.compression.base import Codec, to_bytes, view_bytes
+from averaging.compression.base import Codec, view_bytes, view_memory
+from averaging.messages import Buffer
 
 
 class Raw(Codec):
@@ -20,10 +21,10 @@ class Raw(Codec):
         """One item per element."""
         return prod(size) * self._dtype.itemsize
 
-    def pack(self, tensor: torch.Tensor) -> bytes:
-        """One copy."""
-        return to_bytes(tensor)
+    def pack(self, tensor: torch.Tensor) -> Buffer:
+        """The memory of the tensor itself, if its elements lie there in order: it is sent before it changes."""
+        return view_memory(tensor)
 
-    def unpack(self, buffer: bytes, size: tuple[int, ...]) -> torch.Tensor:
+    def unpack(self, buffer: Buffer, size: tuple[int, ...]) -> torch.Tensor:
         """A view into `buffer`; it must not be written."""
         return view_bytes(buffer).view(self._dtype).view(size)

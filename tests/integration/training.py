@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import torch
 
 from averaging import DecentralizedAverager, Strategy
-from averaging.group import progress_key
 from averaging.strategies.history import Progress
 
 T = TypeVar("T")
@@ -91,9 +90,9 @@ class Run:
         averager = self.averagers[number]
 
         async def heard() -> None:
-            async with aclosing(averager._peer.discovery.watch(progress_key("test"))) as changes:
-                async for _ in changes:
-                    progress = map(Progress.unpack, averager._peer.told.values())
+            async with aclosing(averager._peer.progress.watch()) as changes:
+                async for told in changes:
+                    progress = map(Progress.unpack, told.values())
                     if any(one is not None and one.history.step >= global_step for one in progress):
                         return
 

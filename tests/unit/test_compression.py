@@ -60,7 +60,6 @@ def round_trip(values: Array, code: CompressionType) -> npt.NDArray[np.float64]:
 def test_every_shape_and_dtype(code: CompressionType, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
     wire = encode(tensor, code)
-    assert isinstance(wire.buffer, bytes)
     assert wire.size == shape
     assert not wire.requires_grad
     decoded = decode(wire)

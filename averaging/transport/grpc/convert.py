@@ -6,13 +6,14 @@ Only this module and `convert_status` know the generated classes.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
 from averaging.errors import ProtocolViolationError
 from averaging.messages import (
     AveragingData,
+    Buffer,
     Digest,
     DownloadData,
     ExchangeReply,
@@ -24,9 +25,14 @@ from averaging.messages import (
     Rumour,
     WireTensor,
 )
+from averaging.transport.grpc import bulk
 from averaging.wire import averaging_pb2, gossip_pb2, runtime_pb2
 
 M = TypeVar("M", bound=Message)
+WithTensor: TypeAlias = "averaging_pb2.AveragingData | averaging_pb2.DownloadData"
+
+BULK_BYTES = 4096
+"""Messages from this size on are cut by hand, so that their tensor's bytes are not copied."""
 
 
 def parse(message: M, raw: bytes) -> M:
@@ -106,52 +112,60 @@ def encode_averaging_data(data: AveragingData) -> bytes:
     wire = averaging_pb2.AveragingData(
         code=averaging_pb2.MessageCode.ValueType(data.code), group_id=data.group_id, endpoint=data.endpoint
     )
-    if data.tensor_part is not None:
-        _tensor_to_wire(data.tensor_part, wire.tensor_part)
-    return wire.SerializeToString()
+    return _encode_with_tensor(wire, data.tensor_part)
 
 
 def decode_averaging_data(raw: bytes) -> AveragingData:
     """AveragingData."""
-    wire = parse(averaging_pb2.AveragingData(), raw)
-    return AveragingData(
-        _code(wire.code),
-        wire.group_id,
-        wire.endpoint,
-        _tensor_from_wire(wire.tensor_part) if wire.HasField("tensor_part") else None,
-    )
+    wire = averaging_pb2.AveragingData()
+    tensor = _decode_with_tensor(wire, raw)
+    return AveragingData(_code(wire.code), wire.group_id, wire.endpoint, tensor)
 
 
 def encode_download_data(data: DownloadData) -> bytes:
     """DownloadData."""
-    wire = averaging_pb2.DownloadData(metadata=data.metadata)
-    if data.tensor_part is not None:
-        _tensor_to_wire(data.tensor_part, wire.tensor_part)
-    return wire.SerializeToString()
+    return _encode_with_tensor(averaging_pb2.DownloadData(metadata=data.metadata), data.tensor_part)
 
 
 def decode_download_data(raw: bytes) -> DownloadData:
     """DownloadData."""
-    wire = parse(averaging_pb2.DownloadData(), raw)
-    return DownloadData(wire.metadata, _tensor_from_wire(wire.tensor_part) if wire.HasField("tensor_part") else None)
+    wire = averaging_pb2.DownloadData()
+    tensor = _decode_with_tensor(wire, raw)
+    return DownloadData(wire.metadata, tensor)
 
 
-def _tensor_to_wire(tensor: WireTensor, wire: runtime_pb2.Tensor) -> None:
-    """Fills `wire`, which is part of its message already: a tensor put into a message later would be copied."""
-    wire.SetInParent()
-    wire.buffer = tensor.buffer
-    wire.size.extend(tensor.size)
-    wire.requires_grad = tensor.requires_grad
-    wire.dtype = tensor.dtype
-    wire.compression = runtime_pb2.CompressionType.ValueType(tensor.compression)
-    wire.chunks = tensor.chunks
+def _encode_with_tensor(message: WithTensor, tensor: WireTensor | None) -> bytes:
+    if tensor is None:
+        return message.SerializeToString()
+    field = message.DESCRIPTOR.fields_by_name["tensor_part"].number
+    wire = runtime_pb2.Tensor(
+        size=tensor.size,
+        requires_grad=tensor.requires_grad,
+        dtype=tensor.dtype,
+        compression=runtime_pb2.CompressionType.ValueType(tensor.compression),
+        chunks=tensor.chunks,
+    )
+    return bulk.join(message.SerializeToString(), field, wire.SerializeToString(), tensor.buffer)
 
 
-def _tensor_from_wire(wire: runtime_pb2.Tensor) -> WireTensor:
+def _decode_with_tensor(message: WithTensor, raw: bytes) -> WireTensor | None:
+    """Fills `message` but for its tensor, which is returned; a large one shares the memory of `raw`."""
+    field = message.DESCRIPTOR.fields_by_name["tensor_part"].number
+    pieces = bulk.split(raw, field) if len(raw) >= BULK_BYTES else None
+    if pieces is None:
+        parse(message, raw)
+        part = message.tensor_part
+        return _tensor_from_wire(part, part.buffer) if message.HasField("tensor_part") else None
+    outer, inner, buffer = pieces
+    parse(message, outer)
+    return _tensor_from_wire(parse(runtime_pb2.Tensor(), inner), buffer)
+
+
+def _tensor_from_wire(wire: runtime_pb2.Tensor, buffer: Buffer) -> WireTensor:
     if wire.chunks < 0:
         raise ProtocolViolationError(f"a tensor in {wire.chunks} chunks")
     return WireTensor(
-        buffer=wire.buffer,
+        buffer=buffer,
         size=tuple(wire.size),
         dtype=wire.dtype,
         compression=wire.compression,

@@ -1,0 +1,71 @@
+"""How far the peers of a run are, each in its strategy's own words."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+
+from averaging.discovery.base import Discovery
+from averaging.group import progress_key
+from averaging.notices import Notice
+
+LIFETIME, REFRESH = 15.0, 5.0
+"""Seconds for which a peer's word holds, and after which it is told again: so long a dead peer is waited for."""
+
+PAUSE = 0.02
+"""Seconds between two tellings of one peer at least."""
+
+
+class RunProgress:
+    """What the peers of a run tell each other under `RUN.progress`.
+
+    Attributes:
+        notice: this peer's own; it is kept while the peer is entered.
+    """
+
+    def __init__(self, run_id: str, endpoint: str, discovery: Discovery, clock: Callable[[], float]) -> None:
+        self._key, self._endpoint, self._discovery = progress_key(run_id), endpoint, discovery
+        self._word: bytes | None = None
+        self.notice = Notice(
+            discovery,
+            self._key,
+            endpoint,
+            lambda: self._word,
+            lifetime=LIFETIME,
+            refresh=REFRESH,
+            pause=PAUSE,
+            clock=clock,
+        )
+
+    def tell(self, word: bytes) -> None:
+        """Tells the others how far this peer is; that holds until it is told again, and a while after death.
+
+        Args:
+            word: at most 1 KiB.
+        """
+        self._word = word
+        self.notice.changed()
+
+    @property
+    def told(self) -> dict[str, bytes]:
+        """How far the other peers are, by endpoint: what each has told last."""
+        entries = self._discovery.get(self._key)
+        return {name: entry.value for name, entry in entries.items() if name != self._endpoint}
+
+    async def watch(self) -> AsyncGenerator[dict[str, bytes], None]:
+        """Yields what the others have told, at once and again whenever that changes."""
+        async with aclosing(self._discovery.watch(self._key)) as changes:
+            async for _ in changes:
+                yield self.told
+
+    async def others_tell(self, count: int, timeout: float) -> bool:
+        """Whether so many others tell how far they are, now or within `timeout` seconds."""
+        try:
+            async with asyncio.timeout(timeout), aclosing(self.watch()) as changes:
+                async for told in changes:
+                    if len(told) >= count:
+                        return True
+        except TimeoutError:
+            return False
+        return False
