@@ -21,6 +21,7 @@ from averaging.optimizer_state import load_optimizer, pack_optimizer, restored_o
 from averaging.optimizer_wrapper import OptimizerWrapper
 from averaging.parameters import named_parameters
 from averaging.peer import DiscoveryFactory, Peer
+from averaging.rounds import RoundOptions
 from averaging.snapshots import Extras
 from averaging.state import State
 from averaging.strategies.base import Strategy, take_tensor
@@ -280,7 +281,10 @@ class DecentralizedAverager(OptimizerWrapper):
             ClosedError: the averager was closed, or its thread has failed.
         """
         config = self._peer.config
-        return self._training.average(weight=weight, gather=gather, enough=config.group_size, patience=config.timeout)
+        options: RoundOptions = {"gather": gather, "enough": config.group_size, "patience": config.timeout}
+        if weight is not None:
+            options["weight"] = weight
+        return self._training.average(**options)
 
     def close(self) -> None:
         """Ends a round in progress, leaves the run and ends the thread. The inner optimizer can be used on."""

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Any, TypedDict
 
 import torch
 
@@ -25,6 +26,26 @@ from averaging.topics import Adopt, Topic
 from averaging.transport.base import Transport
 
 Overtaken = Callable[[Mapping[str, bytes]], bool]
+
+
+class RoundOptions(TypedDict, total=False):
+    """What a strategy may say of one round.
+
+    Attributes:
+        weight: of this peer; the averager's if not given.
+        gather: handed to all members of the group, see `Peer.average`.
+        phase: of the topic, such as a step; peers in other phases are not met.
+        enough: a group that this peer leads begins at once with so many; with all that train in the run if not given.
+        patience: seconds to look for a group; if not given, `matchmaking_time` for each key to look under.
+        overtaken: asked, whenever the others' progress changes, whether to look on has become vain.
+    """
+
+    weight: float
+    gather: Any
+    phase: str
+    enough: int
+    patience: float
+    overtaken: Overtaken
 
 
 @dataclass(slots=True)

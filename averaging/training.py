@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, Unpack
 
 import torch
 
@@ -19,7 +19,7 @@ from averaging.group import Mode
 from averaging.messages import CompressionType
 from averaging.observe.receipts import Receipt
 from averaging.peer import Peer
-from averaging.rounds import Overtaken
+from averaging.rounds import RoundOptions
 from averaging.state import State
 from averaging.topics import Adopt, Topic
 
@@ -186,27 +186,12 @@ class Training:
             name, tensors, adopt=adopt, commits=commits, compression=compression, error_feedback=error_feedback
         )
 
-    def average(
-        self,
-        topic: Topic | None = None,
-        *,
-        weight: float | None = None,
-        gather: Any = None,
-        phase: str = "",
-        enough: int | None = None,
-        patience: float | None = None,
-        overtaken: Overtaken | None = None,
-    ) -> Receipt:
+    def average(self, topic: Topic | None = None, **options: Unpack[RoundOptions]) -> Receipt:
         """Averages a topic with a group, and waits for the end of the round.
 
         Args:
             topic: from `topic`; the peer's own tensors if None.
-            weight: of this peer in this round; `weight` if None.
-            gather: handed to all members of the group, see `Peer.average`.
-            phase: of the topic; peers in other phases are not met.
-            enough: a group that this peer leads begins at once with so many; with all that train in the run if None.
-            patience: seconds to look for a group; if None, `matchmaking_time` for each key to look under.
-            overtaken: see `Peer.average`.
+            options: see `RoundOptions`.
 
         Returns:
             The receipt, also when no group was found or the round failed. A peer that is alone gets it at once.
@@ -216,55 +201,31 @@ class Training:
             TensorError: there is NaN or infinity in what is to be averaged, or it has been moved.
             ClosedError: the averager was closed, or its thread has failed.
         """
-        coroutine = self._round(topic, weight, gather, phase, enough, patience, overtaken)
-        return self._noted(self._thread.run(coroutine))
+        return self._noted(self._thread.run(self._round(topic, options)))
 
-    def begin(
-        self,
-        topic: Topic | None = None,
-        *,
-        weight: float | None = None,
-        gather: Any = None,
-        phase: str = "",
-        enough: int | None = None,
-        patience: float | None = None,
-        overtaken: Overtaken | None = None,
-    ) -> Future[Receipt]:
+    def begin(self, topic: Topic | None = None, **options: Unpack[RoundOptions]) -> Future[Receipt]:
         """Like `average`, without waiting: `receipt_of` what this returns is the receipt."""
-        return self._thread.start(self._round(topic, weight, gather, phase, enough, patience, overtaken))
+        return self._thread.start(self._round(topic, options))
 
     def receipt_of(self, begun: Future[Receipt]) -> Receipt:
         """The receipt of a round that was begun; waits for its end."""
         return self._noted(self._thread.wait(begun))
 
-    def _round(
-        self,
-        topic: Topic | None,
-        weight: float | None,
-        gather: Any,
-        phase: str,
-        enough: int | None,
-        patience: float | None,
-        overtaken: Overtaken | None,
-    ) -> Coroutine[Any, Any, Receipt]:
+    def _round(self, topic: Topic | None, options: RoundOptions) -> Coroutine[Any, Any, Receipt]:
         self._settle()
-        weight = self.weight if weight is None else weight
-        if patience is None:
-            # One declaration, and one more for each of the group bits that may have to be dropped.
-            config = self._peer.config
-            patience = min(config.matchmaking_time * (1 + len(config.group_bits)), config.timeout)
+        config, weight = self._peer.config, self.weight
+        # One declaration, and one more for each of the group bits that may have to be dropped.
+        patience = min(config.matchmaking_time * (1 + len(config.group_bits)), config.timeout)
 
         async def average() -> Receipt:
             alone = len(self._peer.peers) == 1
-            return await self._peer.average(
-                topic,
-                weight=weight,
-                gather=gather,
-                phase=phase,
-                enough=len(self._peer.progress.told) + 1 if enough is None else enough,
-                patience=0.0 if alone else patience,
-                overtaken=overtaken,
-            )
+            chosen: RoundOptions = {
+                "weight": weight,
+                "enough": len(self._peer.progress.told) + 1,
+                "patience": 0.0 if alone else patience,
+            }
+            chosen.update(options)
+            return await self._peer.average(topic, **chosen)
 
         return average()
 
