@@ -61,11 +61,15 @@ class RunProgress:
 
     async def others_tell(self, count: int, timeout: float) -> bool:
         """Whether so many others tell how far they are, now or within `timeout` seconds."""
+        return len(await self.until(lambda told: len(told) >= count, timeout)) >= count
+
+    async def until(self, condition: Callable[[dict[str, bytes]], bool], timeout: float) -> dict[str, bytes]:
+        """Waits until what the others tell fulfils `condition`, at most `timeout` seconds; returns what they tell."""
         try:
             async with asyncio.timeout(timeout), aclosing(self.watch()) as changes:
                 async for told in changes:
-                    if len(told) >= count:
-                        return True
+                    if condition(told):
+                        return told
         except TimeoutError:
-            return False
-        return False
+            return self.told
+        return self.told

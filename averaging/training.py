@@ -276,6 +276,15 @@ class Training:
         """
         return self._recent("told", lambda: self._peer.progress.told, wait)
 
+    def told_until(self, condition: Callable[[dict[str, bytes]], bool], seconds: float) -> dict[str, bytes]:
+        """Waits until what the others tell fulfils `condition`, at most so long; returns what they tell."""
+        return self._thread.run(self._peer.progress.until(condition, seconds))
+
+    @property
+    def matchmaking_time(self) -> float:
+        """Seconds that one declaration of this peer lasts."""
+        return self._peer.config.matchmaking_time
+
     def awaited_until(self, topic: Topic, phase: str = "") -> float | None:
         """Until when others wait for a group in this topic, seconds since the epoch; None if nobody does.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,11 +12,14 @@ from averaging.errors import ConfigError, TensorError
 from averaging.messages import CompressionType
 from averaging.observe.receipts import Receipt
 from averaging.snapshots import Extras
-from averaging.strategies.history import History
+from averaging.strategies.history import History, Others
 from averaging.strategies.together import Together
 from averaging.tensors import all_finite
 from averaging.topics import Adopt
 from averaging.training import Training, clip, full_precision
+
+WAITED_BATCHES = 2.0
+"""How long a peer waits for the batches of others that complete the joined one, in times of its own last batch."""
 
 
 class GradientAveraging(Together):
@@ -24,7 +28,8 @@ class GradientAveraging(Together):
     Each `opt.step(batch_size=n)` adds the gradients of n samples (the loss is their mean) to this peer's. As soon as
     all peers together have `target_batch_size` samples, the gradients are averaged, weighted by samples, and every peer
     makes the same step of its optimizer: the step of one process with the joined batch, as long as one group takes all
-    peers in (`group_size`). Until then the parameters stay as they are (Diskin et al., 2021, arXiv:2106.10207).
+    peers in (`group_size`). Until then the parameters stay as they are (Diskin et al., 2021, arXiv:2106.10207). A peer
+    whose next batch would be one too many, since those that others compute complete the joined one, waits for them.
 
     A peer that is alone steps when it has the batch itself. If a round fails, the gradients stay and it is tried again
     at the next `opt.step`. A peer that comes too late for a step takes over the state of another one; the gradients it
@@ -53,6 +58,7 @@ class GradientAveraging(Together):
             raise ConfigError(f"target_batch_size must be a whole number, at least 1, not {target_batch_size!r}")
         self.target_batch_size = target_batch_size
         self._gathered = 0
+        self._returned = math.inf  # when the last step was over, and the present batch was begun
 
     def __repr__(self) -> str:
         return f"GradientAveraging(target_batch_size={self.target_batch_size}{self._options()})"
@@ -91,15 +97,33 @@ class GradientAveraging(Together):
         loss = training.evaluate(closure)
         self._gather(training, batch_size)
         training.count_local_step()
-        self._tell(training)
         others = self._look_around(training)
+        if self._is_worth_waiting(others):
+            others = self._wait_for_the_rest(training)
         if others.ahead:
             if self._catch_up(training, others):
                 self._forget_gradients()
-                self._tell(training)
-        elif self._gathered + others.samples >= self.target_batch_size:
+        elif self._is_complete(others):
+            self._tell(training)
             self._global_step(training, others.together)
+        self._tell(training, coming=batch_size)
+        self._returned = training.now()
         return loss
+
+    def _is_complete(self, others: Others) -> bool:
+        return self._gathered + others.samples >= self.target_batch_size
+
+    def _is_worth_waiting(self, others: Others) -> bool:
+        """Whether the batches that others compute now complete the joined one, so that one more would be too many."""
+        coming = self._gathered + others.samples + others.coming
+        return not others.ahead and not self._is_complete(others) and coming >= self.target_batch_size
+
+    def _wait_for_the_rest(self, training: Training) -> Others:
+        """Waits while that is so, but not much longer than a batch of this peer's takes."""
+        self._tell(training)
+        patience = max(0.0, min(WAITED_BATCHES * (training.now() - self._returned), training.matchmaking_time))
+        told = training.told_until(lambda told: not self._is_worth_waiting(self._read(training, told)), patience)
+        return self._read(training, told)
 
     def _gather(self, training: Training, samples: int) -> None:
         for name, parameter in training.parameters.items():
@@ -147,7 +171,6 @@ class GradientAveraging(Together):
             training.optimizer.step()
             self._advance(training, receipt, self._gathered)
             self._forget_gradients()
-        self._tell(training)
 
     def state(self) -> Extras:
         """The history."""

@@ -63,24 +63,30 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far one peer is: what it has done with others, and how many samples it has gathered for the next step."""
+    """How far one peer is: what it has done with others, what it has gathered for the next step, and what it works on.
+
+    Attributes:
+        samples: gathered for the next step.
+        coming: in the batch that it computes now; 0 while it waits.
+    """
 
     history: History
     samples: float = 0.0
+    coming: float = 0.0
 
     def pack(self) -> bytes:
         """For a record in discovery."""
-        packed: bytes = msgpack.packb([*self.history.pack(), self.samples])
+        packed: bytes = msgpack.packb([*self.history.pack(), self.samples, self.coming])
         return packed
 
     @classmethod
     def unpack(cls, packed: bytes) -> Progress | None:
         """What `pack` returned; None if it is something else."""
         try:
-            *history, samples = msgpack.unpackb(packed)
-            if isinstance(samples, bool) or not (math.isfinite(samples) and samples >= 0):
+            *history, samples, coming = msgpack.unpackb(packed)
+            if any(isinstance(one, bool) or not (math.isfinite(one) and one >= 0) for one in (samples, coming)):
                 return None
-            return cls(History.unpack(history), float(samples))
+            return cls(History.unpack(history), float(samples), float(coming))
         except (StateError, ValueError, TypeError, RecursionError, msgpack.UnpackException):
             return None
 
@@ -91,13 +97,15 @@ class Others:
 
     Attributes:
         together: those with the same history, and partners who are about to tell that they have it.
-        samples: that they have gathered for the next step, all in all.
+        samples: that those with the same history have gathered for the next step, all in all.
+        coming: in the batches that they compute now.
         ahead: those whose history counts more; if there are any, that peer must catch up with one of them.
         best: their history, else the own.
     """
 
     together: tuple[str, ...]
     samples: float
+    coming: float
     ahead: tuple[str, ...]
     best: History
 
@@ -127,6 +135,7 @@ def look_around(
     return Others(
         together=together,
         samples=sum(one.samples for one in progress.values() if one.history == own),
+        coming=sum(one.coming for one in progress.values() if one.history == own),
         ahead=tuple(name for name, history in donors.items() if history == best) if gives_way else (),
         best=best if gives_way else own,
     )

@@ -39,12 +39,15 @@ class Together(Strategy):
         """Tells the others how far this peer is."""
         self._tell(training)
 
-    def _tell(self, training: Training) -> None:
-        training.tell(Progress(self.history, self.samples).pack())
+    def _tell(self, training: Training, coming: float = 0.0) -> None:
+        training.tell(Progress(self.history, self.samples, coming).pack())
 
     def _look_around(self, training: Training, *, wait: bool = True) -> Others:
+        return self._read(training, training.told(wait=wait))
+
+    def _read(self, training: Training, told: Mapping[str, bytes]) -> Others:
         # Who was missed once is not waited for again until it shows a sign of life.
-        told = {name: word for name, word in training.told(wait=wait).items() if self._missing.get(name) != word}
+        told = {name: word for name, word in told.items() if self._missing.get(name) != word}
         return look_around(self.history, told, self._partners, is_client=training.is_client)
 
     def _overtaken(self, training: Training) -> Callable[[Mapping[str, bytes]], bool]:

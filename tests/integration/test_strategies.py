@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -79,6 +80,30 @@ def test_a_newcomer_goes_on_from_the_global_step_of_the_run(start: Start) -> Non
     assert [opt.global_step for opt in run.averagers] == [8, 8]
     assert equal(*run.parameters())
     assert all(len(opt.last_receipt.members) == 2 for opt in run.averagers if opt.last_receipt)
+
+
+def test_peers_of_the_same_speed_do_not_gather_more_than_the_batch(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who is first waits for the batches that the others compute, and does not begin one too many."""
+    run = start()
+    for _ in range(3):
+        opt = run.add(GradientAveraging(12), SGD)
+        # Batches that take long beside the time in which word gets around.
+        monkeypatch.setattr(opt._training, "now", lambda: 1000 * time.time())
+    run.meet()
+    batches = [0, 0, 0]
+
+    def train(number: int) -> None:
+        while (run.averagers[number].global_step or 0) < 8:
+            batches[number] += 1
+            backward(run.models[number], batch_of(1000 * number + batches[number], 4))
+            run.heard(number, run.averagers[number].global_step or 0, of=2)
+            run.averagers[number].step(batch_size=4)
+
+    run.each(train)
+    assert all(equal(run.parameters()[0], other) for other in run.parameters())
+    assert sum(batches) <= 1.5 * 3 * 8  # at first nobody knows how large the batches of others are
 
 
 def test_a_peer_that_missed_a_step_takes_over_the_state_of_another(start: Start) -> None:

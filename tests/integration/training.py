@@ -85,15 +85,15 @@ class Run:
         """Waits until all peers know each other."""
         assert all(averager.wait_for_peers(len(self.averagers), PATIENCE) for averager in self.averagers)
 
-    def heard(self, number: int, global_step: int) -> None:
-        """Waits until a peer has heard that another one is at that global step."""
+    def heard(self, number: int, global_step: int, of: int = 1) -> None:
+        """Waits until a peer has heard that so many others are at that global step, or further."""
         averager = self.averagers[number]
 
         async def heard() -> None:
             async with aclosing(averager._peer.progress.watch()) as changes:
                 async for told in changes:
                     progress = map(Progress.unpack, told.values())
-                    if any(one is not None and one.history.step >= global_step for one in progress):
+                    if sum(one is not None and one.history.step >= global_step for one in progress) >= of:
                         return
 
         averager._thread.run(asyncio.wait_for(heard(), PATIENCE))

@@ -18,7 +18,7 @@ histories = st.builds(
 
 
 def told(**peers: tuple[History, float]) -> dict[str, bytes]:
-    return {name: Progress(history, samples).pack() for name, (history, samples) in peers.items()}
+    return {name: Progress(history, samples, samples / 2).pack() for name, (history, samples) in peers.items()}
 
 
 @given(histories, st.floats(0, 1e9))
@@ -36,11 +36,13 @@ def test_what_is_no_progress_is_nothing(packed: bytes) -> None:
 @pytest.mark.parametrize(
     "packed",
     [
-        [-1, 1.0, "", 1.0],
-        [1, float("nan"), "", 1.0],
-        [1, 1.0, "x" * 65, 1.0],
-        [1, 1.0, "", -1.0],
-        [1, 1.0, "", None],
+        [-1, 1.0, "", 1.0, 1.0],
+        [1, float("nan"), "", 1.0, 1.0],
+        [1, 1.0, "x" * 65, 1.0, 1.0],
+        [1, 1.0, "", -1.0, 1.0],
+        [1, 1.0, "", None, 1.0],
+        [1, 1.0, "", 1.0, float("inf")],
+        [1, 1.0, "", 1.0],
         [],
     ],
 )
@@ -64,6 +66,7 @@ def test_members_of_one_group_have_one_history_and_others_another() -> None:
 def test_those_with_the_same_history_step_together() -> None:
     others = look_around(A, told(x=(A, 5.0), y=(A, 7.0), z=(B, 100.0), w=(History(2), 50.0)))
     assert others.samples == 12.0
+    assert others.coming == 6.0
     assert others.together == ("x", "y")
     assert others.ahead == ("z",)
     assert others.best == B
@@ -73,7 +76,7 @@ def test_a_partner_whose_word_is_old_is_waited_for_and_a_stranger_is_not() -> No
     late = told(partner=(History(1, 3.0, "cc"), 9.0), stranger=(History(1, 3.0, "cc"), 9.0))
     others = look_around(A, late, {"partner"})
     assert others.together == ("partner",)
-    assert others.samples == 0.0  # those it tells were for an earlier step
+    assert (others.samples, others.coming) == (0.0, 0.0)  # those it tells were for an earlier step
     assert others.ahead == ()
 
 
