@@ -24,8 +24,9 @@ lint: $(VENV)/installed ## style, types, import directions
 
 check: lint test ## what CI runs
 
-bench: $(VENV)/installed ## discovery's and matchmaking's times
+bench: $(VENV)/installed ## discovery's and averaging's times, the latter beside Gloo's
 	$(BIN)/python -m benchmarks.gossip
+	$(BIN)/python -m benchmarks.allreduce --peers 2 4 --mib 64 --tensors 4 --codecs none --output runs/benchmarks
 
 proto: $(VENV)/installed ## compile protos/ again, after a change
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python hatch_build.py

@@ -1,0 +1,268 @@
+"""How fast tensors are averaged: this library beside Gloo and hivemind, in separate processes on loopback.
+
+All systems of a case are up at once and take turns round by round, so that what else the machine does meets them alike.
+Every round starts with fresh numbers and its result is compared with the true mean. A round's seconds are those of its
+slowest peer, its CPU seconds those of all peers, its memory that of the largest; the first round is not counted.
+The results go to `allreduce.json` and `allreduce.png`. The exit code is 1 if any round failed or was wrong.
+
+hivemind wants an older numpy than the rest and runs in an environment of its own; without one its rows are left out:
+
+    python3 -m venv /tmp/hivemind
+    /tmp/hivemind/bin/pip install 'torch==2.13.0' 'setuptools<81' 'numpy<2.4'
+    /tmp/hivemind/bin/pip install 'hivemind==1.1.12' 'numpy<2.4' 'setuptools<81'
+    python -m benchmarks.allreduce --hivemind /tmp/hivemind/bin/python
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+from benchmarks.allreduce_report import draw, machine, show
+from benchmarks.allreduce_worker import error_bound
+
+T = TypeVar("T")
+
+ROOT = Path(__file__).parent.parent
+
+START_LIMIT, STEP_LIMIT, GRACE = 180.0, 240.0, 15.0
+"""Seconds for a peer to start, to answer a command, and to end in order."""
+
+ENVIRONMENT = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "HIVEMIND_LOGLEVEL": "ERROR",
+}
+
+HIVEMIND_CODECS = ("none", "fp16")
+
+
+class WorkerError(Exception):
+    """A worker did not answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is averaged, by how many."""
+
+    peers: int
+    mib: int
+    tensors: str
+    codec: str
+
+    def __str__(self) -> str:
+        tensors = "4 tensors" if self.tensors == "4" else "GPT-2's tensors"
+        return f"{self.peers} peers, {self.mib} MiB in {tensors}, {self.codec}"
+
+
+@dataclass(slots=True)
+class Worker:
+    """A peer's process."""
+
+    process: asyncio.subprocess.Process
+    errors: IO[bytes]
+    started: dict[str, Any] = field(default_factory=dict)
+
+    async def expect(self, event: str, limit: float) -> dict[str, Any]:
+        """The answer with that name, which must be the next."""
+        assert self.process.stdout is not None
+        try:
+            async with asyncio.timeout(limit):
+                line = await self.process.stdout.readline()
+        except TimeoutError:
+            raise WorkerError(f"no {event!r} within {limit:g} s; {self._told()}") from None
+        if not line:
+            raise WorkerError(f"ended without {event!r}; {self._told()}")
+        answer: dict[str, Any] = json.loads(line)
+        if answer["event"] != event:
+            raise WorkerError(f"answered {answer}, not {event!r}")
+        return answer
+
+    async def do(self, command: str, event: str) -> dict[str, Any]:
+        """Tells it something; the answer."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{command}\n".encode())
+        return await self.expect(event, STEP_LIMIT)
+
+    async def end(self) -> None:
+        """Lets it leave in order, then kills what is left, its descendants too."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(GRACE):
+                await self.process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        await self.process.wait()
+
+    def _told(self) -> str:
+        self.errors.seek(0)
+        lines = self.errors.read().decode(errors="replace").strip().splitlines()
+        return "it wrote:\n" + "\n".join(lines[-15:]) if lines else "it wrote nothing"
+
+
+async def all_of(steps: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Their results; the first failure, once all have ended."""
+    results = await asyncio.gather(*steps, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]
+
+
+@asynccontextmanager
+async def system(name: str, case: Case, python: str) -> AsyncIterator[list[Worker]]:
+    """The peers of one system, each in a process, connected."""
+    workers: list[Worker] = []
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as files:
+
+        async def start(rank: int, join: str) -> None:
+            errors = files.enter_context(tempfile.TemporaryFile())
+            arguments = ["--rank", rank, "--peers", case.peers, "--mib", case.mib]
+            arguments += ["--tensors", case.tensors, "--codec", case.codec, "--join", join]
+            process = await asyncio.create_subprocess_exec(
+                python,
+                *("-m", "benchmarks.allreduce_worker", name),
+                *map(str, arguments),
+                cwd=ROOT,
+                env=ENVIRONMENT,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,
+            )
+            worker = Worker(process, errors)
+            workers.append(worker)
+            worker.started = await worker.expect("started", START_LIMIT)
+
+        try:
+            if name == "gloo":  # its peers meet in a file
+                await all_of([start(rank, f"file://{scratch}/store") for rank in range(case.peers)])
+            else:
+                await start(0, "")
+                address = workers[0].started["address"]
+                await all_of([start(rank, address) for rank in range(1, case.peers)])
+            yield workers
+        finally:
+            await asyncio.shield(asyncio.gather(*(worker.end() for worker in workers)))
+
+
+async def one_round(workers: Sequence[Worker], bound: float) -> dict[str, Any]:
+    """Fresh numbers, an average, and what it cost and was worth."""
+    await all_of([worker.do("fill", "filled") for worker in workers])
+    averaged = await all_of([worker.do("average", "averaged") for worker in workers])
+    checked = await all_of([worker.do("check", "checked") for worker in workers])
+    failure = next((one["failure"] for one in averaged if one["failure"]), "")
+    error = max(one["error"] for one in checked)
+    if not failure and not error <= bound:
+        failure = f"wrong: {error:g} from the true mean, more than {bound:g}"
+    return {
+        "seconds": max(one["seconds"] for one in averaged),
+        "allreduce_seconds": max(one["allreduce_seconds"] for one in averaged),
+        "cpu_seconds": sum(one["cpu_seconds"] for one in checked),
+        "peak_bytes": max(one["peak_bytes"] for one in checked),
+        "peak_bytes_over_former": max(one["peak_bytes_over_former"] for one in checked),
+        "error": error if math.isfinite(error) else None,
+        "failure": failure,
+    }
+
+
+async def measure(case: Case, pythons: Mapping[str, str], rounds: int) -> dict[str, Any]:
+    """All systems of a case, in turns. One that breaks is left out from then on, and says why."""
+    systems: dict[str, dict[str, Any]] = {name: {"versions": {}, "rounds": [], "broken": ""} for name in pythons}
+    bound = error_bound(case.codec, case.peers)
+    async with AsyncExitStack() as stack:
+        running: dict[str, list[Worker]] = {}
+
+        def broke(name: str, error: WorkerError) -> None:
+            systems[name]["broken"] = str(error)
+            say(f"  {name} broke: {error}")
+
+        for name, python in pythons.items():
+            try:
+                running[name] = await stack.enter_async_context(system(name, case, python))
+                systems[name]["versions"] = running[name][0].started["versions"]
+            except WorkerError as error:
+                broke(name, error)
+        for number in range(rounds + 1):
+            names = list(running)
+            turn = number % max(1, len(names))
+            for name in names[turn:] + names[:turn]:  # nobody always follows the same one
+                try:
+                    done = await one_round(running[name], bound)
+                except WorkerError as error:
+                    broke(name, error)
+                    del running[name]
+                    continue
+                systems[name]["rounds"].append({"warm_up": number == 0} | done)
+                say(
+                    f"  {f'round {number}' if number else 'warm-up'}, {name}: {done['seconds']:.3f} s, "
+                    f"{done['cpu_seconds']:.2f} CPU s {done['failure']}"
+                )
+    return {
+        "peers": case.peers,
+        "mib": case.mib,
+        "tensors": case.tensors,
+        "codec": case.codec,
+        "error_bound": bound,
+        "systems": systems,
+    }
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", type=int, nargs="+", default=[2, 4, 8], help="how many average together (2 4 8)")
+    parser.add_argument("--mib", type=int, nargs="+", default=[64, 256], help="MiB of float32 at each peer (64 256)")
+    parser.add_argument(
+        "--tensors", nargs="+", choices=["4", "gpt2"], default=["4", "gpt2"], help="how they are divided (4 gpt2)"
+    )
+    parser.add_argument(
+        "--codecs",
+        nargs="+",
+        choices=["none", "fp16", "bf16", "int8"],
+        default=["none", "fp16", "bf16", "int8"],
+        help="of this library and, where it has them, of hivemind; Gloo sends float32 always (none fp16 bf16 int8)",
+    )
+    parser.add_argument("--rounds", type=int, default=7, help="after the warm-up (7)")
+    parser.add_argument("--hivemind", metavar="PYTHON", help="interpreter of an environment with hivemind, see above")
+    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks"), help="folder of the results")
+    options = parser.parse_args()
+    if min(options.peers) < 2 or min(options.mib) < 1 or options.rounds < 1:
+        parser.error("there must be at least 2 peers, 1 MiB and 1 round")
+    options.output.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = machine(ROOT) | {"rounds": options.rounds, "cases": []}
+    for peers, mib, tensors, codec in product(options.peers, options.mib, options.tensors, options.codecs):
+        case = Case(peers, mib, tensors, codec)
+        say(str(case))
+        pythons = {"averaging": sys.executable, "gloo": sys.executable}
+        if options.hivemind and codec in HIVEMIND_CODECS:
+            pythons["hivemind"] = options.hivemind
+        results["cases"].append(asyncio.run(measure(case, pythons, options.rounds)) | {"title": str(case)})
+        (options.output / "allreduce.json").write_text(json.dumps(results, indent=1) + "\n")
+    draw(results, options.output / "allreduce.png")
+    sound = show(results)
+    if not options.hivemind:
+        print("hivemind was not measured: no --hivemind PYTHON was given; --help says how to get one.")
+    sys.exit(0 if sound else 1)
+
+
+if __name__ == "__main__":
+    main()

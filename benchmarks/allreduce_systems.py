@@ -1,0 +1,186 @@
+"""What the all-reduce benchmark compares, behind one interface; each library is imported only where it is measured."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from importlib.metadata import version
+from math import prod, sqrt
+from typing import Any, Protocol, Self
+
+import torch
+import torch.distributed
+
+LIMIT = 120.0
+"""Seconds in which a system must have averaged."""
+
+Shapes = list[tuple[int, ...]]
+
+
+def shapes(kind: str, mib: int) -> Shapes:
+    """What is averaged: so many MiB of float32 in 4 equal matrices, or in the 148 tensors of a GPT-2 of 12 layers.
+
+    GPT-2 small has 475 MiB; its width, context and vocabulary are scaled alike, and the vocabulary makes up the rest.
+    """
+    if kind == "4":
+        return [(mib * 64, 1024)] * 4
+    scale = sqrt(mib / 475)
+    width, context = round(768 * scale), round(1024 * scale)
+    norm: Shapes = [(width,), (width,)]
+    layer: Shapes = []
+    for inner, outer in ((width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)):
+        layer += [(inner, outer), (outer,)]
+    rest: Shapes = [(context, width), *(norm + layer[:4] + norm + layer[4:]) * 12, *norm]
+    vocabulary = (mib * 2**18 - sum(map(prod, rest))) // width
+    return [(vocabulary, width), *rest]
+
+
+class System(Protocol):
+    """What is measured, entered as a context."""
+
+    tensors: Sequence[torch.Tensor]
+    address: str
+    """Where the others find rank 0."""
+    packages: Sequence[str]
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *error: object) -> None: ...
+
+    def writing(self) -> AbstractContextManager[object]:
+        """Guards writes to the tensors."""
+        ...
+
+    async def average(self) -> float:
+        """Averages the tensors with all; returns the seconds of the all-reduce itself.
+
+        Raises:
+            RuntimeError: it was no average of all.
+        """
+        ...
+
+
+class Averaging:
+    """This library, with the options it has by itself."""
+
+    packages = ("averaging", "grpcio", "protobuf")
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        from averaging.compression import parse_compression
+        from averaging.peer import Peer
+
+        self.tensors = [torch.empty(shape) for shape in shapes(options.tensors, options.mib)]
+        self._count = options.peers
+        self._peer = Peer(
+            self.tensors,
+            run_id="benchmark",
+            join=[options.join] if options.join else [],
+            group_size=options.peers,
+            min_group_size=options.peers,
+            compression=parse_compression(options.codec),
+        )
+
+    async def __aenter__(self) -> Self:
+        await self._peer.__aenter__()
+        self.address = self._peer.endpoint
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._peer.__aexit__(*error)
+
+    def writing(self) -> AbstractContextManager[object]:
+        return self._peer.replacing()
+
+    async def average(self) -> float:
+        receipt = await self._peer.average()
+        if not receipt.averaged or receipt.dropped or receipt.kept_local or len(receipt.members) != self._count:
+            raise RuntimeError(str(receipt))
+        return receipt.allreduce_seconds
+
+
+class Gloo:
+    """torch.distributed; all tensors at once, as its threads allow."""
+
+    packages = ()
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.tensors = [torch.empty(shape) for shape in shapes(options.tensors, options.mib)]
+        self._count, self._rank, self.address = options.peers, options.rank, options.join
+
+    async def __aenter__(self) -> Self:
+        torch.distributed.init_process_group("gloo", self.address, rank=self._rank, world_size=self._count)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        torch.distributed.destroy_process_group()
+
+    def writing(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    async def average(self) -> float:
+        begun = time.perf_counter()
+        reductions = [torch.distributed.all_reduce(tensor, async_op=True) for tensor in self.tensors]
+        for tensor, reduction in zip(self.tensors, reductions, strict=True):
+            if reduction is not None:
+                reduction.wait()
+            tensor.div_(self._count)
+        return time.perf_counter() - begun
+
+
+class Hivemind:
+    """hivemind 1.1.12: its averager and its DHT, each in a process of its own, beside its daemon."""
+
+    packages = ("hivemind", "numpy", "protobuf")
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        if tuple(map(int, version("numpy").split(".")[:2])) >= (2, 4):
+            raise RuntimeError(f"hivemind needs numpy < 2.4, not {version('numpy')}: its codecs fail silently with it")
+        # Not installed where types are checked: all of it is Any.
+        hivemind = importlib.import_module("hivemind")
+        codecs = {"none": hivemind.compression.NoCompression, "fp16": hivemind.compression.Float16Compression}
+        self._count = options.peers
+        self._dht = hivemind.DHT(
+            host_maddrs=["/ip4/127.0.0.1/tcp/0"],
+            initial_peers=[options.join] if options.join else [],
+            start=True,
+        )
+        self.address = str(self._dht.get_visible_maddrs()[0])
+        self._averager: Any = hivemind.averaging.DecentralizedAverager(
+            [torch.zeros(shape) for shape in shapes(options.tensors, options.mib)],
+            self._dht,
+            prefix="benchmark",
+            target_group_size=options.peers,
+            min_group_size=options.peers,
+            compression=codecs[options.codec](),
+            start=True,
+        )
+        with self._averager.get_tensors() as tensors:
+            self.tensors = tensors
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._averager.shutdown()
+        self._dht.shutdown()
+
+    def writing(self) -> AbstractContextManager[object]:
+        guard: AbstractContextManager[object] = self._averager.get_tensors()
+        return guard
+
+    async def average(self) -> float:
+        step = self._averager.step(timeout=LIMIT / 2, wait=False)
+        while not (step.began_allreduce or step.done()):  # noqa: ASYNC110 - it has no event for that
+            await asyncio.sleep(0.002)
+        begun = time.perf_counter()
+        members = step.result(LIMIT)
+        if members is None or len(members) != self._count:
+            raise RuntimeError(f"the group was {members}")
+        return time.perf_counter() - begun
+
+
+SYSTEMS = {"averaging": Averaging, "gloo": Gloo, "hivemind": Hivemind}

@@ -1,0 +1,174 @@
+"""How well a language model learns with each strategy, at the same number of tokens in all.
+
+`python -m benchmarks.convergence` trains a small byte-level transformer on the Python standard library's sources: once
+in one process with the joined batch, else in four processes that average over loopback gRPC. It writes the raw results
+and the curves into `docs/results/`, and the page `docs/results.md`. A case that is there already is not trained again,
+unless it is named: `--cases diloco-50,diloco-100`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import multiprocessing
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from averaging import DiLoCo, GradientAveraging, LocalSGD
+from averaging.messages import CompressionType
+from benchmarks.convergence_report import draw, page
+from benchmarks.convergence_train import Case, PeerProcess, Recipe, Trained, held_out, new_model, train_alone
+from examples.language_model import read, windows
+
+CURVE, JUDGED = 256, 2048
+"""Held-out windows on which a curve is drawn, and on which the final model is judged."""
+
+LR, LOCAL_LR, DILOCO_LR = 4e-3, 4e-3, 3e-3
+"""Highest inner learning rates: where steps have the joined batch, with LocalSGD, and with DiLoCo."""
+
+INT8: dict[str, Any] = {"compression": CompressionType.BLOCKWISE_INT8, "error_feedback": True}
+STREAMING: dict[str, Any] = {"every": 100, "fragments": 4, "delay": 3, "alpha": 0.5}
+
+
+def cases(recipe: Recipe) -> dict[str, Case]:
+    """By name, in the page's order."""
+    gradients, local, diloco = GradientAveraging, LocalSGD, DiLoCo
+    joined = recipe.peers * recipe.batch
+    return {
+        "single": Case("one process, joined batch", LR),
+        # A peer's own batch is enough for a step: each waits for all others and their one batch each.
+        "gradients": Case("GradientAveraging, in step", LR, partial(gradients, recipe.batch)),
+        "gradients-free": Case("GradientAveraging, target of 4 batches", LR, partial(gradients, joined)),
+        "local-10": Case("LocalSGD, H=10", LOCAL_LR, partial(local, 10)),
+        "local-50": Case("LocalSGD, H=50", LOCAL_LR, partial(local, 50)),
+        "diloco-50": Case("DiLoCo, H=50", DILOCO_LR, partial(diloco, 50)),
+        "diloco-100": Case("DiLoCo, H=100", DILOCO_LR, partial(diloco, 100)),
+        "streaming": Case("Streaming DiLoCo, H=100, 4 fragments", DILOCO_LR, partial(diloco, **STREAMING)),
+        "diloco-50-int8": Case("DiLoCo, H=50, int8", DILOCO_LR, partial(diloco, 50, **INT8)),
+        "streaming-int8": Case(
+            "Streaming DiLoCo, H=100, 4 fragments, int8", DILOCO_LR, partial(diloco, **STREAMING, **INT8)
+        ),
+    }
+
+
+def say(name: str, what: str) -> None:
+    print(f"{name}: {what}", file=sys.stderr, flush=True)
+
+
+def in_process(recipe: Recipe, name: str, case: Case, part: int, port: int) -> Trained:
+    """What each process of a case does."""
+    tell = partial(say, name) if part == 0 else lambda _: None
+    return (
+        train_alone(recipe, case, tell) if case.strategy is None else PeerProcess(recipe, case, part, port, tell).run()
+    )
+
+
+def train(recipe: Recipe, name: str, case: Case) -> list[Trained]:
+    """Trains a case in fresh processes; what each of them has done."""
+    count = 1 if case.strategy is None else recipe.peers
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
+        running = [pool.submit(in_process, recipe, name, case, part, port) for part in range(count)]
+        return [process.result() for process in running]
+
+
+def measure(recipe: Recipe, trained: list[Trained], text: torch.Tensor) -> dict[str, Any]:
+    """The numbers of a case: the loss of the mean of all peers' models, bytes, times."""
+    model = new_model(recipe)
+    random = torch.Generator().manual_seed(0)
+    judged = windows(text, JUDGED, recipe.size.context, random)
+
+    def loss(vectors: list[torch.Tensor], count: int) -> float:
+        torch.nn.utils.vector_to_parameters(torch.stack(vectors).mean(0), model.parameters())
+        return model.evaluate(judged[:count])
+
+    marks = list(trained[0].snapshots)
+    if any(list(peer.snapshots) != marks for peer in trained):
+        raise RuntimeError("the peers have kept their models after different samples: they were not in step")
+    at = [[peer.snapshots[mark] for peer in trained] for mark in marks]
+    rounds = [peer.rounds for peer in trained]
+    return {
+        "loss": loss(at[-1], JUDGED),
+        "peers_equal": all(torch.equal(at[-1][0], other) for other in at[-1]),
+        "curve": [[mark, loss(vectors, CURVE)] for mark, vectors in zip(marks, at, strict=True)],
+        "samples": marks[-1],
+        "local_steps": [peer.local_steps for peer in trained],
+        "global_steps": trained[0].global_steps,
+        "counts_samples": trained[0].counts_samples,
+        "parameters": len(at[-1][0]),
+        "bytes_sent": [sum(one.bytes_sent for one in peer) for peer in rounds],
+        "rounds": len(rounds[0]),
+        "rounds_with_all": sum(one.complete and one.members == recipe.peers for one in rounds[0]),
+        "failures": sorted({one.reason for peer in rounds for one in peer if one.reason}),
+        "seconds": max(peer.seconds for peer in trained),
+        "seconds_in_rounds": statistics.mean(sum(one.seconds for one in peer) for peer in rounds),
+        "seconds_per_round": statistics.median(one.seconds for one in rounds[0]) if rounds[0] else 0.0,
+    }
+
+
+def provenance() -> dict[str, Any]:
+    """Where and with what a case was trained."""
+    root = Path(__file__).parent.parent
+    git = ["git", "-C", str(root)]
+    log = subprocess.run([*git, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True, check=False)
+    status = [*git, "status", "-s", "-uno", "averaging"]
+    changed = subprocess.run(status, capture_output=True, text=True, check=False).stdout
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": (log.stdout.strip() or "unknown") + (" with changes" if changed else ""),
+        "python": platform.python_version(),
+        **{package: version(package) for package in ("torch", "grpcio", "averaging")},
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=1000, help="of a batch of each peer, in every case (1000)")
+    parser.add_argument("--cases", help="names with commas between, trained again if they are there; all that lack")
+    parser.add_argument("--output", type=Path, default=Path("docs/results"), help="folder; the page is beside it")
+    parser.add_argument("--seed", type=int, default=0, help="of the model and of the order of its text (0)")
+    options = parser.parse_args()
+    recipe = Recipe(steps=options.steps, seed=options.seed)
+    known = cases(recipe)
+    output: Path = options.output
+    output.mkdir(parents=True, exist_ok=True)
+    raw = output / "convergence.json"
+    settings = json.loads(json.dumps(asdict(recipe)))
+    results: dict[str, Any] = {"recipe": settings, "cases": {}}
+    if raw.exists():
+        results = json.loads(raw.read_text())
+        if results["recipe"] != settings:
+            parser.error(f"{raw} has results of other settings; give another --output, or delete it")
+    chosen = options.cases.split(",") if options.cases else [name for name in known if name not in results["cases"]]
+    if unknown := set(chosen) - set(known):
+        parser.error(f"no such case: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    text = read(held_out()[1])
+    for name in chosen:
+        case = known[name]
+        say(name, case.title)
+        measured = measure(recipe, train(recipe, name, case), text)
+        results["cases"][name] = {"title": case.title, "lr": case.lr} | measured | provenance()
+        results["cases"] = {name: results["cases"][name] for name in known if name in results["cases"]}
+        raw.write_text(json.dumps(results, indent=1) + "\n")
+        say(name, f"{measured['loss']:.4f} bits per byte, {measured['seconds']:.0f} s")
+    draw(results, output)
+    output.with_suffix(".md").write_text(page(results, output))
+
+
+if __name__ == "__main__":
+    main()
