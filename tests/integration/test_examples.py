@@ -154,7 +154,9 @@ def test_who_is_alone_comes_to_the_end_too(capsys: pytest.CaptureFixture[str], t
     printed = capsys.readouterr().out
     assert "step 5: " in printed
     assert "2 outer steps so far" in printed
-    three_lines.main(["--steps=100"])
+    # In a process of its own, at whose end it leaves.
+    with Example("three_lines", "--steps=100") as plain:
+        plain.end(0)
 
 
 Main = Callable[[list[str]], None]
