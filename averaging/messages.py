@@ -5,7 +5,7 @@ The rest of the library works with these, so that only the gRPC transport knows 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TypeAlias
 
@@ -93,12 +93,17 @@ class MessageFromLeader:
 
 @dataclass(frozen=True, slots=True)
 class AveragingData:
-    """A part on its way to its reducer, its average on the way back, or the code of an error."""
+    """A part on its way to its reducer, its average on the way back, or the code of an error.
+
+    Attributes:
+        encoded: the message as bytes, left here by a transport, since the same average goes to every sender.
+    """
 
     code: MessageCode = MessageCode.NO_CODE
     group_id: bytes = b""
     endpoint: str = ""
     tensor_part: WireTensor | None = None
+    encoded: list[bytes] = field(default_factory=list, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ class ShardReducer:
         self._weights = dict(weights)
         self._next = dict.fromkeys(weights, 0)  # the part each expected sender delivers next
         self._sums: dict[int, torch.Tensor] = {}
+        self._borrowed: set[int] = set()  # parts of which a single sender's own values are the sum so far
         self._arrived: dict[int, float] = {}  # sum of the weights of those who delivered the part
         self._completed = 0
         # Sums are formed relative to the largest weight, so that equal weights of any size are plain sums.
@@ -40,7 +41,8 @@ class ShardReducer:
 
         Args:
             sender: one of the names in `weights` that has not been dropped.
-            values: 1-D, of the part's size; any floating-point dtype. Not kept.
+            values: 1-D, of the part's size; any floating-point dtype. Kept until the part's next sender or its end, so
+                nobody may write to it until then; never written.
 
         Raises:
             ProtocolViolationError: wrong shape, or more parts than there are.
@@ -82,17 +84,26 @@ class ShardReducer:
             self._add(number, local, local_weight)
         weight = self._arrived.pop(number, 0.0)
         total = self._sums.pop(number, None)
+        borrowed = number in self._borrowed
+        self._borrowed.discard(number)
         if total is None or weight <= 0:
             return None
-        return total.div_(weight / self._unit)
+        return torch.div(total, weight / self._unit, out=None if borrowed else total)
 
     def _add(self, number: int, values: torch.Tensor, weight: float) -> None:
         if weight == 0:
             return  # not even its NaN counts
         values = values if values.dtype == torch.float64 else values.to(torch.float32)
         relative = weight / self._unit
-        if number in self._sums:
-            self._sums[number].add_(values, alpha=relative)
+        total = self._sums.get(number)
+        if total is not None:
+            self._sums[number] = torch.add(
+                total, values, alpha=relative, out=None if number in self._borrowed else total
+            )
+            self._borrowed.discard(number)
+        elif relative == 1:
+            self._sums[number] = values
+            self._borrowed.add(number)  # the first addition makes a sum of it, without a copy before
         else:
-            self._sums[number] = values * relative if relative != 1 else values.clone()
+            self._sums[number] = values * relative
         self._arrived[number] = self._arrived.get(number, 0.0) + weight

@@ -252,12 +252,13 @@ class Reducing:
         spec = self._schema.tensors[part.tensor]
         replies = {}
         for compression in {spec.compression, *(delivered.compression for _, delivered in waiting)}:
-            replies[compression] = encode(_as_sent(average, spec.torch_dtype, compression), compression)
-        if local is not None:
-            self._outcome.averages[part] = decode(replies[spec.compression])
+            encoded = encode(_as_sent(average, spec.torch_dtype, compression), compression)
+            replies[compression] = AveragingData(MessageCode.AVERAGED_PART, tensor_part=encoded)
+        own = replies[spec.compression].tensor_part
+        if local is not None and own is not None:
+            self._outcome.averages[part] = decode(own)
         for sender, delivered in waiting:
-            reply = replies[delivered.compression]
-            sender.replies.put_nowait(AveragingData(MessageCode.AVERAGED_PART, tensor_part=reply))
+            sender.replies.put_nowait(replies[delivered.compression])
 
     def _answer_with_deltas(
         self, part: Part, average: torch.Tensor, local: torch.Tensor | None, waiting: _Waiting

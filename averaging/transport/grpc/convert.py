@@ -108,11 +108,13 @@ def decode_message_from_leader(raw: bytes) -> MessageFromLeader:
 
 
 def encode_averaging_data(data: AveragingData) -> bytes:
-    """AveragingData: the message that carries the tensors, so the one whose cost counts."""
-    wire = averaging_pb2.AveragingData(
-        code=averaging_pb2.MessageCode.ValueType(data.code), group_id=data.group_id, endpoint=data.endpoint
-    )
-    return _encode_with_tensor(wire, data.tensor_part)
+    """AveragingData: the message that carries the tensors, so the one whose cost counts; encoded once."""
+    if not data.encoded:
+        wire = averaging_pb2.AveragingData(
+            code=averaging_pb2.MessageCode.ValueType(data.code), group_id=data.group_id, endpoint=data.endpoint
+        )
+        data.encoded.append(_encode_with_tensor(wire, data.tensor_part))
+    return data.encoded[0]
 
 
 def decode_averaging_data(raw: bytes) -> AveragingData:
