@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
@@ -50,6 +51,7 @@ class PeerOptions(TypedDict, total=False):
     part_size_bytes: int
     non_finite: NonFinite
     share_state: bool
+    receipts: str | os.PathLike[str] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +77,7 @@ class PeerConfig:
         part_size_bytes: size of a part on the wire.
         non_finite: what to do with NaN and infinity.
         share_state: whether newcomers may download this peer's state. Clients never share.
+        receipts: a file to which the receipt of every attempt is appended, one line of JSON each (docs/receipts.md).
 
     Raises:
         ConfigError: a value that cannot work; the message says which and why.
@@ -98,6 +101,7 @@ class PeerConfig:
     part_size_bytes: int = DEFAULT_PART_SIZE_BYTES
     non_finite: NonFinite = NonFinite.REFUSE
     share_state: bool = True
+    receipts: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         if not self.run_id or "." in self.run_id or not self.run_id.isprintable():

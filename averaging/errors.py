@@ -61,6 +61,10 @@ class ProtocolViolationError(AveragingError):
     """A peer sent what the protocol does not allow. The fault is the sender's."""
 
 
+class NonFiniteError(ProtocolViolationError):
+    """A peer sent NaN or infinity where they are refused."""
+
+
 class RoundError(AveragingError):
     """A round that cannot be done, for example because the weights of its members sum to zero."""
 

@@ -62,10 +62,16 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """An assembled group. `members` are in the leader's order, the same at every member; [0] is not the leader."""
+    """An assembled group.
+
+    Attributes:
+        members: in the leader's order, the same at every member; [0] is not the leader.
+        leader: the endpoint of the member that began it; empty if that is not known.
+    """
 
     group_id: bytes
     members: tuple[Member, ...]
+    leader: str = ""
 
     @property
     def endpoints(self) -> tuple[str, ...]:

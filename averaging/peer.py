@@ -13,7 +13,7 @@ from typing import Any, Protocol, Self, Unpack
 
 import torch
 
-from averaging.config import NonFinite, PeerConfig, PeerOptions, check_weight
+from averaging.config import PeerConfig, PeerOptions, check_weight
 from averaging.discovery.base import Discovery
 from averaging.discovery.gossip import GossipDiscovery
 from averaging.donors import Donors
@@ -22,6 +22,8 @@ from averaging.feedback import Feedback
 from averaging.group import Mode, pack_gather
 from averaging.matchmaking.rules import unpack_looking
 from averaging.messages import CompressionType
+from averaging.observe.book import ReceiptBook
+from averaging.observe.journal import Journal
 from averaging.observe.receipts import Receipt
 from averaging.observe.status import PeerStatus
 from averaging.progress import RunProgress
@@ -126,7 +128,9 @@ class Peer:
             endpoint = await self._transport.bind()
             stack.push_async_callback(self._transport.close, CLOSING_GRACE)
             await self._tensors.while_locked(lambda: self._snapshots.commit(0), config.timeout)
-            service = PeerService(config, endpoint, self.schema, self._snapshots, self._clock())
+            book = ReceiptBook(endpoint, Journal(config.receipts) if config.receipts else None)
+            stack.callback(book.close)  # who watches it need not be cut off
+            service = PeerService(config, endpoint, self.schema, self._snapshots, self._clock(), book)
             context = self._make_discovery(endpoint, self._transport)
             # Others may call from here on, also those through whom this peer is about to join.
             await self._transport.serve(service, context if isinstance(context, GossipDiscovery) else None)
@@ -348,10 +352,8 @@ class Peer:
         self._averaging = True
         try:
             topic = topic or self._own
-            if self.config.non_finite is NonFinite.REFUSE and self.config.mode is not Mode.AUXILIARY:
-                await self._tensors.while_locked(topic.tensors.check_finite, self.config.timeout)
             patience = self.config.timeout if patience is None else patience
-            receipt = running.service.last = await running.rounds.attempt(
+            receipt = await running.rounds.attempt(
                 topic, gathered, phase=phase, enough=enough, patience=patience, overtaken=overtaken
             )
             if topic.commits and receipt.averaged:

@@ -6,18 +6,18 @@ import asyncio
 import random
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 import torch
 
 from averaging.allreduce import AllReduce, RoundResult
-from averaging.config import PeerConfig
+from averaging.config import NonFinite, PeerConfig
 from averaging.discovery.base import Discovery
 from averaging.errors import AveragingError, RoundError, SchemaMismatchError
 from averaging.group import Group, Mode
 from averaging.matchmaking import Matchmaking, NoGroupError
-from averaging.observe.receipts import Outcome, Receipt
+from averaging.observe.receipts import Outcome, Receipt, Role
 from averaging.progress import RunProgress
 from averaging.schema import Schema
 from averaging.service import PeerService
@@ -53,11 +53,24 @@ class _Attempt:
     """What is known of an attempt so far; times are of the running loop."""
 
     number: int
+    topic: str
     started: float
+    wall_clock: float  # when it was started, in seconds since the epoch
     group: Group | None = None
     begun: float = 0.0
+    round: AllReduce | None = None
     result: RoundResult | None = None
     inputs: list[torch.Tensor] | None = None  # what was contributed, where it is not the tensors themselves
+    phases: dict[str, float] = field(default_factory=dict)  # when each began
+
+    def enter(self, phase: str) -> None:
+        """The last phase is over, and the next one begins."""
+        self.phases[phase] = asyncio.get_running_loop().time()
+
+    def seconds_of_phases(self, end: float) -> dict[str, float]:
+        """How long each took."""
+        moments = [*self.phases.values(), end]
+        return {phase: after - moment for phase, moment, after in zip(self.phases, moments, moments[1:], strict=False)}
 
 
 class Rounds:
@@ -128,11 +141,43 @@ class Rounds:
             enough: see `Matchmaking.find_group`.
             patience: seconds to look for a group.
             overtaken: asked whenever the others' progress changes, by endpoint, whether looking has become vain.
+
+        Returns:
+            The receipt. One is kept in the service's book in any case, also if this raises.
+
+        Raises:
+            TensorError: NaN or infinity in a tensor, unless the peer allows them.
         """
         loop, schema = asyncio.get_running_loop(), topic.at(phase)
-        attempt = _Attempt(self._attempts, loop.time())
+        attempt = _Attempt(self._attempts, schema.topic, loop.time(), self._clock())
         self._attempts += 1
-        matchmaking = self._service.matchmaking = self.matchmaking(schema, lasting=not phase)
+        try:
+            receipt = await self._average(attempt, topic, schema, gathered, enough, patience, overtaken)
+        except asyncio.CancelledError:
+            self._service.book.keep(self._receipt(attempt, Outcome.CANCELLED, "cancelled by this peer's application"))
+            raise
+        except Exception as error:
+            self._service.book.keep(self._receipt(attempt, Outcome.FAILED, f"{type(error).__name__}: {error}"))
+            raise
+        self._service.book.keep(receipt)
+        return receipt
+
+    async def _average(
+        self,
+        attempt: _Attempt,
+        topic: Topic,
+        schema: Schema,
+        gathered: bytes,
+        enough: int | None,
+        patience: float,
+        overtaken: Overtaken | None,
+    ) -> Receipt:
+        loop = asyncio.get_running_loop()
+        if self._config.non_finite is NonFinite.REFUSE and self._config.mode is not Mode.AUXILIARY:
+            attempt.enter("checking")
+            await topic.tensors.while_locked(topic.tensors.check_finite, self._config.timeout)
+        attempt.enter("looking")
+        matchmaking = self._service.matchmaking = self.matchmaking(schema, lasting=schema == topic.schema)
         watching: asyncio.Task[None] | None = None
         try:
             async with asyncio.timeout(None) as limit:
@@ -147,13 +192,16 @@ class Rounds:
             if watching is not None:
                 watching.cancel()
         # No await from here until the round is known: its members' parts may come at any moment.
+        attempt.enter("preparing")
         attempt.begun = loop.time()
         try:
-            self._service.round = self._new_round(attempt, topic, schema, group)
+            this_round = attempt.round = self._service.round = self._new_round(attempt, topic, schema, group)
         except AveragingError as error:
             return self._receipt(attempt, Outcome.FAILED, str(error))
+        attempt.enter("allreduce")
         try:
-            result = attempt.result = await self._service.round.run(attempt.begun + self._config.timeout)
+            result = attempt.result = await this_round.run(attempt.begun + self._config.timeout)
+            attempt.enter("adopting")
             matchmaking.move_on(group)
             reason = _why_failed(group, self._endpoint, result, topic.adopt)
             if not reason and self._config.mode is not Mode.AUXILIARY:
@@ -198,6 +246,8 @@ class Rounds:
     def _receipt(self, attempt: _Attempt, outcome: Outcome, reason: str = "") -> Receipt:
         now = asyncio.get_running_loop().time()
         group, result = attempt.group, attempt.result
+        if result is None and attempt.round is not None:
+            result = attempt.round.result()
         return Receipt(
             round=attempt.number,
             outcome=outcome,
@@ -212,6 +262,15 @@ class Rounds:
             bytes_received=result.bytes_received if result else 0,
             kept_local=result.kept_local if result else 0,
             state_version=self._snapshots.version,
+            run_id=self._config.run_id,
+            endpoint=self._endpoint,
+            topic=attempt.topic,
+            started=attempt.wall_clock,
+            role=None if group is None else Role.LEADER if group.leader == self._endpoint else Role.FOLLOWER,
+            accounts=result.accounts if result else (),
+            phases=attempt.seconds_of_phases(now),
+            straggler=result.straggler if result else None,
+            digest=result.digest if result else "",
         )
 
 

@@ -13,7 +13,7 @@ from averaging.discovery.base import Discovery
 from averaging.errors import ProtocolViolationError, TransportError
 from averaging.matchmaking import Matchmaking
 from averaging.messages import AveragingData, DownloadData, JoinRequest, MessageCode, MessageFromLeader
-from averaging.observe.receipts import Receipt
+from averaging.observe.book import ReceiptBook, Watched
 from averaging.observe.status import PeerStatus
 from averaging.schema import Schema
 from averaging.snapshots import Snapshots
@@ -32,10 +32,18 @@ class PeerService:
         matchmaking: None until the peer has joined its run.
         round: the round in progress.
         rounds: how many attempts ended in an average.
-        last: the receipt of the last attempt.
+        book: the receipts of this peer's attempts.
     """
 
-    def __init__(self, config: PeerConfig, endpoint: str, schema: Schema, snapshots: Snapshots, started: float) -> None:
+    def __init__(
+        self,
+        config: PeerConfig,
+        endpoint: str,
+        schema: Schema,
+        snapshots: Snapshots,
+        started: float,
+        book: ReceiptBook,
+    ) -> None:
         self._config, self._endpoint, self._schema = config, endpoint, schema
         self._snapshots = snapshots
         self._started = started
@@ -43,7 +51,7 @@ class PeerService:
         self.discovery: Discovery | None = None
         self.round: AllReduce | None = None
         self.rounds = 0
-        self.last: Receipt | None = None
+        self.book = book
 
     async def join_group(self, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
         """Answers a request to join this peer's group."""
@@ -106,11 +114,15 @@ class PeerService:
             leader=found.leader if found else "",
             group_id=current.group.group_id if current else b"",
             members=current.group.endpoints if current else (),
-            last_round=self.last,
+            last_round=self.book.last,
             rounds=self.rounds,
             state_version=self._snapshots.version,
             known_peers=len((self.discovery.endpoints() if self.discovery else frozenset()) | {self._endpoint}),
         )
+
+    def watch_rounds(self, last: int) -> AsyncGenerator[Watched, None]:
+        """The receipts of this peer's attempts: the last few, and each further one as it happens."""
+        return self.book.watch(last)
 
     async def _find_round(self, group_id: bytes) -> AllReduce | None:
         """The round of that group, waiting while one is being assembled."""

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
+from averaging.allreduce.digest import ShardDigest, digest_of
 from averaging.allreduce.partition import Part
-from averaging.observe.receipts import Dropped
+from averaging.allreduce.stragglers import Lag, find_straggler
+from averaging.group import Group
+from averaging.messages import Buffer
+from averaging.observe.receipts import Account, Dropped, Role, Straggler
 
 logger = logging.getLogger("averaging.allreduce")
 
@@ -24,6 +30,9 @@ class RoundResult:
         kept_local: elements without a reply, which keep their local values.
         encoded: the parts of `parts` that another member has reduced; the rest this one has.
         heard: whether a part or an average of another member is in it.
+        accounts: of every member, in the group's order.
+        straggler: see `Receipt`.
+        digest: see `Receipt`.
     """
 
     parts: list[tuple[Part, torch.Tensor]]
@@ -33,6 +42,9 @@ class RoundResult:
     heard: bool
     bytes_sent: int
     bytes_received: int
+    accounts: tuple[Account, ...]
+    straggler: Straggler | None
+    digest: str
 
 
 def changes(result: RoundResult) -> Iterator[tuple[int, int, torch.Tensor]]:
@@ -41,39 +53,118 @@ def changes(result: RoundResult) -> Iterator[tuple[int, int, torch.Tensor]]:
         yield part.tensor, part.start, values
 
 
-@dataclass(slots=True)
 class Outcome:
-    """The account of a round in progress."""
+    """The account of a round in progress at one member.
 
-    group_id: bytes
-    averages: dict[Part, torch.Tensor] = field(default_factory=dict)  # or deltas, as the schema has it
-    dropped: dict[str, str] = field(default_factory=dict)
-    heard: bool = False
-    bytes_sent: int = 0
-    bytes_received: int = 0
+    Args:
+        endpoint: the member.
+        parts_of: what each member reduces, by name.
+        ahead: see `stragglers.Lag`.
+        alike: whether all members get the same averages, so that these are worth a digest.
 
-    def sent(self, nbytes: int) -> None:
-        """Values left for another member."""
-        self.bytes_sent += nbytes
+    Attributes:
+        averages: or deltas, as the schema has it; those that are in.
+        dropped: who was lost, by name.
+    """
 
-    def received(self, nbytes: int) -> None:
-        """Values of another member are in."""
-        self.bytes_received += nbytes
-        self.heard = True
+    def __init__(
+        self, group: Group, endpoint: str, parts_of: Mapping[str, Sequence[Part]], *, ahead: int, alike: bool
+    ) -> None:
+        self.group, self.group_id = group, group.group_id
+        self._endpoint, self._parts_of, self._alike = endpoint, parts_of, alike
+        self._sends = group.members[group.index(endpoint)].sends
+        own = parts_of[endpoint]
+        senders = [member.endpoint for member in group.members if own and member.sends and member.endpoint != endpoint]
+        self._lag = Lag(senders, len(own), ahead)
+        self.averages: dict[Part, torch.Tensor] = {}
+        self.dropped: dict[str, Dropped] = {}
+        self._sent: Counter[str] = Counter()
+        self._received: Counter[str] = Counter()
+        self._digests = {name: ShardDigest() for name in parts_of}
+        self._parts_in: dict[str, float] = {}
+        self._averages_in: dict[str, float] = {}
+        self._began: float | None = None
 
-    def lose(self, name: str, reason: str) -> None:
+    def begin(self) -> float:
+        """The round begins now, which is returned in the running loop's time."""
+        self._began = now = _now()
+        return now
+
+    def sent(self, name: str, nbytes: int) -> None:
+        """Values left for a member."""
+        self._sent[name] += nbytes
+
+    def received_part(self, name: str, nbytes: int) -> None:
+        """A part of a sender is in, and in order."""
+        self._received[name] += nbytes
+        self._parts_in[name] = now = _now()
+        self._lag.delivered(name, now)
+
+    def received_average(self, name: str, part: Part, values: torch.Tensor, buffer: Buffer) -> None:
+        """An average of a reducer is in, as the values that `buffer` was decoded to."""
+        self._received[name] += len(buffer)
+        self._averages_in[name] = _now()
+        self.averages[part] = values
+        if self._alike:
+            self._digests[name].add(buffer)
+
+    def reduced(self, buffer: Buffer) -> None:
+        """This member has averaged its next part, and packed it for all."""
+        if self._alike:
+            self._digests[self._endpoint].add(buffer)
+
+    def lose(self, lost: Dropped) -> None:
         """A member is lost; the first reason counts."""
-        if self.dropped.setdefault(name, reason) is reason:
-            logger.info("group %s: lost %s: %s", self.group_id.hex()[:8], name, reason)
+        if self.dropped.setdefault(lost.endpoint, lost) is lost:
+            logger.info("group %s: lost %s: %s", self.group_id.hex()[:8], lost.endpoint, lost.reason)
+            self._lag.dropped(lost.endpoint, _now())
 
-    def result(self, wanted: Sequence[Part], own: Sequence[Part]) -> RoundResult:
-        """What came of it for a member that wants the averages of some parts and reduces some itself."""
+    def result(self) -> RoundResult:
+        """What has come of it so far."""
+        wanted = [part for parts in self._parts_of.values() for part in parts] if self._sends else []
+        digests = {name: self._digest(name) for name, parts in self._parts_of.items() if parts}
         return RoundResult(
             parts=[(part, self.averages[part]) for part in wanted if part in self.averages],
-            dropped=tuple(Dropped(name, reason) for name, reason in self.dropped.items()),
+            dropped=tuple(self.dropped.values()),
             kept_local=sum(part.numel for part in wanted if part not in self.averages),
-            encoded=frozenset(self.averages.keys() - set(own)),
-            heard=self.heard,
-            bytes_sent=self.bytes_sent,
-            bytes_received=self.bytes_received,
+            encoded=frozenset(self.averages.keys() - set(self._parts_of[self._endpoint])),
+            heard=bool(self._received),
+            bytes_sent=self._sent.total(),
+            bytes_received=self._received.total(),
+            accounts=self._accounts(digests),
+            straggler=find_straggler(
+                self._lag.seconds,
+                self._parts_in,
+                self._averages_in,
+                0.0 if self._began is None else _now() - self._began,
+                self.dropped.keys(),
+            ),
+            digest=digest_of(digests.values()) if all(digests.values()) else "",
         )
+
+    def _digest(self, name: str) -> str:
+        """Of a shard; empty if not all of it is there."""
+        digest = self._digests[name]
+        return str(digest) if digest.parts == len(self._parts_of[name]) else ""
+
+    def _accounts(self, digests: Mapping[str, str]) -> tuple[Account, ...]:
+        elements = {name: sum(part.numel for part in parts) for name, parts in self._parts_of.items()}
+        total = sum(elements.values()) or 1
+        return tuple(
+            Account(
+                endpoint=name,
+                role=Role.LEADER if name == self.group.leader else Role.FOLLOWER,
+                mode=member.mode.name.lower(),
+                weight=member.weight,
+                share=elements[name] / total,
+                bytes_sent=self._sent[name],
+                bytes_received=self._received[name],
+                digest=digests.get(name, ""),
+            )
+            for member in self.group.members
+            for name in [member.endpoint]
+        )
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

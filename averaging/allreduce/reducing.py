@@ -13,14 +13,16 @@ from dataclasses import dataclass, field
 
 import torch
 
+from averaging.allreduce.losses import ANSWERS, code_of
 from averaging.allreduce.outcome import Outcome
 from averaging.allreduce.partition import Part
 from averaging.allreduce.reducer import ShardReducer
 from averaging.compression import decode, encode
 from averaging.config import NonFinite
-from averaging.errors import ProtocolViolationError, TransportError
+from averaging.errors import NonFiniteError, ProtocolViolationError, TransportError
 from averaging.group import Member
 from averaging.messages import AveragingData, CompressionType, MessageCode
+from averaging.observe.receipts import DropCode, Dropped
 from averaging.schema import ReplyForm, Schema
 from averaging.tensors import all_finite
 
@@ -103,7 +105,7 @@ class Reducing:
     def drop_unfinished(self, reason: str) -> None:
         """Gives up every sender that is not done."""
         for name in self._senders:
-            self._drop(name, reason)
+            self._drop(Dropped(name, reason, DropCode.ROUND_DEADLINE))
 
     def close(self, code: MessageCode) -> None:
         """The round is over: streams still open, and those that come yet, are answered with `code`."""
@@ -120,7 +122,7 @@ class Reducing:
         sender = self._senders.get(name)
         if first.code in (MessageCode.CANCELLED, MessageCode.INTERNAL_ERROR):
             if sender is not None:
-                self._drop(name, f"left the round ({first.code.name})")
+                self._drop(Dropped(name, f"left the round ({first.code.name})", ANSWERS[first.code]))
             return
         if sender is None or sender.opened:  # not a sender of this group, or its second stream
             yield AveragingData(code=MessageCode.PROTOCOL_VIOLATION)
@@ -132,17 +134,17 @@ class Reducing:
         sender.came.set()
         reading = asyncio.create_task(self._read_parts(name, sender, first, messages))
         handed_over = 0
-        lost = "connection lost"
+        lost = Dropped(name, "connection lost", DropCode.CONNECTION_LOST)
         try:
             while handed_over < len(self._parts):
                 reply = await sender.replies.get()
                 sender.offered_at = asyncio.get_running_loop().time()
                 if reply.tensor_part is None:
-                    lost = f"was answered with {reply.code.name}"
+                    lost = Dropped(name, f"was answered with {reply.code.name}", DropCode.INTERNAL_ERROR)
                     yield reply
                     return
                 handed_over += 1
-                self._outcome.sent(len(reply.tensor_part.buffer))
+                self._outcome.sent(name, len(reply.tensor_part.buffer))
                 yield reply
                 sender.offered_at = None
                 sender.room.release()
@@ -151,74 +153,85 @@ class Reducing:
             if handed_over == len(self._parts):
                 sender.done.set()
             else:
-                self._drop(name, lost)
+                self._drop(lost)
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
 
     async def _expect(self, name: str, sender: _Sender) -> None:
         """Waits until a sender has all its replies or was dropped; it must open its stream and take them in time."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         try:
             async with asyncio.timeout(self._part_timeout):
                 await sender.came.wait()
         except TimeoutError:
-            self._drop(name, f"sent nothing for {self._part_timeout:g} s")
+            self._drop(self._overdue(name, "sent nothing", loop.time() - began))
         while not sender.done.is_set():
             try:
                 async with asyncio.timeout(self._part_timeout):
                     await sender.done.wait()
             except TimeoutError:
-                now = asyncio.get_running_loop().time()
+                now = loop.time()
                 if sender.offered_at is not None and now - sender.offered_at >= self._part_timeout:
-                    self._drop(name, f"took no reply for {self._part_timeout:g} s")
+                    self._drop(self._overdue(name, "took no reply", now - sender.offered_at))
 
     async def _read_parts(
         self, name: str, sender: _Sender, first: AveragingData, messages: AsyncIterator[AveragingData]
     ) -> None:
         """Takes the parts of one sender as fast as it takes its replies."""
         message: AveragingData | None = first
+        loop = asyncio.get_running_loop()
+        asked = loop.time()
         try:
             for number in range(len(self._parts)):
                 await sender.room.acquire()
                 if number:
+                    asked = loop.time()
                     async with asyncio.timeout(self._part_timeout):
                         message = await anext(messages, None)
                 if message is None:
-                    self._drop(name, f"ended its stream after {number} of {len(self._parts)} parts")
+                    reason = f"ended its stream after {number} of {len(self._parts)} parts"
+                    self._drop(Dropped(name, reason, DropCode.CONNECTION_LOST))
                     return
                 self._take_part(name, sender, number, message)
         except TimeoutError:
-            self._drop(name, f"sent nothing for {self._part_timeout:g} s")
+            self._drop(self._overdue(name, "sent nothing", loop.time() - asked))
         except ProtocolViolationError as error:
-            self._drop(name, str(error), MessageCode.PROTOCOL_VIOLATION)
+            self._drop(Dropped(name, str(error), code_of(error)), MessageCode.PROTOCOL_VIOLATION)
         except TransportError as error:
-            self._drop(name, error.reason)
+            self._drop(Dropped(name, error.reason, code_of(error)))
         except Exception:
             logger.exception("group %s: could not take a part of %s", self._outcome.group_id.hex()[:8], name)
-            self._drop(name, "internal error at this peer", MessageCode.INTERNAL_ERROR)
+            lost = Dropped(name, "internal error at this peer", DropCode.INTERNAL_ERROR)
+            self._drop(lost, MessageCode.INTERNAL_ERROR)
+
+    def _overdue(self, name: str, deed: str, waited: float) -> Dropped:
+        return Dropped.overdue(name, deed, waited, self._part_timeout, "part_timeout")
 
     def _take_part(self, name: str, sender: _Sender, number: int, message: AveragingData) -> None:
         if message.code in (MessageCode.CANCELLED, MessageCode.INTERNAL_ERROR):
-            self._drop(name, f"left the round ({message.code.name})")
+            self._drop(Dropped(name, f"left the round ({message.code.name})", ANSWERS[message.code]))
             return
         if message.tensor_part is None or message.code not in (MessageCode.PART_FOR_AVERAGING, MessageCode.NO_CODE):
             raise ProtocolViolationError(f"sent {message.code.name} instead of part {number}")
         values = decode(message.tensor_part)
         if self._non_finite is NonFinite.REFUSE and not all_finite(values):
-            raise ProtocolViolationError(f"sent NaN or infinity in part {number}")
+            raise NonFiniteError(f"sent NaN or infinity in part {number}")
         self._reducer.add(name, values)
-        self._outcome.received(len(message.tensor_part.buffer))
+        self._outcome.received_part(name, len(message.tensor_part.buffer))
         sender.delivered[number] = _Delivered(
             CompressionType(message.tensor_part.compression),
             values if self._schema.reply is ReplyForm.DELTA else _NOTHING,
         )
         self._answer_complete()
 
-    def _drop(self, name: str, reason: str, code: MessageCode = MessageCode.CANCELLED) -> None:
+    def _drop(self, lost: Dropped, code: MessageCode = MessageCode.CANCELLED) -> None:
         """Goes on without a sender; parts that waited only for it become complete."""
+        name = lost.endpoint
         sender = self._senders[name]
         if sender.done.is_set():
             return
-        self._outcome.lose(name, reason)
+        self._outcome.lose(lost)
         sender.came.set()
         sender.done.set()
         sender.delivered.clear()
@@ -255,8 +268,10 @@ class Reducing:
             encoded = encode(_as_sent(average, spec.torch_dtype, compression), compression)
             replies[compression] = AveragingData(MessageCode.AVERAGED_PART, tensor_part=encoded)
         own = replies[spec.compression].tensor_part
-        if local is not None and own is not None:
-            self._outcome.averages[part] = decode(own)
+        if own is not None:
+            self._outcome.reduced(own.buffer)
+            if local is not None:
+                self._outcome.averages[part] = decode(own)
         for sender, delivered in waiting:
             sender.replies.put_nowait(replies[delivered.compression])
 

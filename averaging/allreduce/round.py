@@ -13,13 +13,14 @@ import torch
 
 from averaging.allreduce.outcome import Outcome, RoundResult
 from averaging.allreduce.partition import partition, shares
-from averaging.allreduce.reducing import Reducing
+from averaging.allreduce.reducing import READ_AHEAD, Reducing
 from averaging.allreduce.sending import Sending
 from averaging.config import NonFinite
 from averaging.errors import RoundError
 from averaging.group import Group
 from averaging.messages import AveragingData, MessageCode
-from averaging.schema import Schema
+from averaging.observe.receipts import DropCode, Dropped
+from averaging.schema import ReplyForm, Schema
 from averaging.transport.base import Transport
 
 FAREWELL_SECONDS = 1.0
@@ -53,10 +54,10 @@ class AllReduce:
         self.group = group
         me = group.members[group.index(endpoint)]
         parts_of = dict(zip(group.endpoints, partition(schema, shares(group.members)), strict=True))
-        own = self._own = parts_of[endpoint]
-        self._wanted = [part for parts in parts_of.values() for part in parts] if me.sends else []
+        own = parts_of[endpoint]
         self._reducers = {name: parts for name, parts in parts_of.items() if me.sends and parts and name != endpoint}
-        self._outcome = Outcome(group.group_id)
+        alike = schema.reply is ReplyForm.AVERAGE
+        self._outcome = Outcome(group, endpoint, parts_of, ahead=READ_AHEAD // 2, alike=alike)
         self._sending = Sending(
             endpoint, schema, tensors, transport, self._outcome, part_timeout=part_timeout, non_finite=non_finite
         )
@@ -70,23 +71,30 @@ class AllReduce:
 
         Cancelling it tells the other members that this one leaves.
         """
+        began = self._outcome.begin()
         try:
             async with asyncio.timeout_at(deadline), asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._reducing.run())
                 for name, parts in self._reducers.items():
                     tasks.create_task(self._sending.send_to(name, parts))
         except TimeoutError:
-            self._reducing.drop_unfinished("the round's deadline passed before it was done")
+            whole = f"the round's deadline of {deadline - began:.1f} s passed before"
+            self._reducing.drop_unfinished(f"{whole} it was done")
             for name, parts in self._reducers.items():
                 if any(part not in self._outcome.averages for part in parts):
-                    self._outcome.lose(name, "the round's deadline passed before its last average came")
+                    reason = f"{whole} its last average came"
+                    self._outcome.lose(Dropped(name, reason, DropCode.ROUND_DEADLINE))
         except BaseException as error:
             code = MessageCode.CANCELLED if isinstance(error, asyncio.CancelledError) else MessageCode.INTERNAL_ERROR
             self._reducing.close(code)
             await self._sending.say_farewell(list(self._reducers), code, FAREWELL_SECONDS)
             raise
         self._reducing.close(MessageCode.CANCELLED)
-        return self._outcome.result(self._wanted, self._own)
+        return self.result()
+
+    def result(self) -> RoundResult:
+        """What has come of the round so far."""
+        return self._outcome.result()
 
     def aggregate_part(
         self, first: AveragingData, messages: AsyncIterator[AveragingData]

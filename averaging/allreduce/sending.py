@@ -9,12 +9,14 @@ from contextlib import aclosing
 
 import torch
 
+from averaging.allreduce.losses import ANSWERS, code_of
 from averaging.allreduce.outcome import Outcome
 from averaging.allreduce.partition import Part
 from averaging.compression import decode, encode
 from averaging.config import NonFinite
-from averaging.errors import AveragingError, ProtocolViolationError, TransportError
+from averaging.errors import AveragingError, NonFiniteError, ProtocolViolationError, TransportError
 from averaging.messages import AveragingData, MessageCode
+from averaging.observe.receipts import DropCode, Dropped
 from averaging.schema import Schema
 from averaging.tensors import all_finite
 from averaging.transport.base import Transport
@@ -53,49 +55,58 @@ class Sending:
 
     async def send_to(self, name: str, parts: Sequence[Part]) -> None:
         """Sends `name` its parts and collects their averages, until all are in or it is lost."""
-        received = 0
+        received, since, loop = 0, 0.0, asyncio.get_running_loop()
+        answer = MessageCode.AVERAGED_PART
+
+        def done() -> str:
+            return f"{received} of {len(parts)} averages"
+
         try:
             async with asyncio.timeout(None) as limit:
 
                 def progress() -> None:
-                    limit.reschedule(asyncio.get_running_loop().time() + self._patience)
+                    nonlocal since
+                    since = loop.time()
+                    limit.reschedule(since + self._patience)
 
                 progress()
-                outgoing = self._messages(parts, progress)
+                outgoing = self._messages(name, parts, progress)
                 async with aclosing(self._transport.aggregate_part(name, outgoing)) as replies:
                     # Read on after the last reply, to the end of the stream: closing it early would look like a loss.
                     async for reply in replies:
                         if received == len(parts):
                             raise ProtocolViolationError("sent more replies than it was sent parts")
-                        self._outcome.averages[parts[received]] = self._read(parts[received], reply)
+                        answer = reply.code
+                        self._read(name, parts[received], reply)
                         received += 1
                         progress()
-            reason = "ended its stream"
+            lost = Dropped(name, f"ended its stream after {done()}", DropCode.CONNECTION_LOST)
         except TimeoutError:
-            reason = f"no reply for {self._patience:g} s"
+            waited = loop.time() - since
+            lost = Dropped.overdue(name, "no reply", waited, self._patience, "2 × part_timeout", after=done())
         except TransportError as error:
-            reason = error.reason
+            lost = Dropped(name, f"{error.reason} after {done()}", code_of(error))
         except ProtocolViolationError as error:
-            reason = str(error)
+            lost = Dropped(name, f"{error} after {done()}", ANSWERS.get(answer, code_of(error)))
         if received < len(parts):
-            self._outcome.lose(name, f"{reason} after {received} of {len(parts)} averages")
+            self._outcome.lose(lost)
 
     async def _messages(
-        self, parts: Sequence[Part], progress: Callable[[], None]
+        self, name: str, parts: Sequence[Part], progress: Callable[[], None]
     ) -> AsyncGenerator[AveragingData, None]:
         """One stream to a reducer; only its first message says who sends what."""
         for number, part in enumerate(parts):
             progress()
             values = self._tensors[part.tensor][part.start : part.stop]
             wire = encode(values, self._schema.tensors[part.tensor].compression)
-            self._outcome.sent(len(wire.buffer))
+            self._outcome.sent(name, len(wire.buffer))
             if number == 0:
                 group_id = self._outcome.group_id
                 yield AveragingData(MessageCode.PART_FOR_AVERAGING, group_id, self._endpoint, tensor_part=wire)
             else:
                 yield AveragingData(tensor_part=wire)
 
-    def _read(self, part: Part, reply: AveragingData) -> torch.Tensor:
+    def _read(self, name: str, part: Part, reply: AveragingData) -> None:
         if reply.code is MessageCode.CANCELLED:
             raise ProtocolViolationError("left the round, or gave this peer up (CANCELLED)")
         if reply.code is not MessageCode.AVERAGED_PART or reply.tensor_part is None:
@@ -104,9 +115,8 @@ class Sending:
         if tuple(values.shape) != (part.numel,):
             raise ProtocolViolationError(f"answered with shape {list(values.shape)} instead of [{part.numel}]")
         if self._non_finite is NonFinite.REFUSE and not all_finite(values):
-            raise ProtocolViolationError("answered with NaN or infinity")
-        self._outcome.received(len(reply.tensor_part.buffer))
-        return values
+            raise NonFiniteError("answered with NaN or infinity")
+        self._outcome.received_average(name, part, values, reply.tensor_part.buffer)
 
     async def say_farewell(self, names: Sequence[str], code: MessageCode, seconds: float) -> None:
         """Tells reducers that this member leaves, so that none waits for its parts; tries for so many seconds."""

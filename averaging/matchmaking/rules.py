@@ -129,7 +129,7 @@ def read_group(message: MessageFromLeader, endpoint: str, leader: str) -> Group:
     if endpoint not in names or leader not in names:
         raise ProtocolViolationError(f"{leader} began a group without this peer or without itself")
     members = tuple(unpack_gather(name, gather) for name, gather in zip(names, message.gathered, strict=True))
-    return Group(message.group_id, members)
+    return Group(message.group_id, members, leader)
 
 
 @dataclass(slots=True)

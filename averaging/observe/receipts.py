@@ -17,19 +17,125 @@ class Outcome(StrEnum):
     """No group came together in time; the tensors are untouched."""
     FAILED = "failed"
     """The round could not be done; the tensors are untouched."""
+    CANCELLED = "cancelled"
+    """This peer's application cancelled the attempt; the tensors are untouched."""
+
+
+class Role(StrEnum):
+    """What a member did when the group was formed."""
+
+    LEADER = "leader"
+    """It took the others in and began the round."""
+    FOLLOWER = "follower"
+    """It was taken in."""
+
+
+class DropCode(StrEnum):
+    """Why a member was lost, for programs; codes that a later version adds are read as `OTHER`."""
+
+    SILENT = "silent"
+    """It sent or took nothing for longer than its deadline."""
+    ROUND_DEADLINE = "round_deadline"
+    """The deadline of the whole round passed before it was done."""
+    CONNECTION_LOST = "connection_lost"
+    """The connection broke or could not be made, or it ended a stream early."""
+    REFUSED = "refused"
+    """It answered that it does not serve this peer in this round."""
+    PROTOCOL_VIOLATION = "protocol_violation"
+    """It sent what the protocol does not allow."""
+    NON_FINITE = "non_finite"
+    """It sent NaN or infinity."""
+    CANCELLED = "cancelled"
+    """It left the round, or gave this peer up."""
+    INTERNAL_ERROR = "internal_error"
+    """An error that is no fault of the protocol's, at it or at this peer; the reason says at whom."""
+    OTHER = "other"
+    """None of the above."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> DropCode | None:
+        return cls.OTHER if isinstance(value, str) else None
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A member that was lost in the round, and why."""
+    """A member that was lost in the round, and why.
+
+    Attributes:
+        reason: in words, with figures.
+        code: the same for programs.
+        waited: seconds for which nothing came, where that is why; else None.
+        deadline: seconds for which it would have been waited.
+        basis: how that deadline came about, such as `part_timeout`.
+    """
 
     endpoint: str
     reason: str
+    code: DropCode = DropCode.OTHER
+    waited: float | None = None
+    deadline: float | None = None
+    basis: str = ""
+
+    @classmethod
+    def overdue(
+        cls, endpoint: str, deed: str, waited: float, deadline: float, basis: str, *, after: str = ""
+    ) -> Dropped:
+        """A member that let its deadline pass: `sent nothing for 4.1 s, deadline 4.0 s = 3 × its median`.
+
+        Args:
+            endpoint: the member.
+            deed: what it did all the time, such as `sent nothing`.
+            waited: seconds.
+            deadline: seconds.
+            basis: see above.
+            after: what it had done before, such as `3 of 10 averages`.
+        """
+        reason = f"{deed} for {_seconds(waited)}, deadline {_seconds(deadline)} = {basis}"
+        reason += f", after {after}" if after else ""
+        return cls(endpoint, reason, DropCode.SILENT, waited, deadline, basis)
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What one member had to do in a round, and what passed between it and the peer whose receipt this is.
+
+    Attributes:
+        mode: node, client (accepts no connection, so it reduces nothing) or auxiliary (contributes no tensors).
+        weight: of its tensors in the average.
+        share: fraction of all elements that it reduces, from 0 to 1.
+        bytes_sent: to it: parts for it to reduce, and averages that it had asked for, as packed for the wire.
+        bytes_received: from it, likewise.
+        digest: of the averages that it reduced, 8 hex digits: equal at all who got them whole. Empty if not all of them
+            came, if it reduces nothing, or if replies are deltas, which differ from member to member.
+    """
+
+    endpoint: str
+    role: Role = Role.FOLLOWER
+    mode: str = "node"
+    weight: float = 1.0
+    share: float = 0.0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    digest: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """The member that the others had to wait for, as this peer saw it.
+
+    Attributes:
+        seconds: for so long this peer had all it could have of the others, and waited for this one alone.
+        what: it waited for: `parts` to reduce, or `averages`.
+    """
+
+    endpoint: str
+    seconds: float
+    what: str
 
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """One attempt to average.
+    """One attempt to average. `docs/receipts.md` has the same as JSON.
 
     Attributes:
         round: number of this attempt at this peer, from 0.
@@ -39,12 +145,23 @@ class Receipt:
         members: endpoints in the group's order, this peer included.
         dropped: members whose contribution or shard was lost, as far as this peer saw it.
         gathered: what each member's application passed as `gather`, by endpoint.
-        seconds: from the start of looking for a group to the end.
+        seconds: from the beginning of the attempt to its end.
         allreduce_seconds: from BEGIN_ALLREDUCE to the end; 0 without a group.
         bytes_sent: of tensor parts and averages, as packed for the wire.
         bytes_received: likewise.
         kept_local: how many elements kept their local values because their reducer was lost.
         state_version: the version of this peer's state after the attempt.
+        run_id: the run.
+        endpoint: whose receipt this is.
+        topic: what was averaged, its phase included; empty for the peer's own tensors.
+        started: when the attempt began, in seconds since the epoch.
+        role: of this peer in the group; None without one.
+        accounts: one for each of `members`, in their order; empty if the round did not begin.
+        phases: seconds by phase, in order: `checking` the own tensors for NaN, `looking` for a group, `preparing` what
+            is sent, `allreduce`, `adopting` the result. Phases that were not reached are left out.
+        straggler: whom the others had to wait for; None if nobody stands out. Members in `dropped` are not named again.
+        digest: of all averages of the round, 16 hex digits: equal at all members that got the same. Empty if an average
+            is missing, or if replies are deltas.
     """
 
     round: int
@@ -60,6 +177,15 @@ class Receipt:
     bytes_received: int = 0
     kept_local: int = 0
     state_version: int = 0
+    run_id: str = ""
+    endpoint: str = ""
+    topic: str = ""
+    started: float = 0.0
+    role: Role | None = None
+    accounts: tuple[Account, ...] = ()
+    phases: Mapping[str, float] = field(default_factory=dict)
+    straggler: Straggler | None = None
+    digest: str = ""
 
     @property
     def averaged(self) -> bool:
@@ -69,6 +195,8 @@ class Receipt:
     def __str__(self) -> str:
         if self.outcome is Outcome.NO_GROUP:
             return f"round {self.round}: no group after {self.seconds:.1f} s: {self.reason}"
+        if self.outcome is Outcome.CANCELLED:
+            return f"round {self.round}: cancelled after {self.seconds:.1f} s"
         if self.outcome is Outcome.FAILED:
             return f"round {self.round}: failed after {self.seconds:.1f} s: {self.reason}"
         count = len(self.members) - 1
@@ -79,3 +207,7 @@ class Receipt:
             f"(all-reduce {self.allreduce_seconds:.2f} s, {self.bytes_sent / 2**20:.1f} MiB out, "
             f"{self.bytes_received / 2**20:.1f} MiB in){lost}"
         )
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.1f} s" if value >= 1 else f"{value:.3g} s"

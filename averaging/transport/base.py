@@ -24,6 +24,7 @@ from averaging.messages import (
     Refusal,
     Rumour,
 )
+from averaging.observe.book import Watched
 from averaging.observe.status import PeerStatus
 from averaging.schema import Schema
 
@@ -49,6 +50,10 @@ class AveragingService(Protocol):
 
     def get_schema(self) -> Schema:
         """What this peer averages."""
+        ...
+
+    def watch_rounds(self, last: int) -> AsyncGenerator[Watched, None]:
+        """The receipts of this peer's attempts: the last few, and each further one until it leaves."""
         ...
 
 

@@ -21,6 +21,7 @@ from averaging.messages import (
     Rumour,
     WireTensor,
 )
+from averaging.observe.book import Watched
 from averaging.observe.receipts import Dropped, Outcome, Receipt
 from averaging.observe.status import PeerStatus
 from averaging.schema import ReplyForm, Schema, TensorSpec
@@ -154,6 +155,10 @@ class FakePeer:
 
     def get_schema(self) -> Schema:
         return self.schema
+
+    async def watch_rounds(self, last: int) -> AsyncGenerator[Watched, None]:
+        for skipped in range(last):
+            yield Watched(RECEIPT, skipped)
 
 
 class FakeGossip:

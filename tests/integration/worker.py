@@ -69,6 +69,7 @@ class _Watched:
     def __init__(self, service: AveragingService, transport: FatalTransport) -> None:
         self._service, self._transport = service, transport
         self.get_status, self.get_schema = service.get_status, service.get_schema
+        self.watch_rounds = service.watch_rounds
 
     def join_group(self, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
         return self._transport.counted("leading", self._service.join_group(request))

@@ -12,6 +12,7 @@ import torch
 from averaging.allreduce import AllReduce, RoundResult, changes
 from averaging.group import Group, Member
 from averaging.messages import AveragingData, CompressionType, DownloadData, JoinRequest, MessageFromLeader
+from averaging.observe.book import Watched
 from averaging.observe.status import PeerStatus
 from averaging.schema import ReplyForm, Schema, describe
 from averaging.tensors import SharedTensors, Write
@@ -45,6 +46,9 @@ class OneRound:
         raise NotImplementedError
 
     def get_schema(self) -> Schema:
+        raise NotImplementedError
+
+    def watch_rounds(self, last: int) -> AsyncGenerator[Watched, None]:
         raise NotImplementedError
 
 

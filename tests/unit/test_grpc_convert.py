@@ -25,7 +25,8 @@ from averaging.messages import (
     Rumour,
     WireTensor,
 )
-from averaging.observe.receipts import Dropped, Outcome, Receipt
+from averaging.observe.book import Watched
+from averaging.observe.receipts import Account, DropCode, Dropped, Outcome, Receipt, Role, Straggler
 from averaging.observe.status import PeerStatus
 from averaging.schema import DTYPES, ReplyForm, Schema, TensorSpec
 from averaging.transport.grpc import methods
@@ -67,11 +68,45 @@ receipts = st.builds(
     outcome=st.sampled_from(Outcome),
     reason=names,
     members=several(names),
-    dropped=several(st.builds(Dropped, names, names)),
+    dropped=several(
+        st.builds(
+            Dropped,
+            names,
+            names,
+            st.sampled_from(DropCode),
+            st.none() | st.floats(),
+            st.none() | st.floats(),
+            names,
+        )
+    ),
     seconds=st.floats(),
     allreduce_seconds=st.floats(),
     bytes_sent=uint64,
     bytes_received=uint64,
+    kept_local=uint64,
+    state_version=st.integers(-(2**63), 2**63 - 1),
+    run_id=names,
+    endpoint=names,
+    topic=names,
+    started=st.floats(),
+    group_id=st.binary(),
+    role=st.none() | st.sampled_from(Role),
+    accounts=several(
+        st.builds(
+            Account,
+            names,
+            st.sampled_from(Role),
+            names,
+            st.floats(),
+            st.floats(),
+            uint64,
+            uint64,
+            names,
+        )
+    ),
+    phases=st.dictionaries(names, st.floats(), max_size=3),
+    straggler=st.none() | st.builds(Straggler, names, st.floats(), names),
+    digest=names,
 )
 statuses = st.builds(
     PeerStatus,
@@ -107,6 +142,7 @@ MESSAGES: dict[str, tuple[st.SearchStrategy[Any], st.SearchStrategy[Any]]] = {
     "Subscribe": (digests, several(records)),
     "ListRecords": (names, several(records)),
     "GetStatus": (st.none(), statuses),
+    "WatchRounds": (uint32, st.builds(Watched, receipts, uint64)),
     "GetSchema": (st.none(), st.builds(Schema, several(specs), uint64, st.sampled_from(ReplyForm))),
 }
 
@@ -167,7 +203,7 @@ def test_a_rumour_needs_a_record() -> None:
 
 def test_an_unknown_outcome() -> None:
     with pytest.raises(ProtocolViolationError, match="unknown outcome 'won'"):
-        decode_status(status_pb2.PeerStatus(last_round=status_pb2.LastRound(outcome="won")).SerializeToString())
+        decode_status(status_pb2.PeerStatus(last_round=status_pb2.Receipt(outcome="won")).SerializeToString())
 
 
 @pytest.mark.parametrize(

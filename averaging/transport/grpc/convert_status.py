@@ -1,13 +1,13 @@
-"""Between a peer's status and schema and the bytes of `averaging.v1.Status`; the rest is in `convert`."""
+"""Between a peer's status and schema and the bytes of `averaging.v1.Status`; `convert_receipts` has its receipts."""
 
 from __future__ import annotations
 
 from averaging.errors import ProtocolViolationError
 from averaging.messages import CompressionType
-from averaging.observe.receipts import Dropped, Outcome, Receipt
 from averaging.observe.status import PeerStatus
 from averaging.schema import DTYPES, ReplyForm, Schema, TensorSpec
 from averaging.transport.grpc.convert import parse
+from averaging.transport.grpc.convert_receipts import receipt_from_wire, receipt_to_wire
 from averaging.wire import status_pb2
 
 
@@ -26,7 +26,7 @@ def encode_status(status: PeerStatus) -> bytes:
         declared_expiration=status.declared_expiration,
         leader=status.leader,
         current_group=status_pb2.CurrentGroup(group_id=status.group_id, members=status.members) if in_round else None,
-        last_round=None if status.last_round is None else _receipt_to_wire(status.last_round),
+        last_round=None if status.last_round is None else receipt_to_wire(status.last_round),
         rounds=status.rounds,
         state_version=status.state_version,
         known_peers=status.known_peers,
@@ -34,7 +34,7 @@ def encode_status(status: PeerStatus) -> bytes:
 
 
 def decode_status(raw: bytes) -> PeerStatus:
-    """PeerStatus; of the last round only what is on the wire."""
+    """PeerStatus; of the last round all but what was gathered."""
     wire = parse(status_pb2.PeerStatus(), raw)
     return PeerStatus(
         endpoint=wire.endpoint,
@@ -49,42 +49,10 @@ def decode_status(raw: bytes) -> PeerStatus:
         leader=wire.leader,
         group_id=wire.current_group.group_id,
         members=tuple(wire.current_group.members),
-        last_round=_receipt_from_wire(wire.last_round) if wire.HasField("last_round") else None,
+        last_round=receipt_from_wire(wire.last_round) if wire.HasField("last_round") else None,
         rounds=wire.rounds,
         state_version=wire.state_version,
         known_peers=wire.known_peers,
-    )
-
-
-def _receipt_to_wire(receipt: Receipt) -> status_pb2.LastRound:
-    return status_pb2.LastRound(
-        round=receipt.round,
-        outcome=receipt.outcome.value,
-        reason=receipt.reason,
-        members=receipt.members,
-        dropped=[status_pb2.DroppedMember(endpoint=one.endpoint, reason=one.reason) for one in receipt.dropped],
-        seconds=receipt.seconds,
-        allreduce_seconds=receipt.allreduce_seconds,
-        bytes_sent=receipt.bytes_sent,
-        bytes_received=receipt.bytes_received,
-    )
-
-
-def _receipt_from_wire(wire: status_pb2.LastRound) -> Receipt:
-    try:
-        outcome = Outcome(wire.outcome)
-    except ValueError:
-        raise ProtocolViolationError(f"a status with the unknown outcome {wire.outcome!r}") from None
-    return Receipt(
-        round=wire.round,
-        outcome=outcome,
-        reason=wire.reason,
-        members=tuple(wire.members),
-        dropped=tuple(Dropped(one.endpoint, one.reason) for one in wire.dropped),
-        seconds=wire.seconds,
-        allreduce_seconds=wire.allreduce_seconds,
-        bytes_sent=wire.bytes_sent,
-        bytes_received=wire.bytes_received,
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from averaging.transport.grpc import convert, convert_status
+from averaging.transport.grpc import convert, convert_receipts, convert_status
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
@@ -100,6 +100,14 @@ GET_STATUS = Method(
     convert.decode_nothing,
     convert_status.encode_status,
     convert_status.decode_status,
+)
+WATCH_ROUNDS = Method(
+    STATUS,
+    "WatchRounds",
+    convert_receipts.encode_watch_request,
+    convert_receipts.decode_watch_request,
+    convert_receipts.encode_watched,
+    convert_receipts.decode_watched,
 )
 GET_SCHEMA = Method(
     STATUS,

@@ -138,6 +138,7 @@ def _averaging_handlers(service: AveragingService) -> Handlers:
         methods.DOWNLOAD_STATE: _stream(methods.DOWNLOAD_STATE, lambda _: service.download_state()),
         methods.GET_STATUS: _unary(methods.GET_STATUS, get_status),
         methods.GET_SCHEMA: _unary(methods.GET_SCHEMA, get_schema),
+        methods.WATCH_ROUNDS: _stream(methods.WATCH_ROUNDS, service.watch_rounds),
     }
 
 

@@ -19,6 +19,7 @@ from averaging.messages import (
     Refusal,
     Rumour,
 )
+from averaging.observe.book import Watched
 from averaging.observe.status import PeerStatus
 from averaging.schema import Schema
 from averaging.transport.base import AveragingService, GossipService
@@ -113,6 +114,10 @@ class GrpcTransport:
     async def get_schema(self, endpoint: str) -> Schema:
         """Asks what `endpoint` averages."""
         return await call_unary(self._channels, endpoint, methods.GET_SCHEMA, None)
+
+    def watch_rounds(self, endpoint: str, last: int = 0) -> AsyncGenerator[Watched, None]:
+        """Reads the receipts of `endpoint`: the last few, and each further one until it leaves."""
+        return call_stream(self._channels, endpoint, methods.WATCH_ROUNDS, last)
 
     def exchange(self, endpoint: str, digest: Digest) -> AsyncGenerator[ExchangeReply, None]:
         """Compares records with `endpoint`."""

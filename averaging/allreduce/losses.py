@@ -1,0 +1,28 @@
+"""What an answer or an error of another member means for the receipt. Pure."""
+
+from __future__ import annotations
+
+from averaging.errors import AveragingError, CallRefusedError, NonFiniteError, PeerUnreachableError
+from averaging.messages import MessageCode
+from averaging.observe.receipts import DropCode
+
+ANSWERS = {
+    MessageCode.CANCELLED: DropCode.CANCELLED,
+    MessageCode.INTERNAL_ERROR: DropCode.INTERNAL_ERROR,
+    MessageCode.BAD_GROUP_ID: DropCode.REFUSED,
+    MessageCode.PROTOCOL_VIOLATION: DropCode.REFUSED,
+}
+"""A code in the place of a part or an average."""
+
+
+def code_of(error: AveragingError) -> DropCode:
+    """Of what was raised while a member was sent to or read from."""
+    match error:
+        case PeerUnreachableError():
+            return DropCode.CONNECTION_LOST
+        case CallRefusedError():
+            return DropCode.REFUSED
+        case NonFiniteError():
+            return DropCode.NON_FINITE
+        case _:
+            return DropCode.PROTOCOL_VIOLATION

@@ -1,0 +1,46 @@
+"""What strangers may have written, made fit for JSON and for terminals. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+MAX_DEPTH = 16
+"""Deeper levels of what other members gathered are left out."""
+
+
+def plain(value: Any, depth: int = 0) -> Any:
+    """A value from the network as JSON can tell it: bytes in hex, NaN and infinity as null, keys as text."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, bytes):
+        return value.hex()
+    if depth >= MAX_DEPTH:
+        return "..."
+    if isinstance(value, Mapping):
+        return {key if isinstance(key, str) else str(plain(key)): plain(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item, depth + 1) for item in value]
+    return str(value)
+
+
+def printable(text: str) -> str:
+    """Text without what a terminal would obey."""
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
+def size(count: float) -> str:
+    """A number of bytes."""
+    for unit in ("bytes", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} bytes" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 round`, `2 rounds`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
