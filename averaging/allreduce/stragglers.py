@@ -13,7 +13,7 @@ from averaging.observe.receipts import Straggler
 STANDS_OUT_SECONDS = 0.1
 """Who held the others back for less is not named."""
 
-STANDS_OUT_FRACTION = 0.2
+STANDS_OUT_FRACTION = 0.25
 """Of the round's seconds; likewise."""
 
 

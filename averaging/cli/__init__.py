@@ -1,4 +1,4 @@
-"""The command line: `averaging peer` and `averaging state`.
+"""The command line: `averaging peer`, `state`, `watch` and `explain`.
 
 Nothing here imports torch or grpc before a command runs, so that `--help` answers at once.
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import click
 
+from averaging.cli.explain import explain_command
 from averaging.cli.peer import peer_command
 from averaging.cli.state import state_command
+from averaging.cli.watch import watch_command
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 100}
 
@@ -31,6 +33,12 @@ def main() -> None:
       averaging peer a.safetensors --run-id demo --listen 127.0.0.1:4222 --serve
       averaging state 127.0.0.1:4222 --output now.safetensors
 
+    \b
+    See what the rounds of a peer are like, and what they were like:
+      averaging watch 127.0.0.1:4222
+      averaging peer a.safetensors --run-id demo --join 127.0.0.1:4222 --receipts a.jsonl
+      averaging explain a.jsonl
+
     Exit codes: 0 done, 1 it could not be done, 2 wrong usage or unreadable input, 130 or 143 stopped by Ctrl+C or
     SIGTERM before it was done.
     """
@@ -38,3 +46,5 @@ def main() -> None:
 
 main.add_command(peer_command)
 main.add_command(state_command)
+main.add_command(watch_command)
+main.add_command(explain_command)

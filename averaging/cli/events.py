@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from averaging.group import CLIENT_PREFIX
+from averaging.observe.plain import plain as plain
 from averaging.observe.receipts import Receipt
 from averaging.schema import Schema
-
-MAX_DEPTH = 16
-"""Deeper levels of what other members gathered are left out."""
 
 Event = Mapping[str, Any]
 
@@ -89,23 +86,6 @@ def downloaded(version: int, tensors: int, nbytes: int, user: Mapping[str, Any],
 def error(message: str) -> Event:
     """The command ends badly."""
     return {"event": "error", "message": message}
-
-
-def plain(value: Any, depth: int = 0) -> Any:
-    """A value from the network as JSON can tell it: bytes in hex, NaN and infinity as null, keys as text."""
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, bytes):
-        return value.hex()
-    if depth >= MAX_DEPTH:
-        return "..."
-    if isinstance(value, Mapping):
-        return {key if isinstance(key, str) else str(plain(key)): plain(item, depth + 1) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item, depth + 1) for item in value]
-    return str(value)
 
 
 def _who(receipt: Receipt) -> Event:

@@ -128,6 +128,12 @@ SHARED_OPTIONS = frozenset({"group_size", "min_group_size", "group_bits", "compr
 @click.option("--gather", type=json_value, metavar="JSON", help="Anything to tell the members of each round.")
 @click.option("--allow-non-finite", is_flag=True, help="Average NaN and infinity too; they spread to all members.")
 @click.option("--no-share-state", is_flag=True, help="Do not let others download the tensors.")
+@click.option(
+    "--receipts",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE.jsonl",
+    help="Append the receipt of every attempt, one line of JSON each; `averaging explain` tells them in words.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Tell every event as one JSON object a line.")
 @click.option(
     "-v", "--verbose", count=True, show_default=False, help="Log to stderr what happens; -vv logs everything."
@@ -158,6 +164,11 @@ def peer_command(
     \b
     Behind a firewall, for a program that reads events, twice as heavy as others:
       averaging peer b.safetensors --run-id demo --join example.org:4222 --client-mode --weight 2 --json
+
+    \b
+    With a receipt of every attempt, to see later who was slow or lost, and why:
+      averaging peer b.safetensors --run-id demo --join example.org:4222 --rounds 9 --receipts b.jsonl
+      averaging explain b.jsonl
 
     A round needs a group: those who look at the same time. A peer that finds none within --timeout gives up with exit
     code 1 and says who was there and what they answered. A round that fails on the way is tried again --retries times.
@@ -210,6 +221,8 @@ def _check(file: Path, output: Path | None, given: dict[str, Any]) -> None:
             f"--min-group-size {given['min_group_size']} is above --group-size {given['group_size']}: "
             "no group could begin."
         )
+    if given["receipts"] and not given["receipts"].parent.is_dir():
+        raise click.UsageError(f"--receipts: there is no directory {given['receipts'].parent}; make it first.")
     if output and not given.get("overwrite") and output.exists() and file.exists() and output.samefile(file):
         raise click.UsageError("--output is FILE itself; give --overwrite to replace it, or another name.")
 
@@ -290,6 +303,7 @@ def _peer_options(given: dict[str, Any]) -> PeerOptions:
         "part_size_bytes": given["part_size"],
         "non_finite": NonFinite.ALLOW if given["allow_non_finite"] else NonFinite.REFUSE,
         "share_state": not given["no_share_state"],
+        "receipts": given["receipts"],
     }
     if given["listen"]:
         options["listen"] = given["listen"]

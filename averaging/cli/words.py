@@ -7,30 +7,14 @@ from collections.abc import Mapping, Sequence
 
 from averaging.config import parse_address
 from averaging.group import CLIENT_PREFIX
+from averaging.observe.plain import counted as counted
+from averaging.observe.plain import printable as printable
+from averaging.observe.plain import size as size
 from averaging.observe.receipts import Outcome, Receipt
 from averaging.schema import Schema
 
 MAX_NAMES = 4
 """More members than this are counted, not listed."""
-
-
-def printable(text: str) -> str:
-    """Text that strangers may have written, without what a terminal would obey."""
-    return "".join(char if char.isprintable() else "?" for char in text)
-
-
-def size(count: float) -> str:
-    """A number of bytes."""
-    for unit in ("bytes", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} bytes" if unit == "bytes" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"
-
-
-def counted(number: int, noun: str) -> str:
-    """`1 round`, `2 rounds`."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def round_name(number: int, rounds: int | None) -> str:

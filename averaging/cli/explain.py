@@ -1,0 +1,101 @@
+"""`averaging explain`: receipts in words."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from averaging.cli.failures import WRONG_USAGE, Failure, starting
+
+if TYPE_CHECKING:
+    from averaging.observe.journal import Recorded
+
+MAX_BAD_LINES = 5
+"""More bad lines of a file are counted, not told."""
+
+
+@click.command("explain", context_settings={"max_content_width": 100})
+@click.argument(
+    "files", nargs=-1, required=True, type=click.Path(path_type=Path, allow_dash=True), metavar="RECEIPTS.jsonl..."
+)
+@click.option("--summary", is_flag=True, help="Only what the rounds come to, not a line for each.")
+def explain_command(files: Sequence[Path], summary: bool) -> None:
+    r"""Tells receipts in words: what became of each round, who was dropped and why, and who was slow.
+
+    Receipts are written by `averaging peer --receipts FILE`, by `Peer(receipts=FILE)` and `DecentralizedAverager`, and
+    by `averaging watch --json`; - reads them from stdin. Files of several peers of a run are put together: what they
+    tell of the same round is one line, which also says whether all got the same averages.
+
+    \b
+    What one peer saw, and what all of them saw:
+      averaging explain a.jsonl
+      averaging explain a.jsonl b.jsonl c.jsonl
+
+    \b
+    Of a line
+      round 17: 3 of 4 in 4.92 s (all-reduce 4.21 s); 10.0.0.7:5001 dropped, sent nothing for 4.1 s, deadline 4.0 s ...
+    this is told:
+      round 17     the number of the attempt, from 0; 3/17 if the peers count differently
+      3 of 4       members that were not dropped
+      dropped      why, with figures; "by" whom, if not by all whose receipts are there
+      waited for   a member that held the others back, while they had all they could have of each other
+      kept         elements without an average, because who had to reduce them was dropped
+      all 3 agree  the members whose receipts are there got the same averages, or else DIFFERENT AVERAGES
+
+    The last line of a file may be cut off, as it is when its peer was killed; it is passed over. Other lines that
+    cannot be read are told with their numbers on stderr, the rest is explained, and the exit code is 2.
+
+    Exit codes: 0 done; 2 wrong usage, or a file or a line that cannot be read.
+    """
+    with starting():
+        from averaging.observe.explain import explain
+
+        recorded = [(file, _read(file)) for file in files]
+        for line in explain([one for _, found in recorded for one in found.receipts], summary_only=summary):
+            click.echo(line)
+        bad = sum([_tell_bad_lines(file, found) for file, found in recorded])
+    if bad:
+        what = "1 line that cannot be read is" if bad == 1 else f"{bad} lines that cannot be read are"
+        raise Failure(f"{what} left out above", WRONG_USAGE)
+
+
+def _read(path: Path) -> Recorded:
+    """Reads a file.
+
+    Raises:
+        Failure: with exit code 2, if that cannot be done, or nothing in it is a receipt.
+    """
+    from averaging.observe.journal import read
+
+    try:
+        if str(path) == "-":
+            found = read(sys.stdin.buffer)
+        else:
+            with path.open("rb") as file:
+                found = read(file)
+    except OSError as error:
+        raise Failure(f"{path} cannot be read ({error.strerror}); give a file of receipts", WRONG_USAGE) from None
+    if found.bad and not found.receipts:
+        number, why = next(iter(found.bad.items()))
+        raise Failure(
+            f"{path} is not a file of receipts: line {number}: {why}. Give one that --receipts has written",
+            WRONG_USAGE,
+        )
+    return found
+
+
+def _tell_bad_lines(path: Path, found: Recorded) -> int:
+    """Tells what is left out; returns how many lines that is, a last one that is cut off apart."""
+    from averaging.observe.plain import printable
+
+    for number, why in list(found.bad.items())[:MAX_BAD_LINES]:
+        click.echo(f"{path}: line {number}: {printable(why)}", err=True)
+    if len(found.bad) > MAX_BAD_LINES:
+        click.echo(f"{path}: and {len(found.bad) - MAX_BAD_LINES} more lines", err=True)
+    if found.cut_off:
+        click.echo(f"{path}: the last line is cut off and left out; its peer was killed, or the disk is full", err=True)
+    return len(found.bad)

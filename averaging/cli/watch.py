@@ -1,0 +1,83 @@
+"""`averaging watch`: the rounds of a peer as they happen."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+import click
+
+from averaging.cli.failures import Stopped, failure_of, starting
+from averaging.cli.options import address_to_dial
+
+if TYPE_CHECKING:
+    from averaging.cli.signals import Stop
+    from averaging.observe.book import Watched
+
+MAX_MESSAGE_BYTES = 16 << 20
+
+
+@click.command("watch", context_settings={"max_content_width": 100})
+@click.argument("address", type=address_to_dial, metavar="HOST:PORT")
+@click.option(
+    "--last",
+    default=0,
+    type=click.IntRange(0, 2**32 - 1),
+    metavar="N",
+    help="Begin with the last N rounds; a peer remembers 64.",
+)
+@click.option("--rounds", type=click.IntRange(min=1), metavar="K", help="End after K receipts.  [default: never]")
+@click.option("--json", "as_json", is_flag=True, help="Tell every receipt as one JSON object a line.")
+def watch_command(address: str, last: int, rounds: int | None, as_json: bool) -> None:
+    r"""Tells what becomes of every round of the peer at HOST:PORT, until the peer leaves or Ctrl+C.
+
+    \b
+    In words, and into a file that `averaging explain` reads:
+      averaging watch 192.0.2.7:4222 --last 10
+      averaging watch 192.0.2.7:4222 --json >> receipts.jsonl
+
+    A line of --json is a receipt as docs/receipts.md describes it, but for what the applications gathered.
+
+    Exit codes: 0 the peer has left, --rounds are done, or Ctrl+C; 1 it could not be reached, or was
+    lost; 2 wrong usage.
+    """
+    with starting():
+        from averaging.cli import signals
+
+        async def watch(_: Stop) -> None:
+            await _watch(address, last, rounds, as_json)
+
+        try:
+            signals.run(watch)
+        except Stopped:
+            return
+
+
+async def _watch(address: str, last: int, rounds: int | None, as_json: bool) -> None:
+    from averaging.errors import AveragingError
+    from averaging.transport.grpc import GrpcTransport
+
+    transport = GrpcTransport(None, max_message_bytes=MAX_MESSAGE_BYTES)
+    await transport.bind()
+    told = 0
+    try:
+        async with aclosing(transport.watch_rounds(address, last)) as receipts:
+            async for watched in receipts:
+                _tell(watched, as_json)
+                told += 1
+                if told == rounds:
+                    break
+    except AveragingError as error:
+        raise failure_of(error) from None
+    finally:
+        await transport.close()
+
+
+def _tell(watched: Watched, as_json: bool) -> None:
+    from averaging.observe.explain import Round, describe
+    from averaging.observe.journal import dumps
+    from averaging.observe.plain import counted
+
+    if watched.skipped:
+        click.echo(f"{counted(watched.skipped, 'receipt')} before the next came too fast and are missing", err=True)
+    click.echo(dumps(watched.receipt) if as_json else describe(Round((watched.receipt,))))

@@ -1,0 +1,261 @@
+"""Receipts in words: a line for each round, and what they come to. Receipts of several peers are put together. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from averaging.observe.plain import counted, printable, size
+from averaging.observe.receipts import Dropped, Outcome, Receipt, Straggler
+
+MAX_NAMES = 4
+"""More peers than this are counted, not listed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What the receipts of one round tell together.
+
+    Attributes:
+        receipts: of the same group, one for each peer; a single one if no group came together.
+    """
+
+    receipts: tuple[Receipt, ...]
+
+    @property
+    def name(self) -> str:
+        """`round 17`; peers that joined at different times count differently: `round 3/17`."""
+        return f"round {'/'.join(str(number) for number in sorted({receipt.round for receipt in self.receipts}))}"
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The group; empty without one."""
+        return self.receipts[0].members
+
+    @property
+    def outcome(self) -> Outcome:
+        """Averaged if that is what it was for anybody, else the first that is told."""
+        outcomes = [receipt.outcome for receipt in self.receipts]
+        return Outcome.AVERAGED if Outcome.AVERAGED in outcomes else outcomes[0]
+
+    @property
+    def dropped(self) -> dict[str, dict[str, Dropped]]:
+        """Who was dropped, and by whom. Those whom most others have dropped are not heard: they lost the rest."""
+        told: dict[str, dict[str, Dropped]] = defaultdict(dict)
+        for receipt in self.receipts:
+            for one in receipt.dropped:
+                told[one.endpoint][receipt.endpoint] = one
+        lost = {name for name, by in told.items() if 2 * len(by) > len(self._tellers - {name})}
+        heard = {name: {who: one for who, one in by.items() if who not in lost} for name, by in told.items()}
+        return {name: by for name, by in heard.items() if by} or dict(told)
+
+    @property
+    def _tellers(self) -> set[str]:
+        return {receipt.endpoint for receipt in self.receipts}
+
+    @property
+    def straggler(self) -> Straggler | None:
+        """Who was waited for longest; late parts count before late averages, which may only be their consequence."""
+        found = [receipt.straggler for receipt in self.receipts if receipt.straggler is not None]
+        found = [one for one in found if one.endpoint not in self.dropped]
+        return max(found, key=lambda one: (one.what == "parts", one.seconds), default=None)
+
+    @property
+    def digests(self) -> dict[str, dict[str, list[str]]]:
+        """For each reducer whose averages at least two peers have: the digests, and who has each."""
+        told: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+        for receipt in self.receipts:
+            for account in receipt.accounts:
+                if account.digest:
+                    told[account.endpoint][account.digest].append(receipt.endpoint)
+        return {name: dict(found) for name, found in told.items() if sum(map(len, found.values())) > 1}
+
+
+def merge(receipts: Iterable[Receipt]) -> list[Round]:
+    """The rounds that receipts, in any order, belong to, in the order in which they began."""
+    groups: dict[tuple[object, ...], dict[str, Receipt]] = defaultdict(dict)
+    for receipt in receipts:
+        alone = (receipt.endpoint, receipt.round, receipt.started)
+        # The same receipt may be in two files: written down by the peer, and watched.
+        groups[(receipt.group_id,) if receipt.group_id else alone].setdefault(receipt.endpoint, receipt)
+    rounds = [Round(tuple(sorted(found.values(), key=_began))) for found in groups.values()]
+    return sorted(rounds, key=lambda one: _began(one.receipts[0]))
+
+
+def explain(receipts: Sequence[Receipt], *, summary_only: bool = False) -> Iterator[str]:
+    """Lines for people, without what a terminal would obey."""
+    rounds = merge(receipts)
+    peers = {receipt.endpoint for receipt in receipts}
+    if not rounds:
+        yield "no receipts: no round was attempted"
+        return
+    yield printable(_header(rounds, peers))
+    if not summary_only:
+        for one in rounds:
+            yield describe(one, peers)
+    yield from map(printable, _summary(rounds, peers))
+
+
+def describe(one: Round, peers: Iterable[str] = ()) -> str:
+    """One line about a round.
+
+    Args:
+        one: the round.
+        peers: all whose receipts there are; with several of them it is told whose those of this round are.
+    """
+    several = len(set(peers)) > 1
+    first = one.receipts[0]
+    told = [_result(one)]
+    if not first.members and several:
+        told.append(f"told by {first.endpoint}")
+    told += [
+        f"{receipt.endpoint} {_how_it_failed(receipt)}"
+        for receipt in one.receipts
+        if one.outcome is Outcome.AVERAGED and not receipt.averaged
+    ]
+    told += [_drop(one, name, several) for name in one.dropped]
+    if straggler := one.straggler:
+        told.append(f"{straggler.seconds:.1f} s were waited for the {straggler.what} of {straggler.endpoint}")
+    told += [
+        f"{counted(receipt.kept_local, 'element')} kept the own value{_at(receipt, several)}"
+        for receipt in one.receipts
+        if receipt.kept_local and receipt.averaged
+    ]
+    if several and first.members:
+        told += _agreement(one)
+        silent = sorted((set(peers) & set(one.members)) - {receipt.endpoint for receipt in one.receipts})
+        if silent:
+            told.append(f"no receipt of {_listed(silent)}")
+    return printable(f"{one.name}: {'; '.join(told)}")
+
+
+def _result(one: Round) -> str:
+    first = one.receipts[0]
+    if one.outcome is not Outcome.AVERAGED:
+        return _how_it_failed(first)
+    here = len(one.members) - len(one.dropped)
+    longest = max(one.receipts, key=lambda receipt: receipt.seconds)
+    return (
+        f"{here} of {len(one.members)} in {longest.seconds:.2f} s "
+        f"(all-reduce {max(receipt.allreduce_seconds for receipt in one.receipts):.2f} s)"
+    )
+
+
+def _how_it_failed(receipt: Receipt) -> str:
+    words = {Outcome.NO_GROUP: "no group", Outcome.CANCELLED: "cancelled"}.get(receipt.outcome, "failed")
+    return f"{words} after {receipt.seconds:.1f} s: {receipt.reason or 'no reason is told'}"
+
+
+def _drop(one: Round, name: str, several: bool) -> str:
+    observers = one.dropped[name]
+    by = ""
+    if several:
+        heard = {receipt.endpoint for receipt in one.receipts} - {name}
+        by = "" if heard <= observers.keys() else f" by {_listed(sorted(observers))}"
+    reasons = list(dict.fromkeys(dropped.reason for dropped in observers.values()))
+    more = "".join(f"; or {reason}" for reason in reasons[1:MAX_NAMES])
+    return f"{name} dropped{by}, {reasons[0]}{more}"
+
+
+def _agreement(one: Round) -> list[str]:
+    """What the digests say, one item for each reducer about which peers differ."""
+    differing = [
+        f"DIFFERENT AVERAGES of {reducer}: "
+        + ", ".join(f"{digest} at {_listed(names)}" for digest, names in found.items())
+        for reducer, found in one.digests.items()
+        if len(found) > 1
+    ]
+    if one.digests and not differing:
+        return [f"all {len({name for found in one.digests.values() for who in found.values() for name in who})} agree"]
+    return differing
+
+
+def _header(rounds: Sequence[Round], peers: Iterable[str]) -> str:
+    receipts = [receipt for one in rounds for receipt in one.receipts]
+    runs = sorted({receipt.run_id for receipt in receipts})
+    begin, end = min(map(_began, receipts)), max(receipt.started + receipt.seconds for receipt in receipts)
+    whose = f"{'runs' if len(runs) > 1 else 'run'} {', '.join(runs)}"
+    return f"{whose}, as told by {_listed(sorted(peers))}, from {_moment(begin)} to {_moment(end)} UTC"
+
+
+def _summary(rounds: Sequence[Round], peers: set[str]) -> Iterator[str]:
+    outcomes = Counter(one.outcome for one in rounds)
+    words = {
+        Outcome.AVERAGED: "averaged",
+        Outcome.NO_GROUP: "without a group",
+        Outcome.FAILED: "failed",
+        Outcome.CANCELLED: "cancelled",
+    }
+    counts = ", ".join(f"{outcomes[outcome]} {told}" for outcome, told in words.items() if outcomes[outcome])
+    yield f"in all {counted(len(rounds), 'round')}: {counts}"
+    yield from _summary_of_drops(rounds)
+    yield from _summary_of_time(rounds)
+    receipts = [receipt for one in rounds for receipt in one.receipts]
+    sent, received = sum(one.bytes_sent for one in receipts), sum(one.bytes_received for one in receipts)
+    yield f"bytes: {size(sent)} sent, {size(received)} received"
+    if len(peers) > 1:
+        compared = [one.digests for one in rounds if one.digests]
+        differing = sum(any(len(found) > 1 for found in digests.values()) for digests in compared)
+        verdict = f"DIFFERENT in {differing}" if differing else "the same in all"
+        yield f"averages: {verdict} of {counted(len(compared), 'round')} that can be compared"
+
+
+def _summary_of_drops(rounds: Sequence[Round]) -> Iterator[str]:
+    codes: dict[str, Counter[str]] = defaultdict(Counter)
+    for one in rounds:
+        for name, observers in one.dropped.items():
+            codes[name][next(iter(observers.values())).code.value.replace("_", " ")] += 1
+    for name, found in sorted(codes.items(), key=lambda item: -item[1].total()):
+        why = ", ".join(f"{code} {count}" for code, count in found.most_common())
+        yield f"dropped: {name} in {counted(found.total(), 'round')} ({why})"
+    if not codes:
+        yield "dropped: nobody"
+
+
+def _summary_of_time(rounds: Sequence[Round]) -> Iterator[str]:
+    phases: dict[str, list[float]] = defaultdict(list)
+    for one in rounds:
+        for receipt in one.receipts:
+            for phase, seconds in receipt.phases.items():
+                phases[phase].append(seconds)
+    whole = sum(map(sum, phases.values()))
+    if whole > 0:
+        slowest = max(phases, key=lambda phase: sum(phases[phase]))
+        took = phases[slowest]
+        yield (
+            f"slowest phase: {slowest}, {sum(took):.1f} of {whole:.1f} s ({sum(took) / whole:.0%}; "
+            f"median {statistics.median(took):.2f} s)"
+        )
+    waits: dict[str, list[float]] = defaultdict(list)
+    for one in rounds:
+        if straggler := one.straggler:
+            waits[straggler.endpoint].append(straggler.seconds)
+    for name, held in sorted(waits.items(), key=lambda item: -sum(item[1])):
+        yield (
+            f"straggler: {name} in {counted(len(held), 'round')}, {max(held):.1f} s at most, {sum(held):.1f} s in all"
+        )
+    if not waits:
+        yield "straggler: nobody stands out"
+
+
+def _began(receipt: Receipt) -> float:
+    return receipt.started
+
+
+def _moment(seconds: float) -> str:
+    try:
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    except (OverflowError, ValueError, OSError):
+        return "an impossible time"
+
+
+def _at(receipt: Receipt, several: bool) -> str:
+    return f" at {receipt.endpoint}" if several else ""
+
+
+def _listed(names: Sequence[str]) -> str:
+    listed = ", ".join(name for name in names[:MAX_NAMES])
+    return f"{listed} and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else listed

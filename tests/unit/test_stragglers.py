@@ -1,0 +1,129 @@
+"""Who held a round back, against a dumb reference, and the digests of averages."""
+
+from __future__ import annotations
+
+import random
+import zlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from averaging.allreduce.digest import ShardDigest, digest_of
+from averaging.allreduce.losses import code_of
+from averaging.allreduce.stragglers import Lag, find_straggler
+from averaging.errors import AveragingError, CallRefusedError, NonFiniteError, PeerUnreachableError
+from averaging.observe.receipts import DropCode, Straggler
+
+SENDERS = ("a", "b", "c")
+events = st.lists(st.tuples(st.sampled_from(SENDERS), st.sampled_from(["part"] * 8 + ["drop"])), max_size=40)
+
+
+@given(events, st.integers(1, 8), st.integers(1, 4))
+def test_the_lag_is_the_time_in_which_all_others_were_done_or_far_ahead(
+    happened: list[tuple[str, str]], parts: int, ahead: int
+) -> None:
+    lag = Lag(SENDERS, parts, ahead)
+    reached = dict.fromkeys(SENDERS, 0)
+    expected = dict.fromkeys(SENDERS, 0)
+    for moment, (name, what) in enumerate(happened):
+        if what == "drop":
+            reached.pop(name, None)
+            lag.dropped(name, moment)
+        elif reached.get(name, parts) < parts:
+            reached[name] += 1
+            lag.delivered(name, moment)
+        else:
+            continue
+        # One second at a time, until the next event that counts.
+        waits_until = next(
+            (
+                later
+                for later in range(moment + 1, len(happened))
+                if happened[later][0] in reached
+                and (happened[later][1] == "drop" or reached[happened[later][0]] < parts)
+            ),
+            moment,
+        )
+        for one, count in reached.items():
+            others = [other for who, other in reached.items() if who != one]
+            if others and count < parts and all(other >= min(count + ahead, parts) for other in others):
+                expected[one] += waits_until - moment
+    assert lag.seconds == {name: seconds for name, seconds in expected.items() if name in lag.seconds}
+    assert all(seconds == 0 for name, seconds in expected.items() if name not in lag.seconds)
+
+
+@pytest.mark.parametrize(
+    ("lag", "parts_in", "averages_in", "seconds", "dropped", "expected"),
+    [
+        ({"b": 2.9}, {"b": 3.0, "c": 0.1}, {"b": 3.0, "c": 3.1}, 3.2, (), Straggler("b", 2.9, "parts")),
+        ({"b": 2.9, "c": 0.2}, {"b": 3.0, "c": 0.1}, {}, 3.2, ("b",), None),  # it is named already; c is quick
+        ({"b": 0.05}, {"b": 0.06, "c": 0.01}, {}, 0.06, (), None),  # too short to be noticed
+        ({"b": 1.0}, {"b": 9.0, "c": 8.0}, {}, 9.0, (), None),  # little of the whole
+        ({}, {"b": 3.0}, {"b": 0.3}, 3.0, (), Straggler("b", 2.7, "parts")),  # two peers
+        ({}, {"b": 0.3}, {"b": 3.0}, 3.0, (), None),  # two peers, and the slow one may be this one
+        ({}, {"b": 3.0}, {}, 3.0, (), None),  # one client: nothing to compare it with
+        ({}, {}, {"a": 0.5, "b": 0.6, "c": 3.1}, 3.1, (), Straggler("c", 2.5, "averages")),
+        ({}, {}, {"a": 0.5, "c": 3.0}, 3.0, ("a",), None),
+        ({}, {}, {}, 1.0, (), None),
+    ],
+)
+def test_who_stands_out(
+    lag: dict[str, float],
+    parts_in: dict[str, float],
+    averages_in: dict[str, float],
+    seconds: float,
+    dropped: tuple[str, ...],
+    expected: Straggler | None,
+) -> None:
+    found = find_straggler(lag, parts_in, averages_in, seconds, dropped)
+    assert (found is None) == (expected is None)
+    if found is not None and expected is not None:
+        assert (found.endpoint, found.what) == (expected.endpoint, expected.what)
+        assert found.seconds == pytest.approx(expected.seconds)
+
+
+def shard(*parts: bytes | memoryview) -> str:
+    digest = ShardDigest()
+    for part in parts:
+        digest.add(part)
+    assert digest.parts == len(parts)
+    return str(digest)
+
+
+@pytest.mark.parametrize("length", [1, 7, 8191, 8192, 8193, 16384, 100_003])
+def test_every_byte_counts(length: int) -> None:
+    rng = random.Random(length)
+    part = rng.randbytes(length)
+    told = shard(b"first", part)
+    assert shard(b"first", memoryview(part)) == told
+    assert shard(part, b"first") != told
+    assert shard(b"first", part + b"\x00") != told
+    for place in {0, length - 1, rng.randrange(length)}:
+        other = bytearray(part)
+        other[place] ^= 1 << rng.randrange(8)
+        assert shard(b"first", bytes(other)) != told
+    if length > 16:
+        assert shard(b"first", part[8:16] + part[:8] + part[16:]) != told  # two words changed places
+
+
+def test_small_parts_have_the_crc_of_their_bytes() -> None:
+    assert shard(b"a", b"bc") == f"{zlib.crc32(b'abc'):08x}"
+
+
+def test_one_digest_of_all_shards() -> None:
+    assert len(digest_of(["00000001", "00000002"])) == 16
+    assert digest_of(["00000001", "00000002"]) != digest_of(["00000002", "00000001"])
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (PeerUnreachableError("a:1", "gone"), DropCode.CONNECTION_LOST),
+        (CallRefusedError("a:1", "no"), DropCode.REFUSED),
+        (NonFiniteError("NaN"), DropCode.NON_FINITE),
+        (AveragingError("?"), DropCode.PROTOCOL_VIOLATION),
+    ],
+)
+def test_codes_of_errors(error: AveragingError, code: DropCode) -> None:
+    assert code_of(error) is code
