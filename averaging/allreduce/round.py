@@ -57,7 +57,7 @@ class AllReduce:
         own = parts_of[endpoint]
         self._reducers = {name: parts for name, parts in parts_of.items() if me.sends and parts and name != endpoint}
         alike = schema.reply is ReplyForm.AVERAGE
-        self._outcome = Outcome(group, endpoint, parts_of, ahead=READ_AHEAD - 1, alike=alike)
+        self._outcome = Outcome(group, endpoint, parts_of, ahead=max(1, READ_AHEAD - 1), alike=alike)
         self._sending = Sending(
             endpoint, schema, tensors, transport, self._outcome, part_timeout=part_timeout, non_finite=non_finite
         )

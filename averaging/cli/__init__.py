@@ -48,3 +48,7 @@ main.add_command(peer_command)
 main.add_command(state_command)
 main.add_command(watch_command)
 main.add_command(explain_command)
+
+for _command in (main, *main.commands.values()):
+    # Docstrings are raw, so that click does not see its mark of a paragraph that is left as it is: a backspace.
+    _command.help = (_command.help or "").replace("\\b\n", "\b\n")

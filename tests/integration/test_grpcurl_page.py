@@ -58,6 +58,9 @@ def agrees(expected: str, printed: str) -> bool:
     return re.fullmatch(pattern, "".join(f"{line.strip()}\n" for line in printed.splitlines())) is not None
 
 
+# One declaration that outlasts all tests: between two of them a peer looks for nobody, for an instant.
+PATIENCE = ["--timeout", "600", "--matchmaking-time", "600"]
+
 BLOCKS = blocks_of(PAGE)
 SERVE, *CASES = cases_of(BLOCKS)
 
@@ -92,8 +95,7 @@ def address(directory: Path) -> Iterator[str]:
     program, *arguments = shlex.split(SERVE[0].replace(ADDRESS, "127.0.0.1:0"))
     assert program == "averaging"
     arguments = [str(directory / word) if word.endswith(".safetensors") else word for word in arguments]
-    # One declaration that outlasts all tests: between two of them a peer looks for nobody, for an instant.
-    with averaging_process(*arguments, "--timeout", "600", "--matchmaking-time", "600") as peer:
+    with averaging_process(*arguments, *PATIENCE) as peer:
         address = peer.expect("ready")["endpoint"]
         deadline = time.monotonic() + DEADLINE
         while '"looking": true' not in run(
@@ -103,8 +105,25 @@ def address(directory: Path) -> Iterator[str]:
         yield address
 
 
+@pytest.fixture(scope="module")
+def address_after_a_round(directory: Path) -> Iterator[str]:
+    """Another peer like the page's, with which a second one has averaged."""
+    arguments = shlex.split(SERVE[0].replace(ADDRESS, "127.0.0.1:0"))[1:]
+    arguments = [str(directory / word) if word.endswith(".safetensors") else word for word in arguments]
+    with averaging_process(*arguments, *PATIENCE) as peer:
+        address = peer.expect("ready")["endpoint"]
+        model = str(directory / "model.safetensors")
+        second = ["peer", model, "--run-id", "demo", "--join", address, "--matchmaking-time", "2"]
+        with averaging_process(*second) as other:
+            other.expect("done")
+        peer.expect("round")
+        yield address
+
+
 @pytest.mark.parametrize(("command", "expected"), CASES, ids=lambda value: value[:70])
-def test_the_page_is_right(command: str, expected: str, address: str, directory: Path) -> None:
+def test_the_page_is_right(command: str, expected: str, request: pytest.FixtureRequest, directory: Path) -> None:
+    # Its rounds would change what the other commands print.
+    address = request.getfixturevalue("address_after_a_round" if "WatchRounds" in command else "address")
     printed = run(command, address, directory)
     assert expected, "every command on the page shows what it prints"
     assert agrees(expected, printed), printed
@@ -118,6 +137,7 @@ def test_the_page_shows_what_was_promised() -> None:
         "Health/Check",
         "GetStatus",
         "GetSchema",
+        "WatchRounds",
         "ListRecords",
         "rpc_join_group",
         "rpc_download_state",

@@ -104,6 +104,15 @@ def test_a_wrong_option_is_named_with_its_remedy(
         (["state", "127.0.0.1:0", "--output", "x"], "give the port"),
         (["state", "127.0.0.1:1", "--output", "x", "--timeout", "0"], "--timeout"),
         (["state", "127.0.0.1:1", "--output", "x", "--max-bytes", "0"], "--max-bytes"),
+        (
+            ["peer", "a.safetensors", "--run-id", "demo", "--receipts", "nowhere/a.jsonl"],
+            "no directory nowhere; make it",
+        ),
+        (["peer", "a.safetensors", "--run-id", "demo", "--receipts", "."], "is a directory"),
+        (["watch"], "Missing argument 'HOST:PORT'"),
+        (["watch", "127.0.0.1:0"], "give the port"),
+        (["watch", "127.0.0.1:1", "--rounds", "0"], "x>=1"),
+        (["explain"], "Missing argument 'RECEIPTS.jsonl..."),
         (["average"], "No such command"),
     ],
     ids=str,
@@ -202,3 +211,12 @@ def test_the_package_offers_all_that_it_names() -> None:
     assert set(averaging._HOMES) == set(averaging.__all__) == set(dir(averaging))
     with pytest.raises(AttributeError, match="nothing_of_this_name"):
         averaging.__getattr__("nothing_of_this_name")
+
+
+@pytest.mark.parametrize("command", ["", *main.commands])
+def test_help_keeps_the_lines_of_its_examples(command: str) -> None:
+    result = CliRunner().invoke(main, [*command.split(), "--help"], terminal_width=100)
+    assert result.exit_code == 0
+    assert "\\b" not in result.output
+    assert all(line.count("  averaging ") <= 1 for line in result.output.splitlines())
+    assert any(line.startswith("    averaging ") for line in result.output.splitlines())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -94,7 +95,7 @@ def test_whom_most_others_have_dropped_accuses_nobody() -> None:
 
 
 def test_two_that_dropped_each_other_are_both_told() -> None:
-    pair = {"members": (A, B), "outcome": Outcome.FAILED, "reason": "lost"}
+    pair: dict[str, Any] = {"members": (A, B), "outcome": Outcome.FAILED, "reason": "lost"}
     (one,) = merge([receipt(A, dropped=(Dropped(B, "x"),), **pair), receipt(B, dropped=(Dropped(A, "y"),), **pair)])
     assert set(one.dropped) == {A, B}
 

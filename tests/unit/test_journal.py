@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -143,9 +144,9 @@ def test_a_line_of_which_a_part_fits_is_closed_before_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "receipts.jsonl"
-    whole = journal.os.write
+    whole = os.write
     book = Journal(path)
-    monkeypatch.setattr(journal.os, "write", lambda file, data: whole(file, data[:30]))
+    monkeypatch.setattr(os, "write", lambda file, data: whole(file, data[:30]))
     book.append(RECEIPT)
     monkeypatch.undo()
     book.append(RECEIPT)
@@ -158,6 +159,6 @@ def test_a_line_of_which_a_part_fits_is_closed_before_the_next(
 
 def test_a_pipe_that_nobody_reads_does_not_block(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pipe = tmp_path / "pipe"
-    journal.os.mkfifo(pipe)
+    os.mkfifo(pipe)
     Journal(pipe).append(RECEIPT)
     assert "could not be written" in caplog.text
