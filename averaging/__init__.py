@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from averaging.errors import AveragingError
     from averaging.group import Mode
     from averaging.messages import CompressionType
-    from averaging.observe.receipts import Dropped, Outcome, Receipt
+    from averaging.observe.receipts import Account, DropCode, Dropped, Outcome, Receipt, Role, Straggler
     from averaging.peer import Peer
     from averaging.schema import ReplyForm
     from averaging.snapshots import Extras
@@ -25,11 +25,13 @@ if TYPE_CHECKING:
     from averaging.training import Training
 
 __all__ = [
+    "Account",
     "Adopt",
     "AveragingError",
     "CompressionType",
     "DecentralizedAverager",
     "DiLoCo",
+    "DropCode",
     "Dropped",
     "Extras",
     "GradientAveraging",
@@ -41,18 +43,22 @@ __all__ = [
     "PeerConfig",
     "Receipt",
     "ReplyForm",
+    "Role",
     "State",
+    "Straggler",
     "Strategy",
     "Topic",
     "Training",
 ]
 
 _HOMES = {
+    "Account": "observe.receipts",
     "Adopt": "topics",
     "AveragingError": "errors",
     "CompressionType": "messages",
     "DecentralizedAverager": "averager",
     "DiLoCo": "strategies",
+    "DropCode": "observe.receipts",
     "Dropped": "observe.receipts",
     "Extras": "snapshots",
     "GradientAveraging": "strategies",
@@ -64,7 +70,9 @@ _HOMES = {
     "PeerConfig": "config",
     "Receipt": "observe.receipts",
     "ReplyForm": "schema",
+    "Role": "observe.receipts",
     "State": "state",
+    "Straggler": "observe.receipts",
     "Strategy": "strategies",
     "Topic": "topics",
     "Training": "training",

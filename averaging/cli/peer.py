@@ -221,10 +221,29 @@ def _check(file: Path, output: Path | None, given: dict[str, Any]) -> None:
             f"--min-group-size {given['min_group_size']} is above --group-size {given['group_size']}: "
             "no group could begin."
         )
-    if given["receipts"] and not given["receipts"].parent.is_dir():
-        raise click.UsageError(f"--receipts: there is no directory {given['receipts'].parent}; make it first.")
+    if given["receipts"]:
+        _check_receipts(given["receipts"])
     if output and not given.get("overwrite") and output.exists() and file.exists() and output.samefile(file):
         raise click.UsageError("--output is FILE itself; give --overwrite to replace it, or another name.")
+
+
+def _check_receipts(path: Path) -> None:
+    """Refuses what cannot be meant; whether the file can be written shows later, and stops nobody.
+
+    Raises:
+        click.UsageError: there is no such directory, or the file is of another kind.
+    """
+    if not path.parent.is_dir():
+        raise click.UsageError(f"--receipts: there is no directory {path.parent}; make it first.")
+    try:
+        if not path.is_file():
+            return
+        with path.open("rb") as file:
+            beginning = file.read(1)
+    except OSError:
+        return
+    if beginning not in (b"", b"{"):
+        raise click.UsageError(f"--receipts: {path} holds something other than receipts; give another name.")
 
 
 def _run(file: Path, output: Path | None, given: dict[str, Any], report: Report) -> None:

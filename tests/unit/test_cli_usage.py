@@ -71,6 +71,7 @@ WRONG_VALUES = [
     (["--client-mode", "--join", "a:1", "--advertise", "b:2"], "--client-mode", "leave --advertise out"),
     (["--client-mode", "--auxiliary", "--join", "a:1"], "--auxiliary", "give one of them"),
     (["--auxiliary", "--output", "out.safetensors"], "--auxiliary", "leave --output out"),
+    (["--receipts", "in.safetensors"], "--receipts", "holds something other than receipts; give another name"),
     (["--listen", "0.0.0.0:0"], "0.0.0.0:0", "give --advertise as well"),
 ]
 
