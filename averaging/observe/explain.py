@@ -27,8 +27,10 @@ class Round:
 
     @property
     def name(self) -> str:
-        """`round 17`; peers that joined at different times count differently: `round 3/17`."""
-        return f"round {'/'.join(str(number) for number in sorted({receipt.round for receipt in self.receipts}))}"
+        """`round 17`; peers that joined at different times count differently: `round 3/17`. Topics are named."""
+        topic = self.receipts[0].topic
+        numbers = sorted({receipt.round for receipt in self.receipts})
+        return f"round {'/'.join(map(str, numbers))}" + (f" of {topic}" if topic else "")
 
     @property
     def members(self) -> tuple[str, ...]:

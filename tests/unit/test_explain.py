@@ -29,6 +29,7 @@ def line(*told: Receipt) -> str:
 
 def test_a_round_that_went_well() -> None:
     assert line(receipt()) == WELL
+    assert line(receipt(topic="momentum/3")).startswith("round 17 of momentum/3: 4 of 4")
 
 
 def test_who_was_dropped_and_why() -> None:
