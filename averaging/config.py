@@ -51,6 +51,7 @@ class PeerOptions(TypedDict, total=False):
     part_size_bytes: int
     non_finite: NonFinite
     share_state: bool
+    in_place: bool
     receipts: str | os.PathLike[str] | None
 
 
@@ -77,6 +78,9 @@ class PeerConfig:
         part_size_bytes: size of a part on the wire.
         non_finite: what to do with NaN and infinity.
         share_state: whether newcomers may download this peer's state. Clients never share.
+        in_place: averages are written to the tensors as they arrive, not all at the end. That saves the memory of a
+            second set of tensors; a round that is cancelled leaves what had arrived by then. Not together with
+            `share_state`, which keeps the last state whole for newcomers until the next one is.
         receipts: a file to which the receipt of every attempt is appended, one line of JSON each (docs/receipts.md).
 
     Raises:
@@ -101,6 +105,7 @@ class PeerConfig:
     part_size_bytes: int = DEFAULT_PART_SIZE_BYTES
     non_finite: NonFinite = NonFinite.REFUSE
     share_state: bool = True
+    in_place: bool = False
     receipts: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
@@ -131,6 +136,10 @@ class PeerConfig:
             raise ConfigError(f"group_bits must be zeros and ones, not {self.group_bits!r}")
         if self.bandwidth is not None and not (math.isfinite(self.bandwidth) and self.bandwidth > 0):
             raise ConfigError(f"bandwidth must be finite and above 0 bytes/s, not {self.bandwidth!r}")
+        if self.in_place and self.share_state and self.mode is not Mode.CLIENT:
+            raise ConfigError(
+                "in_place overwrites the state that others may be downloading; say share_state=False with it"
+            )
         if not 1024 <= self.part_size_bytes <= 1 << 28:
             raise ConfigError(f"part_size_bytes must be from 1 KiB to 256 MiB, not {self.part_size_bytes}")
 

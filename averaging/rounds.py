@@ -233,6 +233,7 @@ class Rounds:
             self._transport,
             part_timeout=self._config.part_timeout,
             non_finite=self._config.non_finite,
+            adopt=topic.write_now if self._config.in_place and attempt.inputs is None else None,
         )
 
     def _adopt(self, attempt: _Attempt, topic: Topic, result: RoundResult) -> None:

@@ -118,6 +118,17 @@ class SharedTensors:
             if not in_place:
                 tensor.copy_(target.view(tensor.shape))
 
+    def write_now(self, index: int, start: int, values: torch.Tensor, how: Write) -> bool:
+        """Writes values to a contiguous CPU tensor if nobody holds the lock at this moment; whether it did."""
+        tensor = self.tensors[index]
+        if not (tensor.device.type == "cpu" and tensor.is_contiguous()) or not self._lock.acquire(blocking=False):
+            return False
+        try:
+            self.write([(index, start, values)], how)
+        finally:
+            self._lock.release()
+        return True
+
     def copy_from(self, sources: Sequence[torch.Tensor]) -> None:
         """Overwrites every tensor with one of the same shape. The caller holds the lock."""
         for tensor, source in zip(self.tensors, sources, strict=True):

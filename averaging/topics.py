@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
+import torch
+
 from averaging.allreduce import RoundResult, changes
+from averaging.allreduce.partition import Part
 from averaging.feedback import Feedback
 from averaging.schema import ReplyForm, Schema
 from averaging.tensors import SharedTensors, Write
@@ -46,8 +49,14 @@ class Topic:
 
     def write(self, result: RoundResult) -> None:
         """Writes the result. The caller holds the lock."""
+        self.tensors.write(changes(result), self._how)
+
+    def write_now(self, part: Part, values: torch.Tensor) -> bool:
+        """Writes one part of a result if that can be done before the rest is known, and at once; whether it was."""
+        return self.adopt is Adopt.AVERAGE and self.tensors.write_now(part.tensor, part.start, values, self._how)
+
+    @property
+    def _how(self) -> Write:
         if self.adopt is Adopt.CHANGE:
-            how = Write.ONLY if self.schema.reply is ReplyForm.DELTA else Write.DIFFERENCE
-        else:
-            how = Write.ADD if self.schema.reply is ReplyForm.DELTA else Write.REPLACE
-        self.tensors.write(changes(result), how)
+            return Write.ONLY if self.schema.reply is ReplyForm.DELTA else Write.DIFFERENCE
+        return Write.ADD if self.schema.reply is ReplyForm.DELTA else Write.REPLACE

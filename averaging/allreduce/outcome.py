@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
@@ -19,16 +20,20 @@ from averaging.observe.receipts import Account, Dropped, Role, Straggler
 
 logger = logging.getLogger("averaging.allreduce")
 
+Adopting: TypeAlias = "Callable[[Part, torch.Tensor], bool]"
+"""Takes a part's average, or its delta, where it belongs; whether it could just now."""
+
 
 @dataclass(frozen=True, slots=True)
 class RoundResult:
     """What came out of a round.
 
     Attributes:
-        parts: the parts whose reply arrived, with the average or the delta: 1-D, on the CPU, not to be written.
+        parts: the parts whose reply arrived, with the average or the delta: 1-D, on the CPU, not to be written. Those
+            that were adopted as they came are not among them.
         dropped: members that were lost, in the order in which they were.
         kept_local: elements without a reply, which keep their local values.
-        encoded: the parts of `parts` that another member has reduced; the rest this one has.
+        encoded: the parts that arrived from another member; the rest of those in `parts` this one has reduced.
         heard: whether a part or an average of another member is in it.
         accounts: of every member, in the group's order.
         straggler: see `Receipt`.
@@ -61,14 +66,22 @@ class Outcome:
         parts_of: what each member reduces, by name.
         ahead: see `stragglers.Lag`.
         alike: whether all members get the same averages, so that these are worth a digest.
+        adopt: tried with each as it comes; None keeps all until the end.
 
     Attributes:
-        averages: or deltas, as the schema has it; those that are in.
+        arrived: the parts whose average, or delta, is in.
         dropped: who was lost, by name.
     """
 
     def __init__(
-        self, group: Group, endpoint: str, parts_of: Mapping[str, Sequence[Part]], *, ahead: int, alike: bool
+        self,
+        group: Group,
+        endpoint: str,
+        parts_of: Mapping[str, Sequence[Part]],
+        *,
+        ahead: int,
+        alike: bool,
+        adopt: Adopting | None = None,
     ) -> None:
         self.group, self.group_id = group, group.group_id
         self._endpoint, self._parts_of, self._alike = endpoint, parts_of, alike
@@ -76,7 +89,9 @@ class Outcome:
         own = parts_of[endpoint]
         senders = [member.endpoint for member in group.members if own and member.sends and member.endpoint != endpoint]
         self._lag = Lag(senders, len(own), ahead)
-        self.averages: dict[Part, torch.Tensor] = {}
+        self.arrived: set[Part] = set()
+        self._adopt = adopt
+        self._kept: dict[Part, torch.Tensor] = {}
         self.dropped: dict[str, Dropped] = {}
         self._sent: Counter[str] = Counter()
         self._received: Counter[str] = Counter()
@@ -104,9 +119,15 @@ class Outcome:
         """An average of a reducer is in, as the values that `buffer` was decoded to."""
         self._received[name] += len(buffer)
         self._averages_in[name] = _now()
-        self.averages[part] = values
+        self.put(part, values)
         if self._alike:
             self._digests[name].add(buffer)
+
+    def put(self, part: Part, values: torch.Tensor) -> None:
+        """The average of a part is in, or its delta."""
+        self.arrived.add(part)
+        if self._adopt is None or not self._adopt(part, values):
+            self._kept[part] = values
 
     def reduced(self, buffer: Buffer) -> None:
         """This member has averaged its next part, and packed it for all."""
@@ -124,10 +145,10 @@ class Outcome:
         wanted = [part for parts in self._parts_of.values() for part in parts] if self._sends else []
         digests = {name: self._digest(name) for name, parts in self._parts_of.items() if parts}
         return RoundResult(
-            parts=[(part, self.averages[part]) for part in wanted if part in self.averages],
+            parts=[(part, self._kept[part]) for part in wanted if part in self._kept],
             dropped=tuple(self.dropped.values()),
-            kept_local=sum(part.numel for part in wanted if part not in self.averages),
-            encoded=frozenset(self.averages.keys() - set(self._parts_of[self._endpoint])),
+            kept_local=sum(part.numel for part in wanted if part not in self.arrived),
+            encoded=frozenset(self.arrived - set(self._parts_of[self._endpoint])),
             heard=bool(self._received),
             bytes_sent=self._sent.total(),
             bytes_received=self._received.total(),

@@ -271,7 +271,7 @@ class Reducing:
         if own is not None:
             self._outcome.reduced(own.buffer)
             if local is not None:
-                self._outcome.averages[part] = decode(own)
+                self._outcome.put(part, decode(own))
         for sender, delivered in waiting:
             sender.replies.put_nowait(replies[delivered.compression])
 
@@ -280,7 +280,7 @@ class Reducing:
     ) -> None:
         spec = self._schema.tensors[part.tensor]
         if local is not None:
-            self._outcome.averages[part] = average - local
+            self._outcome.put(part, average - local)
         for sender, delivered in waiting:
             delta = _as_sent(average - delivered.values, spec.torch_dtype, delivered.compression)
             reply = encode(delta, delivered.compression)

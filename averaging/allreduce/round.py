@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
 import torch
 
-from averaging.allreduce.outcome import Outcome, RoundResult
+from averaging.allreduce.outcome import Adopting, Outcome, RoundResult
 from averaging.allreduce.partition import partition, shares
 from averaging.allreduce.reducing import READ_AHEAD, Reducing
 from averaging.allreduce.sending import Sending
@@ -31,8 +31,9 @@ class AllReduce:
     """One round of `group` at the member `endpoint`.
 
     Args:
-        tensors: flat CPU tensors, one per tensor of the schema; read during the round, never written.
+        tensors: flat CPU tensors, one per tensor of the schema; read during the round, never written here.
         part_timeout: seconds without progress after which a member is given up.
+        adopt: see `Outcome`; it may write a part's average over that part of `tensors`, which is read no more then.
 
     Raises:
         RoundError: the weights sum to zero, or nobody can reduce.
@@ -48,6 +49,7 @@ class AllReduce:
         *,
         part_timeout: float,
         non_finite: NonFinite = NonFinite.REFUSE,
+        adopt: Adopting | None = None,
     ) -> None:
         if group.total_weight <= 0:
             raise RoundError(f"the weights of all {len(group.members)} members sum to zero; give somebody a weight")
@@ -57,7 +59,7 @@ class AllReduce:
         own = parts_of[endpoint]
         self._reducers = {name: parts for name, parts in parts_of.items() if me.sends and parts and name != endpoint}
         alike = schema.reply is ReplyForm.AVERAGE
-        self._outcome = Outcome(group, endpoint, parts_of, ahead=max(1, READ_AHEAD - 1), alike=alike)
+        self._outcome = Outcome(group, endpoint, parts_of, ahead=max(1, READ_AHEAD - 1), alike=alike, adopt=adopt)
         self._sending = Sending(
             endpoint, schema, tensors, transport, self._outcome, part_timeout=part_timeout, non_finite=non_finite
         )
@@ -81,7 +83,7 @@ class AllReduce:
             whole = f"the round's deadline of {deadline - began:.1f} s passed before"
             self._reducing.drop_unfinished(f"{whole} it was done")
             for name, parts in self._reducers.items():
-                if any(part not in self._outcome.averages for part in parts):
+                if any(part not in self._outcome.arrived for part in parts):
                     reason = f"{whole} its last average came"
                     self._outcome.lose(Dropped(name, reason, DropCode.ROUND_DEADLINE))
         except BaseException as error:

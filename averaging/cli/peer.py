@@ -129,6 +129,11 @@ SHARED_OPTIONS = frozenset({"group_size", "min_group_size", "group_bits", "compr
 @click.option("--allow-non-finite", is_flag=True, help="Average NaN and infinity too; they spread to all members.")
 @click.option("--no-share-state", is_flag=True, help="Do not let others download the tensors.")
 @click.option(
+    "--in-place",
+    is_flag=True,
+    help="Write averages as they arrive, which takes half the memory; only with --no-share-state.",
+)
+@click.option(
     "--receipts",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE.jsonl",
@@ -322,6 +327,7 @@ def _peer_options(given: dict[str, Any]) -> PeerOptions:
         "part_size_bytes": given["part_size"],
         "non_finite": NonFinite.ALLOW if given["allow_non_finite"] else NonFinite.REFUSE,
         "share_state": not given["no_share_state"],
+        "in_place": given["in_place"],
         "receipts": given["receipts"],
     }
     if given["listen"]:
