@@ -13,11 +13,13 @@ from math import prod
 
 import torch
 
-from averaging.compression.base import Codec, to_bytes, view_bytes
+from averaging.compression.base import Codec, view_bytes, view_memory
 from averaging.messages import Buffer
 
 BLOCK = 1024
 """Elements of a block."""
+
+_AT_ONCE = 256  # blocks
 
 _STEPS = 127  # -128 is not used, so that the code is symmetric
 
@@ -36,26 +38,37 @@ class BlockwiseInt8(Codec):
     def pack(self, tensor: torch.Tensor) -> Buffer:
         """Divides by the largest magnitude, not by a 127th of it, which could be 0 where the former is not."""
         values = tensor.to(torch.float32).reshape(-1)
-        scales = torch.empty(_block_count(values.numel()))
-        data = torch.empty(values.numel(), dtype=torch.int8)
-        for block, scale, packed in _blocks(values, scales, data):
-            torch.amax(block.abs(), dim=1, keepdim=True, out=scale)
-            ratios = block / torch.where(scale > 0, scale, 1.0)
-            if not scale.isfinite().all():
-                ratios.nan_to_num_()
-            packed.copy_(ratios.mul_(_STEPS).round_())
-        return b"".join((to_bytes(scales), to_bytes(data)))
+        buffer = torch.empty(self.nbytes((values.numel(),)), dtype=torch.uint8)
+        ratios = torch.empty(min(_AT_ONCE * BLOCK, values.numel()))  # small enough to stay in the processor's cache
+        for block, scale, packed in _blocks(values, *_split(buffer, values.numel())):
+            for first in range(0, len(block), _AT_ONCE):
+                some = slice(first, first + _AT_ONCE)
+                room = ratios[: block[some].numel()].view_as(block[some])
+                _pack_some(block[some], scale[some], packed[some], room)
+        return view_memory(buffer)
 
     def unpack(self, buffer: Buffer, size: tuple[int, ...]) -> torch.Tensor:
         """A new float32 tensor."""
-        raw = view_bytes(buffer)
-        end_of_scales = 4 * _block_count(prod(size))
-        scales = raw[:end_of_scales].view(torch.float32)
-        data = raw[end_of_scales:].view(torch.int8)
-        values = torch.empty(data.numel())
-        for block, scale, packed in _blocks(values, scales, data):
-            torch.mul(packed, scale / _STEPS, out=block)
+        scales, data = _split(view_bytes(buffer), prod(size))
+        values = data.to(torch.float32)
+        for block, scale, _ in _blocks(values, scales, data):
+            block.mul_(scale / _STEPS)
         return values.view(size)
+
+
+def _pack_some(block: torch.Tensor, scale: torch.Tensor, packed: torch.Tensor, room: torch.Tensor) -> None:
+    """Packs blocks, shape (n, m), into `scale`, (n, 1), and `packed`, (n, m); `room` is scratch, (n, m)."""
+    torch.amax(torch.abs(block, out=room), dim=1, keepdim=True, out=scale)
+    torch.div(block, torch.where(scale > 0, scale, 1.0), out=room)
+    if not scale.isfinite().all():
+        room.nan_to_num_()
+    packed.copy_(room.mul_(_STEPS).round_())
+
+
+def _split(buffer: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of the scales, float32, and of the `count` elements, int8, in the bytes of a buffer."""
+    end_of_scales = 4 * _block_count(count)
+    return buffer[:end_of_scales].view(torch.float32), buffer[end_of_scales:].view(torch.int8)
 
 
 def _block_count(count: int) -> int:

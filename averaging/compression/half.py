@@ -12,11 +12,13 @@ from math import prod
 
 import torch
 
-from averaging.compression.base import Codec, to_bytes, view_bytes
+from averaging.compression.base import Codec, view_bytes, view_memory
 from averaging.messages import Buffer
 
 FLOAT16_MAX = 65504.0
 """The largest finite float16."""
+
+_AT_ONCE = 1 << 17  # elements
 
 
 class Half(Codec):
@@ -41,9 +43,16 @@ class Half(Codec):
     def pack(self, tensor: torch.Tensor) -> Buffer:
         """Clamps, then rounds to the nearest, ties to even."""
         values = tensor.to(torch.float32)
-        if self._limit is not None:
-            values = values.clamp(-self._limit, self._limit)
-        return to_bytes(values.to(self._dtype))
+        if self._limit is None:
+            return view_memory(values.to(self._dtype))
+        flat = values.reshape(-1)
+        packed = torch.empty(flat.shape, dtype=self._dtype)
+        clamped = torch.empty(min(_AT_ONCE, flat.numel()))  # small enough to stay in the processor's cache
+        for first in range(0, flat.numel(), _AT_ONCE):
+            piece = flat[first : first + _AT_ONCE]
+            room = clamped[: piece.numel()]
+            packed[first : first + _AT_ONCE].copy_(torch.clamp(piece, -self._limit, self._limit, out=room))
+        return view_memory(packed)
 
     def unpack(self, buffer: Buffer, size: tuple[int, ...]) -> torch.Tensor:
         """A new float32 tensor."""
