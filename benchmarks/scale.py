@@ -1,0 +1,120 @@
+"""How matchmaking and discovery behave as there are more peers: seconds, messages and memory, and how they grow.
+
+Three things are measured, in this order:
+
+  real       whole peers over gRPC on loopback, at most 8 processes, so several peers share a process beyond 8. They
+             average a tiny tensor in groups of 4 again and again. "ms to BEGIN" counts from the moment at which the
+             last of all peers calls average() to the one at which the last of all has its group.
+  simulated  whole peers in one process, in virtual time, in groups of 8, all calling at once. Discovery is gossip in
+             full, with every peer holding every record, or, for more peers than memory allows, one table that all share
+             (a record is at the others after 0.5 s); then only matchmaking and rounds are simulated.
+  rumours    how a fresh record travels among members that hold no other records.
+
+Every figure is followed by its factor per doubling of the peers: 1 does not grow, 2 grows as the run does. The results
+go to `scale.json` and `scale.png`; Ctrl+C ends all processes, and what was measured until then has been written.
+
+    python -m benchmarks.scale                          # all of it: a quarter of an hour and 4 GiB
+    python -m benchmarks.scale --real 2 4 8 --simulate  # a minute; an option without numbers leaves that part out
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from averaging.transport import virtual_time
+from benchmarks.allreduce import ROOT, WorkerError, say
+from benchmarks.allreduce_report import machine
+from benchmarks.scale_peers import measure
+from benchmarks.scale_report import draw, show
+from benchmarks.scale_simulation import matchmaking, rumours
+
+REAL_GROUP, SIMULATED_GROUP = 4, 8
+
+MOST_REAL_MS = 50.0
+"""From the last one's call until a group of 4 that is all there has begun."""
+
+
+def simulations(options: argparse.Namespace) -> Iterator[tuple[int, bool, bool]]:
+    """Peers, whether discovery is gossip, whether all have one key."""
+    for one_key, sizes in ((False, options.simulate), (True, options.one_key)):
+        yield from ((peers, True, one_key) for peers in sizes)
+    for one_key, sizes in ((False, options.shared), (True, options.shared_one_key)):
+        yield from ((peers, False, one_key) for peers in sizes)
+
+
+def run(options: argparse.Namespace, results: dict[str, Any]) -> Iterator[None]:
+    """Measures one thing after the other; yields after each."""
+    for peers in options.real:
+        say(f"{peers} real peers")
+        group = min(REAL_GROUP, peers)
+        found = asyncio.run(measure(peers, group, options.rounds, options.seconds))
+        results["real"].append(found)
+        say(f"  the last one's call to all begun: {median_ms(found):.1f} ms")
+        yield
+    for peers, gossip, one_key in simulations(options):
+        found_by = "gossip" if gossip else "one shared table"
+        say(f"{peers} simulated peers, {found_by}, {'one key' if one_key else 'a key for each group'}")
+        coming = matchmaking(peers, SIMULATED_GROUP, options.turns, gossip=gossip, one_key=one_key, say=say)
+        results["simulated"].append(virtual_time.run(coming))
+        yield
+    for peers in options.rumours:
+        say(f"rumours among {peers} peers")
+        results["rumours"].append(virtual_time.run(rumours(peers, 5, say=say)))
+        yield
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def sizes(name: str, default: list[int], what: str) -> None:
+        told = " ".join(map(str, default))
+        parser.add_argument(name, type=int, nargs="*", metavar="N", default=default, help=f"{what} ({told})")
+
+    sizes("--real", [2, 4, 8, 16, 32, 64], "how many real peers")
+    sizes("--simulate", [64, 128, 256, 512, 1024], "how many simulated ones with gossip in full, a key for each group")
+    sizes("--one-key", [16, 32, 64, 128], "the same under one key")
+    sizes("--shared", [64, 256, 1024, 4096], "the same with a shared table, a key for each group")
+    sizes("--shared-one-key", [16, 64, 128, 256], "the same under one key")
+    sizes("--rumours", [64, 256, 1024, 4096], "the same, to follow a fresh record")
+    parser.add_argument("--rounds", type=int, default=20, help="of real peers in each pattern (20)")
+    parser.add_argument("--turns", type=int, default=2, help="rounds of simulated peers (2)")
+    parser.add_argument("--seconds", type=float, default=5.0, help="for which real peers are left idle (5)")
+    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks"), help="folder of the results")
+    options = parser.parse_args()
+    if options.rounds < 1 or options.turns < 1 or min([2, *options.real]) < 2:
+        parser.error("there must be at least 2 peers and 1 round")
+    for peers in (*options.simulate, *options.shared):
+        if peers < SIMULATED_GROUP or peers & (peers - 1):
+            parser.error(
+                f"{peers}: with a key for each group of 8 the number of peers must be a power of 2, at least 8"
+            )
+    options.output.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = machine(ROOT) | {"real": [], "simulated": [], "rumours": []}
+    try:
+        for _ in run(options, results):
+            (options.output / "scale.json").write_text(json.dumps(results, indent=1) + "\n")
+    except KeyboardInterrupt:
+        say("ended by Ctrl+C; what was measured is in scale.json")
+        sys.exit(130)
+    except WorkerError as error:
+        sys.exit(f"a process of peers failed: {error}")
+    draw(results, options.output / "scale.png")
+    show(results)
+    late = [one for one in results["real"] if one["peers"] == REAL_GROUP and median_ms(one) > MOST_REAL_MS]
+    sys.exit(f"a group of {REAL_GROUP} takes more than {MOST_REAL_MS:g} ms to begin" if late else 0)
+
+
+def median_ms(found: dict[str, Any]) -> float:
+    """From the last one's call until all have their group, in milliseconds."""
+    return 1e3 * statistics.median(float(one["begun_seconds"]) for one in found["patterns"]["last"]["rounds"])
+
+
+if __name__ == "__main__":
+    main()

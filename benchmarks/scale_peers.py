@@ -1,0 +1,151 @@
+"""Real peers in separate processes on loopback: how fast groups come together, and what a peer costs as there are more.
+
+Part of `benchmarks.scale`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from typing import Any
+
+from benchmarks.allreduce import ENVIRONMENT, ROOT, START_LIMIT, Worker, all_of
+
+MOST_PROCESSES = 8
+"""Peers share processes beyond so many, since each takes some 200 MiB for torch and gRPC."""
+
+LEAD, GAP = 0.15, 0.4
+"""Seconds from a command to the first call of a round, and from the calls of all others to the last one's."""
+
+PATTERNS = ("last", "apart", "together")
+"""`last`: all others have been waiting for a while when the last calls. `apart`: at random within 0.1 s. `together`: at
+random within 10 ms."""
+
+
+def divide(peers: int, processes: int = MOST_PROCESSES) -> list[int]:
+    """How many peers each process has; as equal as can be."""
+    used = min(peers, processes)
+    return [peers * (number + 1) // used - peers * number // used for number in range(used)]
+
+
+@asynccontextmanager
+async def running(peers: int, group_size: int) -> AsyncIterator[list[Worker]]:
+    """Processes with so many peers in all, connected."""
+    workers: list[Worker] = []
+    with ExitStack() as files:
+
+        async def start(count: int, first: int, join: str) -> None:
+            errors = files.enter_context(tempfile.TemporaryFile())
+            arguments = ["--peers", count, "--first", first, "--group-size", group_size, "--join", join]
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "benchmarks.scale_worker", *map(str, arguments)),
+                cwd=ROOT,
+                env=ENVIRONMENT,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,
+            )
+            worker = Worker(process, errors)
+            workers.append(worker)
+            worker.started = await worker.expect("started", START_LIMIT)
+
+        try:
+            counts = divide(peers)
+            await start(counts[0], 0, "")
+            endpoint = workers[0].started["endpoint"]
+            firsts = [sum(counts[:number]) for number in range(len(counts))]
+            await all_of([start(counts[n], firsts[n], endpoint) for n in range(1, len(counts))])
+            await tell(workers, do="settle", peers=peers)
+            yield workers
+        finally:
+            await asyncio.shield(asyncio.gather(*(worker.end() for worker in workers)))
+
+
+async def tell(workers: Sequence[Worker], **command: Any) -> list[dict[str, Any]]:
+    """Gives all workers a command; their answers."""
+    return await all_of([worker.do(json.dumps(command), command["do"]) for worker in workers])
+
+
+def moments(pattern: str, peers: int, rng: random.Random) -> list[float]:
+    """When each peer calls, in seconds from the first call's earliest moment."""
+    if pattern != "last":
+        return [rng.uniform(0.0, 0.01 if pattern == "together" else 0.1) for _ in range(peers)]
+    calls = [rng.uniform(0.0, 0.1) for _ in range(peers)]
+    calls[rng.randrange(peers)] = 0.1 + GAP
+    return calls
+
+
+async def one_round(workers: Sequence[Worker], counts: Sequence[int], pattern: str, rng: random.Random) -> Any:
+    """All peers average once; what the round took."""
+    start = time.monotonic() + LEAD
+    at = [start + moment for moment in moments(pattern, sum(counts), rng)]
+    cuts = [sum(counts[:number]) for number in range(len(counts) + 1)]
+    steps = [
+        worker.do(json.dumps({"do": "average", "at": at[cuts[n] : cuts[n + 1]]}), "average")
+        for n, worker in enumerate(workers)
+    ]
+    rounds = [one for answer in await all_of(steps) for one in answer["rounds"]]
+    return summary(rounds)
+
+
+def summary(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What one round of all peers comes to; seconds count from the last peer's call."""
+    last = max(one["called"] for one in rounds)
+    grouped = [one for one in rounds if one["members"]]
+    sizes = {one["group"]: one["members"] for one in grouped}
+    return {
+        "begun_seconds": max((one["begun"] for one in grouped), default=float("inf")) - last,
+        "first_begun_seconds": min((one["begun"] for one in grouped), default=float("inf")) - last,
+        "ended_seconds": max(one["ended"] for one in rounds) - last,
+        "groups": sorted(sizes.values()),
+        "alone": len(rounds) - len(grouped),
+    }
+
+
+async def measure(peers: int, group_size: int, rounds: int, seconds: float) -> dict[str, Any]:
+    """All that is measured of real peers in one size of run."""
+    rng = random.Random(peers)
+    async with running(peers, group_size) as workers:
+        counts = divide(peers)
+        await one_round(workers, counts, "last", rng)  # connections stand from here on
+        found: dict[str, Any] = {"peers": peers, "processes": len(counts), "group_size": group_size, "patterns": {}}
+        for pattern in PATTERNS:
+            await tell(workers, do="count")
+            done = [await one_round(workers, counts, pattern, rng) for _ in range(rounds)]
+            calls = totals(await tell(workers, do="count"))
+            found["patterns"][pattern] = {
+                "rounds": done,
+                "calls_per_peer_and_round": {name: count / peers / rounds for name, count in calls.items()},
+            }
+        spreads = []
+        for number in range(rounds):
+            key = f"scale.fresh{number}"
+            spreads.append(await spread(workers, key, rng))
+        found["record_seconds"] = spreads
+        rested = await tell(workers, do="rest", seconds=seconds)
+        idle = totals(rested)
+        found["idle_calls_per_peer_and_second"] = {name: count / peers / seconds for name, count in idle.items()}
+        found["idle_cpu_per_peer"] = sum(one["cpu_seconds"] for one in rested) / seconds / peers
+        counted = await tell(workers, do="count")
+        found["bytes_per_peer"] = statistics.median(one["bytes_per_peer"] for one in counted)
+        return found
+
+
+async def spread(workers: Sequence[Worker], key: str, rng: random.Random) -> float:
+    """Seconds from the storing of a record at one peer until all peers of all processes read it."""
+    stored = (await rng.choice(workers).do(json.dumps({"do": "store", "key": key}), "store"))["at"]
+    return float(max(one["at"] for one in await tell(workers, do="see", key=key)) - stored)
+
+
+def totals(answers: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Calls by method, of all peers."""
+    names = sorted({name for answer in answers for name in answer["calls"]})
+    return {name: sum(answer["calls"].get(name, 0) for answer in answers) for name in names}

@@ -1,0 +1,184 @@
+"""A process with one or several real peers, for `benchmarks.scale`: it does what it is told, a line of JSON at a time.
+
+Commands are {"do": "settle", "peers": N}, {"do": "average", "at": [moment per peer]}, {"do": "store", "key": K},
+{"do": "see", "key": K} and {"do": "rest", "seconds": S}; moments are of the clock that all processes of a machine
+share (CLOCK_MONOTONIC). Each is answered with a line of JSON. The process leaves at the end of stdin.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, aclosing
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from averaging import Peer
+from averaging.discovery.gossip import peers_key
+from averaging.messages import Digest, ExchangeReply, JoinRequest, MessageFromLeader, Refusal, Rumour
+from averaging.transport.grpc import GrpcTransport
+
+RUN = "scale"
+
+LIMIT = 60.0
+"""Seconds for one command."""
+
+
+class CountingTransport(GrpcTransport):
+    """gRPC that counts the calls it makes, by method."""
+
+    def __init__(self) -> None:
+        super().__init__("127.0.0.1:0", max_message_bytes=34 << 20)
+        self.calls: Counter[str] = Counter()
+
+    def join_group(self, endpoint: str, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
+        self.calls["join_group"] += 1
+        return super().join_group(endpoint, request)
+
+    def exchange(self, endpoint: str, digest: Digest) -> AsyncGenerator[ExchangeReply, None]:
+        self.calls["exchange"] += 1
+        return super().exchange(endpoint, digest)
+
+    async def push(self, endpoint: str, run_id: str, rumours: tuple[Rumour, ...]) -> tuple[Refusal, ...]:
+        self.calls["push"] += 1
+        return await super().push(endpoint, run_id, rumours)
+
+
+def resident_bytes() -> int:
+    """Memory of this process that no file backs."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+
+
+class Work:
+    """The peers of this process and the commands they know."""
+
+    def __init__(self, peers: list[Peer], transports: list[CountingTransport]) -> None:
+        self._peers, self._transports = peers, transports
+
+    async def settle(self, peers: int) -> dict[str, Any]:
+        """Waits until all peers here know so many."""
+        return {"at": await self._all_read(peers_key(RUN), peers)}
+
+    async def average(self, at: list[float]) -> dict[str, Any]:
+        """Each peer calls `average` at its moment."""
+        return {"rounds": await asyncio.gather(*map(self._average_one, self._peers, at))}
+
+    async def _average_one(self, peer: Peer, at: float) -> dict[str, Any]:
+        await asyncio.sleep(max(0.0, at - time.monotonic()))
+        called = time.monotonic()
+        receipt = await peer.average()
+        ended = time.monotonic()
+        return {
+            "called": called,
+            "begun": ended - receipt.allreduce_seconds,
+            "ended": ended,
+            "members": len(receipt.members),
+            "group": receipt.group_id.hex(),
+            "reason": receipt.reason,
+        }
+
+    async def store(self, key: str) -> dict[str, Any]:
+        """The first peer here stores a record."""
+        at = time.monotonic()
+        await self._peers[0].discovery.store(key, self._peers[0].endpoint, bytes(64), time.time() + 600)
+        return {"at": at}
+
+    async def see(self, key: str) -> dict[str, Any]:
+        """Waits until all peers here read a record under `key`."""
+        return {"at": await self._all_read(key, 1)}
+
+    async def _all_read(self, key: str, count: int) -> float:
+        """The moment at which all peers here read so many records under `key`."""
+
+        async def one(peer: Peer) -> float:
+            async with aclosing(peer.discovery.watch(key)) as changes:
+                async for entries in changes:
+                    if len(entries) >= count:
+                        return time.monotonic()
+            raise RuntimeError("the peer left")
+
+        return max(await asyncio.gather(*map(one, self._peers)))
+
+    async def rest(self, seconds: float) -> dict[str, Any]:
+        """Does nothing but what discovery does by itself; the calls of all peers here since the last time, and CPU."""
+        for transport in self._transports:
+            transport.calls.clear()
+        cpu = time.process_time()
+        await asyncio.sleep(seconds)
+        return self.count() | {"cpu_seconds": time.process_time() - cpu}
+
+    def count(self) -> dict[str, Any]:
+        """The calls of all peers here since they were last counted."""
+        calls: Counter[str] = Counter()
+        for transport in self._transports:
+            calls.update(transport.calls)
+            transport.calls.clear()
+        return {"calls": dict(calls)}
+
+
+async def work(options: argparse.Namespace, out: TextIO) -> None:
+    def say(**fields: Any) -> None:
+        print(json.dumps(fields), file=out, flush=True)
+
+    commands = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), sys.stdin)
+    transports = [CountingTransport() for _ in range(options.peers)]
+    async with AsyncExitStack() as stack:
+        peers: list[Peer] = []
+        join = [options.join] if options.join else []
+        before = resident_bytes()
+        for number, transport in enumerate(transports):
+            peer = Peer(
+                [torch.zeros(16)],
+                run_id=RUN,
+                transport=transport,
+                join=join or [peer.endpoint for peer in peers[:1]],
+                join_timeout=LIMIT,
+                group_size=options.group_size,
+                matchmaking_time=options.matchmaking_time,
+                timeout=LIMIT,
+                rng=random.Random(f"{options.first + number}"),
+            )
+            peers.append(await stack.enter_async_context(peer))
+        known = Work(peers, transports)
+        say(event="started", endpoint=peers[0].endpoint)
+        async for line in commands:
+            arguments = json.loads(line)
+            name = arguments.pop("do")
+            match name:
+                case "count":
+                    say(event=name, **known.count(), bytes_per_peer=(resident_bytes() - before) / options.peers)
+                case "settle" | "average" | "store" | "see" | "rest":
+                    async with asyncio.timeout(LIMIT + 10.0):
+                        say(event=name, **await getattr(known, name)(**arguments))
+                case other:
+                    raise ValueError(f"{other!r} is no command")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", type=int, required=True, help="how many peers this process has")
+    parser.add_argument("--first", type=int, required=True, help="number of the first of them")
+    parser.add_argument("--group-size", type=int, required=True)
+    parser.add_argument("--matchmaking-time", type=float, default=5.0)
+    parser.add_argument("--join", default="", help="address of a peer of the run")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    # Only the answers may be on stdout, whatever a library prints.
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    asyncio.run(work(options, out))
+
+
+if __name__ == "__main__":
+    main()
