@@ -23,17 +23,17 @@ import argparse
 import asyncio
 import json
 import statistics
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from averaging.transport import virtual_time
 from benchmarks.allreduce import ROOT, WorkerError, say
 from benchmarks.allreduce_report import machine
 from benchmarks.scale_peers import measure
 from benchmarks.scale_report import draw, show
-from benchmarks.scale_simulation import matchmaking, rumours
+from benchmarks.scale_simulation import in_child
 
 REAL_GROUP, SIMULATED_GROUP = 4, 8
 
@@ -61,12 +61,12 @@ def run(options: argparse.Namespace, results: dict[str, Any]) -> Iterator[None]:
     for peers, gossip, one_key in simulations(options):
         found_by = "gossip" if gossip else "one shared table"
         say(f"{peers} simulated peers, {found_by}, {'one key' if one_key else 'a key for each group'}")
-        coming = matchmaking(peers, SIMULATED_GROUP, options.turns, gossip=gossip, one_key=one_key, say=say)
-        results["simulated"].append(virtual_time.run(coming))
+        wanted = {"peers": peers, "group_size": SIMULATED_GROUP, "rounds": options.turns}
+        results["simulated"].append(in_child("matchmaking", **wanted, gossip=gossip, one_key=one_key))
         yield
     for peers in options.rumours:
         say(f"rumours among {peers} peers")
-        results["rumours"].append(virtual_time.run(rumours(peers, 5, say=say)))
+        results["rumours"].append(in_child("rumours", peers=peers, records=5))
         yield
 
 
@@ -103,7 +103,7 @@ def main() -> None:
     except KeyboardInterrupt:
         say("ended by Ctrl+C; what was measured is in scale.json")
         sys.exit(130)
-    except WorkerError as error:
+    except (WorkerError, subprocess.CalledProcessError) as error:
         sys.exit(f"a process of peers failed: {error}")
     draw(results, options.output / "scale.png")
     show(results)

@@ -1,17 +1,20 @@
 """Whole peers on the memory network in virtual time: matchmaking and discovery in runs larger than a machine can hold.
 
-Part of `benchmarks.scale`. A message takes 20 to 80 ms. Nothing is encoded or signed, and a record that many peers hold
-is one object, so that memory per peer is what its tables take.
+Part of `benchmarks.scale`, which runs each simulation in a process of its own. A message takes 20 to 80 ms. Nothing is
+encoded or signed, and a record that many peers hold is one object, so that memory per peer is what its tables take.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import statistics
+import subprocess
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -27,6 +30,7 @@ from averaging.discovery.spread import peer_hash
 from averaging.transport import virtual_time
 from averaging.transport.base import Transport
 from averaging.transport.memory import MemoryNetwork
+from benchmarks.allreduce import ROOT, say
 from benchmarks.gossip import Host, SizedIdentity, sees
 from benchmarks.scale_worker import resident_bytes
 
@@ -44,8 +48,6 @@ SETTLING = 5.0
 QUIET = GossipSettings(leave_timeout=0.001, peer_refresh=3000.0, peer_lifetime=3500.0, exchange_interval=6000.0)
 """Rumours alone: no sign of life and no exchange within the simulated time."""
 
-Say = Callable[[str], None]
-
 
 def first_bits(number: int, peers: int, group_size: int) -> str:
     """Group bits with which every key has `group_size` of `peers`, both powers of two, in this round and all others."""
@@ -53,9 +55,7 @@ def first_bits(number: int, peers: int, group_size: int) -> str:
     return format(number // group_size, f"0{digits}b") if digits > 0 else ""
 
 
-async def matchmaking(
-    peers: int, group_size: int, rounds: int, *, gossip: bool, one_key: bool, say: Say
-) -> dict[str, Any]:
+async def matchmaking(peers: int, group_size: int, rounds: int, *, gossip: bool, one_key: bool) -> dict[str, Any]:
     """Peers that all call `average` at the same moment, `rounds` times.
 
     Args:
@@ -149,7 +149,7 @@ def _acquaint(discoveries: Sequence[Any]) -> None:
             one._take(record, "the start")
 
 
-async def rumours(peers: int, records: int, *, say: Say) -> dict[str, Any]:
+async def rumours(peers: int, records: int) -> dict[str, Any]:
     """How long a fresh record takes to all members, and how many messages.
 
     All peers know all members, but hold no other records than the fresh ones, since those of N peers at N peers are N²;
@@ -203,3 +203,25 @@ async def rumours(peers: int, records: int, *, say: Say) -> dict[str, Any]:
         "bytes_per_peer": held / peers,
         "real_seconds": time.perf_counter() - real,
     }
+
+
+def in_child(name: str, **arguments: Any) -> dict[str, Any]:
+    """Runs the simulation of that name in a process of its own, so that no other one's memory is counted."""
+    command = [sys.executable, "-m", "benchmarks.scale_simulation", json.dumps({"name": name, **arguments})]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def main() -> None:
+    arguments = json.loads(sys.argv[1])
+    name = arguments.pop("name")
+    try:
+        found = virtual_time.run(matchmaking(**arguments) if name == "matchmaking" else rumours(**arguments))
+        print(json.dumps(found))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
