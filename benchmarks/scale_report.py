@@ -128,7 +128,7 @@ SIMULATED: dict[str, Any] = {
 RUMOURS: dict[str, Any] = {
     "s, median": lambda row: statistics.median(row["seconds"]),
     "max": lambda row: max(row["seconds"]),
-    "pushes /record": lambda row: max(row["pushes"]),
+    "pushes /record": lambda row: statistics.median(row["pushes"]),
     "s real": lambda row: row["real_seconds"],
 }
 
