@@ -17,7 +17,7 @@ import matplotlib.pyplot as plt
 from rich.console import Console
 from rich.table import Table
 
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#7F7F7F")
 
 Row = Mapping[str, Any]
 
@@ -152,10 +152,12 @@ def draw(results: Row, path: Path) -> None:
         )
         factors = (1e-3, 1.0, 1024.0) if real else (1.0, 1.0, 1.0)
         for (_, lines), name, factor in zip(panels, names, factors, strict=True):
+            if "shared" in label and "KiB" in name:
+                continue  # a table that all share is nobody's memory
             lines[label] = [(row["peers"], factor * columns[name](row)) for row in rows]
     figure, grid = plt.subplots(1, 3, figsize=(15, 4), layout="constrained")
     labels = list(dict.fromkeys(label for _, lines in panels for label in lines))
-    colours = dict(zip(labels, COLOURS * 2, strict=False))
+    colours = dict(zip(labels, COLOURS, strict=False))
     for axes, (title, lines) in zip(grid, panels, strict=True):
         for label, points in lines.items():
             axes.plot(*zip(*points, strict=True), marker="o", color=colours[label], label=label)
