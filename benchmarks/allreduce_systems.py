@@ -65,11 +65,11 @@ class System(Protocol):
 
 
 class Averaging:
-    """This library, with the options it has by itself."""
+    """This library, with the options it has by itself and those that are given."""
 
     packages = ("averaging", "grpcio", "protobuf")
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace, **peer_options: Any) -> None:
         from averaging.compression import parse_compression
         from averaging.peer import Peer
 
@@ -82,6 +82,7 @@ class Averaging:
             group_size=options.peers,
             min_group_size=options.peers,
             compression=parse_compression(options.codec),
+            **peer_options,
         )
 
     async def __aenter__(self) -> Self:

@@ -1,0 +1,258 @@
+"""How fast tensors are averaged over long and narrow links: this library beside Gloo and plain TCP, four peers.
+
+The links are emulated on this machine: each peer is in a network namespace, its upload and download limited by `tbf`,
+and every packet is held back for half the round trip. It needs root, `ip` and `tc` (Debian: iproute2) and /dev/net/tun:
+
+    sudo .venv/bin/python -m benchmarks.wan                              # all, about 25 minutes
+    sudo .venv/bin/python -m benchmarks.wan --settings 100x40 --mib 16   # the shortest, 1 minute
+
+Settings, all with four peers:
+    100x40     100 Mbit/s and 40 ms of round trip, 16 and 64 MiB
+    1000x50    1 Gbit/s and 50 ms, 64 and 256 MiB; 4 Gbit/s in sum keep two cores busy: look at the CPU seconds
+    uneven     1 Gbit/s but one peer 100 Mbit/s, and 50 ms, 64 MiB; with and without `bandwidth=` stated
+
+First, plain TCP streams tell what one peer's link and all links at once carry. From the former follows the limit: the
+bytes that a butterfly all-reduce must send, 2·S·(n-1)/n, at that rate, and two round trips; with uneven links the best
+that any shares allow. Then all systems take turns round by round, `raw` among them: the same bytes over plain TCP
+connections that have been idle as long as the others', which shows what TCP's slow start takes. Every round has fresh
+numbers and is compared with the true mean; the first is not counted. A round's seconds are those of its slowest peer.
+
+The results go to `wan.json`. The exit code is 1 if any round failed or was wrong, 2 if the links cannot be had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.allreduce import START_LIMIT, Worker, WorkerError, all_of, one_round, say
+from benchmarks.allreduce_report import machine
+from benchmarks.allreduce_worker import error_bound
+from benchmarks.wan_limits import MIB, SETTINGS, WIRE, Setting, best_shares, equal_shares, limit
+from benchmarks.wan_links import ROOT, LinkError, Links, check_tools
+from benchmarks.wan_report import show
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
+
+CALIBRATION_SECONDS = 6.0
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What is measured: a system with its options.
+
+    Attributes:
+        system: averaging, gloo or raw.
+        codec: of the values on the wire.
+        told: whether the peers state their bandwidth.
+    """
+
+    system: str
+    codec: str
+    told: bool = False
+
+    def __str__(self) -> str:
+        if self.system != "averaging":
+            return self.system
+        return f"averaging {self.codec}" + (", bandwidth stated" if self.told else "")
+
+
+def entries(setting: Setting, codecs: Sequence[str]) -> list[Entry]:
+    """What is measured in a setting."""
+    plain = [Entry("raw", "none", setting.uneven), Entry("gloo", "none")]
+    ours = [Entry("averaging", codec, told) for told in (False, True)[: 1 + setting.uneven] for codec in codecs]
+    return plain + ours
+
+
+class Bench:
+    """The links of one setting and who runs on them."""
+
+    def __init__(self, setting: Setting, links: Links) -> None:
+        self.setting, self._links = setting, links
+        self.hosts = [links.host(rank) for rank in range(len(setting.mbits))]
+
+    def _command(self, rank: int, module: str, *arguments: object) -> list[str]:
+        command = [*self._links.command(rank), sys.executable, "-m", module, "--rank", rank, *arguments]
+        return [str(word) for word in (*command, "--hosts", *self.hosts)]
+
+    async def calibrate(self, senders: int) -> list[float]:
+        """Bytes/s that each peer receives by plain TCP when the first so many send to all others."""
+        arguments = ("--senders", senders, "--seconds", CALIBRATION_SECONDS)
+        processes = [
+            await asyncio.create_subprocess_exec(
+                *self._command(rank, "benchmarks.wan_raw", *arguments), cwd=ROOT, stdout=subprocess.PIPE
+            )
+            for rank in range(len(self.hosts))
+        ]
+        try:
+            answers = await all_of([process.communicate() for process in processes])
+        finally:
+            for process in processes:
+                if process.returncode is None:
+                    process.kill()
+        if any(process.returncode for process in processes):
+            raise WorkerError("plain TCP streams did not run through; see above")
+        return [json.loads(out)["received"] for out, _ in answers]
+
+    @asynccontextmanager
+    async def running(self, entry: Entry, mib: int, parts: Sequence[float]) -> AsyncIterator[list[Worker]]:
+        """The peers of one system, each in its namespace, connected."""
+        workers: list[Worker] = []
+        with tempfile.TemporaryDirectory() as scratch, ExitStack() as files:
+
+            async def start(rank: int, join: str) -> None:
+                errors = files.enter_context(tempfile.TemporaryFile())
+                arguments = ["--peers", len(self.hosts), "--mib", mib, "--codec", entry.codec, "--join", join]
+                arguments += ["--parts", *parts]
+                if entry.told:
+                    arguments += ["--bandwidth", self.setting.mbits[rank] * 1e6 / 8]
+                process = await asyncio.create_subprocess_exec(
+                    *self._command(rank, "benchmarks.wan_worker", entry.system, *arguments),
+                    cwd=ROOT,
+                    env=ENVIRONMENT,
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=errors,
+                    start_new_session=True,
+                )
+                worker = Worker(process, errors)
+                workers.append(worker)
+                worker.started = await worker.expect("started", START_LIMIT)
+
+            try:
+                if entry.system == "averaging":
+                    await start(0, "")
+                    address = workers[0].started["address"]
+                    await all_of([start(rank, address) for rank in range(1, len(self.hosts))])
+                else:  # Gloo's peers meet in a file
+                    await all_of([start(rank, f"file://{scratch}/store") for rank in range(len(self.hosts))])
+                yield workers
+            finally:
+                await asyncio.shield(asyncio.gather(*(worker.end() for worker in workers)))
+
+    async def measure(self, listed: Sequence[Entry], mib: int, rounds: int, rates: Sequence[float]) -> dict[str, Any]:
+        """All systems at one size, in turns. One that breaks is left out from then on, and says why."""
+        best = best_shares(self.setting.mbits)
+        found: dict[str, dict[str, Any]] = {}
+        async with AsyncExitStack() as stack:
+            running: dict[Entry, list[Worker]] = {}
+
+            def broke(entry: Entry, error: WorkerError) -> None:
+                found[str(entry)]["broken"] = str(error)
+                say(f"  {entry} broke: {error}")
+
+            for entry in listed:
+                parts = best if entry.told else equal_shares(len(self.hosts))
+                nbytes = mib * MIB * WIRE[entry.codec]
+                found[str(entry)] = {
+                    "system": entry.system,
+                    "codec": entry.codec,
+                    "told": entry.told,
+                    "limit_seconds": limit(nbytes, rates, parts, self.setting.rtt),
+                    "optimum_seconds": limit(nbytes, rates, best, self.setting.rtt),
+                    "versions": {},
+                    "rounds": [],
+                    "broken": "",
+                }
+                try:
+                    running[entry] = await stack.enter_async_context(self.running(entry, mib, parts))
+                    found[str(entry)]["versions"] = running[entry][0].started["versions"]
+                except WorkerError as error:
+                    broke(entry, error)
+            for number in range(rounds + 1):
+                turn = number % max(1, len(running))
+                for entry in [*running][turn:] + [*running][:turn]:  # nobody always follows the same one
+                    try:
+                        done = await self._one_round(entry, running[entry])
+                    except WorkerError as error:
+                        broke(entry, error)
+                        del running[entry]
+                        continue
+                    found[str(entry)]["rounds"].append({"warm_up": number == 0} | done)
+                    say(
+                        f"  {f'round {number} of {rounds}' if number else 'warm-up'}, {entry}: "
+                        f"{done['allreduce_seconds']:.3f} s {done['failure']}"
+                    )
+        return {"mib": mib, "systems": found}
+
+    async def _one_round(self, entry: Entry, workers: Sequence[Worker]) -> dict[str, Any]:
+        self._links.late_ms()
+        if entry.system == "raw":  # it averages nothing that could be checked
+            averaged = await all_of([worker.do("average", "averaged") for worker in workers])
+            failure = next((one["failure"] for one in averaged if one["failure"]), "")
+            seconds = max(one["allreduce_seconds"] for one in averaged)
+            done = {"seconds": seconds, "allreduce_seconds": seconds, "failure": failure}
+        else:
+            done = await one_round(workers, error_bound(entry.codec, len(workers)))
+        return done | {"relay_late_ms": self._links.late_ms()}
+
+
+async def run(options: argparse.Namespace, name: str, links: Links, results: dict[str, Any]) -> None:
+    """One setting: calibration, then each size."""
+    setting = SETTINGS[name]
+    bench = Bench(setting, links)
+    say(f"{setting}: calibrating with plain TCP")
+    one, everybody = await bench.calibrate(1), await bench.calibrate(len(bench.hosts))
+    link = sum(one)  # all of it came from peer 0
+    efficiency = link / (setting.mbits[0] * 1e6 / 8)
+    rates = [mbit * 1e6 / 8 * efficiency for mbit in setting.mbits]
+    calibration = {
+        "link_mbit": link * 8 / 1e6,
+        "all_links_mbit": [rate * 8 / 1e6 for rate in everybody],
+        "relay_late_ms": links.late_ms(),
+        "tcp": links.tcp(),
+    }
+    say(f"  one link {link * 8 / 1e6:.0f} Mbit/s, all at once {statistics.mean(everybody) * 8 / 1e6:.0f} each")
+    for mib in options.mib or setting.mib:
+        say(f"{setting}, {mib} MiB")
+        done = await bench.measure(entries(setting, options.codecs), mib, options.rounds, rates)
+        case = {"setting": name, "title": f"{setting}, {mib} MiB", "uneven": setting.uneven}
+        results["cases"].append(case | {"calibration": calibration} | done)
+        (options.output / "wan.json").write_text(json.dumps(results, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), help="see above (all)")
+    parser.add_argument("--mib", type=int, nargs="+", help="MiB of float32 at each peer (as the setting has it)")
+    parser.add_argument(
+        "--codecs", nargs="+", choices=WIRE, default=list(WIRE), help="of this library (none fp16 int8)"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="after the warm-up (5)")
+    parser.add_argument(
+        "--congestion", metavar="NAME", help="TCP's congestion control at the peers, as cubic or bbr (the machine's)"
+    )
+    parser.add_argument("--output", type=Path, default=Path("runs/benchmarks"), help="folder of wan.json")
+    options = parser.parse_args()
+    if options.rounds < 1 or min(options.mib or [1]) < 1:
+        parser.error("there must be at least 1 MiB and 1 round")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl+C: what was set up is removed
+    try:
+        check_tools()
+        options.output.mkdir(parents=True, exist_ok=True)
+        results: dict[str, Any] = machine(ROOT) | {"rounds": options.rounds, "cases": []}
+        for name in options.settings:
+            with Links(SETTINGS[name], options.congestion) as links:
+                asyncio.run(run(options, name, links, results))
+    except (LinkError, WorkerError) as error:
+        print(f"The links cannot be measured: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    sys.exit(0 if show(results) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Delay for an emulated long link: a TUN device whose every packet comes back out of it a fixed time after it went in.
+
+The kernel's own delay (`netem`) is not in every kernel, and this needs none. It works on packets, so that it delays any
+protocol alike, and it neither limits the rate nor reorders. Packets come as the kernel has batched them (up to 64 KiB
+for TCP, with their checksums left open as on a real offloading card), which is what makes it fast enough.
+
+Run in a network namespace that routes into the device what is to be delayed. It says `ready` on stdout when the device
+is there, `{"late_ms": …}` with the worst delay beyond the wanted one for each line on stdin, and leaves at its end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import select
+import struct
+import sys
+import time
+from collections import deque
+
+TUNSETIFF, TUNSETOFFLOAD = 0x400454CA, 0x400454D0
+IFF_TUN, IFF_NO_PI, IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
+OFFLOADS = 0x01 | 0x02 | 0x04 | 0x08
+"""TUN_F_CSUM, TUN_F_TSO4, TUN_F_TSO6, TUN_F_TSO_ECN: packets may be read and written before TCP has cut them."""
+
+LARGEST = 66_000
+"""Bytes of a read: the largest IP packet, which a batch is for the device, and the header that says how it is cut."""
+
+AT_ONCE = 64
+"""Packets that are read before those that are due are looked at again."""
+
+
+class DelayQueue:
+    """Holds packets back for a fixed time, in order.
+
+    Args:
+        delay: seconds from when a packet is put in until it is due.
+    """
+
+    def __init__(self, delay: float) -> None:
+        self._delay = delay
+        self._packets: deque[tuple[float, bytes]] = deque()
+        self.late = 0.0
+        """The longest time by which a packet was taken out after it was due, in seconds."""
+
+    def __len__(self) -> int:
+        return len(self._packets)
+
+    def put(self, now: float, packet: bytes) -> None:
+        self._packets.append((now + self._delay, packet))
+
+    def take(self, now: float) -> bytes | None:
+        """The first packet, if it is due."""
+        if not self._packets or self._packets[0][0] > now:
+            return None
+        due, packet = self._packets.popleft()
+        self.late = max(self.late, now - due)
+        return packet
+
+    def wait(self, now: float) -> float | None:
+        """Seconds until the first packet is due; None if there is none."""
+        return max(0.0, self._packets[0][0] - now) if self._packets else None
+
+
+def open_tun(name: str) -> int:
+    """Makes the device and returns its file, which does not block."""
+    file = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    fcntl.ioctl(file, TUNSETIFF, struct.pack("16sH22x", name.encode(), IFF_TUN | IFF_NO_PI | IFF_VNET_HDR))
+    fcntl.ioctl(file, TUNSETOFFLOAD, OFFLOADS)
+    return file
+
+
+def relay(tun: int, queue: DelayQueue) -> None:
+    """Until stdin ends."""
+    clock = time.monotonic
+    while True:
+        readable, _, _ = select.select([tun, 0], [], [], queue.wait(clock()))
+        if 0 in readable:
+            if not os.read(0, 1024):
+                return
+            print(json.dumps({"late_ms": queue.late * 1000}), flush=True)
+            queue.late = 0.0
+        if tun in readable:
+            for _ in range(AT_ONCE):
+                try:
+                    packet = os.read(tun, LARGEST)
+                except BlockingIOError:
+                    break
+                queue.put(clock(), packet)
+        now = clock()
+        while (due := queue.take(now)) is not None:
+            try:
+                os.write(tun, due)
+            except OSError:  # the device is down, or the packet was one that cannot come back: lost
+                print("a packet was lost", file=sys.stderr)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="delay0", help="name of the TUN device (delay0)")
+    parser.add_argument("--delay", type=float, required=True, help="seconds, one way")
+    options = parser.parse_args()
+    tun = open_tun(options.device)
+    print("ready", flush=True)
+    relay(tun, DelayQueue(options.delay))
+
+
+if __name__ == "__main__":
+    main()
