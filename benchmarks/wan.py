@@ -8,7 +8,8 @@ and every packet is held back for half the round trip. It needs root, `ip` and `
 
 Settings, all with four peers:
     100x40     100 Mbit/s and 40 ms of round trip, 16 and 64 MiB
-    1000x50    1 Gbit/s and 50 ms, 64 and 256 MiB; 4 Gbit/s in sum keep two cores busy: look at the CPU seconds
+    300x50     300 Mbit/s and 50 ms, 64 MiB
+    1000x50    1 Gbit/s and 50 ms, 64 and 256 MiB; 4 Gbit/s in sum keep two cores busy: look at "busy"
     uneven     1 Gbit/s but one peer 100 Mbit/s, and 50 ms, 64 MiB; with and without `bandwidth=` stated
 
 First, plain TCP streams tell what one peer's link and all links at once carry. From the former follows the limit: the
@@ -31,6 +32,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -47,6 +49,14 @@ from benchmarks.wan_report import show
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
 
 CALIBRATION_SECONDS = 6.0
+
+CORES = os.cpu_count() or 1
+
+
+def idle_seconds() -> float:
+    """Of all cores since the start, whoever used them otherwise."""
+    idle, waiting = Path("/proc/stat").read_text().split(maxsplit=6)[4:6]
+    return (int(idle) + int(waiting)) / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +198,7 @@ class Bench:
         return {"mib": mib, "systems": found}
 
     async def _one_round(self, entry: Entry, workers: Sequence[Worker]) -> dict[str, Any]:
-        self._links.late_ms()
+        before, idle, begun = self._links.relay(), idle_seconds(), time.monotonic()
         if entry.system == "raw":  # it averages nothing that could be checked
             averaged = await all_of([worker.do("average", "averaged") for worker in workers])
             failure = next((one["failure"] for one in averaged if one["failure"]), "")
@@ -196,7 +206,13 @@ class Bench:
             done = {"seconds": seconds, "allreduce_seconds": seconds, "failure": failure}
         else:
             done = await one_round(workers, error_bound(entry.codec, len(workers)))
-        return done | {"relay_late_ms": self._links.late_ms()}
+        after = self._links.relay()
+        return done | {
+            "relay_late_ms": after["late_ms"],
+            "relay_cpu_seconds": after["cpu_seconds"] - before["cpu_seconds"],
+            # With what it takes to fill and check the tensors, which is outside of the round's seconds.
+            "machine_busy_seconds": (time.monotonic() - begun) * CORES - (idle_seconds() - idle),
+        }
 
 
 async def run(options: argparse.Namespace, name: str, links: Links, results: dict[str, Any]) -> None:
@@ -211,7 +227,7 @@ async def run(options: argparse.Namespace, name: str, links: Links, results: dic
     calibration = {
         "link_mbit": link * 8 / 1e6,
         "all_links_mbit": [rate * 8 / 1e6 for rate in everybody],
-        "relay_late_ms": links.late_ms(),
+        "relay": links.relay(),
         "tcp": links.tcp(),
     }
     say(f"  one link {link * 8 / 1e6:.0f} Mbit/s, all at once {statistics.mean(everybody) * 8 / 1e6:.0f} each")

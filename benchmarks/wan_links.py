@@ -88,14 +88,15 @@ class Links:
     def host(rank: int) -> str:
         return f"198.18.{rank}.2"
 
-    def late_ms(self) -> float:
-        """By how much the relay was late at worst since the last call."""
+    def relay(self) -> dict[str, float]:
+        """The relay's `cpu_seconds` so far, and `late_ms`, by how much it was late at worst since the last call."""
         assert self._relay is not None
         assert self._relay.stdin is not None
         assert self._relay.stdout is not None
         self._relay.stdin.write("\n")
         self._relay.stdin.flush()
-        return float(json.loads(self._relay.stdout.readline())["late_ms"])
+        answer: dict[str, float] = json.loads(self._relay.stdout.readline())
+        return answer
 
     def tcp(self) -> dict[str, str]:
         """What the peers' TCP is told."""
