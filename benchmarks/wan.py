@@ -102,7 +102,10 @@ class Bench:
         arguments = ("--senders", senders, "--seconds", CALIBRATION_SECONDS)
         processes = [
             await asyncio.create_subprocess_exec(
-                *self._command(rank, "benchmarks.wan_raw", *arguments), cwd=ROOT, stdout=subprocess.PIPE
+                *self._command(rank, "benchmarks.wan_raw", *arguments),
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
             )
             for rank in range(len(self.hosts))
         ]
@@ -112,6 +115,7 @@ class Bench:
             for process in processes:
                 if process.returncode is None:
                     process.kill()
+            await asyncio.shield(asyncio.gather(*(process.wait() for process in processes)))
         if any(process.returncode for process in processes):
             raise WorkerError("plain TCP streams did not run through; see above")
         return [json.loads(out)["received"] for out, _ in answers]

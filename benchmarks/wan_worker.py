@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+from typing import Any
 
 import torch
 
-from benchmarks.allreduce_systems import Averaging, Gloo, System
+from benchmarks.allreduce_systems import Averaging, Gloo
 from benchmarks.allreduce_worker import work
 from benchmarks.wan_raw import Raw
 
 
-def make(options: argparse.Namespace) -> System:
+def make(options: argparse.Namespace) -> Any:
+    """The `System` of that name."""
     match options.system:
         case "averaging":
             return Averaging(options, listen=f"{options.hosts[options.rank]}:0", bandwidth=options.bandwidth)
