@@ -9,7 +9,7 @@ and every packet is held back for half the round trip. It needs root, `ip` and `
 Settings, all with four peers:
     100x40     100 Mbit/s and 40 ms of round trip, 16 and 64 MiB
     300x50     300 Mbit/s and 50 ms, 64 MiB
-    1000x50    1 Gbit/s and 50 ms, 64 and 256 MiB; 4 Gbit/s in sum keep two cores busy: look at "busy"
+    1000x50    1 Gbit/s and 50 ms, 64 and 256 MiB; 4 Gbit/s in sum keep two cores busy: look at "machine s"
     uneven     1 Gbit/s but one peer 100 Mbit/s, and 50 ms, 64 MiB; with and without `bandwidth=` stated
 
 First, plain TCP streams tell what one peer's link and all links at once carry. From the former follows the limit: the
@@ -51,6 +51,9 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GL
 CALIBRATION_SECONDS = 6.0
 
 CORES = os.cpu_count() or 1
+
+BUSY_CORES = 0.2
+"""So much used by others is worth a warning."""
 
 
 def idle_seconds() -> float:
@@ -223,6 +226,11 @@ async def run(options: argparse.Namespace, name: str, links: Links, results: dic
     """One setting: calibration, then each size."""
     setting = SETTINGS[name]
     bench = Bench(setting, links)
+    idle = idle_seconds()
+    await asyncio.sleep(1)
+    others = CORES - (idle_seconds() - idle)
+    if others > BUSY_CORES:
+        say(f"The machine is busy with something else, {others:.1f} of {CORES} cores: the figures will tell of that")
     say(f"{setting}: calibrating with plain TCP")
     one, everybody = await bench.calibrate(1), await bench.calibrate(len(bench.hosts))
     link = sum(one)  # all of it came from peer 0
@@ -232,6 +240,7 @@ async def run(options: argparse.Namespace, name: str, links: Links, results: dic
         "link_mbit": link * 8 / 1e6,
         "all_links_mbit": [rate * 8 / 1e6 for rate in everybody],
         "relay": links.relay(),
+        "cores_busy_before": others,
         "tcp": links.tcp(),
     }
     say(f"  one link {link * 8 / 1e6:.0f} Mbit/s, all at once {statistics.mean(everybody) * 8 / 1e6:.0f} each")

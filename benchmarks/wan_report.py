@@ -67,9 +67,20 @@ def show(results: Mapping[str, Any]) -> bool:
         title="Seconds per all-reduce: median (least to most)",
         caption=f"{where['processor']}, {where['cores']} cores, {where['memory_gib']} GiB, {where['system']}; "
         f"commit {results['commit'][:10]}{results['commit'][40:]}; of limit: the limit by the median; "
-        "x uncompressed and x Gloo: times as fast, median of the ratios round by round; CPU s: of all peers",
+        "x uncompressed and x Gloo: times as fast, median of the ratios round by round; CPU s: of all peers; "
+        "machine s: of all cores, with the kernel's, the relay's and what fills and checks the tensors",
     )
-    for header in ("all-reduce", "limit", "of limit", "x uncompressed", "x Gloo", "whole step", "CPU s", "rounds"):
+    for header in (
+        "all-reduce",
+        "limit",
+        "of limit",
+        "x uncompressed",
+        "x Gloo",
+        "whole step",
+        "CPU s",
+        "machine s",
+        "rounds",
+    ):
         table.add_column(header, justify="right")
     for case in results["cases"]:
         table.add_section()
@@ -77,7 +88,7 @@ def show(results: Mapping[str, Any]) -> bool:
         rates = statistics.mean(found["all_links_mbit"])
         table.add_row(
             f"[bold]{case['title']}[/bold]\nplain TCP: one link {found['link_mbit']:.1f} Mbit/s, all {rates:.1f} each; "
-            f"{found['tcp']['tcp_congestion_control']}"
+            f"{found['tcp']['tcp_congestion_control']}; {found['cores_busy_before']:.1f} cores busy with something else"
         )
         for name, system in case["systems"].items():
             sound &= not system["broken"] and all(not one["failure"] for one in system["rounds"])
@@ -97,7 +108,7 @@ def show(results: Mapping[str, Any]) -> bool:
 def _row(case: Mapping[str, Any], system: Mapping[str, Any], rounds: int) -> Sequence[str]:
     good = counted(system)
     if not good:
-        return ("failed", *[""] * 6, f"0 of {rounds}")
+        return ("failed", *[""] * 7, f"0 of {rounds}")
     allowed, took = system["limit_seconds"], seconds(system)
     others = [case["systems"].get(other) for other in ("averaging none", "gloo")]
     return (
@@ -107,6 +118,7 @@ def _row(case: Mapping[str, Any], system: Mapping[str, Any], rounds: int) -> Seq
         *(_times(times(system, other)) if other else "" for other in others),
         f"{statistics.median(one['seconds'] for one in good):.3f}",
         f"{statistics.median(one['cpu_seconds'] for one in good):.2f}" if "cpu_seconds" in good[0] else "",
+        f"{statistics.median(one['machine_busy_seconds'] for one in good):.2f}",
         f"{len(good)} of {rounds}",
     )
 
