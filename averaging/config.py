@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import TypedDict
+from typing import TypeAlias, TypedDict
 
 from averaging.errors import ConfigError
 from averaging.group import CLIENT_PREFIX, Mode
@@ -17,6 +17,8 @@ from averaging.schema import ReplyForm
 DEFAULT_PART_SIZE_BYTES = 1 << 20
 """Smaller parts cost more per byte; larger ones gain nothing (docs/performance.md)."""
 
+
+FilePath: TypeAlias = "str | os.PathLike[str]"
 
 MAX_MATCHMAKING_TIME = 3000.0
 """Longest time of one declaration in seconds; discovery keeps no record longer than an hour."""
@@ -29,6 +31,17 @@ class NonFinite(StrEnum):
     """A peer does not start a round with such tensors, and reducers drop a sender whose part holds them."""
     ALLOW = "allow"
     """They are averaged like other numbers, and spread to all members."""
+
+
+class Inspection(StrEnum):
+    """Who may look into a peer: reflection, channelz, its status, and the list of discovery's records."""
+
+    ON = "on"
+    """Everybody who can connect, without a token too."""
+    TOKEN = "token"  # noqa: S105 - no password
+    """Those who have the run's token; everybody who can connect if the run has none."""
+    OFF = "off"
+    """Nobody: it is not served."""
 
 
 class PeerOptions(TypedDict, total=False):
@@ -53,6 +66,12 @@ class PeerOptions(TypedDict, total=False):
     share_state: bool
     in_place: bool
     receipts: str | os.PathLike[str] | None
+    tls_ca: FilePath | None
+    tls_cert: FilePath | None
+    tls_key: FilePath | None
+    token_file: FilePath | None
+    insecure: bool
+    inspection: Inspection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +101,12 @@ class PeerConfig:
             second set of tensors; a round that is cancelled leaves what had arrived by then. Not together with
             `share_state`, which keeps the last state whole for newcomers until the next one is.
         receipts: a file to which the receipt of every attempt is appended, one line of JSON each (docs/receipts.md).
+        tls_ca: file with the certificates of the authorities whose peers are believed, see `averaging ca`.
+        tls_cert: file with this peer's certificate, which must stand for the host at which others reach it.
+        tls_key: file with the certificate's private key. The three are given together, and all connections use TLS.
+        token_file: file with the run's tokens, one a line: the first is sent, all are accepted. It is read once.
+        insecure: whether other machines may connect although there is no TLS.
+        inspection: who may look into this peer.
 
     Raises:
         ConfigError: a value that cannot work; the message says which and why.
@@ -107,6 +132,12 @@ class PeerConfig:
     share_state: bool = True
     in_place: bool = False
     receipts: str | os.PathLike[str] | None = None
+    tls_ca: FilePath | None = None
+    tls_cert: FilePath | None = None
+    tls_key: FilePath | None = None
+    token_file: FilePath | None = None
+    insecure: bool = False
+    inspection: Inspection = Inspection.TOKEN
 
     def __post_init__(self) -> None:
         if not self.run_id or "." in self.run_id or not self.run_id.isprintable():
@@ -142,11 +173,28 @@ class PeerConfig:
             )
         if not 1024 <= self.part_size_bytes <= 1 << 28:
             raise ConfigError(f"part_size_bytes must be from 1 KiB to 256 MiB, not {self.part_size_bytes}")
+        check_tls_files(self.tls_ca, self.tls_cert, self.tls_key)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether only those take part in the run who have a certificate or a token."""
+        return self.tls_cert is not None or self.token_file is not None
 
 
 def option_names() -> frozenset[str]:
     """Every option but the run id, which is asked for by name everywhere."""
     return frozenset(field.name for field in fields(PeerConfig)) - {"run_id"}
+
+
+def check_tls_files(ca: FilePath | None, cert: FilePath | None, key: FilePath | None) -> None:
+    """Whether all files that TLS needs are given, or none of them.
+
+    Raises:
+        ConfigError: some are and some are not.
+    """
+    missing = [name for name, file in (("tls_ca", ca), ("tls_cert", cert), ("tls_key", key)) if file is None]
+    if 0 < len(missing) < 3:
+        raise ConfigError(f"TLS needs tls_ca, tls_cert and tls_key together; give {' and '.join(missing)} as well")
 
 
 def check_weight(weight: float) -> float:

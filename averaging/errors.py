@@ -57,12 +57,24 @@ class CallRefusedError(TransportError):
     """The peer answered that it will not or cannot serve this call."""
 
 
+class UnauthenticatedError(CallRefusedError):
+    """The peer's run wants a token, and this peer has none, or a wrong one."""
+
+
+class BusyError(AveragingError):
+    """This peer has as many calls in hand as it takes; the caller should turn to another peer, or come back later."""
+
+
 class ProtocolViolationError(AveragingError):
     """A peer sent what the protocol does not allow. The fault is the sender's."""
 
 
 class NonFiniteError(ProtocolViolationError):
     """A peer sent NaN or infinity where they are refused."""
+
+
+class ForeignEndpointError(ProtocolViolationError):
+    """A peer uses the endpoint of a host for which its certificate does not stand."""
 
 
 class RoundError(AveragingError):

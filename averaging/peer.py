@@ -14,7 +14,9 @@ from typing import Any, Protocol, Self, Unpack
 import torch
 
 from averaging.config import PeerConfig, PeerOptions, check_weight
+from averaging.credentials import read_credentials
 from averaging.discovery.base import Discovery
+from averaging.discovery.certified import CertifiedIdentity
 from averaging.discovery.gossip import GossipDiscovery
 from averaging.donors import Donors
 from averaging.errors import ClosedError, ConfigError, RoundError
@@ -96,6 +98,8 @@ class Peer:
         self._tensors = SharedTensors(tensors)
         self._own = self._topic_of(self._tensors)
         self.schema = self._own.schema
+        self._clock, self._rng = clock, rng or random.SystemRandom()
+        self._credentials = read_credentials(self.config, clock)
         is_client = self.config.mode is Mode.CLIENT
         self._snapshots = Snapshots(self._tensors, extra_state, shared=self.config.share_state and not is_client)
         self._transport = transport or GrpcTransport(
@@ -103,9 +107,10 @@ class Peer:
             self.config.advertise,
             # A part and its codec's tables, a few hundred records of discovery, or the largest metadata of a state.
             max_message_bytes=2 * self.config.part_size_bytes + (32 << 20),
+            credentials=self._credentials,
+            given=self.config.join,
         )
         self._make_discovery = discovery or self._gossip
-        self._clock, self._rng = clock, rng or random.SystemRandom()
         self._running: _Running | None = None
         self._averaging = False
 
@@ -406,12 +411,14 @@ class Peer:
         return self._running
 
     def _gossip(self, endpoint: str, transport: Transport) -> GossipDiscovery:
+        tls = self._credentials.tls
         return GossipDiscovery(
             self.run_id,
             endpoint,
             transport,
             join=self.config.join,
             join_timeout=self.config.join_timeout,
+            identity=CertifiedIdentity(tls, self._clock) if tls else None,
             clock=self._clock,
             rng=self._rng,
         )

@@ -1,4 +1,4 @@
-"""The command line: `averaging peer`, `state`, `watch` and `explain`.
+"""The command line: `averaging peer`, `state`, `watch`, `explain` and `ca`.
 
 Nothing here imports torch or grpc before a command runs, so that `--help` answers at once.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import click
 
+from averaging.cli.ca import ca_group
 from averaging.cli.explain import explain_command
 from averaging.cli.peer import peer_command
 from averaging.cli.state import state_command
@@ -39,6 +40,10 @@ def main() -> None:
       averaging peer a.safetensors --run-id demo --join 127.0.0.1:4222 --receipts a.jsonl
       averaging explain a.jsonl
 
+    \b
+    Between machines, let peers know each other by certificates of the run's own authority:
+      averaging ca init
+
     Exit codes: 0 done, 1 it could not be done, 2 wrong usage or unreadable input, 130 or 143 stopped by Ctrl+C or
     SIGTERM before it was done.
     """
@@ -48,6 +53,7 @@ main.add_command(peer_command)
 main.add_command(state_command)
 main.add_command(watch_command)
 main.add_command(explain_command)
+main.add_command(ca_group)
 
 for _command in (main, *main.commands.values()):
     # Docstrings are raw, so that click does not see its mark of a paragraph that is left as it is: a backspace.

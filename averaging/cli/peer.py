@@ -9,6 +9,7 @@ import click
 
 from averaging.cli.failures import SIGNALLED, WRONG_USAGE, Failure, Stopped, failure_of, starting
 from averaging.cli.options import COMPRESSIONS, address, address_to_dial, finite, group_bits, json_value, run_id
+from averaging.cli.security import SECURITY_OPTIONS, security_options
 
 if TYPE_CHECKING:
     from averaging.cli.files import Document, Output
@@ -127,6 +128,18 @@ SHARED_OPTIONS = frozenset({"group_size", "min_group_size", "group_bits", "compr
 )
 @click.option("--gather", type=json_value, metavar="JSON", help="Anything to tell the members of each round.")
 @click.option("--allow-non-finite", is_flag=True, help="Average NaN and infinity too; they spread to all members.")
+@security_options
+@click.option(
+    "--insecure",
+    is_flag=True,
+    help="Let other machines connect without TLS: whoever can reach this peer, or a line between, reads and writes.",
+)
+@click.option(
+    "--inspection",
+    default="token",
+    type=click.Choice(["on", "token", "off"]),
+    help="Who may look into this peer (status, reflection, channelz, records): everybody, token holders, nobody.",
+)
 @click.option("--no-share-state", is_flag=True, help="Do not let others download the tensors.")
 @click.option(
     "--in-place",
@@ -163,12 +176,14 @@ def peer_command(
       averaging peer b.safetensors --run-id demo --join 127.0.0.1:4222 --output b-mean.safetensors
 
     \b
-    Reachable from other machines, behind a router that forwards port 4222:
-      averaging peer a.safetensors --run-id demo --listen 0.0.0.0:4222 --advertise example.org:4222 --serve
+    Reachable from other machines, behind a router that forwards port 4222; `averaging ca` makes the certificates:
+      averaging peer a.safetensors --run-id demo --listen 0.0.0.0:4222 --advertise example.org:4222 --serve \
+        --tls-ca ca.pem --tls-cert a.pem --tls-key a.key
 
     \b
     Behind a firewall, for a program that reads events, twice as heavy as others:
-      averaging peer b.safetensors --run-id demo --join example.org:4222 --client-mode --weight 2 --json
+      averaging peer b.safetensors --run-id demo --join example.org:4222 --client-mode --weight 2 --json \
+        --tls-ca ca.pem --tls-cert b.pem --tls-key b.key
 
     \b
     With a receipt of every attempt, to see later who was slow or lost, and why:
@@ -305,7 +320,7 @@ def _session(
 
 
 def _peer_options(given: dict[str, Any]) -> PeerOptions:
-    from averaging.config import NonFinite
+    from averaging.config import Inspection, NonFinite
     from averaging.group import Mode
     from averaging.messages import CompressionType
     from averaging.schema import ReplyForm
@@ -329,6 +344,12 @@ def _peer_options(given: dict[str, Any]) -> PeerOptions:
         "share_state": not given["no_share_state"],
         "in_place": given["in_place"],
         "receipts": given["receipts"],
+        "tls_ca": given["tls_ca"],
+        "tls_cert": given["tls_cert"],
+        "tls_key": given["tls_key"],
+        "token_file": given["token_file"],
+        "insecure": given["insecure"],
+        "inspection": Inspection(given["inspection"]),
     }
     if given["listen"]:
         options["listen"] = given["listen"]
@@ -340,6 +361,7 @@ def _join_command(file: Path, given: dict[str, Any]) -> list[str]:
     command = ["averaging", "peer", str(file), "--run-id", given["run_id"]]
     for parameter in peer_command.params:
         name = str(parameter.name)
-        if name in SHARED_OPTIONS and given[name] != parameter.default:
+        shared = name in SHARED_OPTIONS and given[name] != parameter.default
+        if shared or (name in SECURITY_OPTIONS and given[name] is not None):
             command += [parameter.opts[0], str(given[name])]
     return command

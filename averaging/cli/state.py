@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from averaging.cli.failures import SIGNALLED, Failure, Stopped, failure_of, starting
 from averaging.cli.options import address_to_dial, finite
+from averaging.cli.security import credentials_of, security_options
 
 if TYPE_CHECKING:
     from averaging.cli.report import Report
     from averaging.cli.signals import Stop
+    from averaging.credentials import Credentials
     from averaging.state import State, StateReader
 
 MAX_MESSAGE_BYTES = 64 << 20
@@ -42,12 +44,20 @@ VERSION_KEY, USER_KEY, PACKED_USER_KEY = "averaging.version", "averaging.user", 
     metavar="BYTES",
     help="Refuse a larger state; it is held in memory.",
 )
+@security_options
 @click.option("--json", "as_json", is_flag=True, help="Tell every event as one JSON object a line.")
 @click.option(
     "-v", "--verbose", count=True, show_default=False, help="Log to stderr what happens; -vv logs everything."
 )
 def state_command(
-    address: str, output: Path, overwrite: bool, timeout: float, max_bytes: int, as_json: bool, verbose: int
+    address: str,
+    output: Path,
+    overwrite: bool,
+    timeout: float,
+    max_bytes: int,
+    as_json: bool,
+    verbose: int,
+    **given: Any,
 ) -> None:
     r"""Downloads the state of the peer at HOST:PORT and writes it to a safetensors file.
 
@@ -74,17 +84,30 @@ def state_command(
         report = Report(as_json=as_json)
         # A failed download is told once, as the error that it is.
         with report.logging(verbose, quiet="averaging.state"), report.failures():
-            _run(address, output, overwrite, timeout, max_bytes, report)
+            _run(address, output, overwrite, timeout, max_bytes, given, report)
 
 
-def _run(address: str, path: Path, overwrite: bool, timeout: float, max_bytes: int, report: Report) -> None:
+def _run(
+    address: str,
+    path: Path,
+    overwrite: bool,
+    timeout: float,
+    max_bytes: int,
+    given: dict[str, Any],
+    report: Report,
+) -> None:
     from averaging.cli import events, signals, words
     from averaging.cli.files import Output
+    from averaging.errors import AveragingError
 
+    try:
+        credentials = credentials_of(given)
+    except AveragingError as error:
+        raise failure_of(error) from None
     output = Output(path, overwrite=overwrite)
 
     async def fetch(_: Stop) -> State:
-        state = await _download(address, timeout, max_bytes, report)
+        state = await _download(address, credentials, timeout, max_bytes, report)
         output.write(state.tensors, _metadata(state))
         return state
 
@@ -101,7 +124,7 @@ def _run(address: str, path: Path, overwrite: bool, timeout: float, max_bytes: i
     )
 
 
-async def _download(address: str, timeout: float, max_bytes: int, report: Report) -> State:
+async def _download(address: str, credentials: Credentials, timeout: float, max_bytes: int, report: Report) -> State:
     from averaging.cli import events, words
     from averaging.errors import AveragingError
     from averaging.state import download
@@ -121,7 +144,7 @@ async def _download(address: str, timeout: float, max_bytes: int, report: Report
                 )
             advance(reader.received, reader.nbytes)
 
-        transport = GrpcTransport(None, max_message_bytes=MAX_MESSAGE_BYTES)
+        transport = GrpcTransport(None, max_message_bytes=MAX_MESSAGE_BYTES, credentials=credentials, given=[address])
         await transport.bind()
         try:
             state, _ = await download(

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 
+from averaging.credentials import Credentials
 from averaging.messages import (
     AveragingData,
     CompressionType,
@@ -188,10 +189,14 @@ class FakeGossip:
 
 @asynccontextmanager
 async def serving(
-    service: FakePeer, gossip: FakeGossip | None = None, listen: str = "127.0.0.1:0", limit: int = MAX_MESSAGE_BYTES
+    service: FakePeer,
+    gossip: FakeGossip | None = None,
+    listen: str = "127.0.0.1:0",
+    limit: int = MAX_MESSAGE_BYTES,
+    credentials: Credentials | None = None,
 ) -> AsyncIterator[tuple[GrpcTransport, str]]:
     """A transport that serves, and its endpoint."""
-    transport = GrpcTransport(listen, max_message_bytes=limit)
+    transport = GrpcTransport(listen, max_message_bytes=limit, credentials=credentials)
     endpoint = await transport.bind()
     try:
         await transport.serve(service, gossip)
@@ -201,9 +206,11 @@ async def serving(
 
 
 @asynccontextmanager
-async def client(limit: int = MAX_MESSAGE_BYTES) -> AsyncIterator[GrpcTransport]:
+async def client(
+    limit: int = MAX_MESSAGE_BYTES, credentials: Credentials | None = None
+) -> AsyncIterator[GrpcTransport]:
     """A transport that only calls."""
-    transport = GrpcTransport(None, max_message_bytes=limit)
+    transport = GrpcTransport(None, max_message_bytes=limit, credentials=credentials)
     try:
         yield transport
     finally:

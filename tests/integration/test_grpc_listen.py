@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from averaging.config import is_endpoint
+from averaging.credentials import Credentials
 from averaging.errors import ClosedError, ConfigError, ListenError, PeerUnreachableError
 from averaging.messages import JoinRequest, MessageFromLeader
 from averaging.transport.base import Transport
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 
 
 def transport(listen: str | None, advertise: str | None = None) -> GrpcTransport:
-    return GrpcTransport(listen, advertise, max_message_bytes=MAX_MESSAGE_BYTES)
+    return GrpcTransport(listen, advertise, max_message_bytes=MAX_MESSAGE_BYTES, credentials=Credentials(insecure=True))
 
 
 async def bound(listen: str | None, advertise: str | None = None) -> str:

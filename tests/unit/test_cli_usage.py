@@ -16,10 +16,11 @@ from safetensors.torch import save_file
 
 import averaging
 from averaging.cli import main
+from averaging.cli.ca import ca_group
 from averaging.cli.failures import Failure, failure_of, starting
 from averaging.cli.options import COMPRESSIONS
 from averaging.cli.peer import SHARED_OPTIONS, _join_command, peer_command
-from averaging.config import PeerConfig
+from averaging.config import Inspection, PeerConfig
 from averaging.errors import ConfigError, ListenError, StateError
 from averaging.messages import CompressionType
 from averaging.schema import ReplyForm
@@ -73,6 +74,11 @@ WRONG_VALUES = [
     (["--auxiliary", "--output", "out.safetensors"], "--auxiliary", "leave --output out"),
     (["--receipts", "in.safetensors"], "--receipts", "holds something other than receipts; give another name"),
     (["--listen", "0.0.0.0:0"], "0.0.0.0:0", "give --advertise as well"),
+    (["--listen", "0.0.0.0:0", "--advertise", "a:1"], "0.0.0.0:0", "give --tls-ca, --tls-cert and --tls-key"),
+    (["--listen", "0.0.0.0:0", "--advertise", "a:1"], "0.0.0.0:0", "or --insecure where"),
+    (["--tls-ca", "ca.pem"], "--tls-ca", "give --tls-cert and --tls-key as well"),
+    (["--tls-ca", "ca.pem", "--tls-cert", "a.pem", "--tls-key", "a.key"], "--tls-ca ca.pem", "cannot be read"),
+    (["--token-file", "token"], "--token-file token", "cannot be read"),
 ]
 
 
@@ -148,17 +154,22 @@ def test_defaults_are_those_of_the_library() -> None:
     assert ours["part_size"] == theirs["part_size_bytes"]
     assert CompressionType[str(ours["compression"]).upper()] == theirs["compression"]
     assert ours["reply"] == theirs["reply"]
+    assert ours["inspection"] == theirs["inspection"]
     (listen,) = (parameter for parameter in peer_command.params if parameter.name == "listen")
     assert str(theirs["listen"]) in str(getattr(listen, "help", ""))
 
 
 def test_choices_are_those_of_the_library() -> None:
     choices = {str(p.name): list(p.type.choices) for p in peer_command.params if isinstance(p.type, click.Choice)}
-    assert choices == {"compression": COMPRESSIONS, "reply": [form.value for form in ReplyForm]}
+    assert choices == {
+        "compression": COMPRESSIONS,
+        "reply": [form.value for form in ReplyForm],
+        "inspection": [who.value for who in Inspection],
+    }
     assert [CompressionType[name.upper()] for name in COMPRESSIONS] == list(CompressionType)
 
 
-@pytest.mark.parametrize("command", [[], ["peer"], ["state"]], ids=str)
+@pytest.mark.parametrize("command", [[], ["peer"], ["state"], ["ca"], ["ca", "init"], ["ca", "issue"]], ids=str)
 def test_every_help_has_examples_and_exit_codes(command: list[str]) -> None:
     result = CliRunner().invoke(main, [*command, "--help"])
     assert result.exit_code == 0
@@ -167,7 +178,7 @@ def test_every_help_has_examples_and_exit_codes(command: list[str]) -> None:
 
 
 def test_every_option_is_explained() -> None:
-    for command in main.commands.values():
+    for command in [*main.commands.values(), *ca_group.commands.values()]:
         for parameter in command.params:
             if isinstance(parameter, click.Option):
                 assert parameter.help, f"{command.name} {parameter.opts}"
@@ -191,6 +202,9 @@ def test_the_command_that_joins_repeats_what_must_be_the_same() -> None:
         *("--group-size", "4", "--compression", "float16"),
     ]
     assert {str(parameter.name) for parameter in peer_command.params} >= SHARED_OPTIONS
+    context = peer_command.make_context("peer", ["a", "--run-id", "demo", "--tls-ca", "ca.pem", "--token-file", "t"])
+    command = _join_command(context.params["file"], context.params)
+    assert command[5:] == ["--tls-ca", "ca.pem", "--token-file", "t"]
 
 
 def test_errors_of_the_library_speak_of_options() -> None:

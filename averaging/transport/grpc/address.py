@@ -7,6 +7,7 @@ import errno
 import ipaddress
 import socket
 
+from averaging.addresses import is_loopback
 from averaging.config import parse_address
 from averaging.errors import ConfigError, ListenError
 
@@ -18,12 +19,17 @@ _REMEDIES = {
 }
 
 
-async def check_listen(address: str, advertise: str | None) -> None:
+async def check_listen(address: str, advertise: str | None, *, exposed: bool = True) -> None:
     """Returns if `address` can be listened on at this moment.
+
+    Args:
+        address: `host:port` to listen on.
+        advertise: at which others reach this peer, if that differs.
+        exposed: whether other machines may connect.
 
     Raises:
         ListenError: it cannot; the error says why and what to do.
-        ConfigError: others cannot dial it, or not the address that is advertised instead.
+        ConfigError: others cannot dial it, or not the address that is advertised instead; or they can and may not.
     """
     host, port = parse_address(address)
     try:
@@ -39,6 +45,12 @@ async def check_listen(address: str, advertise: str | None) -> None:
         raise ConfigError(
             f"{address} means all addresses of this machine, which others cannot dial; "
             "give `advertise` as well, HOST:PORT at which they reach this peer (port 0 for the one listened on)"
+        )
+    if not exposed and not all(map(is_loopback, hosts)):
+        raise ConfigError(
+            f"other machines can connect to {address}, and nothing would keep them from reading and changing what the "
+            "peers say: give tls_ca, tls_cert and tls_key (`averaging ca` makes them), or insecure=True where every "
+            "machine that can connect is to be trusted"
         )
     failures = [failure for family, _, _, _, where in found if (failure := _try_to_bind(family, where))]
     taken = any(failure.errno == errno.EADDRINUSE for failure in failures)

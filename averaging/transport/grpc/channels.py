@@ -12,9 +12,12 @@ from urllib.parse import quote
 import grpc
 
 from averaging.config import is_endpoint, parse_address
+from averaging.credentials import Credentials
 from averaging.errors import ClosedError, PeerUnreachableError, ProtocolViolationError
 from averaging.group import CLIENT_PREFIX
+from averaging.transport.grpc.dialling import Dialling
 from averaging.transport.grpc.options import Options
+from averaging.transport.grpc.security import call_metadata, channel_credentials
 
 Started = TypeVar("Started", bound=grpc.aio.Call)
 
@@ -44,10 +47,25 @@ class Line:
 
 
 class Channels:
-    """Opens channels as they are needed, and closes those that are broken or have long been unused."""
+    """Opens channels as they are needed, and closes those that are broken or have long been unused.
 
-    def __init__(self, options: Options, max_idle: int = MAX_IDLE) -> None:
+    Attributes:
+        metadata: goes with every call.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        max_idle: int = MAX_IDLE,
+        *,
+        credentials: Credentials | None = None,
+        dialling: Dialling | None = None,
+    ) -> None:
+        credentials = credentials or Credentials()
         self._options = options
+        self._credentials = channel_credentials(credentials.tls) if credentials.tls else None
+        self._dialling = dialling or Dialling()
+        self.metadata = call_metadata(credentials.tokens)
         self._max_idle = max_idle
         self._lines: dict[str, Line] = {}  # the least recently used first
         self._replaced: set[Line] = set()  # broken, with calls that have not ended yet
@@ -61,9 +79,12 @@ class Channels:
         one would go on dialling for ever and answer with its last failure meanwhile.
 
         Raises:
-            ProtocolViolationError: nobody can be called by this name.
+            ProtocolViolationError: nobody can be called by this name, or may be.
             ClosedError: `close` was called.
         """
+        if endpoint not in self._lines:
+            target(endpoint)  # before any look-up
+            await self._dialling.check(endpoint)
         line = self._line_to(endpoint)
         line.users += 1
         try:
@@ -82,9 +103,14 @@ class Channels:
             raise ClosedError(f"{endpoint} cannot be called: this peer has been closed")
         line = self._lines.pop(endpoint, None)
         if line is None:
-            line = Line(grpc.aio.insecure_channel(target(endpoint), self._options))
+            line = Line(self._open(target(endpoint)))
         self._lines[endpoint] = line
         return line
+
+    def _open(self, where: str) -> grpc.aio.Channel:
+        if self._credentials is None:
+            return grpc.aio.insecure_channel(where, self._options)
+        return grpc.aio.secure_channel(where, self._credentials, self._options)
 
     async def _tidy(self) -> None:
         for line in [line for line in self._replaced if not line.users]:

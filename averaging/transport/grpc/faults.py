@@ -5,6 +5,9 @@
 | nobody there, connection lost     | UNAVAILABLE         | PeerUnreachableError                         |
 | it ends calls, or loses a peer    | CANCELLED           | PeerUnreachableError                         |
 | ProtocolViolationError            | INVALID_ARGUMENT    | CallRefusedError with its words              |
+| its run wants a token             | UNAUTHENTICATED     | UnauthenticatedError                         |
+| ForeignEndpointError              | PERMISSION_DENIED   | CallRefusedError with its words              |
+| BusyError                         | RESOURCE_EXHAUSTED  | CallRefusedError with its words              |
 | another AveragingError            | FAILED_PRECONDITION | CallRefusedError with its words              |
 | any other exception               | INTERNAL            | CallRefusedError; the traceback stays there  |
 | no such service                   | UNIMPLEMENTED       | CallRefusedError                             |
@@ -25,9 +28,12 @@ import grpc
 
 from averaging.errors import (
     AveragingError,
+    BusyError,
     CallRefusedError,
+    ForeignEndpointError,
     PeerUnreachableError,
     ProtocolViolationError,
+    UnauthenticatedError,
 )
 
 logger = logging.getLogger("averaging.transport")
@@ -43,12 +49,26 @@ _UNREACHABLE = {
     grpc.StatusCode.DEADLINE_EXCEEDED: "no answer in time",
 }
 
+_LOST = "connection lost"
+
 _REASONS = (
+    ("wrong_version_number", "it does not speak TLS: start both peers with TLS, or both without"),
+    (
+        "hostname verification",
+        "its certificate does not stand for this host: issue it another (averaging ca issue)",
+    ),
+    ("certificate has expired", "its certificate has expired: issue it another one (averaging ca issue)"),
+    ("certificate is not yet valid", "its certificate is not valid yet: check the clocks"),
+    (
+        "certificate_verify_failed",
+        "its certificate is not of an authority in tls_ca: a run has one for all its peers",
+    ),
+    ("handshake failed", "no TLS connection came about: check the certificates of both"),
     ("ping timeout", "connection lost: no answer to pings"),
-    ("stream removed", "connection lost"),
-    ("socket closed", "connection lost"),
-    ("connection reset", "connection lost"),
-    ("broken pipe", "connection lost"),
+    ("stream removed", _LOST),
+    ("socket closed", _LOST),
+    ("connection reset", _LOST),
+    ("broken pipe", _LOST),
     ("too many pings", "connection lost: it takes no pings"),
     ("connection refused", "connection refused"),
     ("domain name not found", "unknown host"),
@@ -81,6 +101,10 @@ def error_of_call(endpoint: str, error: grpc.aio.AioRpcError) -> AveragingError:
             return ProtocolViolationError(f"{endpoint} sent a message of {nbytes} bytes; {limit} are allowed")
         return CallRefusedError(endpoint, f"{_TOO_LARGE_WORDS[where]}: {nbytes} bytes, and {limit} are allowed")
     reason = next((reason for words, reason in _REASONS if words in details.lower()), "")
+    if reason == _LOST and details.lower().startswith("failed to connect"):
+        reason = "it hung up at once; do both use TLS, with certificates of one authority?"
+    if code is grpc.StatusCode.UNAUTHENTICATED:
+        return UnauthenticatedError(endpoint, "its run wants a token that was not sent: give token_file with one")
     if code in _UNREACHABLE:
         return PeerUnreachableError(endpoint, reason or _UNREACHABLE[code])
     if code is grpc.StatusCode.UNIMPLEMENTED:
@@ -130,6 +154,10 @@ async def refuse(context: grpc.aio.ServicerContext[Any, Any], path: str, error: 
     """Ends a call at the callee, after `error`; the caller is told as much as is its business."""
     if isinstance(error, grpc.aio.BaseError):
         code, words = None, str(error)
+    elif isinstance(error, ForeignEndpointError):
+        code, words = grpc.StatusCode.PERMISSION_DENIED, str(error)
+    elif isinstance(error, BusyError):
+        code, words = grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)
     elif isinstance(error, ProtocolViolationError):
         code, words = grpc.StatusCode.INVALID_ARGUMENT, str(error)
     elif isinstance(error, AveragingError):

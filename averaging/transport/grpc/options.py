@@ -19,6 +19,27 @@ WINDOW_BYTES = 1 << 23
 
 Fixed: to probe for it, as gRPC does by itself, costs 4 % on a fast link and begins small on a long one."""
 
+HANDSHAKE_SECONDS = 10.0
+"""Within this whoever connects must have shown that it speaks HTTP/2, and TLS where that is wanted."""
+
+IDLE_SECONDS = 600.0
+"""A connection without calls is closed after so long; the next call opens another one."""
+
+MAX_METADATA_BYTES = 8 << 10
+"""Headers of one call; a token and gRPC's own take a tenth of it."""
+
+MAX_STREAMS = 128
+"""Calls in progress on one connection; a peer has a few in each round, and a few of discovery. More wait."""
+
+MAX_CONNECTIONS = 4096
+"""Connections of others at once: a few thousand peers are as many as discovery carries. More are turned away."""
+
+MAX_CALLS_PER_HOST = 1024
+"""Calls in progress from one address; several peers may stand behind it."""
+
+WRITE_SECONDS, WRITE_BYTES_PER_SECOND = 60.0, 16 << 10
+"""A caller that takes no message in this time, or takes it more slowly, is given up."""
+
 Options = list[tuple[str, int]]
 
 
@@ -26,6 +47,10 @@ def server_options(max_message_bytes: int) -> Options:
     """For the listening side."""
     return [
         *_common(max_message_bytes),
+        ("grpc.max_concurrent_streams", MAX_STREAMS),
+        ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+        ("grpc.server_handshake_timeout_ms", _milliseconds(HANDSHAKE_SECONDS)),
+        ("grpc.max_connection_idle_ms", _milliseconds(IDLE_SECONDS)),
         ("grpc.so_reuseport", 0),  # else two processes share a port, each with half of the connections
         # It takes pings as often as others send them; by default, once in 5 minutes, it would end a quiet call.
         ("grpc.http2.min_ping_interval_without_data_ms", _milliseconds(KEEPALIVE_SECONDS / 2)),
@@ -51,6 +76,9 @@ def _common(max_message_bytes: int) -> Options:
     return [
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
+        # Up to the first they pass, above the second they do not, and between the two chance decides.
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.keepalive_time_ms", _milliseconds(KEEPALIVE_SECONDS)),
         # gRPC makes it the socket's TCP_USER_TIMEOUT: the kernel's acknowledgements count. The answer to a ping may
         # take a minute, for it waits behind the parts that a slow link has not sent yet.

@@ -13,7 +13,9 @@ from grpc_channelz.v1 import channelz, channelz_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from averaging.errors import ListenError
+from averaging.config import Inspection
+from averaging.credentials import Credentials
+from averaging.errors import ListenError, ProtocolViolationError
 from averaging.messages import Record
 from averaging.observe.status import PeerStatus
 from averaging.schema import Schema
@@ -21,7 +23,10 @@ from averaging.transport.base import AveragingService, GossipService
 from averaging.transport.grpc import methods
 from averaging.transport.grpc.faults import refuse
 from averaging.transport.grpc.methods import Method
-from averaging.transport.grpc.options import server_options
+from averaging.transport.grpc.options import WRITE_BYTES_PER_SECOND, WRITE_SECONDS, server_options
+from averaging.transport.grpc.security import Callers, Gate, server_credentials
+
+logger = logging.getLogger("averaging.transport")
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
@@ -47,7 +52,7 @@ END_DOUBT_SECONDS = 0.02
 class Server:
     """Listens from its making on, and answers from `start` on."""
 
-    def __init__(self, address: str, max_message_bytes: int) -> None:
+    def __init__(self, address: str, max_message_bytes: int, credentials: Credentials | None = None) -> None:
         """Takes the port.
 
         Raises:
@@ -55,9 +60,14 @@ class Server:
         """
         logging.getLogger("grpc._cython.cygrpc").addFilter(_LOST_ENDS)
         self._calls = _Calls()
-        self._server = grpc.aio.server(options=server_options(max_message_bytes), interceptors=[self._calls])
+        self._credentials = credentials = credentials or Credentials()
+        interceptors = [self._calls, Gate(credentials)]
+        self._server = grpc.aio.server(options=server_options(max_message_bytes), interceptors=interceptors)
         try:
-            self.port = self._server.add_insecure_port(address)
+            if credentials.tls is None:
+                self.port = self._server.add_insecure_port(address)
+            else:
+                self.port = self._server.add_secure_port(address, server_credentials(credentials.tls))
         except RuntimeError:
             self.port = 0
         if self.port == 0:
@@ -66,7 +76,13 @@ class Server:
 
     async def start(self, averaging: AveragingService, gossip: GossipService | None) -> None:
         """Starts to answer calls."""
-        handlers = _averaging_handlers(averaging) | (_gossip_handlers(gossip) if gossip is not None else {})
+        callers = Callers(authenticated=self._credentials.tls is not None)
+        handlers = _averaging_handlers(averaging, callers)
+        if gossip is not None:
+            handlers |= _gossip_handlers(gossip, callers)
+        if self._credentials.inspection is Inspection.OFF:
+            for method in (methods.GET_STATUS, methods.GET_SCHEMA, methods.LIST_RECORDS):
+                handlers.pop(method, None)
         services: dict[str, dict[str, grpc.RpcMethodHandler[Any, Any]]] = {}
         for method, handler in handlers.items():
             services.setdefault(method.service, {})[method.name] = handler
@@ -82,6 +98,8 @@ class Server:
         for service in services:  # "", the whole, serves from the start
             await servicer.set(service, health_pb2.HealthCheckResponse.SERVING)
         health_pb2_grpc.add_HealthServicer_to_server(servicer, self._server)
+        if self._credentials.inspection is Inspection.OFF:
+            return
         channelz.add_channelz_servicer(self._server)
         channelz_name = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name
         names = [*services, health.SERVICE_NAME, channelz_name, reflection.SERVICE_NAME]
@@ -125,7 +143,7 @@ class _Calls(grpc.aio.ServerInterceptor):
             await asyncio.wait(self._tasks)
 
 
-def _averaging_handlers(service: AveragingService) -> Handlers:
+def _averaging_handlers(service: AveragingService, callers: Callers) -> Handlers:
     async def get_status(_: None) -> PeerStatus:
         return service.get_status()
 
@@ -133,33 +151,34 @@ def _averaging_handlers(service: AveragingService) -> Handlers:
         return service.get_schema()
 
     return {
-        methods.JOIN_GROUP: _stream(methods.JOIN_GROUP, service.join_group),
-        methods.AGGREGATE_PART: _both_ways(methods.AGGREGATE_PART, service.aggregate_part),
-        methods.DOWNLOAD_STATE: _stream(methods.DOWNLOAD_STATE, lambda _: service.download_state()),
-        methods.GET_STATUS: _unary(methods.GET_STATUS, get_status),
-        methods.GET_SCHEMA: _unary(methods.GET_SCHEMA, get_schema),
-        methods.WATCH_ROUNDS: _stream(methods.WATCH_ROUNDS, service.watch_rounds),
+        methods.JOIN_GROUP: _stream(methods.JOIN_GROUP, callers, service.join_group),
+        methods.AGGREGATE_PART: _both_ways(methods.AGGREGATE_PART, callers, service.aggregate_part),
+        methods.DOWNLOAD_STATE: _stream(methods.DOWNLOAD_STATE, callers, lambda _: service.download_state()),
+        methods.GET_STATUS: _unary(methods.GET_STATUS, callers, get_status),
+        methods.GET_SCHEMA: _unary(methods.GET_SCHEMA, callers, get_schema),
+        methods.WATCH_ROUNDS: _stream(methods.WATCH_ROUNDS, callers, service.watch_rounds),
     }
 
 
-def _gossip_handlers(service: GossipService) -> Handlers:
+def _gossip_handlers(service: GossipService, callers: Callers) -> Handlers:
     async def list_records(key: str) -> tuple[Record, ...]:
         return service.list_records(key)
 
     return {
-        methods.EXCHANGE: _stream(methods.EXCHANGE, service.exchange),
-        methods.PUSH: _unary(methods.PUSH, lambda request: service.push(*request)),
-        methods.SUBSCRIBE: _stream(methods.SUBSCRIBE, service.subscribe),
-        methods.LIST_RECORDS: _unary(methods.LIST_RECORDS, list_records),
+        methods.EXCHANGE: _stream(methods.EXCHANGE, callers, service.exchange),
+        methods.PUSH: _unary(methods.PUSH, callers, lambda request: service.push(*request)),
+        methods.SUBSCRIBE: _stream(methods.SUBSCRIBE, callers, service.subscribe),
+        methods.LIST_RECORDS: _unary(methods.LIST_RECORDS, callers, list_records),
     }
 
 
 def _unary(
-    method: Method[Request, Reply], answer: Callable[[Request], Awaitable[Reply]]
+    method: Method[Request, Reply], callers: Callers, answer: Callable[[Request], Awaitable[Reply]]
 ) -> grpc.RpcMethodHandler[bytes, bytes]:
     async def handle(raw: bytes, context: Context) -> bytes:
         try:
-            return method.encode_reply(await answer(method.decode_request(raw)))
+            with callers.call(context):
+                return method.encode_reply(await answer(callers.read(method, context)(raw)))
         except Exception as error:
             await refuse(context, method.path, error)
 
@@ -167,11 +186,12 @@ def _unary(
 
 
 def _stream(
-    method: Method[Request, Reply], answer: Callable[[Request], AsyncGenerator[Reply, None]]
+    method: Method[Request, Reply], callers: Callers, answer: Callable[[Request], AsyncGenerator[Reply, None]]
 ) -> grpc.RpcMethodHandler[bytes, bytes]:
     async def handle(raw: bytes, context: Context) -> None:
         try:
-            await _write_all(context, method, answer(method.decode_request(raw)))
+            with callers.call(context):
+                await _write_all(context, method, answer(callers.read(method, context)(raw)))
         except Exception as error:
             await refuse(context, method.path, error)
 
@@ -179,11 +199,15 @@ def _stream(
 
 
 def _both_ways(
-    method: Method[Request, Reply], answer: Callable[[AsyncIterator[Request]], AsyncGenerator[Reply, None]]
+    method: Method[Request, Reply],
+    callers: Callers,
+    answer: Callable[[AsyncIterator[Request]], AsyncGenerator[Reply, None]],
 ) -> grpc.RpcMethodHandler[bytes, bytes]:
     async def handle(_: object, context: Context) -> None:
         try:
-            await _write_all(context, method, answer(_Messages(context, method.decode_request)))
+            with callers.call(context):
+                messages = _Messages(context, callers.read(method, context))
+                await _write_all(context, method, answer(messages))
         except Exception as error:
             await refuse(context, method.path, error)
 
@@ -194,7 +218,22 @@ async def _write_all(context: Context, method: Method[Any, Reply], replies: Asyn
     """Writes the replies as the caller takes them, and closes their generator however the call ends."""
     async with aclosing(replies):
         async for reply in replies:
-            await context.write(method.encode_reply(reply))
+            await _write(context, method.path, method.encode_reply(reply))
+
+
+async def _write(context: Context, path: str, raw: bytes) -> None:
+    """Writes one reply.
+
+    Raises:
+        ProtocolViolationError: the caller has not taken it in a long time. The service is done with it then; of gRPC a
+            stream remains until the caller takes what is on its way, or is gone.
+    """
+    try:
+        async with asyncio.timeout(WRITE_SECONDS + len(raw) / WRITE_BYTES_PER_SECOND):
+            await context.write(raw)
+    except TimeoutError:
+        logger.warning("%s takes no answer to %s and is cut off", context.peer(), path)
+        raise ProtocolViolationError("the caller took no answer for too long") from None
 
 
 class _Messages(Generic[Request]):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
+from averaging.addresses import is_loopback
 from averaging.config import parse_address
+from averaging.credentials import Credentials
 from averaging.errors import ClosedError, ConfigError
 from averaging.group import CLIENT_PREFIX
 from averaging.messages import (
@@ -27,6 +29,7 @@ from averaging.transport.grpc import methods
 from averaging.transport.grpc.address import check_listen, endpoint_of
 from averaging.transport.grpc.channels import Channels
 from averaging.transport.grpc.client import call_both_ways, call_stream, call_unary
+from averaging.transport.grpc.dialling import Dialling, is_on_loopback
 from averaging.transport.grpc.options import channel_options
 from averaging.transport.grpc.server import Server
 
@@ -38,12 +41,22 @@ class GrpcTransport:
         listen: `host:port` to listen on, port 0 for a free one; None for a client, which accepts no connection.
         advertise: `host:port` at which others reach this peer, if it differs; port 0 for the one listened on.
         max_message_bytes: the largest message sent or taken; a part and a few hundred bytes must fit.
+        credentials: certificates and tokens; none of them if not given, and only this machine may connect.
+        given: endpoints that the user named; those are dialled wherever they are.
 
     Raises:
         ConfigError: an argument that cannot work.
     """
 
-    def __init__(self, listen: str | None, advertise: str | None = None, *, max_message_bytes: int) -> None:
+    def __init__(
+        self,
+        listen: str | None,
+        advertise: str | None = None,
+        *,
+        max_message_bytes: int,
+        credentials: Credentials | None = None,
+        given: Sequence[str] = (),
+    ) -> None:
         if max_message_bytes < 1:
             raise ConfigError(f"max_message_bytes must be above 0, not {max_message_bytes}")
         if listen is None and advertise is not None:
@@ -55,19 +68,31 @@ class GrpcTransport:
         self._advertise = advertise
         self._max_message_bytes = max_message_bytes
         self._server: Server | None = None
-        self._channels = Channels(channel_options(max_message_bytes))
+        self._credentials = credentials or Credentials()
+        # Where a client is shows only in whom it is told to join.
+        on_loopback = not given or any(is_loopback(parse_address(endpoint)[0]) for endpoint in given)
+        self._dialling = Dialling(given, loopback=listen is None and on_loopback)
+        self._channels = Channels(
+            channel_options(max_message_bytes), credentials=self._credentials, dialling=self._dialling
+        )
 
     async def bind(self) -> str:
         """Takes the address to listen on and returns this peer's endpoint; nothing is served yet.
 
         Raises:
             ListenError: the address cannot be had; the error says why.
-            ConfigError: it listens on all addresses and advertises none.
+            ConfigError: it listens on all addresses and advertises none; it can be reached from other machines without
+                TLS and was not told that this is wanted; or its certificate does not stand for its endpoint.
         """
         if self._listen is None:
             return f"{CLIENT_PREFIX}{uuid.uuid4()}"
-        await check_listen(self._listen, self._advertise)
-        self._server = Server(self._listen, self._max_message_bytes)
+        tls = self._credentials.tls
+        await check_listen(self._listen, self._advertise, exposed=tls is not None or self._credentials.insecure)
+        hosts = {parse_address(address)[0] for address in (self._listen, self._advertise) if address}
+        if tls is not None:
+            tls.check_stands_for(parse_address(self._advertise or self._listen)[0])
+        self._dialling.loopback = await is_on_loopback(hosts)
+        self._server = Server(self._listen, self._max_message_bytes, self._credentials)
         return endpoint_of(self._listen, self._advertise, self._server.port)
 
     async def serve(self, averaging: AveragingService, gossip: GossipService | None) -> None:

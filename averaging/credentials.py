@@ -1,0 +1,232 @@
+"""How a peer shows who it is and whom it believes: certificates and tokens, read from files and checked before use."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias, TypeVar
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
+from cryptography.x509.oid import ExtendedKeyUsageOID
+
+from averaging.addresses import covers
+from averaging.config import FilePath, Inspection, PeerConfig, check_tls_files
+from averaging.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+MAX_FILE_BYTES = 1 << 20
+"""Files that hold certificates, a key or tokens are smaller."""
+
+MIN_TOKEN, MAX_TOKEN, MAX_TOKENS = 16, 1024, 16
+"""Characters of a token, and how many tokens are valid at once."""
+
+PrivateKey: TypeAlias = EllipticCurvePrivateKey | RSAPrivateKey
+
+_UNREADABLE = (x509.ExtensionNotFound, x509.DuplicateExtension, ValueError)
+
+Read = TypeVar("Read")
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """A peer's certificate and key, and the authorities it believes.
+
+    Attributes:
+        ca_pem: the authorities' certificates.
+        certificate_pem: this peer's, and those between it and an authority, if any.
+        key_pem: its private key.
+        source: the file of the certificate, for errors.
+    """
+
+    ca_pem: bytes
+    certificate_pem: bytes
+    key_pem: bytes = field(repr=False)
+    authorities: tuple[x509.Certificate, ...]
+    certificate: x509.Certificate
+    key: PrivateKey = field(repr=False)
+    source: str
+
+    def check_stands_for(self, host: str) -> None:
+        """Whether others will believe that this peer is at `host`.
+
+        Raises:
+            ConfigError: they will not.
+        """
+        hosts = hosts_of(self.certificate)
+        if not covers(hosts, host):
+            told = f"stands for {', '.join(hosts)}" if hosts else "stands for no host"
+            raise ConfigError(
+                f"{self.source} {told}, and others are to reach this peer at {host}: issue a certificate for it "
+                f"(averaging ca issue NAME --host {host.strip('[]')}), or advertise another host"
+            )
+        if not _may_be_used_for(self.certificate, ExtendedKeyUsageOID.SERVER_AUTH):
+            raise ConfigError(f"{self.source} is not for servers; issue one with the extended key usage serverAuth too")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credentials:
+    """What a transport is told about security.
+
+    Attributes:
+        tls: None for connections that are neither encrypted nor authenticated.
+        tokens: the first is sent, all are accepted; none if no token is wanted.
+        insecure: whether other machines may connect although there is no TLS.
+        inspection: who may look into this peer.
+    """
+
+    tls: Tls | None = None
+    tokens: tuple[str, ...] = field(default=(), repr=False)
+    insecure: bool = False
+    inspection: Inspection = Inspection.TOKEN
+
+
+def read_credentials(config: PeerConfig, clock: Callable[[], float]) -> Credentials:
+    """Reads the files that a peer was told.
+
+    Args:
+        config: names the files.
+        clock: seconds since the epoch; asked only if there is a certificate to check.
+
+    Raises:
+        ConfigError: a file that cannot be read, or does not fit the others.
+    """
+    return Credentials(
+        tls=read_tls(config.tls_ca, config.tls_cert, config.tls_key, clock),
+        tokens=read_tokens(config.token_file),
+        insecure=config.insecure,
+        inspection=Inspection(config.inspection),
+    )
+
+
+def read_tls(
+    ca: FilePath | None, cert: FilePath | None, key: FilePath | None, clock: Callable[[], float]
+) -> Tls | None:
+    """Reads and checks a peer's certificate and key, and the authorities' certificates; None if no file is given.
+
+    Raises:
+        ConfigError: a file is missing, unreadable, not valid now, or does not fit the others.
+    """
+    check_tls_files(ca, cert, key)
+    if ca is None or cert is None or key is None:
+        return None
+    ca_pem, own_pem, key_pem = _read("tls_ca", ca), _read("tls_cert", cert), _read_secret("tls_key", key)
+    authorities = _parse(f"tls_ca {ca}", "certificates in PEM", lambda: x509.load_pem_x509_certificates(ca_pem))
+    certificate = _parse(f"tls_cert {cert}", "certificate in PEM", lambda: x509.load_pem_x509_certificate(own_pem))
+    private = _parse(f"tls_key {key}", "key in PEM without a password", lambda: load_pem_private_key(key_pem, None))
+    if not isinstance(private, EllipticCurvePrivateKey | RSAPrivateKey):
+        raise ConfigError(f"tls_key {key} is neither an elliptic curve key nor RSA; peers take no other")
+    if _public_bytes(private.public_key()) != _public_bytes(certificate.public_key()):
+        raise ConfigError(f"tls_key {key} is not the key of tls_cert {cert}; give two files that belong together")
+    if not any(is_issued_by(certificate, authority) for authority in authorities):
+        raise ConfigError(f"tls_cert {cert} was not issued by an authority in tls_ca {ca}; give the ca.pem of its run")
+    if problem := validity_problem(certificate, clock()):
+        raise ConfigError(f"tls_cert {cert} {problem}; issue another one (averaging ca issue), or set the clock right")
+    if not _may_be_used_for(certificate, ExtendedKeyUsageOID.CLIENT_AUTH):
+        raise ConfigError(f"tls_cert {cert} is not for clients; issue one with the extended key usage clientAuth too")
+    return Tls(ca_pem, own_pem, key_pem, tuple(authorities), certificate, private, f"tls_cert {cert}")
+
+
+def read_tokens(file: FilePath | None) -> tuple[str, ...]:
+    """The tokens in a file, one a line; empty lines and those that begin with # are passed over.
+
+    Raises:
+        ConfigError: it cannot be read, holds none or too many, or one that cannot be sent or is guessed too easily.
+    """
+    if file is None:
+        return ()
+    try:
+        lines = [line.strip() for line in _read_secret("token_file", file).decode("ascii").splitlines()]
+    except UnicodeDecodeError:
+        raise ConfigError(f"token_file {file} holds characters that are not ASCII; tokens must be") from None
+    tokens = tuple(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
+    if not tokens or len(tokens) > MAX_TOKENS:
+        raise ConfigError(f"token_file {file} holds {len(tokens)} tokens; it must hold 1 to {MAX_TOKENS}, one a line")
+    for number, token in enumerate(tokens, 1):
+        if not MIN_TOKEN <= len(token) <= MAX_TOKEN or not token.isprintable() or " " in token:
+            raise ConfigError(
+                f"token {number} in token_file {file} must be of {MIN_TOKEN} to {MAX_TOKEN} characters without spaces; "
+                "`openssl rand -hex 32` makes one"
+            )
+    return tokens
+
+
+def hosts_of(certificate: x509.Certificate) -> tuple[str, ...]:
+    """The names and addresses for which a certificate stands (its subject alternative names)."""
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except _UNREADABLE:
+        return ()
+    addresses = (str(address) for address in names.get_values_for_type(x509.IPAddress))
+    return (*names.get_values_for_type(x509.DNSName), *addresses)
+
+
+def is_issued_by(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
+    """Whether `authority` is one and has signed `certificate` itself."""
+    try:
+        constraints = authority.extensions.get_extension_for_class(x509.BasicConstraints).value
+        certificate.verify_directly_issued_by(authority)
+    except (
+        x509.ExtensionNotFound,
+        x509.DuplicateExtension,
+        ValueError,
+        TypeError,
+        InvalidSignature,
+        UnsupportedAlgorithm,
+    ):
+        return False
+    return constraints.ca
+
+
+def validity_problem(certificate: x509.Certificate, now: float) -> str | None:
+    """Why a certificate is not valid at `now` (seconds since the epoch); None if it is."""
+    moment = datetime.datetime.fromtimestamp(now, datetime.UTC)
+    if moment < certificate.not_valid_before_utc:
+        return f"is valid only from {certificate.not_valid_before_utc:%Y-%m-%d %H:%M} UTC on"
+    if moment > certificate.not_valid_after_utc:
+        return f"has expired on {certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
+    return None
+
+
+def _may_be_used_for(certificate: x509.Certificate, usage: x509.ObjectIdentifier) -> bool:
+    try:
+        return usage in certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    except x509.ExtensionNotFound:
+        return True
+
+
+def _public_bytes(key: object) -> bytes:
+    encoded: bytes = key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)  # type: ignore[attr-defined]
+    return encoded
+
+
+def _read(option: str, file: FilePath) -> bytes:
+    try:
+        with Path(file).open("rb") as stream:
+            content = stream.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{option} {file} cannot be read: {error.strerror}") from None
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigError(f"{option} {file} has more than {MAX_FILE_BYTES} bytes; give another file")
+    return content
+
+
+def _read_secret(option: str, file: FilePath) -> bytes:
+    content = _read(option, file)
+    if Path(file).stat().st_mode & 0o077:
+        logger.warning("%s %s can be read by other users of this machine; chmod 600 it", option, file)
+    return content
+
+
+def _parse(source: str, wanted: str, parse: Callable[[], Read]) -> Read:
+    try:
+        return parse()
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        raise ConfigError(f"{source} holds no {wanted}") from None

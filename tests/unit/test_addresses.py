@@ -1,0 +1,97 @@
+"""Which hosts may be dialled on a stranger's word, and which hosts a certificate stands for."""
+
+from __future__ import annotations
+
+import ipaddress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from averaging.addresses import covers, is_loopback, objection
+
+
+@pytest.mark.parametrize(
+    ("host", "words"),
+    [
+        ("169.254.169.254", "link-local"),
+        ("169.254.0.1", "link-local"),
+        ("[fe80::1]", "link-local"),
+        ("[febf:ffff::1]", "link-local"),
+        ("fe80::1%eth0", "link-local"),
+        ("[::ffff:169.254.169.254]", "link-local"),
+        ("[64:ff9b::a9fe:a9fe]", "link-local"),
+        ("[2002:a9fe:a9fe::1]", "link-local"),
+        ("[fd00:ec2::254]", "metadata"),
+        ("[fd20:ce::254]", "metadata"),
+        ("100.100.100.200", "metadata"),
+        ("168.63.129.16", "metadata"),
+        ("0.0.0.0", "unspecified"),
+        ("[::]", "unspecified"),
+        ("224.0.0.1", "multicast"),
+        ("239.255.255.255", "multicast"),
+        ("255.255.255.255", "multicast"),
+        ("[ff02::1]", "multicast"),
+    ],
+)
+@pytest.mark.parametrize("loopback", [True, False])
+def test_some_addresses_are_never_dialled(host: str, words: str, loopback: bool) -> None:
+    assert words in (objection(host, loopback=loopback) or "")
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "127.9.9.9", "[::1]", "::ffff:127.0.0.1", "localhost", "LocalHost.", "a.localhost"]
+)
+def test_loopback_is_for_those_who_are_there(host: str) -> None:
+    assert is_loopback(host)
+    assert objection(host, loopback=True) is None
+    assert "loopback" in (objection(host, loopback=False) or "")
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["192.0.2.7", "10.0.0.1", "192.168.1.1", "172.16.0.1", "100.64.0.1", "[2001:db8::7]", "[fd00::1]", "a.example.org"],
+)
+def test_other_addresses_are_dialled_private_ones_too(host: str) -> None:
+    assert not is_loopback(host)
+    assert objection(host, loopback=False) is None
+
+
+@given(st.ip_addresses())
+def test_every_address_is_judged_as_its_kind_says(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> None:
+    refused = objection(str(address), loopback=True)
+    if address.is_link_local or address.is_multicast or address.is_unspecified:
+        assert refused
+    elif address.is_global and not str(address).startswith(("2002:", "64:ff9b:", "168.63.129.16", "192.0.0.")):
+        assert refused is None
+    assert objection(f"[{address}]", loopback=True) == refused
+
+
+@pytest.mark.parametrize(
+    ("hosts", "host", "covered"),
+    [
+        (["a.example.org"], "a.example.org", True),
+        (["a.example.org"], "A.Example.ORG.", True),
+        (["a.example.org"], "b.example.org", False),
+        (["a.example.org"], "x.a.example.org", False),
+        (["example.org"], "a.example.org", False),
+        (["*.example.org"], "a.example.org", True),
+        (["*.example.org"], "a.b.example.org", False),
+        (["*.example.org"], "example.org", False),
+        (["*"], "a", False),
+        (["*"], "a.b", False),
+        (["a*.example.org"], "ab.example.org", False),
+        (["192.0.2.7"], "192.0.2.7", True),
+        (["192.0.2.7"], "192.0.2.70", False),
+        (["2001:db8::7"], "[2001:0db8:0::7]", True),
+        (["2001:db8::7"], "[2001:db8::8]", False),
+        (["192.0.2.7"], "[::ffff:192.0.2.7]", False),
+        (["192.0.2.7"], "[2002:c000:207::]", False),
+        (["*.0.2.7"], "192.0.2.7", False),
+        (["x", "192.0.2.7"], "192.0.2.7", True),
+        ([], "a.example.org", False),
+        ([""], "a.example.org", False),
+    ],
+)
+def test_what_a_certificate_stands_for(hosts: list[str], host: str, covered: bool) -> None:
+    assert covers(hosts, host) is covered

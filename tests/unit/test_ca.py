@@ -1,0 +1,253 @@
+"""A run's own authority, the files it makes, and what is wrong with the files a peer is given."""
+
+from __future__ import annotations
+
+import datetime
+import shutil
+from pathlib import Path
+from time import time
+
+import pytest
+from click.testing import CliRunner, Result
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from cryptography.x509.oid import ExtendedKeyUsageOID
+
+from averaging.ca import Issued, issue, make_authority
+from averaging.cli import main
+from averaging.config import PeerConfig
+from averaging.credentials import Tls, hosts_of, is_issued_by, read_credentials, read_tls, read_tokens
+from averaging.errors import ConfigError
+
+NOW = datetime.datetime.now(datetime.UTC)
+AUTHORITY = make_authority("run", NOW, 10)
+
+
+def certificate_of(issued: Issued) -> x509.Certificate:
+    return x509.load_pem_x509_certificate(issued.certificate)
+
+
+def ca(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(main, ["ca", *map(str, arguments)])
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """With an authority in ca/, and the certificate of a peer `a`."""
+    monkeypatch.chdir(tmp_path)
+    assert ca("init").exit_code == 0
+    assert ca("issue", "a", "--host", "a.example.org", "--host", "192.0.2.7").exit_code == 0
+    return tmp_path / "ca"
+
+
+def read(directory: Path, name: str = "a", authority: str = "ca", key: str = "", now: float | None = None) -> Tls:
+    files = (directory / f"{authority}.pem", directory / f"{name}.pem", directory / f"{key or name}.key")
+    tls = read_tls(*files, lambda: time() if now is None else now)
+    assert tls is not None
+    return tls
+
+
+def test_a_certificate_is_for_both_sides_and_for_its_hosts_alone() -> None:
+    issued = issue(AUTHORITY, "a", ["a.example.org", "192.0.2.7", "[2001:db8::7]", "*.b.example.org"], NOW, 1)
+    certificate, authority = certificate_of(issued), certificate_of(AUTHORITY)
+    assert is_issued_by(certificate, authority)
+    assert hosts_of(certificate) == ("a.example.org", "*.b.example.org", "192.0.2.7", "2001:db8::7")
+    usage = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    assert set(usage) == {ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH}
+    assert not certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    assert certificate.not_valid_before_utc <= NOW - datetime.timedelta(minutes=59)
+    assert certificate.not_valid_after_utc == (NOW + datetime.timedelta(days=1)).replace(microsecond=0)
+    key = load_pem_private_key(issued.key, None)
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    assert isinstance(key.curve, ec.SECP256R1)
+    assert key.public_key() == certificate.public_key()
+
+
+def test_an_authority_signs_peers_and_no_authorities() -> None:
+    authority = certificate_of(AUTHORITY)
+    constraints = authority.extensions.get_extension_for_class(x509.BasicConstraints).value
+    assert (constraints.ca, constraints.path_length) == (True, 0)
+    leaf = issue(AUTHORITY, "a", ["a"], NOW, 1)
+    assert not is_issued_by(certificate_of(issue(leaf, "b", ["b"], NOW, 1)), certificate_of(leaf))
+    assert not is_issued_by(certificate_of(leaf), certificate_of(make_authority("run", NOW, 10)))
+
+
+def test_no_certificate_outlives_its_authority() -> None:
+    until = certificate_of(issue(AUTHORITY, "a", ["a"], NOW, 1000)).not_valid_after_utc
+    assert until == certificate_of(AUTHORITY).not_valid_after_utc
+    with pytest.raises(ConfigError, match="the authority has expired on"):
+        issue(AUTHORITY, "a", ["a"], NOW + datetime.timedelta(days=11), 1)
+
+
+@pytest.mark.parametrize("host", ["a:4222", "http://a", "a b", "", "ä.example.org", "a..b", "a/b", "192.0.2.7:1"])
+def test_what_is_no_host_is_refused(host: str) -> None:
+    with pytest.raises(ConfigError, match="is no host; give a name or an address without a port"):
+        issue(AUTHORITY, "a", [host], NOW, 1)
+
+
+@pytest.mark.parametrize(
+    ("authority", "words"),
+    [
+        (Issued(b"", b""), "unreadable"),
+        (Issued(AUTHORITY.certificate, b"x"), "unreadable"),
+        (Issued(AUTHORITY.certificate, make_authority("x", NOW, 1).key), "is not that of its certificate"),
+    ],
+)
+def test_an_authority_that_is_none(authority: Issued, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        issue(authority, "a", ["a"], NOW, 1)
+
+
+def test_the_commands_write_files_that_fit_and_say_what_comes_next(directory: Path) -> None:
+    modes = {path.name: path.stat().st_mode & 0o777 for path in directory.iterdir()}
+    assert modes == {"ca.pem": 0o644, "ca.key": 0o600, "a.pem": 0o644, "a.key": 0o600}
+    assert directory.stat().st_mode & 0o777 == 0o700
+    tls = read(directory)
+    assert hosts_of(tls.certificate) == ("a.example.org", "192.0.2.7")
+    tls.check_stands_for("192.0.2.7")
+    told = ca("issue", "b", "--client-mode", "--days", "2").output
+    assert "wrote ca/b.pem: certificate for a peer in client mode, valid until" in told
+    assert "wrote ca/b.key: its private key; only that peer may have it" in told
+    assert "--client-mode --join HOST:PORT --tls-ca ca/ca.pem --tls-cert ca/b.pem --tls-key ca/b.key" in told
+    lifetime = read(directory, "b").certificate.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
+    assert datetime.timedelta(days=1.9) < lifetime < datetime.timedelta(days=2)
+    assert "--advertise [2001:db8::7]:4222" in ca("issue", "c", "--host", "2001:db8::7").output
+    assert "averaging ca issue NAME --directory other --host HOST" in ca("init", "--directory", "other").output
+
+
+def test_nothing_is_replaced_without_force(directory: Path) -> None:
+    before = {path: path.read_bytes() for path in directory.iterdir()}
+    for arguments in (["init"], ["issue", "a", "--host", "x"]):
+        result = ca(*arguments)
+        assert result.exit_code == 2
+        assert "exist; give --force to replace, or another name" in result.stderr
+    (directory / "b.key").write_bytes(b"precious")
+    assert ca("issue", "b", "--host", "x").exit_code == 2
+    assert {path: path.read_bytes() for path in directory.iterdir()} == before | {directory / "b.key": b"precious"}
+    assert ca("issue", "a", "--host", "x", "--force").exit_code == 0
+    assert hosts_of(read(directory).certificate) == ("x",)
+    assert (directory / "a.key").stat().st_mode & 0o777 == 0o600
+    assert ca("init", "--force").exit_code == 0
+    with pytest.raises(ConfigError, match="was not issued by an authority in tls_ca"):
+        read(directory)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["issue", "a"], "give --host for every host"),
+        (["issue", "a", "--host", "x", "--client-mode"], "or else --client-mode"),
+        (["issue", "ca", "--host", "x"], "and not 'ca'"),
+        (["issue", "../a", "--host", "x"], "must be of letters"),
+        (["issue", ".a", "--host", "x"], "must be of letters"),
+        (["issue", "a", "--host", "x:1"], "without a port"),
+        (["issue", "a", "--host", "x", "--days", "0"], "--days"),
+        (["issue", "a", "--host", "x", "--directory", "none"], "averaging ca init --directory none"),
+        (["init", "--name", ""], "of 1 to 64 characters"),
+    ],
+)
+def test_wrong_usage_writes_nothing(
+    arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if arguments[0] == "issue":
+        assert ca("init").exit_code == 0
+    before = sorted(tmp_path.rglob("*"))
+    result = ca(*arguments)
+    assert result.exit_code == 2, result.output
+    assert words in result.stderr
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    result = ca("init", "--directory", tmp_path / "file" / "ca")
+    assert result.exit_code == 1
+    assert "cannot be written" in result.stderr
+
+
+def test_files_that_do_not_fit_are_refused_with_a_remedy(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert ca("issue", "b", "--host", "b").exit_code == 0
+    assert ca("init", "--directory", directory / "foreign").exit_code == 0
+    with pytest.raises(ConfigError, match=r"tls_key .*b\.key is not the key of tls_cert .*a\.pem"):
+        read(directory, key="b")
+    with pytest.raises(ConfigError, match="was not issued by an authority in tls_ca .*; give the ca.pem of its run"):
+        read(directory, authority="foreign/ca")
+    with pytest.raises(ConfigError, match="has expired on .*; issue another one"):
+        read(directory, now=time() + 366 * 86400)
+    with pytest.raises(ConfigError, match="is valid only from"):
+        read(directory, now=time() - 2 * 3600)
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        read(directory, "none")
+    (directory / "empty.pem").touch()
+    with pytest.raises(ConfigError, match="empty.pem holds no certificate in PEM"):
+        read(directory, "empty", key="a")
+    shutil.copy(directory / "a.pem", directory / "c.key")
+    with pytest.raises(ConfigError, match=r"c\.key holds no key in PEM without a password"):
+        read(directory, key="c")
+    (directory / "large.pem").write_bytes(b"x" * ((1 << 20) + 1))
+    with pytest.raises(ConfigError, match="more than 1048576 bytes"):
+        read(directory, "large", key="a")
+    caplog.clear()
+    read(directory)
+    assert not caplog.records
+    (directory / "a.key").chmod(0o640)
+    read(directory)
+    assert "chmod 600" in caplog.text
+
+
+def test_a_bundle_of_authorities_is_believed(directory: Path) -> None:
+    assert ca("init", "--directory", directory / "next").exit_code == 0
+    bundle = directory / "bundle.pem"
+    bundle.write_bytes((directory / "next" / "ca.pem").read_bytes() + (directory / "ca.pem").read_bytes())
+    assert len(read(directory, authority="bundle").authorities) == 2
+
+
+def test_a_certificate_must_stand_for_where_its_peer_is_reached(directory: Path) -> None:
+    assert ca("issue", "b", "--client-mode").exit_code == 0
+    read(directory).check_stands_for("A.example.org")
+    with pytest.raises(ConfigError, match=r"stands for a\.example\.org, 192\.0\.2\.7, and .* --host 192\.0\.2\.8"):
+        read(directory).check_stands_for("192.0.2.8")
+    with pytest.raises(ConfigError, match="stands for no host"):
+        read(directory, "b").check_stands_for("a.example.org")
+
+
+@pytest.mark.parametrize("given", [("tls_ca",), ("tls_cert", "tls_key"), ("tls_key",)])
+def test_tls_needs_all_of_its_files(given: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match="TLS needs tls_ca, tls_cert and tls_key together; give "):
+        PeerConfig(run_id="run", **dict.fromkeys(given, "x"))  # type: ignore[arg-type]
+
+
+def test_tokens(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "tokens"
+    file.write_text("# of May\n\nnew-token-0123456789\n  old-token-0123456789  \nnew-token-0123456789\n")
+    file.chmod(0o600)
+    assert read_tokens(file) == ("new-token-0123456789", "old-token-0123456789")
+    assert read_tokens(None) == ()
+    credentials = read_credentials(PeerConfig(run_id="run", token_file=file), time)
+    assert credentials.tokens[0] == "new-token-0123456789"
+    assert "new-token" not in repr(credentials)
+    assert not caplog.records
+    file.chmod(0o644)
+    read_tokens(file)
+    assert "can be read by other users" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "holds 0 tokens"),
+        ("# nothing\n", "holds 0 tokens"),
+        ("short\n", "token 1 in .* must be of 16 to 1024 characters"),
+        ("0123456789abcdef\nwith a space in it", "token 2"),
+        ("x" * 1025, "token 1"),
+        ("ä" * 20, "not ASCII"),
+        ("\n".join(f"token-number-{n:06}" for n in range(17)), "holds 17 tokens"),
+    ],
+)
+def test_tokens_that_cannot_be(content: str, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=words):
+        read_tokens(file)

@@ -1,0 +1,99 @@
+"""Records are believed from those alone whose certificate stands for the endpoint in them."""
+
+from __future__ import annotations
+
+import datetime
+import random
+from dataclasses import replace
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+from averaging.ca import Issued, issue, make_authority
+from averaging.credentials import Tls
+from averaging.discovery.certified import MAX_PROOF_BYTES, CertifiedIdentity
+from averaging.discovery.identity import Author, Ed25519Identity, Identity
+from averaging.discovery.records import Limits, Reason
+from averaging.discovery.table import RecordTable
+from averaging.messages import Record
+
+NOW = datetime.datetime.now(datetime.UTC)
+AUTHORITY, FOREIGN = make_authority("run", NOW, 10), make_authority("run", NOW, 10)
+T = NOW.timestamp()
+
+
+def identity(
+    *hosts: str, authority: Issued = AUTHORITY, believes: Issued = AUTHORITY, now: float = T
+) -> CertifiedIdentity:
+    issued = issue(authority, "a", hosts, NOW, 1)
+    key = load_pem_private_key(issued.key, None)
+    authorities = (x509.load_pem_x509_certificate(believes.certificate),)
+    own = x509.load_pem_x509_certificate(issued.certificate)
+    tls = Tls(believes.certificate, issued.certificate, issued.key, authorities, own, key, "a.pem")  # type: ignore[arg-type]
+    return CertifiedIdentity(tls, lambda: now)
+
+
+def record(owner: Identity, subkey: str, run_id: str = "run") -> Record:
+    return Author(run_id, owner, Limits()).write("run.0b", subkey, b"v", T + 60, T, None)
+
+
+READER = identity("192.0.2.1")
+
+
+@pytest.mark.parametrize("subkey", ["a.example.org:1", "A.example.org:65535", "192.0.2.7:4222", "client::x", "rank-3"])
+def test_an_owner_writes_about_its_hosts_and_about_what_is_no_host(subkey: str) -> None:
+    written = record(identity("a.example.org", "192.0.2.7"), subkey)
+    assert READER.verify("run", written)
+    assert READER.verify("run", written)  # now from memory
+    assert RecordTable(Limits(), lambda r: READER.verify("run", r)).merge(written, T).news
+
+
+@pytest.mark.parametrize("subkey", ["b.example.org:1", "192.0.2.8:4222", "[2001:db8::1]:1", "127.0.0.1:1"])
+def test_nobody_writes_about_the_host_of_another(subkey: str) -> None:
+    written = record(identity("a.example.org", "192.0.2.7"), subkey)
+    assert not READER.verify("run", written)
+    outcome = RecordTable(Limits(), lambda r: READER.verify("run", r)).merge(written, T)
+    assert outcome.reason is Reason.FORGED
+
+
+def test_a_client_has_no_host() -> None:
+    assert READER.verify("run", record(identity(), "client::x"))
+    assert not READER.verify("run", record(identity(), "192.0.2.7:4222"))
+
+
+def test_who_has_no_certificate_of_the_run_writes_nothing() -> None:
+    assert not READER.verify("run", record(identity("a", authority=FOREIGN, believes=FOREIGN), "a:1"))
+    assert not READER.verify("run", record(Ed25519Identity(), "a:1"))
+    assert not identity("b", now=T + 2 * 86400).verify("run", record(identity("a"), "a:1")), "it has expired"
+    assert not identity("b", now=T - 7200).verify("run", record(identity("a"), "a:1")), "it is not valid yet"
+
+
+def test_a_proof_is_of_one_owner_and_one_run() -> None:
+    honest = record(identity("a"), "a:1")
+    thief = Ed25519Identity()
+    bare = replace(honest, owner=thief.owner, signature=b"")
+    stolen = replace(bare, signature=thief.sign("run", bare) + honest.signature[64:])
+    assert not READER.verify("run", stolen)
+    owner = identity("a")
+    elsewhere = record(owner, "a:1", "other")
+    here = record(owner, "a:1")
+    assert READER.verify("run", here)
+    assert not READER.verify("run", replace(here, signature=here.signature[:64] + elsewhere.signature[64:]))
+
+
+def test_whatever_is_changed_is_noticed() -> None:
+    honest = record(identity("a"), "a:1")
+    rng = random.Random(1)
+    for place in rng.sample(range(len(honest.signature)), 60):
+        changed = bytearray(honest.signature)
+        changed[place] ^= 1 << rng.randrange(8)
+        assert not READER.verify("run", replace(honest, signature=bytes(changed)))
+    for length in (0, 1, 63, 64, 65, 66, 67, len(honest.signature) - 1):
+        assert not READER.verify("run", replace(honest, signature=honest.signature[:length]))
+    assert not READER.verify("run", replace(honest, signature=honest.signature + bytes(MAX_PROOF_BYTES)))
+    assert not READER.verify("run", replace(honest, value=b"w"))
+
+
+def test_a_record_stays_below_a_kibibyte_and_a_half() -> None:
+    assert len(record(identity("a.example.org", "192.0.2.7", "2001:db8::7"), "a.example.org:1").signature) < 1024
