@@ -115,6 +115,7 @@ class Rounds:
                 min_group_size=config.min_group_size,
                 matchmaking_time=config.matchmaking_time,
                 group_bits=config.group_bits,
+                only_named=config.is_closed,
                 clock=self._clock,
                 rng=self._rng,
             )

@@ -10,7 +10,7 @@ from importlib import metadata
 from averaging.allreduce import AllReduce
 from averaging.config import PeerConfig
 from averaging.discovery.base import Discovery
-from averaging.errors import ProtocolViolationError, TransportError
+from averaging.errors import BusyError, ProtocolViolationError, TransportError
 from averaging.matchmaking import Matchmaking
 from averaging.messages import AveragingData, DownloadData, JoinRequest, MessageCode, MessageFromLeader
 from averaging.observe.book import ReceiptBook, Watched
@@ -20,6 +20,9 @@ from averaging.snapshots import Snapshots
 from averaging.state import pack
 
 SOFTWARE = f"averaging {metadata.version('averaging')}"
+
+MAX_DOWNLOADS = 16
+"""Downloads of the state in progress at one donor; more wait in line."""
 
 LINGER_SECONDS = 0.5
 """For so long the stream of a sender that was refused is read on: some clients lose the answer if a write fails."""
@@ -47,6 +50,7 @@ class PeerService:
         self._config, self._endpoint, self._schema = config, endpoint, schema
         self._snapshots = snapshots
         self._started = started
+        self._downloads = asyncio.Semaphore(MAX_DOWNLOADS)
         self.matchmaking: Matchmaking | None = None
         self.discovery: Discovery | None = None
         self.round: AllReduce | None = None
@@ -74,7 +78,10 @@ class PeerService:
 
     async def _serve_sender(self, messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
         try:
-            first = await anext(messages, None)
+            async with asyncio.timeout(self._config.part_timeout):
+                first = await anext(messages, None)
+        except TimeoutError:
+            return
         except ProtocolViolationError:
             yield AveragingData(code=MessageCode.PROTOCOL_VIOLATION)
             return
@@ -88,11 +95,23 @@ class PeerService:
                 yield reply
 
     async def download_state(self) -> AsyncGenerator[DownloadData, None]:
-        """Serves the last committed state; nothing if it is not shared."""
+        """Serves the last committed state; nothing if it is not shared.
+
+        Raises:
+            BusyError: many others have been downloading it for long.
+        """
         if not self._snapshots.shared:
             return
-        for message in pack(await self._snapshots.latest(self._config.part_timeout)):
-            yield message
+        try:
+            async with asyncio.timeout(self._config.part_timeout / 2):  # before the caller loses patience
+                await self._downloads.acquire()
+        except TimeoutError:
+            raise BusyError(f"{MAX_DOWNLOADS} others are downloading the state of {self._endpoint}") from None
+        try:
+            for message in pack(await self._snapshots.latest(self._config.part_timeout)):
+                yield message
+        finally:
+            self._downloads.release()
 
     def get_schema(self) -> Schema:
         """What this peer averages now, or has averaged last."""

@@ -24,6 +24,10 @@ VERDICT_SECONDS = 3.0
 """How long a peer may take to answer a request to join."""
 
 
+NAMING_SECONDS = 2.0
+"""How long a record may take from one member of a group to another, who has been told of the group already."""
+
+
 class NoGroupError(AveragingError):
     """No group came together in time. The message says who was there and what they answered."""
 
@@ -34,6 +38,8 @@ class Matchmaking:
     Args:
         endpoint: this peer's name.
         matchmaking_time: seconds that one declaration lasts.
+        only_named: whether a leader may name as members only those whom discovery names. In an open run, which may have
+            peers of other implementations, it may name whomever it met.
         clock: seconds since the epoch.
         rng: shuffles groups, makes their ids, spreads retries.
     """
@@ -50,6 +56,7 @@ class Matchmaking:
         min_group_size: int,
         matchmaking_time: float,
         group_bits: str = "",
+        only_named: bool = False,
         clock: Callable[[], float],
         rng: random.Random,
     ) -> None:
@@ -57,7 +64,7 @@ class Matchmaking:
         self.schema = schema
         self._transport, self._discovery = transport, discovery
         self._group_size, self._min_group_size = group_size, min_group_size
-        self._matchmaking_time = matchmaking_time
+        self._matchmaking_time, self._only_named = matchmaking_time, only_named
         self._clock, self._rng = clock, rng
         self.group_bits = group_bits
         self._dropped = 0  # leading bits that the present search leaves out
@@ -288,7 +295,10 @@ class Matchmaking:
                     async with asyncio.timeout(patience):
                         answer = await anext(replies)
                     if answer.code is MessageCode.BEGIN_ALLREDUCE:
-                        search.adopt(rules.read_group(answer, self._endpoint, leader))
+                        group = rules.read_group(answer, self._endpoint, leader)
+                        if self._only_named:
+                            await self._check_members(group, leader)
+                        search.adopt(group)
                     return answer.code, answer.suggested_leader
                 finally:
                     search.unfollow()
@@ -302,6 +312,26 @@ class Matchmaking:
             logger.warning("%s", error)
             return MessageCode.PROTOCOL_VIOLATION, ""
         return MessageCode.NO_CODE, ""
+
+    async def _check_members(self, group: Group, leader: str) -> None:
+        """Returns once discovery names all members that can be dialled: those are the only ones a leader may name.
+
+        Raises:
+            ProtocolViolationError: it does not name one of them in time.
+        """
+        strange = [member.endpoint for member in group.members if member.mode is not Mode.CLIENT]
+        try:
+            async with (
+                asyncio.timeout(NAMING_SECONDS),
+                aclosing(self._discovery.watch(self.group_key)) as changes,
+            ):
+                async for _ in changes:
+                    strange = [name for name in strange if name != self._endpoint and not self._discovery.names(name)]
+                    if not strange:
+                        return
+        except TimeoutError:
+            pass
+        raise ProtocolViolationError(f"{leader} began a group with {strange[0]}, which discovery does not name")
 
     async def _difference(self, search: _Search, endpoint: str) -> SchemaMismatchError:
         """Finds out, once in a search, what `endpoint` averages instead."""

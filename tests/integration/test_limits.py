@@ -1,0 +1,217 @@
+"""What strangers and slow peers can take of a peer: headers, connections, streams, time. All of it is bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack, aclosing
+from typing import Any, cast
+
+import grpc
+import pytest
+import torch
+
+from averaging import Peer, service
+from averaging.errors import BusyError, CallRefusedError, PeerUnreachableError
+from averaging.messages import AveragingData
+from averaging.transport.grpc import methods, options, server
+from averaging.transport.grpc.security import Callers
+from tests.integration.grpc_fakes import MAX_MESSAGE_BYTES, REQUEST, FakePeer, client, part, parts, serving
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
+
+PATIENCE = 20.0
+
+
+@pytest.mark.asyncio
+async def test_headers_that_are_too_large_are_refused() -> None:
+    async with serving(FakePeer()) as (_, endpoint), grpc.aio.insecure_channel(endpoint) as channel:
+        call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(methods.GET_STATUS.path)
+        await call(b"", metadata=(("x", "v" * (options.MAX_METADATA_BYTES // 2)),))
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await call(b"", metadata=(("x", "v" * options.MAX_METADATA_BYTES),))
+    assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+@pytest.mark.asyncio
+async def test_a_connection_carries_so_many_calls_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "MAX_STREAMS", 4)
+    peer = FakePeer()
+    async with serving(peer) as (_, endpoint), client() as caller, AsyncExitStack() as stack:
+        calls = [await stack.enter_async_context(aclosing(caller.join_group(endpoint, REQUEST))) for _ in range(5)]
+        for call in calls[:4]:
+            await anext(call)
+        fifth = asyncio.ensure_future(anext(calls[4]))
+        assert not (await asyncio.wait({fifth}, timeout=0.5))[0]
+        assert len(peer.requests) == 4
+        await calls[0].aclose()
+        await asyncio.wait_for(fifth, PATIENCE)
+
+
+@pytest.mark.asyncio
+async def test_so_many_connections_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "MAX_CONNECTIONS", 2)
+    async with serving(FakePeer()) as (_, endpoint), AsyncExitStack() as stack:
+        callers = [await stack.enter_async_context(client()) for _ in range(3)]
+        for caller in callers[:2]:
+            await caller.get_schema(endpoint)
+        with pytest.raises(PeerUnreachableError):
+            await callers[2].get_schema(endpoint)
+        await callers[0].get_schema(endpoint)
+
+
+@pytest.mark.asyncio
+async def test_who_connects_and_says_nothing_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "HANDSHAKE_SECONDS", 0.5)
+    async with serving(FakePeer()) as (_, endpoint):
+        host, _, port = endpoint.partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        try:
+            assert await asyncio.wait_for(_read_to_the_end(reader), PATIENCE)
+        finally:
+            writer.close()
+            await writer.wait_closed()
+
+
+async def _read_to_the_end(reader: asyncio.StreamReader) -> bool:
+    while await reader.read(1024):
+        pass
+    return True
+
+
+@pytest.mark.asyncio
+async def test_a_connection_without_calls_is_closed_and_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "IDLE_SECONDS", 0.3)
+    async with serving(FakePeer()) as (_, endpoint), client() as caller, grpc.aio.insecure_channel(endpoint) as channel:
+        await caller.get_schema(endpoint)
+        call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(methods.GET_STATUS.path)
+        await call(b"")
+        async with asyncio.timeout(PATIENCE):
+            while (state := channel.get_state()) is grpc.ChannelConnectivity.READY:
+                await channel.wait_for_state_change(state)
+        await caller.get_schema(endpoint)
+
+
+class Context:
+    """Of a call."""
+
+    def __init__(self, peer: str) -> None:
+        self._peer = peer
+
+    def peer(self) -> str:
+        return self._peer
+
+
+def test_a_host_has_so_many_calls_in_progress() -> None:
+    callers = Callers(authenticated=False, max_calls_per_host=2)
+    one, again, other = (
+        cast("grpc.aio.ServicerContext[Any, Any]", Context(peer))
+        for peer in ("ipv4:192.0.2.7:1", "ipv4:192.0.2.7:2", "ipv6:%5B2001:db8::7%5D:1")
+    )
+    with callers.call(one), callers.call(other):
+        with callers.call(again):
+            with pytest.raises(BusyError, match="2 calls of your host are in progress"), callers.call(one):
+                pass
+            with callers.call(other):
+                pass
+        with callers.call(one):
+            pass
+    assert not callers._calls
+
+
+@pytest.mark.asyncio
+async def test_a_host_with_too_many_calls_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        server, "Callers", lambda authenticated: Callers(authenticated=authenticated, max_calls_per_host=1)
+    )
+    async with (
+        serving(FakePeer()) as (_, endpoint),
+        client() as caller,
+        aclosing(caller.join_group(endpoint, REQUEST)) as held,
+    ):
+        await anext(held)
+        with pytest.raises(CallRefusedError, match="1 calls of your host are in progress; no more are taken"):
+            await caller.get_schema(endpoint)
+
+
+@pytest.mark.asyncio
+async def test_a_reader_that_takes_nothing_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def floods(_: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
+        while True:
+            yield part(0, 1 << 20)
+
+    monkeypatch.setattr(server, "WRITE_SECONDS", 0.3)
+    monkeypatch.setattr(server, "WRITE_BYTES_PER_SECOND", 1 << 30)
+    peer = FakePeer(aggregate=floods)
+    async with (
+        serving(peer) as (_, endpoint),
+        client() as caller,
+        aclosing(caller.aggregate_part(endpoint, parts(1))) as replies,
+    ):
+        await anext(replies)
+        await asyncio.wait_for(peer.closed.wait(), PATIENCE)
+        with pytest.raises(CallRefusedError, match="the caller took no answer for too long"):
+            async for _ in replies:
+                pass
+    (record,) = [record for record in caplog.records if record.name == "averaging.transport"]
+    assert record.levelno == logging.WARNING
+    assert "takes no answer to /DecentralizedAveraging/rpc_aggregate_part and is cut off" in record.getMessage()
+
+
+@pytest.mark.asyncio
+async def test_a_sender_that_opens_a_stream_and_sends_nothing_is_sent_away() -> None:
+    async def nothing() -> AsyncGenerator[AveragingData, None]:
+        await asyncio.Event().wait()
+        yield part(0)
+
+    async with (
+        Peer([torch.zeros(1)], run_id="run", part_timeout=0.5) as peer,
+        client() as caller,
+        asyncio.timeout(PATIENCE),
+        aclosing(caller.aggregate_part(peer.endpoint, nothing())) as replies,
+    ):
+        assert [reply async for reply in replies] == []
+
+
+@pytest.mark.asyncio
+async def test_so_many_download_the_state_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "MAX_DOWNLOADS", 1)
+    large = torch.zeros(64 << 18)  # 64 MiB, more than fits on the way
+    async with Peer([large], run_id="run", part_timeout=2.0) as peer, client(limit=32 << 20) as caller:
+        async with aclosing(caller.download_state(peer.endpoint)) as first:
+            await anext(first)
+            with pytest.raises(CallRefusedError, match="1 others are downloading the state"):
+                await anext(caller.download_state(peer.endpoint))
+            waiting = asyncio.ensure_future(anext(second := caller.download_state(peer.endpoint)))
+            await asyncio.sleep(0)
+        assert (await asyncio.wait_for(waiting, PATIENCE)).metadata
+        await second.aclose()
+
+
+def test_the_limits_let_a_run_through() -> None:
+    assert options.MAX_CALLS_PER_HOST >= options.MAX_STREAMS
+    told = dict(options.server_options(MAX_MESSAGE_BYTES))
+    assert told["grpc.keepalive_time_ms"] >= told["grpc.http2.min_ping_interval_without_data_ms"]
+    assert dict(options.channel_options(MAX_MESSAGE_BYTES))["grpc.keepalive_time_ms"] == told["grpc.keepalive_time_ms"]
+
+
+@pytest.mark.asyncio
+async def test_a_reader_that_takes_nothing_does_not_keep_a_peer_from_closing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def floods(_: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
+        while True:
+            yield part(0, 1 << 20)
+
+    monkeypatch.setattr(server, "WRITE_SECONDS", 0.3)
+    monkeypatch.setattr(server, "WRITE_BYTES_PER_SECOND", 1 << 30)
+    peer = FakePeer(aggregate=floods)
+    async with (
+        serving(peer) as (listening, endpoint),
+        client() as caller,
+        aclosing(caller.aggregate_part(endpoint, parts(1))) as replies,
+    ):
+        await anext(replies)
+        await asyncio.wait_for(peer.closed.wait(), PATIENCE)
+        await asyncio.wait_for(listening.close(0.1), PATIENCE)

@@ -1,0 +1,96 @@
+"""A leader of a closed run may name only those whom discovery names: everybody else would be dialled on its word."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator
+from typing import cast
+
+import pytest
+
+from averaging.discovery.memory import MemoryDiscovery, MemoryRegistry
+from averaging.group import Mode, group_key, pack_gather
+from averaging.matchmaking import Matchmaking, NoGroupError
+from averaging.matchmaking.rules import pack_looking
+from averaging.messages import CompressionType, JoinRequest, MessageCode, MessageFromLeader
+from averaging.schema import Schema, TensorSpec
+from averaging.transport import virtual_time
+from averaging.transport.base import Transport
+
+LEADER, STRANGER, ME = "192.0.2.1:1", "192.0.2.2:1", "192.0.2.3:1"
+SCHEMA = Schema((TensorSpec("w", "float32", (3,), CompressionType.NONE),), 1024)
+GATHER = pack_gather(1.0, None, Mode.NODE)
+CLIENT = "client::0b5e6ff2-6a0f-4a3e-9c1b-2f8f6f0d8d11"
+
+
+class OneLeader:
+    """The network: who is asked to lead begins a group with these members."""
+
+    def __init__(self, *members: str) -> None:
+        self.members = members
+        self.asked: list[str] = []
+
+    async def join_group(self, endpoint: str, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
+        self.asked.append(endpoint)
+        yield MessageFromLeader(MessageCode.ACCEPTED)
+        gathers = tuple(pack_gather(1.0, None, Mode.CLIENT if m is CLIENT else Mode.NODE) for m in self.members)
+        yield MessageFromLeader(
+            MessageCode.BEGIN_ALLREDUCE, bytes(20), ordered_group_endpoints=self.members, gathered=gathers
+        )
+
+
+def search(network: OneLeader, *, only_named: bool, named_after: float | None = None) -> tuple[str, ...]:
+    """The members of the group that a follower takes part in."""
+
+    async def main() -> tuple[str, ...]:
+        registry = MemoryRegistry(clock=virtual_time.clock, delay=0.0, rng=random.Random(1))
+        async with MemoryDiscovery(registry) as discovery, asyncio.TaskGroup() as tasks:
+            now = virtual_time.clock()
+            await discovery.store(group_key("run", ""), LEADER, pack_looking(True), now + 4)
+
+            async def name() -> None:
+                await asyncio.sleep(named_after or 0.0)
+                await discovery.store(group_key("run", ""), STRANGER, pack_looking(False), now + 60)
+
+            if named_after is not None:
+                tasks.create_task(name())
+            found = Matchmaking(
+                "run",
+                ME,
+                SCHEMA,
+                cast("Transport", network),
+                discovery,
+                group_size=3,
+                min_group_size=2,
+                matchmaking_time=10.0,
+                only_named=only_named,
+                clock=virtual_time.clock,
+                rng=random.Random(1),
+            )
+            return (await found.find_group(GATHER, now + 8)).endpoints
+
+    found: tuple[str, ...] = virtual_time.run(main())
+    return found
+
+
+def test_a_stranger_is_not_believed_in() -> None:
+    network = OneLeader(LEADER, STRANGER, ME)
+    with pytest.raises(ExceptionGroup) as raised:
+        search(network, only_named=True)
+    assert raised.group_contains(NoGroupError, match="192.0.2.1:1: PROTOCOL_VIOLATION")
+    assert network.asked == [LEADER], "who does so is not asked again"
+
+
+@pytest.mark.parametrize("after", [0.0, 1.0])
+def test_a_member_of_whom_discovery_is_about_to_hear_is_waited_for(after: float) -> None:
+    members = (LEADER, STRANGER, ME)
+    assert search(OneLeader(*members), only_named=True, named_after=after) == members
+
+
+def test_clients_are_never_dialled_and_need_no_name() -> None:
+    assert search(OneLeader(LEADER, CLIENT, ME), only_named=True) == (LEADER, CLIENT, ME)
+
+
+def test_in_an_open_run_a_leader_may_name_whom_it_met() -> None:
+    assert search(OneLeader(LEADER, STRANGER, ME), only_named=False) == (LEADER, STRANGER, ME)
