@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypedDict
 
 from averaging import AveragingError
 from averaging.errors import ConfigError
@@ -21,6 +22,10 @@ def parser_of(example: str, description: str) -> argparse.ArgumentParser:
         "--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="where it listens (a free port of this machine)"
     )
     parser.add_argument("--advertise", metavar="HOST:PORT", help="where others reach it, if that is another address")
+    for option, told in (("ca", "certificate of the run's authority"), ("cert", "this peer's own"), ("key", "its key")):
+        parser.add_argument(f"--tls-{option}", metavar="FILE", help=f"{told}; `averaging ca` makes them")
+    parser.add_argument("--token-file", metavar="FILE", help="the run's tokens, one a line")
+    parser.add_argument("--insecure", action="store_true", help="let other machines connect without TLS")
     parser.add_argument("--client-mode", action="store_true", help="accept no connection; needs --join")
     parser.add_argument(
         "--wait-for", type=positive, default=1, metavar="N", help="wait a minute for N peers before the first step (1)"
@@ -34,6 +39,34 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argpa
     if options.client_mode and not options.join:
         parser.error("--client-mode needs --join: nobody can join a peer that accepts no connection")
     return options
+
+
+class Security(TypedDict):
+    """Options of `PeerConfig`."""
+
+    tls_ca: str | None
+    tls_cert: str | None
+    tls_key: str | None
+    token_file: str | None
+    insecure: bool
+
+
+def security_of(options: argparse.Namespace) -> Security:
+    """What the command line says of security, for the averager."""
+    return {
+        "tls_ca": options.tls_ca,
+        "tls_cert": options.tls_cert,
+        "tls_key": options.tls_key,
+        "token_file": options.token_file,
+        "insecure": options.insecure,
+    }
+
+
+def security_arguments(options: argparse.Namespace) -> list[str]:
+    """The same for the command line of another peer."""
+    files = (("--tls-ca", options.tls_ca), ("--tls-cert", options.tls_cert), ("--tls-key", options.tls_key))
+    given = [f"{name}={file}" for name, file in (*files, ("--token-file", options.token_file)) if file]
+    return [*given, *["--insecure"] * options.insecure]
 
 
 def positive(text: str) -> int:

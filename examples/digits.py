@@ -37,7 +37,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from averaging import DecentralizedAverager, GradientAveraging
 from averaging.group import Mode
-from examples.command_line import in_order, parse, parser_of, positive
+from examples.command_line import in_order, parse, parser_of, positive, security_arguments, security_of
 
 PATIENCE = 60.0
 """Seconds that peers wait for each other before the first step and after the last one."""
@@ -78,6 +78,7 @@ def train(options: argparse.Namespace) -> None:
         join=options.join,
         listen=options.listen,
         advertise=options.advertise,
+        **security_of(options),
         mode=Mode.CLIENT if options.client_mode else Mode.NODE,
         strategy=strategy,
         buffers=dict(model.named_buffers()),
@@ -214,7 +215,7 @@ class ChildError(Exception):
 async def run_all(peers: list[Child], options: argparse.Namespace) -> None:
     """Starts the first peer, then those that join it, and waits until all have ended."""
     common = [f"--run-id={options.run_id}", f"--steps={options.steps}", f"--wait-for={len(peers)}"]
-    common.append(f"--target-batch-size={options.target_batch_size}")
+    common += [f"--target-batch-size={options.target_batch_size}", *security_arguments(options)]
     endpoint: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     async with asyncio.TaskGroup() as tasks:
         first = tasks.create_task(run_child(peers[0], [*common, f"--listen={options.listen}"], endpoint))

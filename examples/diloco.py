@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LinearLR
 
 from averaging import CompressionType, DecentralizedAverager, DiLoCo, Receipt
 from averaging.group import Mode
-from examples.command_line import in_order, parse, parser_of, positive
+from examples.command_line import in_order, parse, parser_of, positive, security_of
 from examples.language_model import LanguageModel, Size, read, windows
 from examples.sources import divide, standard_library
 
@@ -87,6 +87,7 @@ def train(options: argparse.Namespace) -> None:
         join=options.join,
         listen=options.listen,
         advertise=options.advertise,
+        **security_of(options),
         mode=Mode.CLIENT if options.client_mode else Mode.NODE,
         strategy=strategy,
         scheduler=partial(LinearLR, start_factor=0.05, total_iters=20),

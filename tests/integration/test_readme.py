@@ -8,8 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from click.testing import CliRunner
+
 import averaging
 from averaging import DecentralizedAverager, Receipt
+from averaging.cli import main
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 ADDRESSES = {
@@ -17,10 +20,15 @@ ADDRESSES = {
     'listen="0.0.0.0:4222"': 'listen="127.0.0.1:0"',
     'advertise="198.51.100.4:4222"': "advertise=None",
     "group_size=4": "group_size=2",
+    '"ca/ca.pem"': "str(CA / 'ca.pem')",
+    '"ca/a.pem"': "str(CA / 'a.pem')",
+    '"ca/a.key"': "str(CA / 'a.key')",
 }
 
 
-def test_the_training_script_averages() -> None:
+def test_the_training_script_averages(tmp_path: Path) -> None:
+    for command in (["init"], ["issue", "a", "--host", "127.0.0.1"]):
+        assert CliRunner().invoke(main, ["ca", *command, "--directory", str(tmp_path)]).exit_code == 0
     script = next(block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "LocalSGD" in block)
     for told, here in ADDRESSES.items():
         assert told in script
@@ -36,7 +44,7 @@ def test_the_training_script_averages() -> None:
                 endpoints.put(self.endpoint)
                 assert self.wait_for_peers(2, 60)  # who is first would train on alone
 
-        names = {"DecentralizedAverager": Recorded, "LocalSGD": averaging.LocalSGD, "JOIN": join}
+        names = {"DecentralizedAverager": Recorded, "LocalSGD": averaging.LocalSGD, "JOIN": join, "CA": tmp_path}
         exec(script.replace("from averaging import DecentralizedAverager, LocalSGD", ""), names)
         return receipts
 
