@@ -174,6 +174,8 @@ class PeerConfig:
         if not 1024 <= self.part_size_bytes <= 1 << 28:
             raise ConfigError(f"part_size_bytes must be from 1 KiB to 256 MiB, not {self.part_size_bytes}")
         check_tls_files(self.tls_ca, self.tls_cert, self.tls_key)
+        if self.inspection not in list(Inspection):
+            raise ConfigError(f"inspection must be {', '.join(Inspection)}, not {self.inspection!r}")
 
     @property
     def is_closed(self) -> bool:

@@ -28,6 +28,9 @@ MAX_FILE_BYTES = 1 << 20
 MIN_TOKEN, MAX_TOKEN, MAX_TOKENS = 16, 1024, 16
 """Characters of a token, and how many tokens are valid at once."""
 
+EXPIRES_SOON = 7 * 86400.0
+"""Seconds before the end of a certificate in which a peer that starts with it says so."""
+
 PrivateKey: TypeAlias = EllipticCurvePrivateKey | RSAPrivateKey
 
 _UNREADABLE = (x509.ExtensionNotFound, x509.DuplicateExtension, ValueError)
@@ -129,6 +132,10 @@ def read_tls(
         raise ConfigError(f"tls_cert {cert} was not issued by an authority in tls_ca {ca}; give the ca.pem of its run")
     if problem := validity_problem(certificate, clock()):
         raise ConfigError(f"tls_cert {cert} {problem}; issue another one (averaging ca issue), or set the clock right")
+    if validity_problem(certificate, clock() + EXPIRES_SOON):
+        logger.warning(
+            "tls_cert %s expires on %s; issue another one", cert, f"{certificate.not_valid_after_utc:%Y-%m-%d}"
+        )
     if not _may_be_used_for(certificate, ExtendedKeyUsageOID.CLIENT_AUTH):
         raise ConfigError(f"tls_cert {cert} is not for clients; issue one with the extended key usage clientAuth too")
     return Tls(ca_pem, own_pem, key_pem, tuple(authorities), certificate, private, f"tls_cert {cert}")

@@ -94,3 +94,17 @@ def test_clients_are_never_dialled_and_need_no_name() -> None:
 
 def test_in_an_open_run_a_leader_may_name_whom_it_met() -> None:
     assert search(OneLeader(LEADER, STRANGER, ME), only_named=False) == (LEADER, STRANGER, ME)
+
+
+@pytest.mark.parametrize("suggested", [ME, "169.254.169.254:80", STRANGER])
+def test_nobody_is_sent_to_itself_or_to_whom_discovery_does_not_name(suggested: str) -> None:
+    class Redirects(OneLeader):
+        async def join_group(self, endpoint: str, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
+            self.asked.append(endpoint)
+            yield MessageFromLeader(MessageCode.NOT_A_LEADER, suggested_leader=suggested)
+
+    network = Redirects()
+    with pytest.raises(ExceptionGroup) as raised:
+        search(network, only_named=False)
+    assert raised.group_contains(NoGroupError)
+    assert set(network.asked) == {LEADER}

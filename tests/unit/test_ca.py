@@ -192,6 +192,8 @@ def test_files_that_do_not_fit_are_refused_with_a_remedy(directory: Path, caplog
     caplog.clear()
     read(directory)
     assert not caplog.records
+    read(directory, now=time() + 359 * 86400)
+    assert "expires on" in caplog.text
     (directory / "a.key").chmod(0o640)
     read(directory)
     assert "chmod 600" in caplog.text

@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from averaging.ca import Issued, issue, make_authority
@@ -32,6 +34,34 @@ def identity(
     own = x509.load_pem_x509_certificate(issued.certificate)
     tls = Tls(believes.certificate, issued.certificate, issued.key, authorities, own, key, "a.pem")  # type: ignore[arg-type]
     return CertifiedIdentity(tls, lambda: now)
+
+
+def rsa_identity(*hosts: str) -> CertifiedIdentity:
+    """With a certificate of another make."""
+    key, issuer = rsa.generate_private_key(65537, 2048), load_pem_private_key(AUTHORITY.key, None)
+    template, root = (
+        x509.load_pem_x509_certificate(issued.certificate)
+        for issued in (issue(AUTHORITY, "r", hosts, NOW, 1), AUTHORITY)
+    )
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(template.subject)
+        .issuer_name(root.subject)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(template.not_valid_before_utc)
+        .not_valid_after(template.not_valid_after_utc)
+        .add_extension(template.extensions.get_extension_for_class(x509.SubjectAlternativeName).value, critical=False)
+    )
+    own = builder.sign(issuer, hashes.SHA256())  # type: ignore[arg-type]
+    return CertifiedIdentity(Tls(b"", b"", b"", (root,), own, key, "r.pem"), lambda: T)
+
+
+def test_keys_of_rsa_will_do() -> None:
+    written = record(rsa_identity("a.example.org"), "a.example.org:1")
+    assert READER.verify("run", written)
+    assert not READER.verify("run", replace(written, signature=written.signature[:-1] + b"x"))
+    assert not READER.verify("run", record(rsa_identity("a.example.org"), "b.example.org:1"))
 
 
 def record(owner: Identity, subkey: str, run_id: str = "run") -> Record:

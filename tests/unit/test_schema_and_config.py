@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.config import PeerConfig, PeerOptions, check_weight, is_endpoint, option_names, parse_address
+from averaging.config import Inspection, PeerConfig, PeerOptions, check_weight, is_endpoint, option_names, parse_address
 from averaging.errors import ConfigError, TensorError
 from averaging.messages import CompressionType
 from averaging.schema import DTYPES, ReplyForm, Schema, TensorSpec, describe, first_difference
@@ -124,3 +124,15 @@ def test_malformed_addresses(address: str) -> None:
 def test_a_client_has_a_name_but_no_address() -> None:
     assert is_endpoint("client::1234")
     assert not is_endpoint("h:0")
+
+
+def test_who_may_look_is_one_of_three() -> None:
+    assert PeerConfig(run_id="run", inspection=Inspection("off")).inspection is Inspection.OFF
+    with pytest.raises(ConfigError, match="inspection must be on, token, off, not 'none'"):
+        PeerConfig(run_id="run", inspection="none")  # type: ignore[arg-type]
+
+
+def test_a_run_is_closed_by_certificates_or_tokens() -> None:
+    assert not PeerConfig(run_id="run").is_closed
+    assert PeerConfig(run_id="run", token_file="token").is_closed
+    assert PeerConfig(run_id="run", tls_ca="ca", tls_cert="cert", tls_key="key").is_closed
