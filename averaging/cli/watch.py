@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from contextlib import aclosing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from averaging.cli.failures import Stopped, failure_of, starting
 from averaging.cli.options import address_to_dial
+from averaging.cli.security import credentials_of, security_options
 
 if TYPE_CHECKING:
     from averaging.cli.signals import Stop
+    from averaging.credentials import Credentials
     from averaging.observe.book import Watched
 
 MAX_MESSAGE_BYTES = 16 << 20
@@ -28,7 +30,8 @@ MAX_MESSAGE_BYTES = 16 << 20
 )
 @click.option("--rounds", type=click.IntRange(min=1), metavar="K", help="End after K receipts.  [default: never]")
 @click.option("--json", "as_json", is_flag=True, help="Tell every receipt as one JSON object a line.")
-def watch_command(address: str, last: int, rounds: int | None, as_json: bool) -> None:
+@security_options
+def watch_command(address: str, last: int, rounds: int | None, as_json: bool, **given: Any) -> None:
     r"""Tells what becomes of every round of the peer at HOST:PORT, until the peer leaves or Ctrl+C.
 
     \b
@@ -44,8 +47,10 @@ def watch_command(address: str, last: int, rounds: int | None, as_json: bool) ->
     with starting():
         from averaging.cli import signals
 
+        credentials = credentials_of(given)
+
         async def watch(_: Stop) -> None:
-            await _watch(address, last, rounds, as_json)
+            await _watch(address, credentials, last, rounds, as_json)
 
         try:
             signals.run(watch)
@@ -53,11 +58,11 @@ def watch_command(address: str, last: int, rounds: int | None, as_json: bool) ->
             return
 
 
-async def _watch(address: str, last: int, rounds: int | None, as_json: bool) -> None:
+async def _watch(address: str, credentials: Credentials, last: int, rounds: int | None, as_json: bool) -> None:
     from averaging.errors import AveragingError
     from averaging.transport.grpc import GrpcTransport
 
-    transport = GrpcTransport(None, max_message_bytes=MAX_MESSAGE_BYTES)
+    transport = GrpcTransport(None, max_message_bytes=MAX_MESSAGE_BYTES, credentials=credentials, given=[address])
     await transport.bind()
     told = 0
     try:
