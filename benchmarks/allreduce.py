@@ -3,6 +3,7 @@
 All systems of a case are up at once and take turns round by round, so that what else the machine does meets them alike.
 Every round starts with fresh numbers and its result is compared with the true mean. A round's seconds are those of its
 slowest peer, its CPU seconds those of all peers, its memory that of the largest; the first round is not counted.
+`in_place` is this library too, with that option: averages are written as they arrive.
 The results go to `allreduce.json` and `allreduce.png`. The exit code is 1 if any round failed or was wrong.
 
 hivemind wants an older numpy than the rest and runs in an environment of its own; without one its rows are left out:
@@ -252,7 +253,7 @@ def main() -> None:
     for peers, mib, tensors, codec in product(options.peers, options.mib, options.tensors, options.codecs):
         case = Case(peers, mib, tensors, codec)
         say(str(case))
-        pythons = {"averaging": sys.executable, "gloo": sys.executable}
+        pythons = dict.fromkeys(("averaging", "in_place", "gloo"), sys.executable)
         if options.hivemind and codec in HIVEMIND_CODECS:
             pythons["hivemind"] = options.hivemind
         results["cases"].append(asyncio.run(measure(case, pythons, options.rounds)) | {"title": str(case)})

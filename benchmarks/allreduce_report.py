@@ -22,7 +22,7 @@ from matplotlib.patches import Patch
 from rich.console import Console
 from rich.table import Table
 
-COLOURS = {"averaging": "#0072B2", "gloo": "#7F7F7F", "hivemind": "#E69F00"}
+COLOURS = {"averaging": "#0072B2", "in_place": "#56B4E9", "gloo": "#7F7F7F", "hivemind": "#E69F00"}
 
 MIB = 2**20
 
@@ -142,7 +142,7 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
                 good = counted(case["systems"][name]) if name in case["systems"] else []
                 if not good:
                     continue
-                x = place + (number - 1) * width
+                x = place + (number - (len(COLOURS) - 1) / 2) * width
                 values = [one["seconds"] for one in good]
                 middle = statistics.median(values)
                 error = [[middle - min(values)], [max(values) - middle]]

@@ -103,6 +103,13 @@ class Averaging:
         return receipt.allreduce_seconds
 
 
+class InPlace(Averaging):
+    """This library, with averages written as they arrive; nobody can download the state then."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__(options, in_place=True, share_state=False)
+
+
 class Gloo:
     """torch.distributed; all tensors at once, as its threads allow."""
 
@@ -184,4 +191,4 @@ class Hivemind:
         return time.perf_counter() - begun
 
 
-SYSTEMS = {"averaging": Averaging, "gloo": Gloo, "hivemind": Hivemind}
+SYSTEMS = {"averaging": Averaging, "in_place": InPlace, "gloo": Gloo, "hivemind": Hivemind}

@@ -81,7 +81,7 @@ class Server:
         if gossip is not None:
             handlers |= _gossip_handlers(gossip, callers)
         if self._credentials.inspection is Inspection.OFF:
-            for method in (methods.GET_STATUS, methods.GET_SCHEMA, methods.LIST_RECORDS):
+            for method in (methods.GET_STATUS, methods.GET_SCHEMA, methods.WATCH_ROUNDS, methods.LIST_RECORDS):
                 handlers.pop(method, None)
         services: dict[str, dict[str, grpc.RpcMethodHandler[Any, Any]]] = {}
         for method, handler in handlers.items():
