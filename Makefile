@@ -24,9 +24,11 @@ lint: $(VENV)/installed ## style, types, import directions
 
 check: lint test ## what CI runs
 
-bench: $(VENV)/installed ## discovery's and averaging's times, the latter beside Gloo's
-	$(BIN)/python -m benchmarks.gossip
+bench: $(VENV)/installed ## averaging's times beside Gloo's, the codes, discovery, training slowed by averaging
 	$(BIN)/python -m benchmarks.allreduce --peers 2 4 --mib 64 --tensors 4 --codecs none --output runs/benchmarks
+	$(BIN)/python -m benchmarks.codecs --output runs/benchmarks
+	$(BIN)/python -m benchmarks.overlap --output runs/benchmarks
+	$(BIN)/python -m benchmarks.gossip
 
 proto: $(VENV)/installed ## compile protos/ again, after a change
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python hatch_build.py
