@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import TypeAlias, TypedDict
 
+from averaging.aggregation import parse_aggregation
 from averaging.errors import ConfigError
 from averaging.group import CLIENT_PREFIX, Mode
 from averaging.messages import CompressionType
@@ -61,6 +62,7 @@ class PeerOptions(TypedDict, total=False):
     bandwidth: float | None
     compression: CompressionType
     reply: ReplyForm
+    aggregation: str
     part_size_bytes: int
     non_finite: NonFinite
     share_state: bool
@@ -94,6 +96,8 @@ class PeerConfig:
         bandwidth: of this peer's link in bytes/s, so that it is given a share to match; None if unknown.
         compression: how tensors are packed on the wire.
         reply: reducers answer with the average, or with the difference to what was sent.
+        aggregation: how contributions become one: `mean`, or `median`, `trimmed:F`, `clip:TAU`, which a minority of
+            false ones cannot carry away (docs/robust.md). The same at all peers.
         part_size_bytes: size of a part on the wire.
         non_finite: what to do with NaN and infinity.
         share_state: whether newcomers may download this peer's state. Clients never share.
@@ -127,6 +131,7 @@ class PeerConfig:
     bandwidth: float | None = None
     compression: CompressionType = CompressionType.NONE
     reply: ReplyForm = ReplyForm.AVERAGE
+    aggregation: str = "mean"
     part_size_bytes: int = DEFAULT_PART_SIZE_BYTES
     non_finite: NonFinite = NonFinite.REFUSE
     share_state: bool = True
@@ -171,6 +176,7 @@ class PeerConfig:
             raise ConfigError(
                 "in_place overwrites the state that others may be downloading; say share_state=False with it"
             )
+        parse_aggregation(self.aggregation)
         if not 1024 <= self.part_size_bytes <= 1 << 28:
             raise ConfigError(f"part_size_bytes must be from 1 KiB to 256 MiB, not {self.part_size_bytes}")
         check_tls_files(self.tls_ca, self.tls_cert, self.tls_key)

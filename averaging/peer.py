@@ -13,6 +13,7 @@ from typing import Any, Protocol, Self, Unpack
 
 import torch
 
+from averaging.aggregation import parse_aggregation
 from averaging.config import PeerConfig, PeerOptions, check_weight
 from averaging.credentials import read_credentials
 from averaging.discovery.base import Discovery
@@ -309,6 +310,7 @@ class Peer:
             part_size_bytes=self.config.part_size_bytes,
             reply=self.config.reply,
             topic=name,
+            aggregation=parse_aggregation(self.config.aggregation),
         )
         return Topic(tensors, schema, adopt, commits, Feedback(schema) if error_feedback else None)
 

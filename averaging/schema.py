@@ -10,6 +10,7 @@ from math import prod
 
 import torch
 
+from averaging.aggregation import MEAN, Aggregation
 from averaging.errors import TensorError
 from averaging.messages import CompressionType
 
@@ -66,19 +67,23 @@ class Schema:
         reply: what reducers answer.
         topic: what the tensors are, where equal shapes could be different things: gradients of one step, a fragment of
             the model. Empty for the peer's own tensors.
+        aggregation: how reducers make one of the members' contributions.
     """
 
     tensors: tuple[TensorSpec, ...]
     part_size_bytes: int
     reply: ReplyForm = ReplyForm.AVERAGE
     topic: str = ""
+    aggregation: Aggregation = MEAN
 
     @property
     def hash(self) -> bytes:
         """SHA-256 over everything all members must agree on; names and devices are not."""
         tensors = ";".join(f"{t.dtype}:{'x'.join(map(str, t.shape))}:{int(t.compression)}" for t in self.tensors)
         topic = f"|{self.topic}" if self.topic else ""
-        return hashlib.sha256(f"1|{tensors}|{self.part_size_bytes}|{self.reply.value}{topic}".encode()).digest()
+        # The mean is not named, so that its hash is that of peers which know nothing else.
+        rule = "" if self.aggregation == MEAN else f"/{self.aggregation}"
+        return hashlib.sha256(f"1|{tensors}|{self.part_size_bytes}|{self.reply.value}{rule}{topic}".encode()).digest()
 
     @property
     def nbytes(self) -> int:
@@ -106,6 +111,7 @@ def describe(
     part_size_bytes: int,
     reply: ReplyForm = ReplyForm.AVERAGE,
     topic: str = "",
+    aggregation: Aggregation = MEAN,
 ) -> Schema:
     """The schema of `tensors`, of any shapes.
 
@@ -120,7 +126,7 @@ def describe(
             specs.append(TensorSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape), compression))
         except TensorError as error:
             raise TensorError(f"tensor {name!r}: {error}") from None
-    return Schema(tuple(specs), part_size_bytes, reply, topic)
+    return Schema(tuple(specs), part_size_bytes, reply, topic, aggregation)
 
 
 def first_difference(ours: Schema, theirs: Schema) -> str | None:
@@ -143,4 +149,6 @@ def first_difference(ours: Schema, theirs: Schema) -> str | None:
         return f"parts are {ours.part_size_bytes} bytes here and {theirs.part_size_bytes} there"
     if ours.reply != theirs.reply:
         return f"reducers answer with the {ours.reply.value} here and with the {theirs.reply.value} there"
+    if ours.aggregation != theirs.aggregation:
+        return f"contributions are aggregated by {ours.aggregation} here and by {theirs.aggregation} there"
     return None

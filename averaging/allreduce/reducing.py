@@ -16,7 +16,7 @@ import torch
 from averaging.allreduce.losses import ANSWERS, code_of
 from averaging.allreduce.outcome import Outcome
 from averaging.allreduce.partition import Part
-from averaging.allreduce.reducer import ShardReducer
+from averaging.allreduce.robust import reducer_for
 from averaging.compression import decode, encode
 from averaging.config import NonFinite
 from averaging.errors import NonFiniteError, ProtocolViolationError, TransportError
@@ -92,7 +92,7 @@ class Reducing:
         self._non_finite = non_finite
         self._senders = {member.endpoint: _Sender() for member in senders}
         weights = {member.endpoint: member.weight for member in senders}
-        self._reducer = ShardReducer([part.numel for part in parts], weights)
+        self._reducer = reducer_for(schema.aggregation, [part.numel for part in parts], weights)
         self._over = False
 
     async def run(self) -> None:

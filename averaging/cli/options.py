@@ -69,6 +69,17 @@ def run_id(value: str) -> str:
     return value
 
 
+def aggregation(value: str) -> str:
+    """How contributions become one."""
+    from averaging.aggregation import parse_aggregation
+    from averaging.errors import ConfigError
+
+    try:
+        return str(parse_aggregation(value))
+    except ConfigError as error:
+        raise click.BadParameter(f"{error}.") from None
+
+
 def group_bits(value: str) -> str:
     """The first group key."""
     if set(value) - {"0", "1"}:

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from averaging.cli.failures import SIGNALLED, WRONG_USAGE, Failure, Stopped, failure_of, starting
-from averaging.cli.options import COMPRESSIONS, address, address_to_dial, finite, group_bits, json_value, run_id
+from averaging.cli.options import (
+    COMPRESSIONS,
+    address,
+    address_to_dial,
+    aggregation,
+    finite,
+    group_bits,
+    json_value,
+    run_id,
+)
 from averaging.cli.security import SECURITY_OPTIONS, security_options
 
 if TYPE_CHECKING:
@@ -19,7 +28,9 @@ if TYPE_CHECKING:
 
 SECONDS = finite(above=0)
 
-SHARED_OPTIONS = frozenset({"group_size", "min_group_size", "group_bits", "compression", "reply", "part_size"})
+SHARED_OPTIONS = frozenset(
+    {"group_size", "min_group_size", "group_bits", "compression", "reply", "aggregation", "part_size"}
+)
 """What peers of a run must or should have in common."""
 
 
@@ -118,6 +129,13 @@ SHARED_OPTIONS = frozenset({"group_size", "min_group_size", "group_bits", "compr
     default="average",
     type=click.Choice(["average", "delta"]),
     help="What reducers answer; delta suits lossy compression of parameters. The same at all peers.",
+)
+@click.option(
+    "--aggregation",
+    default="mean",
+    type=aggregation,
+    metavar="RULE",
+    help="How contributions become one: mean, median, trimmed:F or clip:TAU. The same at all peers.",
 )
 @click.option(
     "--part-size",
@@ -339,6 +357,7 @@ def _peer_options(given: dict[str, Any]) -> PeerOptions:
         "bandwidth": given["bandwidth"],
         "compression": CompressionType[given["compression"].upper()],
         "reply": ReplyForm(given["reply"]),
+        "aggregation": given["aggregation"],
         "part_size_bytes": given["part_size"],
         "non_finite": NonFinite.ALLOW if given["allow_non_finite"] else NonFinite.REFUSE,
         "share_state": not given["no_share_state"],

@@ -63,6 +63,7 @@ WRONG_VALUES = [
     (["--part-size", "1"], "--part-size", "1024<="),
     (["--compression", "zip"], "--compression", "'float16'"),
     (["--reply", "sum"], "--reply", "'delta'"),
+    (["--aggregation", "trimmed"], "--aggregation", "trimmed:F"),
     (["--gather", "{'loss': 1}"], "--gather", "'{\"loss\": 0.5}'"),
     (["--gather", "NaN"], "--gather", "no number in JSON"),
     (["--gather", str(10**30)], "--gather", "msgpack can pack"),

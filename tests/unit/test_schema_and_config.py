@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from averaging.aggregation import Aggregation, Kind, parse_aggregation
 from averaging.config import Inspection, PeerConfig, PeerOptions, check_weight, is_endpoint, option_names, parse_address
 from averaging.errors import ConfigError, TensorError
 from averaging.messages import CompressionType
@@ -27,6 +29,7 @@ schemas = st.builds(
     tensors=st.lists(specs, min_size=1, max_size=3).map(tuple),
     part_size_bytes=st.sampled_from([1024, 2048]),
     reply=st.sampled_from(list(ReplyForm)),
+    aggregation=st.sampled_from([Aggregation(), Aggregation(Kind.TRIMMED, 1), Aggregation(Kind.TRIMMED, 2)]),
 )
 
 
@@ -37,6 +40,7 @@ def test_hashes_are_equal_exactly_when_nothing_differs(ours: Schema, theirs: Sch
         == [(t.dtype, t.shape, t.compression) for t in theirs.tensors]
         and ours.part_size_bytes == theirs.part_size_bytes
         and ours.reply == theirs.reply
+        and ours.aggregation == theirs.aggregation
     )
     assert (ours.hash == theirs.hash) is agree
     assert (first_difference(ours, theirs) is None) is agree
@@ -51,6 +55,30 @@ def test_the_first_difference_is_named() -> None:
     assert "only there" in str(first_difference(shorter, ours))
     assert "delta" in str(first_difference(ours, replace(ours, reply=ReplyForm.DELTA)))
     assert "parts are 1024" in str(first_difference(ours, replace(ours, part_size_bytes=2048)))
+
+
+def test_the_mean_is_not_part_of_the_hash_and_every_other_rule_is() -> None:
+    ours = describe(["a"], [torch.zeros(2, 3)], part_size_bytes=1024)
+    expected = hashlib.sha256(b"1|float32:2x3:0|1024|average").digest()
+    assert ours.hash == expected
+    others = [replace(ours, aggregation=parse_aggregation(rule)) for rule in ("median", "clip:1", "clip:1.5")]
+    others.append(replace(ours, topic="/median"))
+    assert len({expected, *(other.hash for other in others)}) == 5
+    assert "by mean here and by clip:1.5 there" in str(first_difference(ours, others[2]))
+
+
+@pytest.mark.parametrize("text", ["mean", "median", "trimmed:2", "clip:10", "clip:0.123456789", "clip:1e-09"])
+def test_a_rule_is_read_as_it_is_written(text: str) -> None:
+    assert str(parse_aggregation(text)) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "sum", "mean:1", "median:", "trimmed", "trimmed:0", "trimmed:1.5", "trimmed:nan", "clip", "clip:0",
+             "clip:inf", "clip:-1", "clip:x", "trimmed:1e300"]
+)  # fmt: skip
+def test_a_rule_that_cannot_work_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="aggregation"):
+        PeerConfig(run_id="r", aggregation=text)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])

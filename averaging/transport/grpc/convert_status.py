@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from averaging.errors import ProtocolViolationError
+from averaging.aggregation import MEAN, parse_aggregation
+from averaging.errors import ConfigError, ProtocolViolationError
 from averaging.messages import CompressionType
 from averaging.observe.status import PeerStatus
 from averaging.schema import DTYPES, ReplyForm, Schema, TensorSpec
@@ -67,6 +68,7 @@ def encode_schema(schema: Schema) -> bytes:
         part_size_bytes=schema.part_size_bytes,
         reply=schema.reply.value,
         topic=schema.topic,
+        aggregation="" if schema.aggregation == MEAN else str(schema.aggregation),
     ).SerializeToString()
 
 
@@ -77,7 +79,11 @@ def decode_schema(raw: bytes) -> Schema:
         reply = ReplyForm(wire.reply)
     except ValueError:
         raise ProtocolViolationError(f"a schema with the unknown reply form {wire.reply!r}") from None
-    schema = Schema(tuple(map(_spec_from_wire, wire.tensors)), wire.part_size_bytes, reply, wire.topic)
+    try:
+        aggregation = parse_aggregation(wire.aggregation) if wire.aggregation else MEAN
+    except ConfigError:
+        raise ProtocolViolationError(f"a schema with the unknown aggregation {wire.aggregation!r}") from None
+    schema = Schema(tuple(map(_spec_from_wire, wire.tensors)), wire.part_size_bytes, reply, wire.topic, aggregation)
     if wire.schema_hash != schema.hash:
         raise ProtocolViolationError("a schema that does not match its own hash; that peer runs other software")
     return schema
