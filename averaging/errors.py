@@ -69,6 +69,10 @@ class ProtocolViolationError(AveragingError):
     """A peer sent what the protocol does not allow. The fault is the sender's."""
 
 
+class GatherError(ProtocolViolationError):
+    """What a member told about itself is unreadable. Its fault or that of who passed it on: that cannot be known."""
+
+
 class NonFiniteError(ProtocolViolationError):
     """A peer sent NaN or infinity where they are refused."""
 

@@ -27,7 +27,7 @@ from averaging.matchmaking.rules import unpack_looking
 from averaging.messages import CompressionType
 from averaging.observe.book import ReceiptBook
 from averaging.observe.journal import Journal
-from averaging.observe.receipts import Receipt
+from averaging.observe.receipts import DropCode, Receipt
 from averaging.observe.status import PeerStatus
 from averaging.progress import RunProgress
 from averaging.rounds import Overtaken, Rounds
@@ -200,6 +200,16 @@ class Peer:
     def donors(self) -> list[tuple[float, str]]:
         """The other peers that offer their state: priority and endpoint, the best first."""
         return self._entered.donors.others()
+
+    @property
+    def excluded(self) -> dict[str, float]:
+        """The peers that broke the protocol and are left out of groups for a while: until when, since the epoch."""
+        return self._entered.rounds.conduct.excluded(self._clock())
+
+    @property
+    def offences(self) -> dict[str, Mapping[DropCode, int]]:
+        """How often each peer broke the protocol, or sent NaN or infinity, in the last day or so."""
+        return self._entered.rounds.conduct.counts
 
     @property
     def progress(self) -> RunProgress:

@@ -17,6 +17,7 @@ from averaging.discovery.base import Discovery
 from averaging.errors import AveragingError, RoundError, SchemaMismatchError
 from averaging.group import Group, Mode
 from averaging.matchmaking import Matchmaking, NoGroupError
+from averaging.matchmaking.conduct import Conduct
 from averaging.observe.receipts import Outcome, Receipt, Role
 from averaging.progress import RunProgress
 from averaging.schema import Schema
@@ -78,6 +79,9 @@ class Rounds:
 
     Args:
         service: told of the group and of the round in progress, since others' requests reach it.
+
+    Attributes:
+        conduct: of the others, in all topics.
     """
 
     def __init__(
@@ -99,6 +103,7 @@ class Rounds:
         self._clock, self._rng = clock, rng
         self._lasting: dict[bytes, Matchmaking] = {}  # by schema hash; their group bits move on from round to round
         self._attempts = 0
+        self.conduct = Conduct()
 
     def matchmaking(self, schema: Schema, *, lasting: bool = True) -> Matchmaking:
         """The matchmaking for peers with this schema; one that is not `lasting` is made for a single attempt."""
@@ -118,6 +123,7 @@ class Rounds:
                 only_named=config.is_closed,
                 clock=self._clock,
                 rng=self._rng,
+                conduct=self.conduct,
             )
             if lasting:
                 self._lasting[schema.hash] = found
@@ -211,6 +217,7 @@ class Rounds:
             return self._receipt(attempt, Outcome.FAILED, str(error))
         finally:
             self._service.round = None
+            self.conduct.note_dropped(this_round.result().dropped, self._clock())
         outcome = Outcome.FAILED if reason else Outcome.AVERAGED
         self._service.rounds += outcome is Outcome.AVERAGED
         return self._receipt(attempt, outcome, reason)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 
 import msgpack
@@ -59,8 +59,13 @@ class Searching:
     assembled: bool = False
 
 
-def verdict(request: JoinRequest, searching: Searching | None) -> tuple[MessageCode, str]:
-    """The answer to a request to join, and the suggested leader if there is one. The order of checks is the wire's."""
+def verdict(
+    request: JoinRequest, searching: Searching | None, excluded: Container[str] = frozenset()
+) -> tuple[MessageCode, str]:
+    """The answer to a request to join, and the suggested leader if there is one. The order of checks is the wire's.
+
+    Who is among `excluded` has broken the protocol before.
+    """
     if searching is None or searching.assembled:
         return MessageCode.NOT_LOOKING_FOR_GROUP, ""
     if (
@@ -69,6 +74,7 @@ def verdict(request: JoinRequest, searching: Searching | None) -> tuple[MessageC
         or not math.isfinite(request.expiration)
         or not _gather_is_sound(request)
         or searching.member.mode is Mode.CLIENT
+        or request.endpoint in excluded
     ):
         return MessageCode.PROTOCOL_VIOLATION, ""
     if request.schema_hash != searching.schema_hash:
@@ -142,9 +148,15 @@ class Attempt:
 
 
 def next_to_ask(
-    own: Declaration, entries: Mapping[str, Entry], attempts: Mapping[str, Attempt], now: float
+    own: Declaration,
+    entries: Mapping[str, Entry],
+    attempts: Mapping[str, Attempt],
+    now: float,
+    excluded: Container[str] = frozenset(),
 ) -> tuple[Declaration | None, float | None]:
     """Whom to ask now: of those who declared to wait less long, the earliest that has not just refused.
+
+    Nobody among `excluded` is asked.
 
     Returns:
         That peer or None, and if None when to look again at the latest (seconds since the epoch; None = at a change).
@@ -154,6 +166,8 @@ def next_to_ask(
         Declaration(entry.expiration, endpoint) for endpoint, entry in entries.items() if unpack_looking(entry.value)
     ):
         if candidate >= own or candidate.endpoint == own.endpoint or candidate.expiration <= now - CLOCK_TOLERANCE:
+            continue
+        if candidate.endpoint in excluded:
             continue
         attempt = attempts.get(candidate.endpoint)
         if attempt is None or (attempt.expiration != candidate.expiration and attempt.retry_at is not None):

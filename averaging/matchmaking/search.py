@@ -10,11 +10,13 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from averaging.discovery.base import Discovery
-from averaging.errors import AveragingError, ProtocolViolationError, SchemaMismatchError, TransportError
+from averaging.errors import AveragingError, GatherError, ProtocolViolationError, SchemaMismatchError, TransportError
 from averaging.group import Group, Mode, digits_per_round, group_key, next_group_bits, unpack_gather
 from averaging.matchmaking import rules
+from averaging.matchmaking.conduct import Conduct
 from averaging.matchmaking.rules import Attempt, Declaration, Searching
 from averaging.messages import JoinRequest, MessageCode, MessageFromLeader
+from averaging.observe.receipts import DropCode
 from averaging.schema import Schema, first_difference
 from averaging.transport.base import Transport
 
@@ -40,6 +42,7 @@ class Matchmaking:
         matchmaking_time: seconds that one declaration lasts.
         only_named: whether a leader may name as members only those whom discovery names. In an open run, which may have
             peers of other implementations, it may name whomever it met.
+        conduct: who has broken the protocol: such a peer is neither asked nor taken in for a while.
         clock: seconds since the epoch.
         rng: shuffles groups, makes their ids, spreads retries.
     """
@@ -59,6 +62,7 @@ class Matchmaking:
         only_named: bool = False,
         clock: Callable[[], float],
         rng: random.Random,
+        conduct: Conduct | None = None,
     ) -> None:
         self._run_id, self._endpoint = run_id, endpoint
         self.schema = schema
@@ -66,6 +70,7 @@ class Matchmaking:
         self._group_size, self._min_group_size = group_size, min_group_size
         self._matchmaking_time, self._only_named = matchmaking_time, only_named
         self._clock, self._rng = clock, rng
+        self._conduct = conduct or Conduct()
         self.group_bits = group_bits
         self._dropped = 0  # leading bits that the present search leaves out
         self._search: _Search | None = None
@@ -116,7 +121,7 @@ class Matchmaking:
                 if search.differing and search.seen <= search.differing.keys():
                     raise await self._difference(search, next(iter(search.differing)))
                 if self._clock() >= deadline:
-                    raise NoGroupError(search.explain(self.group_key, self._min_group_size))
+                    raise NoGroupError(search.explain(self.group_key, self._min_group_size) + self._left_out(search))
                 if not search.seen and self._dropped < len(self.group_bits):
                     self._dropped += 1
                     logger.info("nobody was seen; looking under %s now", self.group_key)
@@ -152,7 +157,8 @@ class Matchmaking:
     async def join_group(self, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
         """Answers a request to join: the verdict and, once accepted, what became of the group."""
         search = self._search
-        code, suggested_leader = rules.verdict(request, search.state if search else None)
+        excluded = self._conduct.excluded(self._clock())
+        code, suggested_leader = rules.verdict(request, search.state if search else None, excluded)
         logger.debug("%s answers %s to %s", self._endpoint, code.name, request.endpoint)
         if search is None or code is not MessageCode.ACCEPTED:
             # A stranger's hash says nothing about the run; one that discovery names may be all there is.
@@ -229,7 +235,9 @@ class Matchmaking:
                 if search.state.member.mode is Mode.CLIENT:
                     # It cannot lead, so it must be able to follow those who begin to wait only now.
                     own = replace(own, expiration=max(until, now + self._matchmaking_time))
-                candidate, again = rules.next_to_ask(own, self._discovery.get(key), attempts, now)
+                candidate, again = rules.next_to_ask(
+                    own, self._discovery.get(key), attempts, now, self._conduct.excluded(now)
+                )
                 if candidate is not None:
                     await self._ask_and_follow_suggestions(search, own, candidate, attempts)
                     continue
@@ -265,6 +273,8 @@ class Matchmaking:
     def _suggestion(self, own: Declaration, suggested: str) -> Declaration | None:
         """A suggested leader, if this peer may go there: known to this run's discovery, and due to lead it."""
         if not suggested or suggested == self._endpoint or not self._discovery.names(suggested):
+            return None
+        if self._conduct.excludes(suggested, self._clock()):
             return None
         entry = self._discovery.get(self.group_key).get(suggested)
         declaration = Declaration(entry.expiration if entry else own.expiration, suggested)
@@ -310,6 +320,8 @@ class Matchmaking:
             logger.debug("could not ask %s: %s", leader, error.reason)
         except ProtocolViolationError as error:
             logger.warning("%s", error)
+            if not isinstance(error, GatherError):
+                self._conduct.note(leader, DropCode.PROTOCOL_VIOLATION, self._clock())
             return MessageCode.PROTOCOL_VIOLATION, ""
         return MessageCode.NO_CODE, ""
 
@@ -332,6 +344,13 @@ class Matchmaking:
         except TimeoutError:
             pass
         raise ProtocolViolationError(f"{leader} began a group with {strange[0]}, which discovery does not name")
+
+    def _left_out(self, search: _Search) -> str:
+        """Who was there and is excluded, for people; empty if nobody."""
+        now = self._clock()
+        excluded = self._conduct.excluded(now)
+        told = [f"{name} for another {excluded[name] - now:.0f} s" for name in sorted(search.seen & excluded.keys())]
+        return f"; left out because they broke the protocol: {', '.join(told)}" if told else ""
 
     async def _difference(self, search: _Search, endpoint: str) -> SchemaMismatchError:
         """Finds out, once in a search, what `endpoint` averages instead."""
