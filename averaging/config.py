@@ -66,6 +66,7 @@ class PeerOptions(TypedDict, total=False):
     part_size_bytes: int
     non_finite: NonFinite
     share_state: bool
+    verify_donors: int
     in_place: bool
     receipts: str | os.PathLike[str] | None
     tls_ca: FilePath | None
@@ -101,6 +102,8 @@ class PeerConfig:
         part_size_bytes: size of a part on the wire.
         non_finite: what to do with NaN and infinity.
         share_state: whether newcomers may download this peer's state. Clients never share.
+        verify_donors: a state is downloaded only if so many donors announce the same version and the same digests of
+            the averaged tensors; 1 believes the first.
         in_place: averages are written to the tensors as they arrive, not all at the end. That saves the memory of a
             second set of tensors; a round that is cancelled leaves what had arrived by then. Not together with
             `share_state`, which keeps the last state whole for newcomers until the next one is.
@@ -135,6 +138,7 @@ class PeerConfig:
     part_size_bytes: int = DEFAULT_PART_SIZE_BYTES
     non_finite: NonFinite = NonFinite.REFUSE
     share_state: bool = True
+    verify_donors: int = 1
     in_place: bool = False
     receipts: str | os.PathLike[str] | None = None
     tls_ca: FilePath | None = None
@@ -177,6 +181,8 @@ class PeerConfig:
                 "in_place overwrites the state that others may be downloading; say share_state=False with it"
             )
         parse_aggregation(self.aggregation)
+        if not 1 <= self.verify_donors <= 16:
+            raise ConfigError(f"verify_donors must be from 1 to 16, not {self.verify_donors}")
         if not 1024 <= self.part_size_bytes <= 1 << 28:
             raise ConfigError(f"part_size_bytes must be from 1 KiB to 256 MiB, not {self.part_size_bytes}")
         check_tls_files(self.tls_ca, self.tls_cert, self.tls_key)

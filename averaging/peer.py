@@ -20,6 +20,7 @@ from averaging.discovery.base import Discovery
 from averaging.discovery.certified import CertifiedIdentity
 from averaging.discovery.gossip import GossipDiscovery
 from averaging.donors import Donors
+from averaging.download import download
 from averaging.errors import ClosedError, ConfigError, RoundError
 from averaging.feedback import Feedback
 from averaging.group import Mode, pack_gather
@@ -34,7 +35,7 @@ from averaging.rounds import Overtaken, Rounds
 from averaging.schema import describe
 from averaging.service import PeerService
 from averaging.snapshots import Extras, Snapshots
-from averaging.state import State, download
+from averaging.state import State
 from averaging.tensors import SharedTensors
 from averaging.topics import Adopt, Topic
 from averaging.transport.base import Transport
@@ -393,6 +394,8 @@ class Peer:
     ) -> State:
         """Downloads the state of the peer with the highest priority, verifies it, and takes it over.
 
+        With `verify_donors` above 1 so many of the donors must announce the same version and digests first.
+
         Args:
             donors: endpoints to ask, in this order; all that offer a state, the best first, if None.
             apply: called with the verified state before the tensors are overwritten, which are locked meanwhile; it
@@ -403,7 +406,13 @@ class Peer:
             ClosedError: the peer is not running.
         """
         names = [name for _, name in self.donors] if donors is None else donors
-        state, donor = await download(self._transport, names, self.schema, silence=self.config.part_timeout)
+        state, donor = await download(
+            self._transport,
+            names,
+            self.schema,
+            silence=self.config.part_timeout,
+            verify_donors=self.config.verify_donors,
+        )
 
         def take_over() -> None:
             if apply is not None:

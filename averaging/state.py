@@ -6,24 +6,18 @@ schema's order; whatever the application adds (optimizer statistics, say) follow
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgpack
 import torch
 
-from averaging.errors import AveragingError, ProtocolViolationError, StateError
+from averaging.errors import StateError
 from averaging.messages import Buffer, DownloadData, WireTensor
 from averaging.schema import DTYPES, Schema
-from averaging.transport.base import Transport
-
-logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 20
 """Size of one message of a download."""
@@ -119,12 +113,33 @@ def _raw(tensor: torch.Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What identifies a state as several donors can have it: the version, and the averaged tensors with their digests.
+
+    What the application adds (optimizer statistics, say) may differ from peer to peer and is not in it.
+    """
+
+    version: int
+    tensors: tuple[tuple[torch.dtype, tuple[int, ...], bytes], ...]
+
+    def __str__(self) -> str:
+        digests = b"".join(digest for _, _, digest in self.tensors)
+        return f"version {self.version} with digest {hashlib.sha256(digests).hexdigest()[:8]}"
+
+
+Kept: TypeAlias = "Mapping[tuple[str, torch.dtype, tuple[int, ...], bytes], torch.Tensor]"
+"""Tensors that were read whole and verified, by name, dtype, shape and digest."""
+
+
 class StateReader:
     """Puts a download together again and verifies it. No I/O.
 
     Args:
         schema: of the tensors that the downloader averages; the state must begin with the same. None takes any tensors.
         max_bytes: what the state may hold at most; if None, `MAX_GROWTH` times the bytes of the schema plus 64 MiB.
+        kept: what need not be read again where a state has the very same; see `verified`.
+        expected: refuses any other state.
 
     Attributes:
         version: of the state, as announced.
@@ -134,8 +149,15 @@ class StateReader:
         StateError: from every method, if the state is not what it says or not what is needed.
     """
 
-    def __init__(self, schema: Schema | None, max_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        schema: Schema | None,
+        max_bytes: int | None = None,
+        kept: Kept | None = None,
+        expected: Fingerprint | None = None,
+    ) -> None:
         self._schema = schema
+        self._kept, self._expected = kept or {}, expected
         own_bytes = schema.nbytes if schema else 0
         self._max_bytes = MAX_GROWTH * own_bytes + (64 << 20) if max_bytes is None else max_bytes
         self.version = 0
@@ -144,10 +166,16 @@ class StateReader:
         self._specs: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
         self._digests: list[bytes] = []
         self._done: dict[str, torch.Tensor] = {}
-        self._buffer: bytearray | None = None  # of the tensor that is being read
+        self._reading = False  # in the midst of a tensor
+        self._buffer: bytearray | None = None  # of that tensor; None if it is kept, so that its bytes are passed over
         self._filled = 0
         self._chunks_left = 0
         self._started = False
+
+    @property
+    def started(self) -> bool:
+        """Whether the metadata has come."""
+        return self._started
 
     @property
     def count(self) -> int:
@@ -159,6 +187,20 @@ class StateReader:
         """Bytes of all tensors, as announced; 0 before the first message."""
         return sum(prod(shape) * dtype.itemsize for _, dtype, shape in self._specs)
 
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """Of the state, as announced."""
+        count = len(self._schema.tensors) if self._schema else len(self._specs)
+        told = zip(self._specs[:count], self._digests[:count], strict=True)
+        return Fingerprint(self.version, tuple((dtype, shape, digest) for (_, dtype, shape), digest in told))
+
+    @property
+    def verified(self) -> Kept:
+        """Those tensors of this state that were read whole, or were kept."""
+        keys = [(*spec, digest) for spec, digest in zip(self._specs, self._digests, strict=False)]
+        done = {key: self._done[key[0]] for key in keys if key[0] in self._done}
+        return {key: self._kept[key] for key in keys if key in self._kept} | done
+
     def feed(self, message: DownloadData) -> None:
         """Takes the next message of the stream."""
         if not self._started:
@@ -168,15 +210,13 @@ class StateReader:
             return
         if wire.dtype:
             self._start_tensor(wire)
-        elif self._buffer is None:
-            raise StateError("a chunk came that belongs to no tensor")
         self._add_chunk(wire.buffer)
 
     def finish(self) -> State:
         """The whole state, once the stream has ended."""
         if not self._started:
             raise StateError("it shares no state")
-        if self._buffer is not None or len(self._done) != len(self._specs):
+        if self._reading or len(self._done) != len(self._specs):
             raise StateError(f"its stream ended after {len(self._done)} of {len(self._specs)} tensors")
         return State(self.version, self._done, self._user)
 
@@ -211,92 +251,48 @@ class StateReader:
                 raise StateError(f"its tensor {name!r} is {there}, here {spec.name!r} is {here}")
         if self.nbytes > self._max_bytes:
             raise StateError(f"it announces {self.nbytes} bytes, more than the {self._max_bytes} of max_bytes")
+        if self._expected is not None and self.fingerprint != self._expected:
+            raise StateError(f"it has {self.fingerprint} now, not {self._expected} as when it was compared with others")
 
     def _start_tensor(self, wire: WireTensor) -> None:
-        if self._buffer is not None:
+        if self._reading:
             raise StateError(f"tensor {len(self._done)} is cut short")
         if len(self._done) == len(self._specs):
             raise StateError("it sent more tensors than it announced")
         name, dtype, shape = self._specs[len(self._done)]
         if (STATE_DTYPES.get(wire.dtype), tuple(wire.size)) != (dtype, shape) or wire.compression:
             raise StateError(f"tensor {name!r} came as {wire.dtype} {list(wire.size)}, not as announced")
-        self._buffer = bytearray(prod(shape) * dtype.itemsize)
+        self._reading = True
+        known = (name, dtype, shape, self._digests[len(self._done)]) in self._kept
+        self._buffer = None if known else bytearray(prod(shape) * dtype.itemsize)
         self._filled = 0
         self._chunks_left = max(1, wire.chunks)
 
     def _add_chunk(self, piece: Buffer) -> None:
-        if self._buffer is None:
+        if not self._reading:
             raise StateError("a chunk came that belongs to no tensor")
         name, dtype, shape = self._specs[len(self._done)]
-        end = self._filled + len(piece)
+        size, end = prod(shape) * dtype.itemsize, self._filled + len(piece)
         self._chunks_left -= 1
-        if end > len(self._buffer) or self._chunks_left < 0:
+        if end > size or self._chunks_left < 0:
             raise StateError(f"tensor {name!r} is longer than announced")
-        self._buffer[self._filled : end] = piece
+        if self._buffer is not None:
+            self._buffer[self._filled : end] = piece
         self._filled = end
         self.received += len(piece)
-        if end < len(self._buffer) or self._chunks_left:
-            return
-        if hashlib.sha256(self._buffer).digest() != self._digests[len(self._done)]:
+        if end == size and not self._chunks_left:
+            self._complete(name, dtype, shape)
+
+    def _complete(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        digest = self._digests[len(self._done)]
+        if self._buffer is None:
+            self._done[name] = self._kept[name, dtype, shape, digest]
+        elif hashlib.sha256(self._buffer).digest() != digest:
             raise StateError(f"tensor {name!r} does not match its digest")
-        flat = torch.frombuffer(self._buffer, dtype=dtype) if self._buffer else torch.empty(0, dtype=dtype)
-        self._done[name] = flat.reshape(shape)
-        self._buffer = None
-
-
-async def download(
-    transport: Transport,
-    donors: Sequence[str],
-    schema: Schema | None,
-    *,
-    silence: float,
-    max_bytes: int | None = None,
-    on_progress: Callable[[StateReader], object] = lambda _: None,
-) -> tuple[State, str]:
-    """Downloads the state from the first of `donors` that delivers it whole.
-
-    Args:
-        transport: this peer's.
-        donors: endpoints, the best one first.
-        schema: of this peer's tensors; None takes any.
-        silence: seconds without a message after which a donor is given up.
-        max_bytes: see `StateReader`.
-        on_progress: called after each message.
-
-    Returns:
-        The state and its donor.
-
-    Raises:
-        StateError: none of them did; it says why for each.
-    """
-    failures = []
-    for donor in donors:
-        reader = StateReader(schema, max_bytes)
-        try:
-            await _read_all(reader, transport, donor, silence, on_progress)
-            return reader.finish(), donor
-        except TimeoutError:
-            failures.append(f"{donor}: silent for {silence:g} s")
-        except (AveragingError, ProtocolViolationError) as error:
-            reason = str(error)
-            failures.append(reason if reason.startswith(donor) else f"{donor}: {reason}")
-        logger.warning("could not download the state from %s", failures[-1])
-    told = "; ".join(failures) or "nobody offers one"
-    raise StateError(f"no state could be downloaded ({told}); nothing was changed")
-
-
-async def _read_all(
-    reader: StateReader,
-    transport: Transport,
-    donor: str,
-    silence: float,
-    on_progress: Callable[[StateReader], object],
-) -> None:
-    async with asyncio.timeout(silence) as limit, aclosing(transport.download_state(donor)) as messages:
-        async for message in messages:
-            reader.feed(message)
-            on_progress(reader)
-            limit.reschedule(asyncio.get_running_loop().time() + silence)
+        else:
+            flat = torch.frombuffer(self._buffer, dtype=dtype) if self._buffer else torch.empty(0, dtype=dtype)
+            self._done[name] = flat.reshape(shape)
+        self._reading, self._buffer = False, None
 
 
 def _shape(shape: Sequence[int]) -> tuple[int, ...]:

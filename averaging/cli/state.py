@@ -25,7 +25,7 @@ VERSION_KEY, USER_KEY, PACKED_USER_KEY = "averaging.version", "averaging.user", 
 
 
 @click.command("state", context_settings={"max_content_width": 100})
-@click.argument("address", type=address_to_dial, metavar="HOST:PORT")
+@click.argument("addresses", type=address_to_dial, nargs=-1, required=True, metavar="HOST:PORT...")
 @click.option(
     "--output", type=click.Path(path_type=Path), required=True, metavar="FILE.safetensors", help="Where to write it."
 )
@@ -44,17 +44,25 @@ VERSION_KEY, USER_KEY, PACKED_USER_KEY = "averaging.version", "averaging.user", 
     metavar="BYTES",
     help="Refuse a larger state; it is held in memory.",
 )
+@click.option(
+    "--verify-donors",
+    default=1,
+    type=click.IntRange(1, 16),
+    metavar="K",
+    help="Of several addresses so many must announce the same version and digests.",
+)
 @security_options
 @click.option("--json", "as_json", is_flag=True, help="Tell every event as one JSON object a line.")
 @click.option(
     "-v", "--verbose", count=True, show_default=False, help="Log to stderr what happens; -vv logs everything."
 )
 def state_command(
-    address: str,
+    addresses: tuple[str, ...],
     output: Path,
     overwrite: bool,
     timeout: float,
     max_bytes: int,
+    verify_donors: int,
     as_json: bool,
     verbose: int,
     **given: Any,
@@ -64,6 +72,8 @@ def state_command(
     That is what the peer committed last: its averaged tensors, and whatever its application adds. Every tensor is
     compared with its digest; a download that is not whole writes nothing. The file's metadata holds the state's
     version ("averaging.version") and the application's own values ("averaging.user", in JSON).
+
+    Of several peers the next is asked where one fails; tensors that are there already and the same are kept.
 
     \b
     Fetch what a peer holds, then go on from there:
@@ -78,21 +88,24 @@ def state_command(
       done     version, tensors, bytes, user, output
       error    message
     """
+    if verify_donors > len(set(addresses)):
+        raise click.UsageError(f"--verify-donors {verify_donors} needs as many different addresses.")
     with starting():
         from averaging.cli.report import Report
 
         report = Report(as_json=as_json)
         # A failed download is told once, as the error that it is.
         with report.logging(verbose, quiet="averaging.state"), report.failures():
-            _run(address, output, overwrite, timeout, max_bytes, given, report)
+            _run(list(dict.fromkeys(addresses)), output, overwrite, timeout, max_bytes, verify_donors, given, report)
 
 
 def _run(
-    address: str,
+    addresses: list[str],
     path: Path,
     overwrite: bool,
     timeout: float,
     max_bytes: int,
+    verify_donors: int,
     given: dict[str, Any],
     report: Report,
 ) -> None:
@@ -107,7 +120,7 @@ def _run(
     output = Output(path, overwrite=overwrite)
 
     async def fetch(_: Stop) -> State:
-        state = await _download(address, credentials, timeout, max_bytes, report)
+        state = await _download(addresses, credentials, timeout, max_bytes, verify_donors, report)
         output.write(state.tensors, _metadata(state))
         return state
 
@@ -124,13 +137,20 @@ def _run(
     )
 
 
-async def _download(address: str, credentials: Credentials, timeout: float, max_bytes: int, report: Report) -> State:
+async def _download(
+    addresses: list[str],
+    credentials: Credentials,
+    timeout: float,
+    max_bytes: int,
+    verify_donors: int,
+    report: Report,
+) -> State:
     from averaging.cli import events, words
+    from averaging.download import download
     from averaging.errors import AveragingError
-    from averaging.state import download
     from averaging.transport.grpc import GrpcTransport
 
-    announced = False
+    announced, address = False, addresses[0] if len(addresses) == 1 else f"one of {', '.join(addresses)}"
     with report.transfer(f"downloading the state of {address}") as advance:
 
         def on_progress(reader: StateReader) -> None:
@@ -148,7 +168,13 @@ async def _download(address: str, credentials: Credentials, timeout: float, max_
         await transport.bind()
         try:
             state, _ = await download(
-                transport, [address], None, silence=timeout, max_bytes=max_bytes, on_progress=on_progress
+                transport,
+                addresses,
+                None,
+                silence=timeout,
+                max_bytes=max_bytes,
+                verify_donors=verify_donors,
+                on_progress=on_progress,
             )
         except AveragingError as error:
             raise failure_of(error) from None

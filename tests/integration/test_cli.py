@@ -228,6 +228,21 @@ def test_a_state_is_what_its_donor_holds(start: Start, files: list[Path], tmp_pa
     assert not (tmp_path / "none").exists()
 
 
+def test_two_donors_are_compared_before_one_is_believed(start: Start, files: list[Path], tmp_path: Path) -> None:
+    first, twin, other = (
+        start("peer", files[number], *PAIR, "--serve").expect("ready")["join"] for number in (0, 0, 1)
+    )
+    target = tmp_path / "state.safetensors"
+    odd = command("state", other, first, "--verify-donors", 2, "--output", target)
+    assert odd.returncode == 1
+    assert "fewer than 2 donors have the same state" in odd.stderr
+    assert not target.exists()
+    result = command("state", other, first, twin, "--verify-donors", 2, "--output", target)
+    assert result.returncode == 0, result.stderr
+    assert all(torch.equal(load_file(target)[name], tensor) for name, tensor in load_file(files[0]).items())
+    assert command("state", first, first, "--verify-donors", 2, "--output", target).returncode == 2
+
+
 def test_a_peer_that_shares_nothing(start: Start, files: list[Path], tmp_path: Path) -> None:
     join = start("peer", files[0], *PAIR, "--serve", "--no-share-state").expect("ready")["join"]
     result = command("state", join, "--output", tmp_path / "none")

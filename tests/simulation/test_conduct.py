@@ -11,12 +11,16 @@ import pytest
 import torch
 
 from averaging import DropCode, NonFinite, Outcome, Peer, Receipt
-from averaging.config import PeerOptions
 from averaging.matchmaking.conduct import FIRST_SECONDS
 from averaging.messages import AveragingData, MessageCode
 from tests.simulation.swarm import Swarm
 
-OPTIONS = PeerOptions(group_size=3, matchmaking_time=2.0, timeout=8.0, part_size_bytes=1024)  # a part for each
+OPTIONS: dict[str, Any] = {
+    "group_size": 3,
+    "matchmaking_time": 2.0,
+    "timeout": 8.0,
+    "part_size_bytes": 1024,
+}  # a part for each
 
 
 class Spoiler:
@@ -114,7 +118,7 @@ def test_who_refuses_this_peer_is_not_remembered_for_it(code: MessageCode) -> No
     async def refuse(endpoint: str, messages: Any) -> Any:
         yield AveragingData(code=code)
 
-    peers[0]._transport.aggregate_part = refuse  # type: ignore[method-assign, assignment]
+    peers[0]._transport.aggregate_part = refuse  # type: ignore[method-assign]
 
     async def main() -> None:
         async with AsyncExitStack() as stack:

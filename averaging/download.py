@@ -1,0 +1,181 @@
+"""Downloading a state: from whom, and what becomes of it if a donor is lost on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
+
+from averaging.errors import AveragingError, StateError, TransportError
+from averaging.schema import Schema
+from averaging.state import Fingerprint, Kept, State, StateReader
+from averaging.transport.base import Transport
+
+logger = logging.getLogger("averaging.state")
+
+MAX_COMPARED = 16
+"""So many donors are asked at most what they have."""
+
+ATTEMPTS = 3
+"""How often donors are compared anew if all that agreed have another state by the time it is read."""
+
+
+TRIES = 5
+"""How often one donor is asked that is lost again and again, but delivers more each time."""
+
+
+class _LostError(StateError):
+    """No donor delivered all; those that agreed before may have another state by now."""
+
+
+async def download(
+    transport: Transport,
+    donors: Sequence[str],
+    schema: Schema | None,
+    *,
+    silence: float,
+    max_bytes: int | None = None,
+    verify_donors: int = 1,
+    on_progress: Callable[[StateReader], object] = lambda _: None,
+) -> tuple[State, str]:
+    """Downloads the state from the first of `donors` that delivers it whole.
+
+    What was read whole and verified before a donor was lost is not read into memory again where the next donor has the
+    very same tensor. A donor that was lost after it had delivered something new is asked once more, after the others.
+
+    Args:
+        transport: this peer's.
+        donors: endpoints, the best one first.
+        schema: of this peer's tensors; None takes any.
+        silence: seconds without a message after which a donor is given up.
+        max_bytes: see `StateReader`.
+        verify_donors: so many donors must announce the same version and digests of the averaged tensors (of all, if
+            there is no schema) before one of them is believed.
+        on_progress: called after each message.
+
+    Returns:
+        The state and its donor.
+
+    Raises:
+        StateError: none of them did, or too few agree; it says why for each.
+    """
+    download = _Download(transport, schema, silence, max_bytes, on_progress)
+    if verify_donors <= 1:
+        return await download.load(donors)
+    for _ in range(ATTEMPTS - 1):
+        try:
+            return await download.load(*await download.compare(donors, verify_donors))
+        except _LostError:
+            logger.info("all donors that agreed were lost or have moved on; comparing anew")
+    return await download.load(*await download.compare(donors, verify_donors))
+
+
+def choose(announced: Mapping[str, Fingerprint], wanted: int) -> list[str]:
+    """The donors of the state on which most agree, and at least `wanted`; empty if there is none.
+
+    Of several the one that the earliest donor has.
+    """
+    by_state: dict[Fingerprint, list[str]] = {}
+    for donor, fingerprint in announced.items():
+        by_state.setdefault(fingerprint, []).append(donor)
+    most = max(by_state.values(), key=len, default=[])
+    return most if len(most) >= wanted else []
+
+
+class _Download:
+    """One download with what of it is there already."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        schema: Schema | None,
+        silence: float,
+        max_bytes: int | None,
+        on_progress: Callable[[StateReader], object],
+    ) -> None:
+        self._transport, self._schema, self._silence, self._max_bytes = transport, schema, silence, max_bytes
+        self._on_progress = on_progress
+        self._kept: Kept = {}
+
+    async def load(self, donors: Sequence[str], expected: Fingerprint | None = None) -> tuple[State, str]:
+        """Reads from one donor after the other until one has delivered all."""
+        failures: dict[str, str] = {}
+        waiting, tries = list(donors), Counter[str]()
+        while waiting:
+            donor = waiting.pop(0)
+            reader = StateReader(self._schema, self._max_bytes, self._kept, expected)
+            before = _nbytes(self._kept)
+            tries[donor] += 1
+            cut = False
+            try:
+                await self._read(donor, reader, self._on_progress)
+                return reader.finish(), donor
+            except (TimeoutError, AveragingError) as error:
+                failures[donor] = self._reason(donor, error)
+                cut = isinstance(error, TimeoutError | TransportError)
+            logger.warning("could not download the state from %s", failures[donor])
+            # Of two states the one of which there is more.
+            self._kept = max(self._kept, reader.verified, key=_nbytes)
+            if cut and _nbytes(self._kept) > before and tries[donor] < TRIES:
+                waiting.append(donor)
+        raise _LostError(_told(failures.values()))
+
+    async def compare(self, donors: Sequence[str], wanted: int) -> tuple[list[str], Fingerprint]:
+        """Asks donors what they have, and returns those of the best-attested state.
+
+        Raises:
+            StateError: fewer than `wanted` have the same.
+        """
+        asked = donors[:MAX_COMPARED]
+        answers = await asyncio.gather(*(self._announced(donor) for donor in asked))
+        announced = {donor: it for donor, it in zip(asked, answers, strict=True) if isinstance(it, Fingerprint)}
+        agreeing = choose(announced, wanted)
+        if not agreeing:
+            told = _told(it if isinstance(it, str) else f"{who}: {it}" for who, it in zip(asked, answers, strict=True))
+            raise StateError(f"fewer than {wanted} donors have the same state, as verify_donors wants it; {told}")
+        return agreeing, announced[agreeing[0]]
+
+    async def _announced(self, donor: str) -> Fingerprint | str:
+        """What a donor has, or why that is not known."""
+        reader = StateReader(self._schema, self._max_bytes)
+        try:
+            await self._read(donor, reader, lambda _: None, at_most=1)
+            if not reader.started:
+                raise StateError("it shares no state")
+        except (TimeoutError, AveragingError) as error:
+            return self._reason(donor, error)
+        return reader.fingerprint
+
+    async def _read(
+        self,
+        donor: str,
+        reader: StateReader,
+        on_progress: Callable[[StateReader], object],
+        at_most: int | None = None,
+    ) -> None:
+        count, loop = 0, asyncio.get_running_loop()
+        async with asyncio.timeout(self._silence) as limit, aclosing(self._transport.download_state(donor)) as messages:
+            async for message in messages:
+                reader.feed(message)
+                on_progress(reader)
+                count += 1
+                if count == at_most:
+                    return
+                limit.reschedule(loop.time() + self._silence)
+
+    def _reason(self, donor: str, error: Exception) -> str:
+        if isinstance(error, TimeoutError):
+            return f"{donor}: silent for {self._silence:g} s"
+        reason = str(error)
+        return reason if reason.startswith(donor) else f"{donor}: {reason}"
+
+
+def _nbytes(kept: Kept) -> int:
+    return sum(tensor.nbytes for tensor in kept.values())
+
+
+def _told(failures: Iterable[str]) -> str:
+    told = "; ".join(failures) or "nobody offers one"
+    return f"no state could be downloaded ({told}); nothing was changed"

@@ -1,0 +1,167 @@
+"""Donors that are cut, change or disagree: what is kept of them, and whom a downloader believes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from averaging.download import TRIES, choose, download
+from averaging.errors import PeerUnreachableError, StateError
+from averaging.messages import DownloadData
+from averaging.schema import Schema, describe
+from averaging.state import Fingerprint, State, StateReader, pack, seal
+
+NAMES = ("a", "b", "c", "d")
+
+
+def state(seed: int, version: int = 3, extra: float = 0.0) -> State:
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {name: torch.randn(5, generator=generator) for name in NAMES}
+    return State(version, {**tensors, "moment": torch.full((2,), extra)})
+
+
+SCHEMA = describe(NAMES, [torch.zeros(5)] * len(NAMES), part_size_bytes=1024)
+
+
+@dataclass
+class Donors:
+    """A transport behind which every donor has a list of states, one per call, and stops after so many messages."""
+
+    states: dict[str, list[State]]
+    cuts: dict[str, list[int]] = field(default_factory=dict)
+    calls: list[str] = field(default_factory=list)
+    clean: bool = False
+
+    async def download_state(self, endpoint: str) -> AsyncGenerator[DownloadData, None]:
+        self.calls.append(endpoint)
+        queue = self.states[endpoint]
+        cuts = self.cuts.get(endpoint) or [99]
+        cut = cuts.pop(0) if len(cuts) > 1 else cuts[0]
+        for number, message in enumerate(pack(seal(queue.pop(0) if len(queue) > 1 else queue[0]))):
+            if number == cut:
+                if self.clean:
+                    return
+                raise PeerUnreachableError(endpoint, "connection lost")
+            yield message
+
+    async def fetch(self, schema: Schema | None = SCHEMA, verify_donors: int = 1) -> tuple[State, str]:
+        readers: list[StateReader] = []
+        return await download(
+            cast(Any, self),
+            list(self.states),
+            schema,
+            silence=5.0,
+            verify_donors=verify_donors,
+            on_progress=readers.append,
+        )
+
+
+def equal(found: State, expected: State) -> bool:
+    same = [torch.equal(found.tensors[name], tensor) for name, tensor in expected.tensors.items()]
+    return all(same) and list(found.tensors) == list(expected.tensors) and found.version == expected.version
+
+
+@pytest.mark.asyncio
+async def test_a_cut_download_goes_on_at_the_next_donor_with_what_is_there() -> None:
+    donors = Donors({"x:1": [state(1)], "y:1": [state(1)]}, cuts={"x:1": [3]})
+    found, donor = await donors.fetch()
+    assert donor == "y:1"
+    assert equal(found, state(1))
+
+
+@pytest.mark.asyncio
+async def test_one_donor_that_is_cut_and_delivers_more_each_time_is_asked_again() -> None:
+    donors = Donors({"x:1": [state(1)]}, cuts={"x:1": [1, 2, 4, 99]})
+    found, _ = await donors.fetch()
+    assert equal(found, state(1))
+    assert len(donors.calls) == 4
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("cuts", "calls"), [([2], 2), ([0], 1), ([1, 2, 3, 4], TRIES)])
+async def test_one_that_delivers_nothing_more_is_given_up(cuts: list[int], calls: int) -> None:
+    donors = Donors({"x:1": [state(1)]}, cuts={"x:1": cuts})
+    with pytest.raises(StateError, match="x:1: connection lost.*nothing was changed"):
+        await donors.fetch()
+    assert len(donors.calls) == calls
+
+
+@pytest.mark.asyncio
+async def test_one_that_ends_too_early_on_purpose_is_not_asked_again() -> None:
+    donors = Donors({"x:1": [state(1)]}, cuts={"x:1": [2]}, clean=True)
+    with pytest.raises(StateError, match="ended after 2 of 5"):
+        await donors.fetch()
+    assert donors.calls == ["x:1"]
+
+
+@pytest.mark.asyncio
+async def test_another_state_is_not_mixed_with_what_was_kept() -> None:
+    donors = Donors({"x:1": [state(1)], "y:1": [state(2)]}, cuts={"x:1": [3]})
+    found, _ = await donors.fetch()
+    assert equal(found, state(2))
+
+
+@pytest.mark.asyncio
+async def test_what_is_kept_is_read_over_without_a_buffer() -> None:
+    messages = list(pack(seal(state(1))))
+    first = StateReader(SCHEMA)
+    for message in messages[:3]:
+        first.feed(message)
+    again = StateReader(SCHEMA, kept=first.verified)
+    for message in messages:
+        again.feed(message)
+    found = again.finish()
+    assert equal(found, state(1))
+    old, new = ([reader.verified[key] for key in first.verified] for reader in (first, again))
+    assert [tensor.data_ptr() for tensor in old] == [tensor.data_ptr() for tensor in new]
+    assert again.received == first.nbytes
+
+
+@pytest.mark.asyncio
+async def test_enough_donors_that_agree_are_believed_and_the_odd_one_is_not_asked() -> None:
+    donors = Donors({"odd:1": [state(9)], "x:1": [state(1)], "y:1": [state(1, extra=7.0)]})
+    found, donor = await donors.fetch(verify_donors=2)
+    assert donor == "x:1"
+    assert equal(found, state(1))
+    assert donors.calls == ["odd:1", "x:1", "y:1", "x:1"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "others", [{"y:1": [state(2)]}, {"y:1": [state(1, version=4)]}, {}, {"y:1": [state(1, extra=1.0)], "schema": []}]
+)
+async def test_too_few_that_agree_are_named(others: dict[str, list[State]]) -> None:
+    schema = None if "schema" in others else SCHEMA
+    donors = Donors({"x:1": [state(1)]} | {name: states for name, states in others.items() if states})
+    with pytest.raises(StateError, match="fewer than 2 donors have the same state.*x:1: version 3 with digest"):
+        await donors.fetch(schema, verify_donors=2)
+
+
+@pytest.mark.asyncio
+async def test_donors_that_move_on_meanwhile_are_compared_anew() -> None:
+    moving = [state(1), state(2, version=4)]
+    donors = Donors({"x:1": [*moving], "y:1": [*moving]})
+    found, _ = await donors.fetch(verify_donors=2)
+    assert equal(found, state(2, version=4))
+
+
+@pytest.mark.asyncio
+async def test_donors_that_announce_one_state_and_deliver_another_are_refused() -> None:
+    donors = Donors({"x:1": [state(1), state(2)] * 9, "y:1": [state(1), state(2)] * 9})
+    with pytest.raises(StateError, match="as when it was compared"):
+        await donors.fetch(verify_donors=2)
+
+
+@given(st.lists(st.integers(0, 3), max_size=8), st.integers(2, 4))
+def test_the_choice_is_that_of_the_most(versions: Sequence[int], wanted: int) -> None:
+    announced = {f"peer:{number}": Fingerprint(version, ()) for number, version in enumerate(versions)}
+    chosen = choose(announced, wanted)
+    most = max((versions.count(version) for version in versions), default=0)
+    assert len(chosen) == (most if most >= wanted else 0)
+    assert len({announced[donor] for donor in chosen}) <= 1
