@@ -232,7 +232,8 @@ def parse_address(address: str) -> tuple[str, int]:
     bracketed = host.startswith("[") and host.endswith("]")
     plain = bool(host) and not set(host) & set(" :/[]@")
     # isdecimal alone would take digits of other scripts
-    if not colon or not (bracketed or plain) or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
+    numbered = port.isascii() and port.isdecimal() and len(port) <= 5 and int(port) <= 65535
+    if not colon or not (bracketed or plain) or not numbered or not host.isprintable():
         raise ConfigError(
             f"{address!r} is not an address; give HOST:PORT, for example 192.0.2.7:4222 or [2001:db8::7]:4222"
         )
@@ -241,9 +242,11 @@ def parse_address(address: str) -> tuple[str, int]:
 
 def is_endpoint(name: str) -> bool:
     """Whether `name` can be a peer's name on the wire: an address with a port, or a client's name."""
+    if len(name) > 256 or not name.isprintable():
+        return False
     if name.startswith(CLIENT_PREFIX):
-        return len(name) <= 256
+        return True
     try:
-        return len(name) <= 256 and parse_address(name)[1] > 0
+        return parse_address(name)[1] > 0
     except ConfigError:
         return False

@@ -15,7 +15,8 @@ from typing import Any, TypeAlias
 import msgpack
 import torch
 
-from averaging.errors import StateError
+from averaging.compression.base import check_size
+from averaging.errors import ProtocolViolationError, StateError
 from averaging.messages import Buffer, DownloadData, WireTensor
 from averaging.schema import DTYPES, Schema
 
@@ -227,11 +228,13 @@ class StateReader:
             metadata = msgpack.unpackb(packed, strict_map_key=False)
             self.version = int(metadata["version"])
             self._user = dict(metadata.get("user") or {})
-            self._digests = [bytes.fromhex(d) if isinstance(d, str) else bytes(d) for d in metadata["digest"]]
+            self._digests = [_digest(digest) for digest in metadata["digest"]]
             self._specs = [
                 (str(name), STATE_DTYPES[dtype], _shape(shape)) for name, dtype, shape in metadata["tensors"]
             ]
-        except (ValueError, TypeError, KeyError, RecursionError, msgpack.UnpackException) as error:
+        except ProtocolViolationError as error:
+            raise StateError(f"its metadata is unreadable: {error}") from None
+        except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError, msgpack.UnpackException) as error:
             raise StateError(f"its metadata is unreadable: {type(error).__name__}: {error}") from None
         self._check_specs()
 
@@ -295,8 +298,15 @@ class StateReader:
         self._reading, self._buffer = False, None
 
 
+def _digest(digest: object) -> bytes:
+    if isinstance(digest, str):
+        return bytes.fromhex(digest)
+    if isinstance(digest, bytes):
+        return digest
+    raise TypeError(f"a digest is {type(digest).__name__}")  # bytes(number) would be so many bytes of memory
+
+
 def _shape(shape: Sequence[int]) -> tuple[int, ...]:
     sizes = tuple(int(size) for size in shape)
-    if any(size < 0 for size in sizes):
-        raise ValueError(f"shape {list(sizes)}")
+    check_size(sizes)
     return sizes

@@ -1,7 +1,22 @@
 """Settings of all tests."""
 
+import random
+
+import pytest
 from hypothesis import settings
 
 # Machines that run tests are slow and shared: an example may take as long as it takes.
 settings.register_profile("averaging", deadline=None, print_blob=True)
 settings.load_profile("averaging")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """A seed that can be told; another one each time, unless it is given."""
+    if config.option.hypothesis_seed is None:
+        config.option.hypothesis_seed = str(random.randrange(2**32))
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """What to give to see the same examples again."""
+    return f"--hypothesis-seed={config.option.hypothesis_seed}"

@@ -1,0 +1,183 @@
+"""Every decoder with anything: it returns, or raises the one error that it promises, and takes little memory."""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import msgpack
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from averaging.compression import decode
+from averaging.discovery.base import Entry
+from averaging.donors import unpack_priority
+from averaging.errors import GatherError, ProtocolViolationError, StateError
+from averaging.group import Member, Mode, pack_gather, unpack_gather
+from averaging.matchmaking import rules
+from averaging.messages import JoinRequest, MessageCode, MessageFromLeader, WireTensor
+from averaging.observe import journal
+from averaging.schema import describe
+from averaging.state import State, StateReader, pack, seal
+from averaging.transport.grpc import methods
+from averaging.transport.grpc.methods import Method
+from tests.fuzz.material import ENDPOINTS, damaged, packed, protobufs, states, values, wire_tensors
+from tests.receipts import receipt
+
+MANY = settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+
+METHODS: list[Method[Any, Any]] = [method for method in vars(methods).values() if isinstance(method, Method)]
+DECODERS = {f"{m.name}-{side}": getattr(m, f"decode_{side}") for m in METHODS for side in ("request", "reply")}
+
+STATE = State(3, {"w": torch.arange(6.0).reshape(2, 3), "b": torch.zeros(0), "n": torch.tensor(1)}, {"step": 1})
+SOUND_STATE = list(pack(seal(STATE)))
+SCHEMA = describe(["w"], [torch.zeros(2, 3)], part_size_bytes=1024)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _little_memory() -> Iterator[None]:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    yield
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400 * 1024  # KiB
+
+
+@pytest.mark.parametrize("name", list(DECODERS))
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    raw=st.one_of(st.binary(max_size=60), protobufs(), protobufs().map(lambda raw: raw + b"\x1a\x80\x40" + raw * 50))
+)
+def test_messages(name: str, raw: bytes) -> None:
+    with suppress(ProtocolViolationError):
+        DECODERS[name](raw)
+
+
+@MANY
+@given(wire_tensors())
+def test_tensors(wire: WireTensor) -> None:
+    try:
+        tensor = decode(wire)
+    except ProtocolViolationError:
+        return
+    assert tuple(tensor.shape) == wire.size
+
+
+@MANY
+@given(states(SOUND_STATE), st.sampled_from([None, SCHEMA]))
+def test_states(messages: list[Any], schema: Any) -> None:
+    reader = StateReader(schema)
+    try:
+        for message in messages:
+            reader.feed(message)
+        state = reader.finish()
+    except StateError:
+        return
+    assert len(state.tensors) == reader.count
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"digest": [1 << 40, b"", b""]},  # bytes(1 << 40) would be a terabyte
+        {"version": float("inf")},
+        {"tensors": [["w", "float32", [float("inf")]], ["b", "float32", [0]], ["n", "int64", []]]},
+        {"tensors": [["w", "float32", [0, 1 << 63, 1 << 63]], ["b", "float32", [0]], ["n", "int64", []]]},
+        {"tensors": [["w", [], [1]], ["b", "float32", [0]], ["n", "int64", []]]},
+        {"user": 5},
+    ],
+)
+def test_metadata_that_would_overflow(odd: dict[str, Any]) -> None:
+    reader = StateReader(None)
+    with pytest.raises(StateError, match="unreadable"):
+        reader.feed(replace(SOUND_STATE[0], metadata=msgpack.packb(msgpack.unpackb(SOUND_STATE[0].metadata) | odd)))
+
+
+@MANY
+@given(st.one_of(packed, damaged([pack_gather(1.0, 5.0, Mode.NODE, {"a": 1})])), st.sampled_from(ENDPOINTS))
+def test_gathers(gather: bytes, endpoint: str) -> None:
+    try:
+        member = unpack_gather(endpoint, gather)
+    except GatherError:
+        return
+    assert member.weight >= 0
+
+
+@MANY
+@given(st.lists(values, min_size=3, max_size=5).map(msgpack.packb))
+def test_gathers_of_about_the_right_length(gather: bytes) -> None:
+    with suppress(GatherError):
+        unpack_gather("peer:1", gather)
+
+
+@MANY
+@given(packed)
+def test_declarations(value: bytes) -> None:
+    unpack_priority(value)
+    rules.unpack_looking(value)
+    own = rules.Declaration(100.0, "peer:1")
+    rules.next_to_ask(own, {"peer:2": Entry(value, 50.0)}, {}, 0.0)
+
+
+@MANY
+@given(
+    st.builds(
+        MessageFromLeader,
+        code=st.sampled_from(list(MessageCode)),
+        group_id=st.binary(max_size=21),
+        suggested_leader=st.sampled_from(ENDPOINTS),
+        ordered_group_endpoints=st.lists(st.sampled_from(ENDPOINTS), max_size=4).map(tuple),
+        gathered=st.lists(packed, max_size=4).map(tuple),
+    )
+)
+def test_groups(message: MessageFromLeader) -> None:
+    try:
+        group = rules.read_group(message, "peer:1", "peer:2")
+    except ProtocolViolationError:
+        return
+    assert {"peer:1", "peer:2"} <= set(group.endpoints)
+
+
+@MANY
+@given(
+    st.builds(
+        JoinRequest,
+        endpoint=st.sampled_from(ENDPOINTS),
+        schema_hash=st.sampled_from([b"", b"hash", b"other"]),
+        expiration=st.floats(),
+        gather=packed,
+        client_mode=st.booleans(),
+    )
+)
+def test_requests_to_join(request: JoinRequest) -> None:
+    searching = rules.Searching(Member("peer:1"), b"hash", 3, declared=5.0)
+    code, _ = rules.verdict(request, searching)
+    if code is MessageCode.ACCEPTED:
+        assert request.endpoint in ("peer:2", "peer:3", "client::1")
+        unpack_gather(request.endpoint, request.gather)
+
+
+ODD_JSON = st.one_of(st.none(), st.integers(), st.text(), st.lists(st.none()), st.just(10**400))
+LINE = journal.dumps(receipt()).encode()
+
+
+@MANY
+@given(
+    st.one_of(
+        st.binary(max_size=60),
+        damaged([LINE]),
+        st.tuples(st.sampled_from(sorted(json.loads(LINE))), ODD_JSON).map(
+            lambda change: json.dumps({**json.loads(LINE), change[0]: change[1]}).encode()
+        ),
+        st.integers(0, 5000).map(lambda depth: b"[" * depth),
+        st.just(LINE.replace(b'"round": ', b'"round": ' + b"9" * 5000)),
+    ),
+    st.booleans(),
+)  # fmt: skip
+def test_lines_of_receipts(line: bytes, ended: bool) -> None:
+    recorded = journal.read([line + b"\n" if ended else line])
+    assert len(recorded.receipts) + len(recorded.bad) + recorded.cut_off <= 1

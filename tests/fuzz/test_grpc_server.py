@@ -1,0 +1,79 @@
+"""A real peer's port with anything in the calls: it answers whose fault it is, and goes on serving."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from averaging import Peer
+from averaging.messages import AveragingData, JoinRequest, MessageCode, WireTensor
+from averaging.transport.grpc import methods
+from averaging.transport.grpc.methods import Method
+from tests.fuzz.material import damaged, protobufs
+
+PATHS = [method.path for method in vars(methods).values() if isinstance(method, Method)]
+SOUND = [
+    methods.JOIN_GROUP.encode_request(JoinRequest("peer:1", b"hash", 1e10, b"", False)),
+    methods.AGGREGATE_PART.encode_request(
+        AveragingData(MessageCode.PART_FOR_AVERAGING, b"x" * 20, "peer:1", WireTensor(b"\0" * 4, (1,), "float32"))
+    ),
+]
+RIGHT = {
+    grpc.StatusCode.OK,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.DEADLINE_EXCEEDED,  # streams that are held open until the caller goes
+    grpc.StatusCode.CANCELLED,
+}
+CODES = {MessageCode.PROTOCOL_VIOLATION, MessageCode.BAD_GROUP_ID, MessageCode.CANCELLED}
+HELD, HELD_SECONDS = (methods.SUBSCRIBE.path, methods.WATCH_ROUNDS.path), 0.3
+
+identity: Callable[[bytes], bytes] = bytes
+
+
+async def call(channel: grpc.aio.Channel, path: str, messages: list[bytes]) -> tuple[grpc.StatusCode, list[bytes]]:
+    async def outgoing() -> AsyncIterator[bytes]:
+        for message in messages:
+            yield message
+
+    stub = channel.stream_stream(path, request_serializer=identity, response_deserializer=identity)
+    answer = stub(outgoing(), timeout=HELD_SECONDS if path in HELD else 20)
+    replies: list[bytes] = []
+    try:
+        replies.extend([reply async for reply in answer])
+    except grpc.aio.AioRpcError as error:
+        return error.code(), replies
+    return await answer.code(), replies
+
+
+@settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(PATHS), st.lists(st.one_of(protobufs(), damaged(SOUND)), min_size=1, max_size=3)),
+        min_size=20,
+        max_size=30,
+    )
+)
+def test_any_bytes_in_any_call(caplog: pytest.LogCaptureFixture, calls: list[tuple[str, list[bytes]]]) -> None:
+    async def main() -> None:
+        async with Peer([torch.zeros(3)], run_id="fuzz") as peer, grpc.aio.insecure_channel(peer.endpoint) as channel:
+            for path, messages in calls:
+                several = path == methods.AGGREGATE_PART.path
+                code, replies = await call(channel, path, messages if several else messages[:1])
+                assert code in RIGHT, path
+                if several:
+                    assert {methods.AGGREGATE_PART.decode_reply(reply).code for reply in replies} <= CODES
+            code, [status] = await call(channel, methods.GET_STATUS.path, [b""])
+            assert code is grpc.StatusCode.OK
+            assert methods.GET_STATUS.decode_reply(status).endpoint == peer.endpoint
+
+    with caplog.at_level(logging.ERROR):
+        asyncio.run(main())
+    assert caplog.records == []
