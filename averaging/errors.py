@@ -69,8 +69,8 @@ class ProtocolViolationError(AveragingError):
     """A peer sent what the protocol does not allow. The fault is the sender's."""
 
 
-class GatherError(ProtocolViolationError):
-    """What a member told about itself is unreadable. Its fault or that of who passed it on: that cannot be known."""
+class UnprovenViolationError(ProtocolViolationError):
+    """The protocol was broken, but by whom cannot be known: by a member, or by who passed on its words."""
 
 
 class NonFiniteError(ProtocolViolationError):

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgpack
 
-from averaging.errors import GatherError, ProtocolViolationError
+from averaging.errors import ProtocolViolationError, UnprovenViolationError
 
 CLIENT_PREFIX = "client::"
 """The name of a peer in client mode starts so; it is never dialled."""
@@ -116,25 +116,29 @@ def unpack_gather(endpoint: str, gather: bytes) -> Member:
     """Reads what `endpoint` told about itself; an empty `gather` means weight 1 and nothing else.
 
     Raises:
-        GatherError: it is not such an array, or its values make no sense.
+        UnprovenViolationError: it is not such an array, or its values make no sense.
     """
     by_name = Mode.CLIENT if endpoint.startswith(CLIENT_PREFIX) else Mode.NODE
     if not gather:
         return Member(endpoint, mode=by_name)
     if len(gather) > MAX_GATHER_BYTES:
-        raise GatherError(f"{endpoint} gathers {len(gather)} bytes, more than the {MAX_GATHER_BYTES} allowed")
+        raise UnprovenViolationError(
+            f"{endpoint} gathers {len(gather)} bytes, more than the {MAX_GATHER_BYTES} allowed"
+        )
     fields = _unpack(gather)
     if isinstance(fields, msgpack.ExtType) and fields.code == _WRAPPED_ARRAY:
         fields = _unpack(fields.data)
     if not isinstance(fields, list | tuple) or len(fields) != 4:
-        raise GatherError(f"{endpoint} gathers something other than [weight, bandwidth, mode, user]")
+        raise UnprovenViolationError(f"{endpoint} gathers something other than [weight, bandwidth, mode, user]")
     weight, bandwidth, mode, user = fields
     if not _is_number(weight) or weight < 0:
-        raise GatherError(f"{endpoint} has weight {weight!r}; it must be finite and at least 0")
+        raise UnprovenViolationError(f"{endpoint} has weight {weight!r}; it must be finite and at least 0")
     if bandwidth is not None and (not _is_number(bandwidth) or bandwidth < 0):
-        raise GatherError(f"{endpoint} has bandwidth {bandwidth!r}; it must be finite and at least 0, or nil")
+        raise UnprovenViolationError(
+            f"{endpoint} has bandwidth {bandwidth!r}; it must be finite and at least 0, or nil"
+        )
     if isinstance(mode, bool) or mode not in list(Mode):
-        raise GatherError(f"{endpoint} has mode {mode!r}; it must be 0, 1 or 2")
+        raise UnprovenViolationError(f"{endpoint} has mode {mode!r}; it must be 0, 1 or 2")
     return Member(
         endpoint,
         weight=float(weight),

@@ -164,7 +164,7 @@ async def _download(
                 )
             advance(reader.received, reader.nbytes)
 
-        transport = GrpcTransport(None, max_message_bytes=MAX_MESSAGE_BYTES, credentials=credentials, given=[address])
+        transport = GrpcTransport(None, max_message_bytes=MAX_MESSAGE_BYTES, credentials=credentials, given=addresses)
         await transport.bind()
         try:
             state, _ = await download(

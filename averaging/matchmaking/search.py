@@ -10,7 +10,13 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from averaging.discovery.base import Discovery
-from averaging.errors import AveragingError, GatherError, ProtocolViolationError, SchemaMismatchError, TransportError
+from averaging.errors import (
+    AveragingError,
+    ProtocolViolationError,
+    SchemaMismatchError,
+    TransportError,
+    UnprovenViolationError,
+)
 from averaging.group import Group, Mode, digits_per_round, group_key, next_group_bits, unpack_gather
 from averaging.matchmaking import rules
 from averaging.matchmaking.conduct import Conduct
@@ -320,7 +326,7 @@ class Matchmaking:
             logger.debug("could not ask %s: %s", leader, error.reason)
         except ProtocolViolationError as error:
             logger.warning("%s", error)
-            if not isinstance(error, GatherError):
+            if not isinstance(error, UnprovenViolationError):
                 self._conduct.note(leader, DropCode.PROTOCOL_VIOLATION, self._clock())
             return MessageCode.PROTOCOL_VIOLATION, ""
         return MessageCode.NO_CODE, ""
@@ -343,7 +349,7 @@ class Matchmaking:
                         return
         except TimeoutError:
             pass
-        raise ProtocolViolationError(f"{leader} began a group with {strange[0]}, which discovery does not name")
+        raise UnprovenViolationError(f"{leader} began a group with {strange[0]}, which discovery does not name")
 
     def _left_out(self, search: _Search) -> str:
         """Who was there and is excluded, for people; empty if nobody."""

@@ -106,7 +106,11 @@ def test_a_wrong_option_is_named_with_its_remedy(
         (["peer", "a.safetensors"], "Missing option '--run-id'"),
         (["peer", "a.safetensors", "b.safetensors", "--run-id", "demo"], "unexpected extra argument"),
         (["peer", "a.safetensors", "--run-id", "demo", "--outptu", "x"], "--outptu"),
-        (["state"], "Missing argument 'HOST:PORT'"),
+        (["state"], "Missing argument 'HOST:PORT...'"),
+        (
+            ["state", "127.0.0.1:1", "127.0.0.1:1", "--output", "x", "--verify-donors", "2"],
+            "as many different addresses",
+        ),
         (["state", "127.0.0.1:4222"], "Missing option '--output'"),
         (["state", "127.0.0.1", "--output", "x"], "give HOST:PORT"),
         (["state", "127.0.0.1:0", "--output", "x"], "give the port"),

@@ -141,8 +141,8 @@ def test_addresses(address: str, parsed: tuple[str, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "address", ["", ":", "h", "h:", ":1", "h:x", "h:-1", "::1:5", "h:1:2", "http://h:1", "h:٣", "u@h:1", "\x00:1", "h\n:1",
-                "[\x1b[2J]:1", "h:" + "9" * 5000]
+    "address", ["", ":", "h", "h:", ":1", "h:x", "h:-1", "::1:5", "h:1:2", "http://h:1", "h:٣", "u@h:1", "\x00:1",
+                "h\n:1", "[\x1b[2J]:1", "h:" + "9" * 5000]
 )  # fmt: skip
 def test_malformed_addresses(address: str) -> None:
     with pytest.raises(ConfigError, match="HOST:PORT"):
