@@ -59,6 +59,7 @@ class PeerOptions(TypedDict, total=False):
     matchmaking_time: float
     timeout: float
     part_timeout: float
+    min_part_timeout: float
     bandwidth: float | None
     compression: CompressionType
     reply: ReplyForm
@@ -93,7 +94,9 @@ class PeerConfig:
         group_bits: first group key, zeros and ones; empty puts all peers of the run under one key.
         matchmaking_time: seconds a peer waits in one declaration before it begins with those who are there.
         timeout: seconds for a whole attempt, matchmaking and all-reduce; no attempt takes longer.
-        part_timeout: seconds without any progress after which a member is given up in a round.
+        part_timeout: seconds without any progress after which a member is given up in a round, at the latest: what is
+            learned of each member makes it less (docs/reliability.md).
+        min_part_timeout: but not less than this, unless part_timeout is.
         bandwidth: of this peer's link in bytes/s, so that it is given a share to match; None if unknown.
         compression: how tensors are packed on the wire.
         reply: reducers answer with the average, or with the difference to what was sent.
@@ -131,6 +134,7 @@ class PeerConfig:
     matchmaking_time: float = 5.0
     timeout: float = 60.0
     part_timeout: float = 10.0
+    min_part_timeout: float = 1.0
     bandwidth: float | None = None
     compression: CompressionType = CompressionType.NONE
     reply: ReplyForm = ReplyForm.AVERAGE
@@ -159,7 +163,7 @@ class PeerConfig:
         for seed in self.join:
             if parse_address(seed)[1] == 0:
                 raise ConfigError(f"{seed!r} has port 0; give the port on which that peer listens")
-        for name in ("join_timeout", "matchmaking_time", "timeout", "part_timeout"):
+        for name in ("join_timeout", "matchmaking_time", "timeout", "part_timeout", "min_part_timeout"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{name} must be a finite number of seconds above 0, not {value!r}")

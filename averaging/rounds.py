@@ -239,7 +239,7 @@ class Rounds:
             schema,
             tensors,
             self._transport,
-            part_timeout=self._config.part_timeout,
+            deadlines=self._service.deadlines,
             non_finite=self._config.non_finite,
             adopt=topic.write_now if self._config.in_place and attempt.inputs is None else None,
         )

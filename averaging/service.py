@@ -9,6 +9,7 @@ from importlib import metadata
 
 from averaging.allreduce import AllReduce
 from averaging.config import PeerConfig
+from averaging.deadlines import Deadlines
 from averaging.discovery.base import Discovery
 from averaging.errors import BusyError, ProtocolViolationError, TransportError
 from averaging.matchmaking import Matchmaking
@@ -36,6 +37,7 @@ class PeerService:
         round: the round in progress.
         rounds: how many attempts ended in an average.
         book: the receipts of this peer's attempts.
+        deadlines: what it has learned of the others, from round to round.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class PeerService:
         self.round: AllReduce | None = None
         self.rounds = 0
         self.book = book
+        self.deadlines = Deadlines(config.min_part_timeout, config.part_timeout)
 
     async def join_group(self, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
         """Answers a request to join this peer's group."""
@@ -137,6 +140,7 @@ class PeerService:
             rounds=self.rounds,
             state_version=self._snapshots.version,
             known_peers=len((self.discovery.endpoints() if self.discovery else frozenset()) | {self._endpoint}),
+            deadlines=tuple(self.deadlines.learned()),
         )
 
     def watch_rounds(self, last: int) -> AsyncGenerator[Watched, None]:

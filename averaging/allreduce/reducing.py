@@ -17,8 +17,10 @@ from averaging.allreduce.losses import ANSWERS, code_of
 from averaging.allreduce.outcome import Outcome
 from averaging.allreduce.partition import Part
 from averaging.allreduce.robust import reducer_for
+from averaging.allreduce.watch import Overdue, Watch
 from averaging.compression import decode, encode
 from averaging.config import NonFinite
+from averaging.deadlines import Deadline, Phase
 from averaging.errors import NonFiniteError, ProtocolViolationError, TransportError
 from averaging.group import Member
 from averaging.messages import AveragingData, CompressionType, MessageCode
@@ -49,8 +51,6 @@ class _Sender:
     replies: asyncio.Queue[AveragingData] = field(default_factory=asyncio.Queue)
     room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(READ_AHEAD))
     opened: bool = False
-    offered_at: float | None = None  # since when the transport has a reply that the sender has not taken
-    came: asyncio.Event = field(default_factory=asyncio.Event)
     done: asyncio.Event = field(default_factory=asyncio.Event)
     delivered: dict[int, _Delivered] = field(default_factory=dict)  # its parts that await their average
 
@@ -68,7 +68,7 @@ class Reducing:
         parts: the shard, in order.
         tensors: flat CPU tensors, one per tensor of the schema; read, never written.
         outcome: where averages, bytes and losses are noted.
-        part_timeout: seconds without progress after which a sender is given up.
+        watch: keeps the deadlines; a sender that lets one pass is given up.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Reducing:
         tensors: Sequence[torch.Tensor],
         outcome: Outcome,
         *,
-        part_timeout: float,
+        watch: Watch,
         non_finite: NonFinite,
     ) -> None:
         self._me = me
@@ -88,7 +88,7 @@ class Reducing:
         self._schema = schema
         self._tensors = tensors
         self._outcome = outcome
-        self._part_timeout = part_timeout
+        self._watch = watch
         self._non_finite = non_finite
         self._senders = {member.endpoint: _Sender() for member in senders}
         weights = {member.endpoint: member.weight for member in senders}
@@ -98,9 +98,11 @@ class Reducing:
     async def run(self) -> None:
         """Until every sender has all its averages or was dropped."""
         self._answer_complete()
-        async with asyncio.TaskGroup() as tasks:
-            for name, sender in self._senders.items():
-                tasks.create_task(self._expect(name, sender))
+        for name, sender in self._senders.items():
+            if not sender.opened and not sender.done.is_set():
+                self._watch.begin(name, Phase.OPENING, self._overdue(name, Phase.OPENING, "sent nothing"))
+        for sender in self._senders.values():
+            await sender.done.wait()
 
     def drop_unfinished(self, reason: str) -> None:
         """Gives up every sender that is not done."""
@@ -131,71 +133,56 @@ class Reducing:
             yield AveragingData(code=MessageCode.CANCELLED)
             return
         sender.opened = True
-        sender.came.set()
+        self._watch.end(name, Phase.OPENING)
+        self._watch.done(name, Phase.OPENING)
+        untaken = self._overdue(name, Phase.TAKING, "took no reply")
         reading = asyncio.create_task(self._read_parts(name, sender, first, messages))
         handed_over = 0
         lost = Dropped(name, "connection lost", DropCode.CONNECTION_LOST)
         try:
             while handed_over < len(self._parts):
                 reply = await sender.replies.get()
-                sender.offered_at = asyncio.get_running_loop().time()
                 if reply.tensor_part is None:
                     lost = Dropped(name, f"was answered with {reply.code.name}", DropCode.INTERNAL_ERROR)
                     yield reply
                     return
                 handed_over += 1
                 self._outcome.sent(name, len(reply.tensor_part.buffer))
+                self._watch.begin(name, Phase.TAKING, untaken)
                 yield reply
-                sender.offered_at = None
+                self._watch.end(name, Phase.TAKING)
                 sender.room.release()
         finally:
             # The verdict first: gRPC may cancel a call once more while it waits below.
             if handed_over == len(self._parts):
                 sender.done.set()
+                self._watch.done(name, Phase.TAKING)
             else:
                 self._drop(lost)
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
-
-    async def _expect(self, name: str, sender: _Sender) -> None:
-        """Waits until a sender has all its replies or was dropped; it must open its stream and take them in time."""
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        try:
-            async with asyncio.timeout(self._part_timeout):
-                await sender.came.wait()
-        except TimeoutError:
-            self._drop(self._overdue(name, "sent nothing", loop.time() - began))
-        while not sender.done.is_set():
-            try:
-                async with asyncio.timeout(self._part_timeout):
-                    await sender.done.wait()
-            except TimeoutError:
-                now = loop.time()
-                if sender.offered_at is not None and now - sender.offered_at >= self._part_timeout:
-                    self._drop(self._overdue(name, "took no reply", now - sender.offered_at))
 
     async def _read_parts(
         self, name: str, sender: _Sender, first: AveragingData, messages: AsyncIterator[AveragingData]
     ) -> None:
         """Takes the parts of one sender as fast as it takes its replies."""
         message: AveragingData | None = first
-        loop = asyncio.get_running_loop()
-        asked = loop.time()
+        overdue = self._overdue(name, Phase.PART, "sent nothing")
         try:
             for number in range(len(self._parts)):
                 await sender.room.acquire()
                 if number:
-                    asked = loop.time()
-                    async with asyncio.timeout(self._part_timeout):
-                        message = await anext(messages, None)
+                    self._watch.begin(name, Phase.PART, overdue)
+                    message = await anext(messages, None)
+                    if sender.done.is_set():
+                        return  # it was given up meanwhile
+                    self._watch.end(name, Phase.PART, heard=message is not None)
                 if message is None:
                     reason = f"ended its stream after {number} of {len(self._parts)} parts"
                     self._drop(Dropped(name, reason, DropCode.CONNECTION_LOST))
                     return
                 self._take_part(name, sender, number, message)
-        except TimeoutError:
-            self._drop(self._overdue(name, "sent nothing", loop.time() - asked))
+            self._watch.done(name, Phase.PART)
         except ProtocolViolationError as error:
             self._drop(Dropped(name, str(error), code_of(error)), MessageCode.PROTOCOL_VIOLATION)
         except TransportError as error:
@@ -205,8 +192,12 @@ class Reducing:
             lost = Dropped(name, "internal error at this peer", DropCode.INTERNAL_ERROR)
             self._drop(lost, MessageCode.INTERNAL_ERROR)
 
-    def _overdue(self, name: str, deed: str, waited: float) -> Dropped:
-        return Dropped.overdue(name, deed, waited, self._part_timeout, "part_timeout")
+    def _overdue(self, name: str, phase: Phase, deed: str) -> Overdue:
+        def overdue(waited: float, deadline: Deadline) -> None:
+            self._watch.missed(name, phase)
+            self._drop(Dropped.overdue(name, deed, waited, deadline.seconds, deadline.basis))
+
+        return overdue
 
     def _take_part(self, name: str, sender: _Sender, number: int, message: AveragingData) -> None:
         if message.code in (MessageCode.CANCELLED, MessageCode.INTERNAL_ERROR):
@@ -232,8 +223,8 @@ class Reducing:
         if sender.done.is_set():
             return
         self._outcome.lose(lost)
-        sender.came.set()
         sender.done.set()
+        self._watch.forget(name, Phase.OPENING, Phase.PART, Phase.TAKING)
         sender.delivered.clear()
         sender.replies.put_nowait(AveragingData(code=code))
         self._reducer.drop(name)

@@ -15,7 +15,10 @@ from averaging.allreduce.outcome import Adopting, Outcome, RoundResult
 from averaging.allreduce.partition import partition, shares
 from averaging.allreduce.reducing import READ_AHEAD, Reducing
 from averaging.allreduce.sending import Sending
+from averaging.allreduce.watch import Watch
+from averaging.compression import bytes_per_element
 from averaging.config import NonFinite
+from averaging.deadlines import Deadlines, size_class
 from averaging.errors import RoundError
 from averaging.group import Group
 from averaging.messages import AveragingData, MessageCode
@@ -32,7 +35,7 @@ class AllReduce:
 
     Args:
         tensors: flat CPU tensors, one per tensor of the schema; read during the round, never written here.
-        part_timeout: seconds without progress after which a member is given up.
+        deadlines: after so long without progress a member is given up; learned further here.
         adopt: see `Outcome`; it may write a part's average over that part of `tensors`, which is read no more then.
 
     Raises:
@@ -47,25 +50,26 @@ class AllReduce:
         tensors: Sequence[torch.Tensor],
         transport: Transport,
         *,
-        part_timeout: float,
+        deadlines: Deadlines,
         non_finite: NonFinite = NonFinite.REFUSE,
         adopt: Adopting | None = None,
     ) -> None:
         if group.total_weight <= 0:
             raise RoundError(f"the weights of all {len(group.members)} members sum to zero; give somebody a weight")
-        self.group = group
+        self.group, self.schema = group, schema
         me = group.members[group.index(endpoint)]
         parts_of = dict(zip(group.endpoints, partition(schema, shares(group.members)), strict=True))
         own = parts_of[endpoint]
         self._reducers = {name: parts for name, parts in parts_of.items() if me.sends and parts and name != endpoint}
         alike = schema.reply is ReplyForm.AVERAGE
         self._outcome = Outcome(group, endpoint, parts_of, ahead=max(1, READ_AHEAD - 1), alike=alike, adopt=adopt)
-        self._sending = Sending(
-            endpoint, schema, tensors, transport, self._outcome, part_timeout=part_timeout, non_finite=non_finite
-        )
         senders = [member for member in group.members if own and member.sends and member is not me]
+        self._watch = Watch(deadlines, size_class(_packed(schema), len(group.members)), len(senders))
+        self._sending = Sending(
+            endpoint, schema, tensors, transport, self._outcome, watch=self._watch, non_finite=non_finite
+        )
         self._reducing = Reducing(
-            me, senders, own, schema, tensors, self._outcome, part_timeout=part_timeout, non_finite=non_finite
+            me, senders, own, schema, tensors, self._outcome, watch=self._watch, non_finite=non_finite
         )
 
     async def run(self, deadline: float) -> RoundResult:
@@ -75,7 +79,7 @@ class AllReduce:
         """
         began = self._outcome.begin()
         try:
-            async with asyncio.timeout_at(deadline), asyncio.TaskGroup() as tasks:
+            async with asyncio.timeout_at(deadline), self._watch.running(), asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._reducing.run())
                 for name, parts in self._reducers.items():
                     tasks.create_task(self._sending.send_to(name, parts))
@@ -103,3 +107,8 @@ class AllReduce:
     ) -> AsyncGenerator[AveragingData, None]:
         """Serves one sender's stream, of which `first` has been read already."""
         return self._reducing.serve(first, messages)
+
+
+def _packed(schema: Schema) -> int:
+    """Bytes of all tensors on the wire."""
+    return int(sum(spec.numel * bytes_per_element(spec.compression, spec.torch_dtype) for spec in schema.tensors))

@@ -12,8 +12,11 @@ import torch
 from averaging.allreduce.losses import ANSWERS, code_of
 from averaging.allreduce.outcome import Outcome
 from averaging.allreduce.partition import Part
+from averaging.allreduce.silence import Silence
+from averaging.allreduce.watch import Watch
 from averaging.compression import decode, encode
 from averaging.config import NonFinite
+from averaging.deadlines import Phase
 from averaging.errors import AveragingError, NonFiniteError, ProtocolViolationError, TransportError
 from averaging.messages import AveragingData, MessageCode
 from averaging.observe.receipts import DropCode, Dropped
@@ -29,8 +32,8 @@ class Sending:
 
     Args:
         tensors: flat CPU tensors, one per tensor of the schema; read, never written.
-        part_timeout: a reducer that answers nothing for twice as many seconds is given up.
         outcome: where averages, bytes and losses are noted.
+        watch: keeps the deadlines.
     """
 
     def __init__(
@@ -41,7 +44,7 @@ class Sending:
         transport: Transport,
         outcome: Outcome,
         *,
-        part_timeout: float,
+        watch: Watch,
         non_finite: NonFinite,
     ) -> None:
         self._endpoint = endpoint
@@ -49,28 +52,20 @@ class Sending:
         self._tensors = tensors
         self._transport = transport
         self._outcome = outcome
-        # A reducer waits up to one part_timeout for another sender, so its replies may pause that long.
-        self._patience = 2 * part_timeout
+        self._watch = watch
         self._non_finite = non_finite
 
     async def send_to(self, name: str, parts: Sequence[Part]) -> None:
         """Sends `name` its parts and collects their averages, until all are in or it is lost."""
-        received, since, loop = 0, 0.0, asyncio.get_running_loop()
+        received = 0
         answer = MessageCode.AVERAGED_PART
 
         def done() -> str:
             return f"{received} of {len(parts)} averages"
 
         try:
-            async with asyncio.timeout(None) as limit:
-
-                def progress() -> None:
-                    nonlocal since
-                    since = loop.time()
-                    limit.reschedule(since + self._patience)
-
-                progress()
-                outgoing = self._messages(name, parts, progress)
+            async with asyncio.timeout(None) as limit, Silence(name, self._transport, self._watch, limit) as silence:
+                outgoing = self._messages(name, parts, silence.progress)
                 async with aclosing(self._transport.aggregate_part(name, outgoing)) as replies:
                     # Read on after the last reply, to the end of the stream: closing it early would look like a loss.
                     async for reply in replies:
@@ -79,17 +74,18 @@ class Sending:
                         answer = reply.code
                         self._read(name, parts[received], reply)
                         received += 1
-                        progress()
+                        silence.progress()
             lost = Dropped(name, f"ended its stream after {done()}", DropCode.CONNECTION_LOST)
         except TimeoutError:
-            waited = loop.time() - since
-            lost = Dropped.overdue(name, "no reply", waited, self._patience, "2 × part_timeout", after=done())
+            lost = Dropped.overdue(name, silence.deed, silence.seconds, *silence.deadline, after=done())
         except TransportError as error:
             lost = Dropped(name, f"{error.reason} after {done()}", code_of(error))
         except ProtocolViolationError as error:
             lost = Dropped(name, f"{error} after {done()}", ANSWERS.get(answer, code_of(error)))
         if received < len(parts):
             self._outcome.lose(lost)
+        else:
+            self._watch.done(name, Phase.REPLY)
 
     async def _messages(
         self, name: str, parts: Sequence[Part], progress: Callable[[], None]

@@ -100,7 +100,14 @@ SHARED_OPTIONS = frozenset(
     default=10.0,
     type=SECONDS,
     metavar="SECONDS",
-    help="Without progress a member of the round is given up.",
+    help="Without progress a member of the round is given up, at the latest; sooner once more is known of it.",
+)
+@click.option(
+    "--min-part-timeout",
+    default=1.0,
+    type=SECONDS,
+    metavar="SECONDS",
+    help="But not before that.",
 )
 @click.option("--join-timeout", default=10.0, type=SECONDS, metavar="SECONDS", help="For one of --join to answer.")
 @click.option(
@@ -354,6 +361,7 @@ def _peer_options(given: dict[str, Any]) -> PeerOptions:
         "matchmaking_time": given["matchmaking_time"],
         "timeout": given["timeout"],
         "part_timeout": given["part_timeout"],
+        "min_part_timeout": given["min_part_timeout"],
         "bandwidth": given["bandwidth"],
         "compression": CompressionType[given["compression"].upper()],
         "reply": ReplyForm(given["reply"]),

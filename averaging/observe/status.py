@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from averaging.deadlines import Learned
 from averaging.observe.receipts import Receipt
 
 
@@ -19,6 +20,7 @@ class PeerStatus:
         members: of the round in progress.
         rounds: attempts that ended in an average.
         known_peers: that discovery names, this one included.
+        deadlines: that were learned of the others, the latest first.
     """
 
     endpoint: str
@@ -37,3 +39,4 @@ class PeerStatus:
     rounds: int
     state_version: int
     known_peers: int
+    deadlines: tuple[Learned, ...] = ()

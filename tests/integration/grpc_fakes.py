@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 
 from averaging.credentials import Credentials
+from averaging.deadlines import Learned, Phase
 from averaging.messages import (
     AveragingData,
     CompressionType,
@@ -68,6 +69,7 @@ STATUS = PeerStatus(
     rounds=3,
     state_version=-1,
     known_peers=4,
+    deadlines=(Learned("b:2", Phase.PART, 12, 5, 0.25, 1.0, "4 × its median of 0.25 s"),),
 )
 
 

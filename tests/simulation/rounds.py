@@ -10,6 +10,7 @@ from contextlib import aclosing
 import torch
 
 from averaging.allreduce import AllReduce, RoundResult, changes
+from averaging.deadlines import Deadlines
 from averaging.group import Group, Member
 from averaging.messages import AveragingData, CompressionType, DownloadData, JoinRequest, MessageFromLeader
 from averaging.observe.book import Watched
@@ -46,7 +47,7 @@ class OneRound:
         raise NotImplementedError
 
     def get_schema(self) -> Schema:
-        raise NotImplementedError
+        return self.round.schema
 
     def watch_rounds(self, last: int) -> AsyncGenerator[Watched, None]:
         raise NotImplementedError
@@ -72,6 +73,7 @@ class Simulation:
         part_size_bytes: int = 64,
         loss: float = 0.0,
         latency: tuple[float, float] = (0.001, 0.02),
+        deadlines: dict[str, Deadlines] | None = None,
     ) -> None:
         self.rng = random.Random(seed)
         self.network = MemoryNetwork(self.rng, latency=latency, loss=loss)
@@ -92,6 +94,7 @@ class Simulation:
         )
         self.transports: dict[str, MemoryTransport] = {}
         self.rounds: dict[str, AllReduce] = {}
+        self.deadlines = deadlines or {m.endpoint: Deadlines(PART_TIMEOUT, PART_TIMEOUT) for m in members}
         for member in members:
             client = not member.reduces
             transport = self.network.transport(None if client else member.endpoint)
@@ -99,7 +102,7 @@ class Simulation:
             flat = SharedTensors(self.tensors[member.endpoint]).flat()
             self.transports[member.endpoint] = transport
             self.rounds[member.endpoint] = AllReduce(
-                self.group, member.endpoint, self.schema, flat, transport, part_timeout=PART_TIMEOUT
+                self.group, member.endpoint, self.schema, flat, transport, deadlines=self.deadlines[member.endpoint]
             )
 
     async def run(self, disturb: Callable[[dict[str, asyncio.Task[RoundResult]]], object] | None = None) -> None:

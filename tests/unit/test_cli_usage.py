@@ -153,6 +153,7 @@ def test_defaults_are_those_of_the_library() -> None:
         "matchmaking_time",
         "timeout",
         "part_timeout",
+        "min_part_timeout",
         "join_timeout",
     ):
         assert ours[name] == theirs[name], name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from averaging.aggregation import MEAN, parse_aggregation
+from averaging.deadlines import Learned, Phase
 from averaging.errors import ConfigError, ProtocolViolationError
 from averaging.messages import CompressionType
 from averaging.observe.status import PeerStatus
@@ -10,6 +11,8 @@ from averaging.schema import DTYPES, ReplyForm, Schema, TensorSpec
 from averaging.transport.grpc.convert import parse
 from averaging.transport.grpc.convert_receipts import receipt_from_wire, receipt_to_wire
 from averaging.wire import status_pb2
+
+_PHASES = frozenset(Phase)
 
 
 def encode_status(status: PeerStatus) -> bytes:
@@ -31,6 +34,18 @@ def encode_status(status: PeerStatus) -> bytes:
         rounds=status.rounds,
         state_version=status.state_version,
         known_peers=status.known_peers,
+        deadlines=[
+            status_pb2.LearnedDeadline(
+                endpoint=one.endpoint,
+                phase=one.phase.value,
+                size=one.size,
+                waits=one.waits,
+                median=one.median,
+                deadline=one.deadline,
+                basis=one.basis,
+            )
+            for one in status.deadlines
+        ],
     ).SerializeToString()
 
 
@@ -54,6 +69,11 @@ def decode_status(raw: bytes) -> PeerStatus:
         rounds=wire.rounds,
         state_version=wire.state_version,
         known_peers=wire.known_peers,
+        deadlines=tuple(
+            Learned(one.endpoint, Phase(one.phase), one.size, one.waits, one.median, one.deadline, one.basis)
+            for one in wire.deadlines
+            if one.phase in _PHASES  # later releases may have others
+        ),
     )
 
 

@@ -1,0 +1,97 @@
+"""How long a reducer may be silent. It may itself be waiting for a sender, so it is asked before it is given up."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import Self
+
+from averaging.allreduce.watch import Watch
+from averaging.deadlines import Deadline, Phase
+from averaging.errors import CallRefusedError, PeerUnreachableError, ProtocolViolationError
+from averaging.transport.base import Transport
+
+
+class Silence:
+    """Keeps the deadline of one reducer's replies; a context manager around the reading of them.
+
+    When a learned deadline has passed, the reducer is asked whether it lives; while it answers, it is waited for up to
+    two part_timeouts, since it waits up to one for somebody else. Of whom nothing is known yet, nothing is asked.
+
+    Args:
+        name: the reducer.
+        transport: this member's.
+        watch: the round's.
+        limit: expires when it is to be given up.
+
+    Attributes:
+        deed: what it did when it was given up.
+        seconds: for which there had been no progress then.
+        deadline: of that, in seconds, and its basis.
+    """
+
+    def __init__(self, name: str, transport: Transport, watch: Watch, limit: asyncio.Timeout) -> None:
+        self._name, self._transport, self._watch, self._limit = name, transport, watch, limit
+        self._passed: asyncio.Queue[tuple[float, Deadline]] = asyncio.Queue()
+        self._steps = 0
+        self.deed, self.seconds, self.deadline = "no reply", 0.0, (0.0, "")
+
+    async def __aenter__(self) -> Self:
+        self.progress()
+        self._guarding = asyncio.create_task(self._guard())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._watch.forget(self._name, Phase.REPLY, Phase.ANSWER)
+        self._guarding.cancel()
+        await asyncio.gather(self._guarding, return_exceptions=True)
+
+    def progress(self) -> None:
+        """The reducer took a part, or answered one."""
+        if self._steps:
+            self._watch.end(self._name, Phase.REPLY)
+        self._steps += 1
+        self.seconds = 0.0
+        self._wait()
+
+    def _wait(self) -> None:
+        self._watch.begin(self._name, Phase.REPLY, lambda *passed: self._passed.put_nowait(passed))
+
+    async def _guard(self) -> None:
+        deadlines = self._watch.deadlines
+        while True:
+            waited, deadline = await self._passed.get()
+            steps = self._steps
+            self.seconds += waited
+            if self.seconds >= 2 * deadlines.upper:
+                self.deadline = 2 * deadlines.upper, "2 × part_timeout"
+                break
+            if deadline.seconds < deadlines.upper and not await self._lives() and steps == self._steps:
+                self.deed = "no reply, nor an answer when asked whether it lives,"
+                self.deadline = deadline.seconds, deadline.basis
+                break
+            if steps == self._steps:
+                self._wait()
+        self._watch.missed(self._name, Phase.REPLY)
+        self._limit.reschedule(asyncio.get_running_loop().time())
+
+    async def _lives(self) -> bool:
+        """Whether it answers anything within the shortest deadline."""
+        shortest = Deadline(self._watch.deadlines.lower, "min_part_timeout")
+        try:
+            async with asyncio.timeout(None) as limit:
+
+                def overdue(waited: float, deadline: Deadline) -> None:
+                    limit.reschedule(asyncio.get_running_loop().time())
+
+                self._watch.begin(self._name, Phase.ANSWER, overdue, shortest)
+                await self._transport.get_schema(self._name)
+        except (TimeoutError, PeerUnreachableError):
+            return False
+        except (CallRefusedError, ProtocolViolationError):
+            return True  # other software perhaps, but alive
+        finally:
+            self._watch.forget(self._name, Phase.ANSWER)
+        return True

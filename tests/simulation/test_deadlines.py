@@ -1,0 +1,219 @@
+"""Deadlines learned in a few usual rounds, in virtual time: who is silent costs little, who is slow is kept."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
+
+import pytest
+
+from averaging.allreduce import RoundResult
+from averaging.deadlines import Deadlines
+from averaging.group import Member, Mode
+from averaging.messages import AveragingData
+from averaging.observe.receipts import DropCode
+from averaging.transport import virtual_time
+from averaging.transport.virtual_time import VirtualTimeLoop
+from tests.simulation.rounds import Simulation
+
+LOWER, UPPER = 0.2, 20.0
+USUAL = 5
+VICTIM = "peer:4"
+SILENT = ["before opening", "first part", "last part", "replies"]
+ELEMENTS = 1600
+
+
+def members(client: bool) -> list[Member]:
+    last = Member("client::1", mode=Mode.CLIENT) if client else Member("peer:3")
+    return [Member("peer:1"), Member("peer:2"), last, Member(VICTIM)]
+
+
+class Rounds:
+    """Rounds of the same members, one after the other, who learn."""
+
+    def __init__(self, seed: int, *, client: bool = False, latency: tuple[float, float] = (0.001, 0.02)) -> None:
+        self._seed, self._members, self.latency = seed, members(client), latency
+        self.deadlines = {member.endpoint: Deadlines(LOWER, UPPER) for member in self._members}
+        self.seconds: list[float] = []
+
+    async def one(
+        self, prepare: Callable[[Simulation], object] = lambda _: None, may_fail: Collection[str] = ()
+    ) -> dict[str, RoundResult]:
+        """The results of the next one; `prepare` may return what disturbs it."""
+        self._seed += 1
+        simulation = Simulation(
+            self._seed, self._members, [(ELEMENTS,)], latency=self.latency, deadlines=self.deadlines
+        )
+        began = asyncio.get_running_loop().time()
+        await simulation.run(prepare(simulation))  # type: ignore[arg-type]
+        self.seconds.append(asyncio.get_running_loop().time() - began)
+        assert simulation.failures.keys() <= set(may_fail)
+        return simulation.results
+
+    async def usual(self) -> float:
+        """Learns; returns how long a round usually takes."""
+        for _ in range(USUAL):
+            assert all(not result.dropped for result in (await self.one()).values())
+        return max(self.seconds[-USUAL:])
+
+
+class Silent:
+    """Lets the victim go silent in a round, until the others are through."""
+
+    def __init__(self, when: str) -> None:
+        self._when = when
+        self.others_were_done = 0.0
+
+    def prepare(self, simulation: Simulation) -> object:
+        network, transport, round_ = simulation.network, simulation.transports[VICTIM], simulation.rounds[VICTIM]
+        call, reduce = transport.aggregate_part, round_.aggregate_part
+        reducers = sum(member.reduces for member in simulation.group.members)
+        last = ELEMENTS // reducers // 16  # of the parts that one of them gets, or nearly
+
+        async def sent(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
+            number = 0
+            async for message in messages:
+                number += 1
+                yield message
+                if number == (1 if self._when == "first part" else last):
+                    network.freeze(VICTIM)
+
+        async def replied(
+            first: AveragingData, messages: AsyncIterator[AveragingData]
+        ) -> AsyncGenerator[AveragingData, None]:
+            async for reply in reduce(first, messages):
+                network.freeze(VICTIM)
+                yield reply
+
+        if self._when == "before opening":
+            network.freeze(VICTIM)
+        elif self._when == "replies":
+            round_.aggregate_part = replied  # type: ignore[method-assign]
+        else:
+            transport.aggregate_part = lambda endpoint, messages: call(  # type: ignore[method-assign]
+                endpoint, sent(messages)
+            )
+
+        async def disturb(tasks: dict[str, asyncio.Task[RoundResult]]) -> None:
+            await asyncio.wait([task for name, task in tasks.items() if name != VICTIM])
+            self.others_were_done = asyncio.get_running_loop().time()
+            tasks[VICTIM].cancel()
+            network.thaw(VICTIM)
+
+        return disturb
+
+
+@pytest.mark.parametrize("client", [False, True])
+@pytest.mark.parametrize("when", SILENT)
+def test_who_goes_silent_costs_about_a_round_more(when: str, client: bool) -> None:
+    async def main() -> None:
+        rounds = Rounds(1, client=client)
+        usual = await rounds.usual()
+        for number in range(3):
+            stop = Silent(when)
+            began = asyncio.get_running_loop().time()
+            results = await rounds.one(stop.prepare, may_fail={VICTIM})
+            # A deadline that was missed is doubled, so who goes silent again and again costs more.
+            assert stop.others_were_done - began <= 2 * usual + 2 * LOWER * 2**number
+            dropped = [lost for name in results if name != VICTIM for lost in results[name].dropped]
+            assert {lost.endpoint for lost in dropped} == {VICTIM}
+            assert {lost.code for lost in dropped} == {DropCode.SILENT}
+            assert number or all("median" in lost.reason for lost in dropped)
+
+    virtual_time.run(main())
+
+
+@pytest.mark.parametrize("latency", [(0.2, 0.8), (0.1, 0.3)])
+def test_a_network_that_is_slow_all_over_drops_nobody(latency: tuple[float, float]) -> None:
+    virtual_time.run(Rounds(2, latency=latency).usual())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_network_that_gets_three_times_slower_drops_nobody(seed: int) -> None:
+    async def main() -> None:
+        rounds = Rounds(seed, latency=(0.2, 0.3))
+        await rounds.usual()
+        rounds.latency = (0.6, 0.9)
+        await rounds.usual()
+
+    virtual_time.run(main())
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.3])
+def test_one_link_that_gets_three_times_slower_is_kept(seconds: float) -> None:
+    def slow(simulation: Simulation, each: float) -> None:
+        call = simulation.transports[VICTIM].aggregate_part
+
+        async def slowly(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
+            async for message in messages:
+                await asyncio.sleep(each)
+                yield message
+
+        simulation.transports[VICTIM].aggregate_part = lambda endpoint, messages: call(  # type: ignore[method-assign]
+            endpoint, slowly(messages)
+        )
+
+    async def main() -> None:
+        rounds = Rounds(3)
+        for each in [seconds] * USUAL + [3 * seconds] * USUAL:
+            results = await rounds.one(lambda simulation, each=each: slow(simulation, each))  # type: ignore[misc]
+            assert all(not result.dropped for result in results.values())
+
+    virtual_time.run(main())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_an_observer_that_was_stopped_drops_nobody(seed: int) -> None:
+    """The time goes on for a minute and nothing happens meanwhile, as when a machine sleeps."""
+
+    async def main() -> None:
+        rounds = Rounds(seed, latency=(0.02, 0.03))
+        usual = await rounds.usual()
+
+        def prepare(_: Simulation) -> object:
+            async def stop(tasks: dict[str, asyncio.Task[RoundResult]]) -> None:
+                await asyncio.sleep(usual / (seed + 2))
+                loop = asyncio.get_running_loop()
+                assert isinstance(loop, VirtualTimeLoop)
+                loop._jumping.jumped += 20.0
+
+            return stop
+
+        assert all(not result.dropped for result in (await rounds.one(prepare)).values())
+
+    virtual_time.run(main())
+
+
+def test_who_hears_nobody_at_all_waits_twice_as_long() -> None:
+    """One member's own link is down for a moment: the others may drop it, but it gives nobody up for silence."""
+
+    async def main() -> None:
+        rounds = Rounds(4)
+        await rounds.usual()
+
+        def prepare(simulation: Simulation) -> object:
+            async def hiccup(tasks: dict[str, asyncio.Task[RoundResult]]) -> None:
+                simulation.network.freeze(VICTIM)
+                await asyncio.sleep(1.5 * LOWER)
+                simulation.network.thaw(VICTIM)
+
+            return hiccup
+
+        results = await rounds.one(prepare)
+        assert all(lost.code is not DropCode.SILENT for lost in results[VICTIM].dropped), results[VICTIM].dropped
+
+    virtual_time.run(main())
+
+
+def test_a_reducer_that_waits_for_a_newcomer_is_not_given_up() -> None:
+    """One reducer knows nothing of the victim and waits long for it; it answers when asked, so the others wait too."""
+
+    async def main() -> None:
+        rounds = Rounds(5)
+        await rounds.usual()
+        rounds.deadlines["peer:1"] = Deadlines(LOWER, 3.0)
+        results = await rounds.one(Silent("before opening").prepare, may_fail={VICTIM})
+        for name in ("peer:1", "peer:2", "peer:3"):
+            assert {lost.endpoint for lost in results[name].dropped} == {VICTIM}
+
+    virtual_time.run(main())

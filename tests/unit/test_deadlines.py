@@ -1,0 +1,134 @@
+"""Learned deadlines: their bounds, what they follow, what they do not mind, and the clock that is fair to others."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from averaging import deadlines
+from averaging.deadlines import ENOUGH, LIFETIME, ROUNDS, Deadline, Deadlines, FairClock, Phase, size_class
+
+waits = st.lists(st.floats(0, 1e4), min_size=ENOUGH, max_size=3 * ROUNDS)
+
+
+def after(seen: list[float], lower: float = 1.0, upper: float = 10.0) -> Deadlines:
+    learned = Deadlines(lower, upper)
+    for number, wait in enumerate(seen):
+        learned.saw("a:1", Phase.PART, 3, wait, float(number))
+    return learned
+
+
+def of(learned: Deadlines, endpoint: str = "a:1", phase: Phase = Phase.PART, size: int = 3) -> Deadline:
+    return learned.of(endpoint, phase, size, 100.0)
+
+
+@given(waits, st.floats(0.01, 100), st.floats(0.01, 100))
+def test_a_deadline_keeps_its_bounds_and_leaves_room(seen: list[float], lower: float, upper: float) -> None:
+    deadline = of(after(seen, lower, upper))
+    assert min(lower, upper) <= deadline.seconds <= upper
+    room = max(3 * statistics.median(seen[-ROUNDS:]), 2 * seen[-1])
+    assert deadline.seconds >= min(room, upper)
+
+
+@given(st.floats(0.01, 10), st.lists(st.floats(0.9, 1.1), min_size=7, max_size=ROUNDS))
+def test_among_usual_waits_it_is_a_few_times_the_usual(usual: float, factors: list[float]) -> None:
+    assert of(after([usual * factor for factor in factors], 1e-3, 1e3)).seconds <= 6 * usual
+
+
+@given(st.floats(0, 1e4), st.integers(0, 6))
+def test_one_odd_round_among_many_hardly_counts(odd: float, place: int) -> None:
+    usual = [0.5] * 7
+    usual[place] = odd
+    allowed = 2.0 if place < 6 else max(2.0, 2 * odd)  # the latest one might be a change
+    assert of(after(usual, 0.1, 1e5)).seconds == pytest.approx(allowed)
+
+
+def test_nothing_is_learned_of_others_and_of_rounds_of_another_size() -> None:
+    learned = after([0.1] * 5)
+    assert of(learned) == Deadline(1.0, "min_part_timeout, its median is 0.1 s")
+    for unknown in (
+        of(learned, endpoint="b:1"),
+        of(learned, phase=Phase.OPENING),
+        of(learned, size=4),
+        of(after([0.1] * (ENOUGH - 1))),
+    ):
+        assert unknown == Deadline(10.0, "part_timeout")
+
+
+def test_the_basis_tells_which_it_was() -> None:
+    assert of(after([1.0] * 5)) == Deadline(4.0, "4 × its median of 1 s")
+    assert of(after([1.0, 1.0, 1.0, 4.0])) == Deadline(8.0, "2 × its last of 4 s")
+    assert of(after([100.0] * 5)) == Deadline(10.0, "part_timeout")
+
+
+def test_a_missed_deadline_is_doubled_until_it_is_kept() -> None:
+    learned = after([1.0] * 5, upper=20.0)
+    seconds = []
+    for _ in range(4):
+        seconds.append(of(learned).seconds)
+        learned.missed("a:1", Phase.PART, 3, 10.0)
+    assert seconds == [4.0, 8.0, 16.0, 20.0]
+    learned.saw("a:1", Phase.PART, 3, 7.0, 11.0)
+    assert of(learned) == Deadline(14.0, "2 × its last of 7 s")
+
+
+def test_a_lasting_change_is_followed_at_once() -> None:
+    learned = after([1.0] * ROUNDS, upper=100.0)
+    for _ in range(ROUNDS):
+        learned.saw("a:1", Phase.PART, 3, 5.0, 50.0)
+        assert of(learned).seconds >= 10.0
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadlines, "MAX_KNOWN", 10)
+    learned = Deadlines(1.0, 10.0)
+    for number in range(50):
+        learned.missed(f"a:{number}", Phase.PART, 3, 0.0)
+    assert len(learned) == 10
+
+
+def test_who_was_not_met_for_long_is_forgotten() -> None:
+    learned = after([0.1] * 5)
+    learned.missed("b:1", Phase.PART, 3, 4.0 + LIFETIME)
+    assert len(learned) == 2
+    assert learned.of("a:1", Phase.PART, 3, 4.1 + LIFETIME) == Deadline(10.0, "part_timeout")
+    assert len(learned) == 1
+
+
+def test_what_is_learned_can_be_listed() -> None:
+    learned = after([0.5] * 5)
+    learned.missed("b:1", Phase.PART, 3, 5.0)
+    (one,) = learned.learned()
+    assert (one.endpoint, one.phase, one.size, one.waits, one.median) == ("a:1", Phase.PART, 3, 5, 0.5)
+    assert (one.deadline, one.basis) == (2.0, "4 × its median of 0.5 s")
+
+
+@given(st.integers(1, 1 << 50), st.integers(2, 1000))
+def test_a_size_class_spans_less_than_a_factor_of_four(nbytes: int, members: int) -> None:
+    assert size_class(4 * nbytes, members) > size_class(nbytes, members)
+    assert size_class(nbytes + 1, members) >= size_class(nbytes, members)
+
+
+steps = st.lists(st.tuples(st.floats(0, 5), st.booleans()), max_size=30)
+
+
+@given(steps)
+def test_the_clock_never_goes_back_nor_faster_than_time(taken: list[tuple[float, bool]]) -> None:
+    clock, now, fair = FairClock(0.25, 10.0), 10.0, 0.0
+    for seconds, deaf in taken:
+        now += seconds
+        ahead = clock.at(now)
+        after_tick = clock.tick(now, deaf=deaf)
+        counted = min(seconds, 0.25) / (2 if deaf else 1)
+        assert after_tick == pytest.approx(fair + counted, abs=1e-6)
+        assert ahead >= after_tick
+        fair = after_tick
+
+
+def test_a_stop_of_a_minute_counts_as_one_interval() -> None:
+    clock = FairClock(0.25, 0.0)
+    assert clock.tick(0.25) == 0.25
+    assert clock.tick(60.25) == 0.5
