@@ -1,0 +1,201 @@
+"""Every fault, of a peer in every role, at every moment: the others go on, agree, and their average is accounted for.
+
+`docs/reliability.md` has the table of the cells; a test compares it with what runs here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Collection
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from averaging import Receipt
+from averaging.deadlines import ENOUGH
+from averaging.matchmaking.rules import CLOCK_TOLERANCE
+from averaging.observe.receipts import Outcome
+from averaging.transport import virtual_time
+from tests.simulation.faults import DISCOVERY_DOWN, LOWER, STOPPED, UPPER, World
+
+FAULTS = [
+    "killed",
+    "stopped, then going on",
+    "stuck loop",
+    "half-open",
+    "reset",
+    "corrupted bytes",
+    "truncated stream",
+    "clock off by 30 s",
+    "discovery unreachable",
+    "port gone and back",
+]
+ROLES = ["leader", "follower", "sender", "reducer", "donor", "client"]
+MOMENTS = ["matchmaking", "first part", "last part", "reply", "between rounds"]
+IN_ROUND = {"first part", "last part", "reply"}
+
+LEGEND = {
+    "a": "in a round leaders and followers are senders and reducers",
+    "b": "has not begun yet, or is over: no such role then",
+    "c": "only replies are the reducer's; only parts are the sender's",
+    "d": "a download has no matchmaking and no reply",
+    "e": "nothing is sent then that could be spoilt",
+    "f": "a verdict that is spoilt is a protocol violation, see tests/unit/test_rules.py",
+    "g": "no wall clock is read then",
+    "h": "discovery is not asked then",
+    "i": "has no port",
+    "j": "a client accepts no stream and takes no verdict back that it could cut short",
+}
+
+
+def left_out(fault: str, role: str, moment: str) -> str:
+    """Why a cell makes no sense, as a letter of the legend; empty if it does."""
+    if moment in IN_ROUND:
+        if role in ("leader", "follower"):
+            return "a"
+        if (role == "sender" and moment == "reply") or (role == "reducer" and moment != "reply"):
+            return "c"
+    elif role in ("sender", "reducer"):
+        return "b"
+    if role == "donor" and moment in ("matchmaking", "reply"):
+        return "d"
+    if fault in ("corrupted bytes", "truncated stream"):
+        if moment == "between rounds":
+            return "e"
+        if moment == "matchmaking":
+            return "" if (role, fault) == ("leader", "truncated stream") else "f" if "corrupted" in fault else "j"
+        if (role, moment) == ("client", "reply"):
+            return "j"
+    if fault == "clock off by 30 s" and (moment in IN_ROUND or role == "donor"):
+        return "g"
+    if fault == "discovery unreachable" and (moment in IN_ROUND or role == "donor"):
+        return "h"
+    if fault == "port gone and back" and role == "client":
+        return "i"
+    return ""
+
+
+CELLS = [cell for cell in itertools.product(FAULTS, ROLES, MOMENTS) if not left_out(*cell)]
+ROUNDS = [cell for cell in CELLS if cell[1] != "donor"]
+DOWNLOADS = [cell for cell in CELLS if cell[1] == "donor"]
+
+LOOKING = 2 * (3.0 + CLOCK_TOLERANCE) + 3.0
+"""A follower waits for its leader's declared time and the tolerance, perhaps behind another one, then looks again."""
+
+
+def check(world: World, receipts: dict[str, Receipt], usual: float, moment: str) -> None:
+    """One round with a fault in it."""
+    finished = {name: receipt for name, receipt in receipts.items() if receipt.averaged}
+    assert finished.keys() >= set(world.others), {name: str(receipt) for name, receipt in receipts.items()}
+    for name in world.others:
+        receipt = receipts[name]
+        assert receipt.allreduce_seconds <= 2 * usual + 2 * LOWER, str(receipt)
+        assert receipt.seconds - receipt.allreduce_seconds <= (1.0 if moment in IN_ROUND else LOOKING)
+        assert {lost.endpoint for lost in receipt.dropped} <= {world.victim}
+    for group_id in {receipt.group_id for receipt in finished.values()}:
+        group = {name: receipt for name, receipt in finished.items() if receipt.group_id == group_id}
+        check_group(world, group, [receipt for receipt in receipts.values() if receipt.group_id == group_id])
+
+
+def check_group(world: World, group: dict[str, Receipt], receipts: Collection[Receipt]) -> None:
+    """Finishers of one group agree, and hold the averages of whom their receipts name."""
+    members = next(iter(group.values())).members
+    for place in range(len(members)):
+        assert len({receipt.accounts[place].digest for receipt in group.values()} - {""}) <= 1
+    whole = [world.tensors[name] for name, receipt in group.items() if not receipt.kept_local]
+    assert all(torch.equal(whole[0], tensor) for tensor in whole)
+    # Each reducer's receipt tells, in order, whom it averaged without from then on.
+    absent = {frozenset(lost.endpoint for lost in r.dropped[:n]) for r in receipts for n in range(len(r.dropped) + 1)}
+    means = [world.mean(*(name for name in members if name not in lost)) for lost in absent if lost < set(members)]
+    for name, receipt in group.items():
+        if name == world.victim:
+            continue  # it may have lost the others one by one
+        allowed = [*means, world.before[name]] if receipt.kept_local else means
+        off = torch.stack([(world.tensors[name] - mean).abs() for mean in allowed]).amin(dim=0)
+        assert off.max() < 1e-12
+
+
+@pytest.mark.parametrize(("fault", "role", "moment"), ROUNDS)
+def test_a_round(fault: str, role: str, moment: str) -> None:
+    async def main() -> None:
+        world = World(FAULTS.index(fault) * 100 + MOMENTS.index(moment), role)
+        async with AsyncExitStack() as stack:
+            await world.enter(stack)
+            usual = 0.0
+            for _ in range(ENOUGH):
+                receipts = await world.round()
+                assert all(len(r.members) == 4 and not r.dropped for r in receipts.values()), receipts
+                usual = max(usual, *(r.allreduce_seconds for r in receipts.values()))
+            world.arm(fault, moment)
+            receipts = await world.round()
+            assert not world.transport.moment, "the fault did not happen"
+            check(world, receipts, usual, moment)
+            await asyncio.sleep(DISCOVERY_DOWN if fault.startswith("discovery") else 2 * STOPPED)
+            receipts = await world.round()
+            assert receipts.keys() == set(world.alive)
+            for receipt in receipts.values():
+                assert receipt.outcome is Outcome.AVERAGED, str(receipt)
+                assert (set(receipt.members), receipt.dropped) == (set(world.alive), ()), str(receipt)
+            check_group(world, receipts, receipts.values())
+            world.network.heal()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        assert world.network.errors == []
+
+    virtual_time.run(main())
+
+
+@pytest.mark.parametrize(("fault", "role", "moment"), DOWNLOADS)
+def test_a_download(fault: str, role: str, moment: str) -> None:
+    async def main() -> None:
+        world = World(FAULTS.index(fault), role)
+        async with AsyncExitStack() as stack:
+            await world.enter(stack)
+            for version, name in enumerate(["peer:1", "peer:2", world.victim], start=1):
+                await world.peers[name].commit(version)
+            await asyncio.sleep(1.0)
+            began = asyncio.get_running_loop().time()
+            downloader = world.peers["peer:3"]
+            assert downloader.donors[0][1] == world.victim
+            world.arm(fault, moment)
+            state = await downloader.download_state()
+            assert not world.transport.moment, "the fault did not happen"
+            assert asyncio.get_running_loop().time() - began <= UPPER + 1.0
+            donor = world.victim if state.version == 3 else "peer:2"
+            # A reset before the call breaks nothing that the call needs.
+            assert (donor == world.victim) == ((fault, moment) == ("reset", "between rounds"))
+            assert torch.equal(world.tensors["peer:3"], world.tensors[donor])
+            world.all_well()
+            await asyncio.sleep(2 * STOPPED)
+            world.network.heal()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        assert world.network.errors == []
+
+    virtual_time.run(main())
+
+
+def table() -> str:
+    """The cells in Markdown: a row per role and moment that has a cell at all, a column per fault."""
+    places = list(itertools.product(ROLES, MOMENTS))
+    rows = [place for place in places if any(not left_out(fault, *place) for fault in FAULTS)]
+    lines = ["| | " + " | ".join(FAULTS) + " |", "|---|" + "---|" * len(FAULTS)]
+    for role, moment in rows:
+        cells = [left_out(fault, role, moment) or "✓" for fault in FAULTS]
+        lines.append(f"| {role}, {moment} | " + " | ".join(cells) + " |")
+    lines.append("")
+    without = {place: left_out(FAULTS[0], *place) for place in places if place not in rows}
+    for letter, reason in LEGEND.items():
+        named = "; ".join(f"{role}, {moment}" for (role, moment), found in without.items() if found == letter)
+        lines.append(f"- {letter}: {reason}" + (f" (no row for {named})" if named else ""))
+    return "\n".join(lines)
+
+
+def test_every_reason_is_used() -> None:
+    assert {left_out(*cell) for cell in itertools.product(FAULTS, ROLES, MOMENTS)} == {"", *LEGEND}
+
+
+def test_the_table_in_the_documents_is_this_one() -> None:
+    page = Path(__file__).parents[2] / "docs" / "reliability.md"
+    assert table() in page.read_text(), f"put this into {page.name}:\n{table()}"
