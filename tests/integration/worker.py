@@ -1,7 +1,7 @@
 """A peer in a process of its own that averages on command and can be made to die at a named step.
 
 Run as `python -m tests.integration.worker '{"run_id": ..., "value": ..., ...}'`; it prints JSON lines and reads one
-command a line on stdin: `average`, `download` or `quit`.
+command a line on stdin: `average`, `reset` (to the values of the start), `download` or `quit`.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ SIZE = 600_000
 
 
 class FatalTransport(GrpcTransport):
-    """Kills its own process, as a power cut would, once `fatal_step` has happened `after` times."""
+    """Kills its own process, as a power cut would, once `fatal_step` has happened `after` times; or stops it."""
 
-    def __init__(self, *args: Any, fatal_step: str, after: int, **options: Any) -> None:
+    def __init__(self, *args: Any, fatal_step: str, after: int, sends: str, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._fatal_step, self._left = fatal_step, after
+        self._fatal_step, self._left, self._signal = fatal_step, after, signal.Signals[sends]
 
     def _step(self, step: str) -> None:
         if step == self._fatal_step:
             self._left -= 1
-            if self._left < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
+            if self._left == -1:
+                os.kill(os.getpid(), self._signal)
 
     async def counted(self, step: str, items: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
         async with aclosing(items):
@@ -97,17 +97,20 @@ async def main(options: dict[str, Any]) -> None:
     value, version = options.pop("value"), options.pop("version", None)
     donors = options.pop("donors", 0)
     weight = options.pop("weight", 1.0)
-    step, after = options.pop("fatal_step", ""), options.pop("after", 0)
+    step, after, sends = options.pop("fatal_step", ""), options.pop("after", 0), options.pop("sends", "SIGKILL")
+    listen, advertise = options.pop("listen", "127.0.0.1:0"), options.pop("advertise", None)
     options["mode"] = Mode[options.pop("mode", "NODE")]
     options["compression"] = CompressionType[options.pop("compression", "NONE")]
     options["reply"] = ReplyForm(options.pop("reply", "average"))
     tensor = torch.full((SIZE,), float(value)) + torch.arange(SIZE) % 7
+    start = tensor.clone()
     transport = FatalTransport(
-        None if options["mode"] is Mode.CLIENT else "127.0.0.1:0",
-        None,
+        None if options["mode"] is Mode.CLIENT else listen,
+        advertise,
         max_message_bytes=8 << 20,
         fatal_step=step,
         after=after,
+        sends=sends,
     )
     commands: asyncio.Queue[str] = asyncio.Queue()
     loop = asyncio.get_running_loop()
@@ -126,12 +129,18 @@ async def main(options: dict[str, Any]) -> None:
                         reason=receipt.reason,
                         members=receipt.members,
                         dropped=[dropped.endpoint for dropped in receipt.dropped],
+                        reasons=[dropped.reason for dropped in receipt.dropped],
+                        allreduce_seconds=receipt.allreduce_seconds,
                         kept_local=receipt.kept_local,
                         seconds=receipt.seconds,
                         digest=hashlib.sha256(tensor.numpy().data).hexdigest(),
                         # What was added to the arithmetic pattern: one value if all elements were treated alike.
                         values=sorted(set((tensor - torch.arange(SIZE) % 7).mul(1e3).round().div(1e3).tolist())),
                     )
+                elif command == "reset":
+                    with peer.tensors() as tensors:
+                        tensors[0][:] = start
+                    tell("reset")
                 elif command == "download":
                     await enough_donors(peer, donors)
                     state = await peer.download_state()

@@ -1,0 +1,95 @@
+"""Faults of real processes and connections in a round, after some usual ones: learned deadlines keep the loss small."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from averaging.deadlines import ENOUGH
+from tests.integration.fault_proxy import Fault, FaultProxy
+from tests.integration.processes import JsonProcess
+from tests.integration.test_processes import Workers, average
+
+PART_TIMEOUT = 30.0
+OPTIONS = {"group_size": 3, "part_timeout": PART_TIMEOUT, "timeout": 60.0}
+PARTS_OF_USUAL_ROUNDS = ENOUGH * 26
+"""That a member sends to the two others: 600,000 float32 in parts of 64 KiB are 37 for all three."""
+
+
+@pytest.fixture
+def workers() -> Iterator[Workers]:
+    with ExitStack() as stack:
+        yield Workers(stack)
+
+
+def check_others(workers: Workers, receipts: list[dict[str, Any]]) -> None:
+    """They lost nobody but the victim, soon, and hold the average of all, of the two, or their own values."""
+    for number, receipt in enumerate(receipts):
+        assert receipt["outcome"] == "averaged", receipt
+        assert set(receipt["dropped"]) <= {workers.endpoints[2]}, receipt
+        possible = [1.0, 0.5, float(number)] if receipt["kept_local"] else [1.0, 0.5]
+        assert all(any(abs(value - p) < 1e-3 for p in possible) for value in receipt["values"]), receipt
+        assert receipt["allreduce_seconds"] < PART_TIMEOUT / 2, receipt
+    assert any(receipt["dropped"] for receipt in receipts)
+
+
+def reset(processes: list[JsonProcess]) -> None:
+    """They hold different values again."""
+    for process in processes:
+        process.send("reset")
+        process.expect("reset")
+
+
+def next_round(processes: list[JsonProcess]) -> None:
+    """All three are in it again."""
+    for receipt in average(*processes):
+        assert receipt["outcome"] == "averaged", receipt
+        assert len(receipt["members"]) == 3, receipt
+        assert receipt["dropped"] == [], receipt
+
+
+def test_a_process_that_is_stopped_and_goes_on(workers: Workers) -> None:
+    stops = {"fatal_step": "sending", "after": PARTS_OF_USUAL_ROUNDS, "sends": "SIGSTOP"}
+    processes = workers.start(*({"value": n, **OPTIONS, **(stops if n == 2 else {})} for n in range(3)))
+    for _ in range(ENOUGH):
+        next_round(processes)
+    reset(processes)
+    for process in processes:
+        process.send("average")
+    receipts = [process.expect("receipt") for process in processes[:2]]
+    assert any("median" in reason for receipt in receipts for reason in receipt["reasons"]), receipts
+    processes[2].signal(signal.SIGCONT)
+    own = processes[2].expect("receipt")
+    assert not any("median" in reason for reason in own["reasons"]), own  # it blames nobody for its own stop
+    assert set(own["dropped"]) <= set(workers.endpoints[:2])
+    check_others(workers, receipts)
+    next_round(processes)
+
+
+@pytest.mark.parametrize("fault", [Fault.STALL, Fault.CUT, Fault.HALF_OPEN, Fault.CORRUPT])
+def test_a_connection_that_fails_in_the_round(workers: Workers, fault: Fault) -> None:
+    with FaultProxy() as proxy:
+        behind = {"listen": f"127.0.0.1:{proxy.target}", "advertise": f"127.0.0.1:{proxy.port}"}
+        processes = workers.start(*({"value": n, **OPTIONS, **(behind if n == 2 else {})} for n in range(3)))
+        assert workers.endpoints[2] == behind["advertise"]
+        for _ in range(ENOUGH):
+            next_round(processes)
+        reset(processes)
+        proxy.arm(fault, after=400_000)
+        receipts = average(*processes)
+        assert proxy.struck.is_set()
+        check_others(workers, receipts[:2])
+        proxy.heal()
+        next_round(processes)
+
+
+def test_a_slow_link_drops_nobody(workers: Workers) -> None:
+    with FaultProxy(rate=1e6) as proxy:
+        behind = {"listen": f"127.0.0.1:{proxy.target}", "advertise": f"127.0.0.1:{proxy.port}"}
+        processes = workers.start(*({"value": n, **OPTIONS, **(behind if n == 2 else {})} for n in range(3)))
+        for _ in range(ENOUGH + 1):
+            next_round(processes)
