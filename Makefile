@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # This release first: the index's newest torch brings gigabytes of CUDA that the tests and the demo do not use.
 TORCH ?= torch==2.13.0
 
-.PHONY: help demo test check lint bench proto clean
+.PHONY: help demo test check lint bench proto soak clean
 
 help: ## what can be made
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -38,6 +38,9 @@ $(VENV)/installed: pyproject.toml hatch_build.py $(wildcard protos/averaging/wir
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $@
+
+soak: $(VENV)/installed ## eight peers under faults: MINUTES=1.5 SEED=1
+	$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),1.5) --seed $(or $(SEED),1)
 
 clean: ## remove what was made here
 	rm -rf $(VENV) build dist runs averaging/wire/*_pb2*

@@ -77,6 +77,12 @@ class JsonProcess:
                 self.seen.append(event)
         return code
 
+    def drain(self) -> None:
+        """What it has told so far is in `seen`, without waiting."""
+        while not self._events.empty():
+            if (event := self._events.get_nowait()) is not None:
+                self.seen.append(event)
+
     def events(self, name: str) -> list[dict[str, Any]]:
         """Those of that name among `seen`."""
         return [event for event in self.seen if event.get("event") == name]

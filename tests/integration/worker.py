@@ -33,7 +33,7 @@ SIZE = 600_000
 class FatalTransport(GrpcTransport):
     """Kills its own process, as a power cut would, once `fatal_step` has happened `after` times; or stops it."""
 
-    def __init__(self, *args: Any, fatal_step: str, after: int, sends: str, **options: Any) -> None:
+    def __init__(self, *args: Any, fatal_step: str, after: int, sends: str = "SIGKILL", **options: Any) -> None:
         super().__init__(*args, **options)
         self._fatal_step, self._left, self._signal = fatal_step, after, signal.Signals[sends]
 

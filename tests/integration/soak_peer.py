@@ -1,0 +1,55 @@
+"""A peer of the soak test: averages again and again, and says after each attempt what it holds.
+
+Run as `python -m tests.integration.soak_peer '{"run_id": ..., "listen": ..., "advertise": ..., "join": [...], ...}'`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+import psutil
+import torch
+
+from averaging import AveragingError, Peer
+from tests.integration.worker import tell
+
+SIZE = 100_000
+
+
+async def main(options: dict[str, Any], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    tensor = torch.zeros(SIZE)
+    async with Peer([tensor], part_size_bytes=1 << 14, **options) as peer:
+        tell("ready", endpoint=peer.endpoint)
+        while True:
+            with peer.tensors() as tensors:
+                # The value of a peer is the same in all elements, so a mixture of two averages can be told.
+                tensors[0][:] = float(torch.randint(0, 1000, (), generator=generator))
+                mine = tensors[0][0].item()
+            try:
+                receipt = await peer.average(gather=mine)
+            except AveragingError as error:
+                tell("failure", message=str(error))
+                continue
+            with peer.tensors() as tensors:
+                found = sorted(set(tensors[0].tolist()))
+            tell(
+                "round",
+                outcome=receipt.outcome,
+                reason=receipt.reason,
+                group=receipt.group_id.hex(),
+                values=found,
+                gathered=dict(receipt.gathered),
+                dropped=[f"{lost.endpoint}: {lost.reason}" for lost in receipt.dropped],
+                kept_local=receipt.kept_local,
+                digest=receipt.digest,
+                rss=psutil.Process().memory_info().rss,
+            )
+
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[1])
+    asyncio.run(main(given, given.pop("seed")))
