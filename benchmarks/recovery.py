@@ -1,0 +1,231 @@
+"""How long the others stand still when one of four peers is killed, and how soon a newcomer takes part.
+
+Four processes average 16 MiB again and again. One of them is killed (SIGKILL) at a random moment; measured is the time
+until each of the others has finished its next round. Then a new one is started; measured is the time until its first
+average, from the start of its process and from the moment at which it was up.
+Peers declare themselves for `--matchmaking-time` seconds: so long a leader waits for a fourth member that is no more.
+
+With `--hivemind PYTHON` (see `benchmarks.allreduce --help`) the same is done to hivemind 1.1.12.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+
+ELEMENTS = 4 << 20
+PEERS = 4
+LIMIT = 60.0
+"""Seconds in which something must have happened."""
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HIVEMIND_LOGLEVEL": "ERROR"}
+
+
+def say(**fields: Any) -> None:
+    print(json.dumps({"time": time.time(), **fields}), flush=True)
+
+
+async def averaging_worker(join: str, matchmaking_time: float) -> None:
+    import torch
+
+    from averaging.peer import Peer
+
+    torch.set_num_threads(1)
+    async with Peer(
+        [torch.randn(ELEMENTS)],
+        run_id="recovery",
+        join=[join] if join else [],
+        group_size=PEERS,
+        matchmaking_time=matchmaking_time,
+    ) as peer:
+        say(event="up", address=peer.endpoint)
+        while True:
+            began = time.time()
+            receipt = await peer.average()
+            say(event="round", began=began, averaged=receipt.averaged, members=len(receipt.members), told=str(receipt))
+
+
+def hivemind_worker(join: str, matchmaking_time: float) -> None:
+    import torch
+
+    # Not installed where types are checked: all of it is Any.
+    hivemind = importlib.import_module("hivemind")
+    torch.set_num_threads(1)
+    dht = hivemind.DHT(host_maddrs=["/ip4/127.0.0.1/tcp/0"], initial_peers=[join] if join else [], start=True)
+    averager: Any = hivemind.averaging.DecentralizedAverager(
+        [torch.randn(ELEMENTS)],
+        dht,
+        prefix="recovery",
+        target_group_size=PEERS,
+        min_group_size=2,
+        min_matchmaking_time=matchmaking_time,
+        start=True,
+    )
+    say(event="up", address=str(dht.get_visible_maddrs()[0]))
+    while True:
+        began, members, told = time.time(), None, ""
+        try:
+            members = averager.step(timeout=LIMIT)
+        except Exception as error:
+            told = f"{type(error).__name__}: {error}"
+        say(event="round", began=began, averaged=bool(members), members=len(members or ()), told=told)
+
+
+class Process:
+    """A peer, and what it has told."""
+
+    def __init__(self, system: str, python: str, join: str, matchmaking_time: float) -> None:
+        self.started = time.time()
+        self.events: list[dict[str, Any]] = []
+        self.told = asyncio.Event()
+        arguments = ["--worker", system, "--join", join, "--matchmaking-time", str(matchmaking_time)]
+        self._command = [python, "-m", "benchmarks.recovery", *arguments]
+
+    async def start(self) -> dict[str, Any]:
+        """Returns what it tells when it is up."""
+        self._process = await asyncio.create_subprocess_exec(
+            *self._command,
+            cwd=ROOT,
+            env=ENVIRONMENT,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        self._reading = asyncio.create_task(self._read())
+        return await self.first(lambda event: event["event"] == "up")
+
+    async def _read(self) -> None:
+        assert self._process.stdout is not None
+        async for line in self._process.stdout:
+            with suppress(json.JSONDecodeError):
+                self.events.append(json.loads(line))
+                self.told.set()
+
+    async def first(self, wanted: Any) -> dict[str, Any]:
+        """The first event, of those there are and those to come, that is wanted."""
+        place = 0
+        async with asyncio.timeout(LIMIT):
+            while True:
+                for event in self.events[place:]:
+                    if wanted(event):
+                        return event
+                place = len(self.events)
+                self.told.clear()
+                await self.told.wait()
+
+    async def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        await self._process.wait()
+        self._reading.cancel()
+
+
+async def measure(system: str, python: str, kills: int, matchmaking_time: float, seed: int) -> dict[str, Any]:
+    """Kills and starts in turns."""
+    rng = random.Random(seed)
+    peers: list[Process] = []
+
+    def averaged(since: float) -> Any:
+        return lambda event: event["event"] == "round" and event["averaged"] and event["time"] > since
+
+    async def add(join: str) -> tuple[Process, dict[str, Any]]:
+        peers.append(Process(system, python, join, matchmaking_time))
+        return peers[-1], await peers[-1].start()
+
+    recovered, contributed, contributed_up, failures = [], [], [], []
+    usual: list[float] = []
+    try:
+        _, up = await add("")
+        addresses = {0: up["address"]}
+        for _ in range(PEERS - 1):
+            _, up = await add(addresses[0])
+        for number in range(kills):
+            try:
+                await asyncio.gather(*(peer.first(averaged(time.time())) for peer in peers))
+                began = time.time()
+                for _ in range(3):
+                    await asyncio.gather(*(peer.first(averaged(time.time())) for peer in peers))
+                usual.append((time.time() - began) / 3)
+            except TimeoutError:
+                failures.append(f"before kill {number}: not all four had an average within {LIMIT:g} s")
+                break
+            await asyncio.sleep(rng.random() * usual[-1])
+            victim = peers.pop(rng.randrange(1, PEERS))  # not the first one, whom newcomers ask
+            killed = time.time()
+            await victim.kill()
+            try:
+                ends = await asyncio.gather(*(peer.first(averaged(killed)) for peer in peers))
+                recovered.append(max(event["time"] for event in ends) - killed)
+            except TimeoutError:
+                failures.append(f"kill {number}: not all of the others had finished a round after {LIMIT:g} s")
+            newcomer, up = await add(addresses[0])
+            try:
+                first = await newcomer.first(averaged(0.0))
+                contributed.append(first["time"] - newcomer.started)
+                contributed_up.append(first["time"] - up["time"])
+            except TimeoutError:
+                failures.append(f"newcomer {number}: no average within {LIMIT:g} s")
+            print(f"  {system}, kill {number + 1} of {kills}: {recovered[-1:]} s", file=sys.stderr, flush=True)
+    finally:
+        await asyncio.gather(*(peer.kill() for peer in peers))
+    return {
+        "usual_round": usual,
+        "recovered": recovered,
+        "newcomer_from_start": contributed,
+        "newcomer_from_up": contributed_up,
+        "failures": failures,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=10, help="of each system (10)")
+    parser.add_argument("--matchmaking-time", type=float, default=1.0, help="seconds, of both systems (1)")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments and victims (0)")
+    parser.add_argument("--hivemind", metavar="PYTHON", help="interpreter of an environment with hivemind")
+    parser.add_argument("--output", type=Path, default=Path("runs/benchmarks"), help="folder of the results")
+    parser.add_argument("--worker", choices=["averaging", "hivemind"], help=argparse.SUPPRESS)
+    parser.add_argument("--join", default="", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker == "averaging":
+        asyncio.run(averaging_worker(options.join, options.matchmaking_time))
+    elif options.worker == "hivemind":
+        hivemind_worker(options.join, options.matchmaking_time)
+    else:
+        compare(options)
+
+
+def compare(options: argparse.Namespace) -> None:
+    from benchmarks.allreduce_report import machine
+
+    pythons = {"averaging": sys.executable} | ({"hivemind": options.hivemind} if options.hivemind else {})
+    results = machine(ROOT) | {"matchmaking_time": options.matchmaking_time, "systems": {}}
+    for system, python in pythons.items():
+        done = asyncio.run(measure(system, python, options.kills, options.matchmaking_time, options.seed))
+        results["systems"][system] = done
+        told = ", ".join(
+            f"{name.replace('_', ' ')} {statistics.median(values):.2f} s (at most {max(values):.2f})"
+            for name, values in done.items()
+            if values and name != "failures"
+        )
+        print("; ".join([f"{system}: {told}", *done["failures"]]), flush=True)
+    options.output.mkdir(parents=True, exist_ok=True)
+    (options.output / "recovery.json").write_text(json.dumps(results, indent=1) + "\n")
+    sys.exit(1 if any(done["failures"] for done in results["systems"].values()) else 0)
+
+
+if __name__ == "__main__":
+    main()
