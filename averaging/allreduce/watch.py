@@ -47,6 +47,7 @@ class Watch:
         self._clock: FairClock | None = None  # not before the round has begun
         self._waits: dict[tuple[str, Phase], _Wait] = {}
         self._longest: dict[tuple[str, Phase], float] = {}
+        self._learned: dict[tuple[str, Phase], Deadline] = {}  # nothing is learned of a member before it is done
         self._heard = False
 
     @asynccontextmanager
@@ -68,11 +69,15 @@ class Watch:
             overdue: called once if the deadline passes.
             deadline: the one that was learned if None.
         """
-        if deadline is None:
-            phases = _ALIKE.get(phase, (phase,))
-            learned = [self.deadlines.of(name, one, self._size, _now()) for one in phases]
-            deadline = max(learned, key=lambda one: one.seconds)
-        self._waits[name, phase] = _Wait(self._fair(), deadline, overdue)
+        self._waits[name, phase] = _Wait(self._fair(), deadline or self._deadline(name, phase), overdue)
+
+    def _deadline(self, name: str, phase: Phase) -> Deadline:
+        """What was learned before this round. Waits begin with every part; medians need not be taken so often."""
+        found = self._learned.get((name, phase))
+        if found is None:
+            learned = [self.deadlines.of(name, one, self._size, _now()) for one in _ALIKE.get(phase, (phase,))]
+            found = self._learned[name, phase] = max(learned, key=lambda one: one.seconds)
+        return found
 
     def end(self, name: str, phase: Phase, *, heard: bool = True) -> None:
         """It is over; `heard`: since what was waited for has come."""
