@@ -20,40 +20,20 @@ import argparse
 import asyncio
 import json
 import math
-import os
-import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any
 
 from benchmarks.allreduce_report import draw, machine, show
 from benchmarks.allreduce_worker import error_bound
-
-T = TypeVar("T")
-
-ROOT = Path(__file__).parent.parent
-
-START_LIMIT, STEP_LIMIT, GRACE = 180.0, 240.0, 15.0
-"""Seconds for a peer to start, to answer a command, and to end in order."""
-
-ENVIRONMENT = {
-    **os.environ,
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "HIVEMIND_LOGLEVEL": "ERROR",
-}
+from benchmarks.workers import ROOT, Worker, WorkerError, all_of, crew, say
 
 HIVEMIND_CODECS = ("none", "fp16")
-
-
-class WorkerError(Exception):
-    """A worker did not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,96 +50,23 @@ class Case:
         return f"{self.peers} peers, {self.mib} MiB in {tensors}, {self.codec}"
 
 
-@dataclass(slots=True)
-class Worker:
-    """A peer's process."""
-
-    process: asyncio.subprocess.Process
-    errors: IO[bytes]
-    started: dict[str, Any] = field(default_factory=dict)
-
-    async def expect(self, event: str, limit: float) -> dict[str, Any]:
-        """The answer with that name, which must be the next."""
-        assert self.process.stdout is not None
-        try:
-            async with asyncio.timeout(limit):
-                line = await self.process.stdout.readline()
-        except TimeoutError:
-            raise WorkerError(f"no {event!r} within {limit:g} s; {self._told()}") from None
-        if not line:
-            raise WorkerError(f"ended without {event!r}; {self._told()}")
-        answer: dict[str, Any] = json.loads(line)
-        if answer["event"] != event:
-            raise WorkerError(f"answered {answer}, not {event!r}")
-        return answer
-
-    async def do(self, command: str, event: str) -> dict[str, Any]:
-        """Tells it something; the answer."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{command}\n".encode())
-        return await self.expect(event, STEP_LIMIT)
-
-    async def end(self) -> None:
-        """Lets it leave in order, then kills what is left, its descendants too."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(GRACE):
-                await self.process.wait()
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        await self.process.wait()
-
-    def _told(self) -> str:
-        self.errors.seek(0)
-        lines = self.errors.read().decode(errors="replace").strip().splitlines()
-        return "it wrote:\n" + "\n".join(lines[-15:]) if lines else "it wrote nothing"
-
-
-async def all_of(steps: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Their results; the first failure, once all have ended."""
-    results = await asyncio.gather(*steps, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return [result for result in results if not isinstance(result, BaseException)]
-
-
 @asynccontextmanager
 async def system(name: str, case: Case, python: str) -> AsyncIterator[list[Worker]]:
     """The peers of one system, each in a process, connected."""
-    workers: list[Worker] = []
-    with tempfile.TemporaryDirectory() as scratch, ExitStack() as files:
+    with tempfile.TemporaryDirectory() as scratch:
+        async with crew() as started:
 
-        async def start(rank: int, join: str) -> None:
-            errors = files.enter_context(tempfile.TemporaryFile())
-            arguments = ["--rank", rank, "--peers", case.peers, "--mib", case.mib]
-            arguments += ["--tensors", case.tensors, "--codec", case.codec, "--join", join]
-            process = await asyncio.create_subprocess_exec(
-                python,
-                *("-m", "benchmarks.allreduce_worker", name),
-                *map(str, arguments),
-                cwd=ROOT,
-                env=ENVIRONMENT,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=errors,
-                start_new_session=True,
-            )
-            worker = Worker(process, errors)
-            workers.append(worker)
-            worker.started = await worker.expect("started", START_LIMIT)
+            async def start(rank: int, join: str) -> Worker:
+                arguments = ["--rank", rank, "--peers", case.peers, "--mib", case.mib]
+                arguments += ["--tensors", case.tensors, "--codec", case.codec, "--join", join]
+                return await started.start(python, "-m", "benchmarks.allreduce_worker", name, *arguments)
 
-        try:
             if name == "gloo":  # its peers meet in a file
                 await all_of([start(rank, f"file://{scratch}/store") for rank in range(case.peers)])
             else:
-                await start(0, "")
-                address = workers[0].started["address"]
+                address = (await start(0, "")).started["address"]
                 await all_of([start(rank, address) for rank in range(1, case.peers)])
-            yield workers
-        finally:
-            await asyncio.shield(asyncio.gather(*(worker.end() for worker in workers)))
+            yield started.workers
 
 
 async def one_round(workers: Sequence[Worker], bound: float) -> dict[str, Any]:
@@ -222,10 +129,6 @@ async def measure(case: Case, pythons: Mapping[str, str], rounds: int) -> dict[s
         "error_bound": bound,
         "systems": systems,
     }
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def main() -> None:

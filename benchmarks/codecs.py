@@ -28,8 +28,8 @@ from rich.table import Table
 from averaging.compression import bytes_per_element, decode, encode
 from averaging.config import DEFAULT_PART_SIZE_BYTES
 from averaging.messages import CompressionType
-from benchmarks.allreduce import ROOT, say
 from benchmarks.allreduce_report import machine
+from benchmarks.workers import ROOT, say
 
 FLOAT_BYTES = 4
 

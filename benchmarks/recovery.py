@@ -24,14 +24,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+from benchmarks.workers import ENVIRONMENT, ROOT
 
 ELEMENTS = 4 << 20
 PEERS = 4
 LIMIT = 60.0
 """Seconds in which something must have happened."""
-
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HIVEMIND_LOGLEVEL": "ERROR"}
 
 
 def say(**fields: Any) -> None:

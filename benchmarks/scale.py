@@ -29,11 +29,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.allreduce import ROOT, WorkerError, say
 from benchmarks.allreduce_report import machine
 from benchmarks.scale_peers import measure
 from benchmarks.scale_report import draw, show
 from benchmarks.scale_simulation import in_child
+from benchmarks.workers import ROOT, WorkerError, say
 
 REAL_GROUP, SIMULATED_GROUP = 4, 8
 

@@ -5,18 +5,16 @@ Part of `benchmarks.scale`.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
-from benchmarks.allreduce import ENVIRONMENT, ROOT, START_LIMIT, Worker, all_of
+from benchmarks.workers import Worker, all_of, crew
 
 MOST_PROCESSES = 8
 """Peers share processes beyond so many, since each takes some 200 MiB for torch and gRPC."""
@@ -38,35 +36,18 @@ def divide(peers: int, processes: int = MOST_PROCESSES) -> list[int]:
 @asynccontextmanager
 async def running(peers: int, group_size: int) -> AsyncIterator[list[Worker]]:
     """Processes with so many peers in all, connected."""
-    workers: list[Worker] = []
-    with ExitStack() as files:
+    async with crew() as started:
 
-        async def start(count: int, first: int, join: str) -> None:
-            errors = files.enter_context(tempfile.TemporaryFile())
+        async def start(count: int, first: int, join: str) -> Worker:
             arguments = ["--peers", count, "--first", first, "--group-size", group_size, "--join", join]
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "benchmarks.scale_worker", *map(str, arguments)),
-                cwd=ROOT,
-                env=ENVIRONMENT,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=errors,
-                start_new_session=True,
-            )
-            worker = Worker(process, errors)
-            workers.append(worker)
-            worker.started = await worker.expect("started", START_LIMIT)
+            return await started.start(sys.executable, "-m", "benchmarks.scale_worker", *arguments)
 
-        try:
-            counts = divide(peers)
-            await start(counts[0], 0, "")
-            endpoint = workers[0].started["endpoint"]
-            firsts = [sum(counts[:number]) for number in range(len(counts))]
-            await all_of([start(counts[n], firsts[n], endpoint) for n in range(1, len(counts))])
-            await tell(workers, do="settle", peers=peers)
-            yield workers
-        finally:
-            await asyncio.shield(asyncio.gather(*(worker.end() for worker in workers)))
+        counts = divide(peers)
+        endpoint = (await start(counts[0], 0, "")).started["endpoint"]
+        firsts = [sum(counts[:number]) for number in range(len(counts))]
+        await all_of([start(counts[n], firsts[n], endpoint) for n in range(1, len(counts))])
+        await tell(started.workers, do="settle", peers=peers)
+        yield started.workers
 
 
 async def tell(workers: Sequence[Worker], **command: Any) -> list[dict[str, Any]]:

@@ -30,9 +30,9 @@ from averaging.discovery.spread import peer_hash
 from averaging.transport import virtual_time
 from averaging.transport.base import Transport
 from averaging.transport.memory import MemoryNetwork
-from benchmarks.allreduce import ROOT, say
 from benchmarks.gossip import Host, SizedIdentity, sees
 from benchmarks.scale_worker import resident_bytes
+from benchmarks.workers import ROOT, say
 
 RUN = "scale"
 

@@ -34,19 +34,18 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.allreduce import START_LIMIT, Worker, WorkerError, all_of, one_round, say
+from benchmarks.allreduce import one_round
 from benchmarks.allreduce_report import machine
 from benchmarks.allreduce_worker import error_bound
 from benchmarks.wan_limits import MIB, SETTINGS, WIRE, Setting, best_shares, equal_shares, limit
-from benchmarks.wan_links import ROOT, LinkError, Links, check_tools
+from benchmarks.wan_links import LinkError, Links, check_tools
 from benchmarks.wan_report import show
-
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
+from benchmarks.workers import ROOT, Worker, WorkerError, all_of, crew, say
 
 CALIBRATION_SECONDS = 6.0
 
@@ -126,38 +125,22 @@ class Bench:
     @asynccontextmanager
     async def running(self, entry: Entry, mib: int, parts: Sequence[float]) -> AsyncIterator[list[Worker]]:
         """The peers of one system, each in its namespace, connected."""
-        workers: list[Worker] = []
-        with tempfile.TemporaryDirectory() as scratch, ExitStack() as files:
+        with tempfile.TemporaryDirectory() as scratch:
+            async with crew(GLOO_SOCKET_IFNAME="eth0") as started:
 
-            async def start(rank: int, join: str) -> None:
-                errors = files.enter_context(tempfile.TemporaryFile())
-                arguments = ["--peers", len(self.hosts), "--mib", mib, "--codec", entry.codec, "--join", join]
-                arguments += ["--parts", *parts]
-                if entry.told:
-                    arguments += ["--bandwidth", self.setting.mbits[rank] * 1e6 / 8]
-                process = await asyncio.create_subprocess_exec(
-                    *self._command(rank, "benchmarks.wan_worker", entry.system, *arguments),
-                    cwd=ROOT,
-                    env=ENVIRONMENT,
-                    stdin=asyncio.subprocess.PIPE,
-                    stdout=asyncio.subprocess.PIPE,
-                    stderr=errors,
-                    start_new_session=True,
-                )
-                worker = Worker(process, errors)
-                workers.append(worker)
-                worker.started = await worker.expect("started", START_LIMIT)
+                async def start(rank: int, join: str) -> Worker:
+                    arguments = ["--peers", len(self.hosts), "--mib", mib, "--codec", entry.codec, "--join", join]
+                    arguments += ["--parts", *parts]
+                    if entry.told:
+                        arguments += ["--bandwidth", self.setting.mbits[rank] * 1e6 / 8]
+                    return await started.start(*self._command(rank, "benchmarks.wan_worker", entry.system, *arguments))
 
-            try:
                 if entry.system == "averaging":
-                    await start(0, "")
-                    address = workers[0].started["address"]
+                    address = (await start(0, "")).started["address"]
                     await all_of([start(rank, address) for rank in range(1, len(self.hosts))])
                 else:  # Gloo's peers meet in a file
                     await all_of([start(rank, f"file://{scratch}/store") for rank in range(len(self.hosts))])
-                yield workers
-            finally:
-                await asyncio.shield(asyncio.gather(*(worker.end() for worker in workers)))
+                yield started.workers
 
     async def measure(self, listed: Sequence[Entry], mib: int, rounds: int, rates: Sequence[float]) -> dict[str, Any]:
         """All systems at one size, in turns. One that breaks is left out from then on, and says why."""

@@ -20,8 +20,7 @@ from types import TracebackType
 from typing import Self
 
 from benchmarks.wan_limits import Setting, queue_bytes
-
-ROOT = Path(__file__).parent.parent
+from benchmarks.workers import ROOT
 
 PREFIX = "wan-benchmark"
 DELAYED = "100"

@@ -1,0 +1,129 @@
+"""Processes that benchmarks measure: started, told what to do a line at a time, and ended whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+T = TypeVar("T")
+
+ROOT = Path(__file__).parent.parent
+
+START_LIMIT, STEP_LIMIT, GRACE = 180.0, 240.0, 15.0
+"""Seconds for a peer to start, to answer a command, and to end in order."""
+
+ENVIRONMENT = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "HIVEMIND_LOGLEVEL": "ERROR",
+}
+
+
+class WorkerError(Exception):
+    """A worker did not answer."""
+
+
+@dataclass(slots=True)
+class Worker:
+    """A peer's process."""
+
+    process: asyncio.subprocess.Process
+    errors: IO[bytes]
+    started: dict[str, Any] = field(default_factory=dict)
+
+    async def expect(self, event: str, limit: float) -> dict[str, Any]:
+        """The answer with that name, which must be the next."""
+        assert self.process.stdout is not None
+        try:
+            async with asyncio.timeout(limit):
+                line = await self.process.stdout.readline()
+        except TimeoutError:
+            raise WorkerError(f"no {event!r} within {limit:g} s; {self._told()}") from None
+        if not line:
+            raise WorkerError(f"ended without {event!r}; {self._told()}")
+        answer: dict[str, Any] = json.loads(line)
+        if answer["event"] != event:
+            raise WorkerError(f"answered {answer}, not {event!r}")
+        return answer
+
+    async def do(self, command: str, event: str) -> dict[str, Any]:
+        """Tells it something; the answer."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{command}\n".encode())
+        return await self.expect(event, STEP_LIMIT)
+
+    async def end(self) -> None:
+        """Lets it leave in order, then kills what is left, its descendants too."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(GRACE):
+                await self.process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        await self.process.wait()
+
+    def _told(self) -> str:
+        self.errors.seek(0)
+        lines = self.errors.read().decode(errors="replace").strip().splitlines()
+        return "it wrote:\n" + "\n".join(lines[-15:]) if lines else "it wrote nothing"
+
+
+async def all_of(steps: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Their results; the first failure, once all have ended."""
+    results = await asyncio.gather(*steps, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]
+
+
+class Crew:
+    """Workers that end together, with the environment they are given."""
+
+    def __init__(self, new_file: Callable[[], IO[bytes]], environment: Mapping[str, str]) -> None:
+        self.workers: list[Worker] = []
+        self._new_file, self._environment = new_file, environment
+
+    async def start(self, *command: object) -> Worker:
+        """Starts a process in the project's folder; returns when it has answered `started`."""
+        errors = self._new_file()
+        process = await asyncio.create_subprocess_exec(
+            *map(str, command),
+            cwd=ROOT,
+            env=self._environment,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=errors,
+            start_new_session=True,
+        )
+        worker = Worker(process, errors)
+        self.workers.append(worker)
+        worker.started = await worker.expect("started", START_LIMIT)
+        return worker
+
+
+@asynccontextmanager
+async def crew(**environment: str) -> AsyncIterator[Crew]:
+    """Nobody yet; all who are started inside have ended outside."""
+    with ExitStack() as files:
+        started = Crew(lambda: files.enter_context(tempfile.TemporaryFile()), ENVIRONMENT | environment)
+        try:
+            yield started
+        finally:
+            await asyncio.shield(asyncio.gather(*(worker.end() for worker in started.workers)))
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
