@@ -14,6 +14,8 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
+from tests.integration.forking import FORKED, ForkedProcess
+
 DEADLINE = 60.0
 """Seconds after which waiting for anything fails: generous, since the machines that run tests are slow and shared."""
 
@@ -27,16 +29,8 @@ class JsonProcess:
     """
 
     def __init__(self, *arguments: str, env: Mapping[str, str] | None = None) -> None:
-        command = [sys.executable, *arguments[1:]] if arguments[0] == "python" else list(arguments)
         self.arguments = arguments
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=dict(env) if env else None,
-        )
+        self._process = _start(arguments, env)
         self._events: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self.seen: list[dict[str, Any]] = []
         self.other_lines: list[str] = []
@@ -130,6 +124,18 @@ class JsonProcess:
     def _read_errors(self) -> None:
         assert self._process.stderr is not None
         self._errors.extend(self._process.stderr)
+
+
+def _start(arguments: Sequence[str], env: Mapping[str, str] | None) -> subprocess.Popen[str] | ForkedProcess:
+    match arguments:
+        case ["python", "-m", module, *rest] if module in FORKED:
+            return ForkedProcess(module, *rest, env=env)
+        case ["python", *rest]:
+            command = [sys.executable, *rest]
+        case _:
+            command = list(arguments)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=dict(env) if env else None)
 
 
 def all_expect(processes: Sequence[JsonProcess], event: str, timeout: float = DEADLINE) -> list[dict[str, Any]]:

@@ -1,0 +1,66 @@
+"""Workers forked from a process that has imported torch already, which alone takes a second and a half of CPU."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from multiprocessing.reduction import DupFd
+from typing import Any
+
+FORKED = ("tests.integration.worker", "tests.integration.strategy_worker")
+"""What is started so: modules that leave no thread behind when they are imported, and end by themselves."""
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload([*FORKED, "torch._dynamo"])  # which an optimizer imports
+
+
+class ForkedProcess:
+    """As far as it is used here, what `subprocess.Popen` is, for `python -m module arguments…`."""
+
+    def __init__(self, module: str, *arguments: str, env: Mapping[str, str] | None) -> None:
+        (stdin, to_stdin), (from_stdout, stdout), (from_stderr, stderr) = os.pipe(), os.pipe(), os.pipe()
+        ends = [DupFd(end) for end in (stdin, stdout, stderr)]
+        self._process = _CONTEXT.Process(target=_run, args=(ends, module, arguments, dict(env or os.environ)))
+        self._process.start()
+        for end in (stdin, stdout, stderr):
+            os.close(end)
+        self.stdin = os.fdopen(to_stdin, "w")
+        self.stdout, self.stderr = os.fdopen(from_stdout), os.fdopen(from_stderr)
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float) -> int:
+        self._process.join(timeout)
+        code = self._process.exitcode
+        if code is None:
+            raise subprocess.TimeoutExpired(self._process.name, timeout)
+        return code
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _run(ends: list[Any], module: str, arguments: tuple[str, ...], env: dict[str, str]) -> None:
+    for number, end in enumerate(ends):
+        os.dup2(end.detach(), number)
+    sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.argv = [module, *arguments]
+    sys.modules.pop(module, None)  # it is run anew, what it imports is there
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
