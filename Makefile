@@ -2,13 +2,14 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+HIVEMIND := .venv-hivemind
 # This release first: the index's newest torch brings gigabytes of CUDA that the tests and the demo do not use.
 TORCH ?= torch==2.13.0
 
 .PHONY: help demo test check lint bench proto soak clean
 
 help: ## what can be made
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
 demo: $(VENV)/installed ## real training averaged between four processes, one of them killed on the way
 	$(BIN)/python -m examples.demo
@@ -30,6 +31,10 @@ bench: $(VENV)/installed ## averaging's times beside Gloo's, the codes, discover
 	$(BIN)/python -m benchmarks.overlap --output runs/benchmarks
 	$(BIN)/python -m benchmarks.gossip
 
+bench-hivemind: $(VENV)/installed $(HIVEMIND)/installed ## the same beside hivemind, which gets an environment of its own
+	$(BIN)/python -m benchmarks.allreduce --peers 2 4 --mib 64 --tensors 4 --codecs none fp16 \
+		--hivemind $(HIVEMIND)/bin/python --output runs/benchmarks
+
 proto: $(VENV)/installed ## compile protos/ again, after a change
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python hatch_build.py
 
@@ -39,8 +44,14 @@ $(VENV)/installed: pyproject.toml hatch_build.py $(wildcard protos/averaging/wir
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $@
 
+$(HIVEMIND)/installed: pyproject.toml
+	test -x $(HIVEMIND)/bin/python || $(PYTHON) -m venv $(HIVEMIND)
+	$(HIVEMIND)/bin/python -c 'import torch' 2>/dev/null || $(HIVEMIND)/bin/python -m pip install --quiet $(TORCH)
+	$(HIVEMIND)/bin/python -m pip install --quiet --editable '.[hivemind]'
+	touch $@
+
 soak: $(VENV)/installed ## eight peers under faults: MINUTES=1.5 SEED=1
 	$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),1.5) --seed $(or $(SEED),1)
 
 clean: ## remove what was made here
-	rm -rf $(VENV) build dist runs averaging/wire/*_pb2*
+	rm -rf $(VENV) $(HIVEMIND) build dist runs averaging/wire/*_pb2*

@@ -6,11 +6,12 @@ slowest peer, its CPU seconds those of all peers, its memory that of the largest
 `in_place` is this library too, with that option: averages are written as they arrive.
 The results go to `allreduce.json` and `allreduce.png`. The exit code is 1 if any round failed or was wrong.
 
-hivemind wants an older numpy than the rest and runs in an environment of its own; without one its rows are left out:
+hivemind wants an older numpy than the rest and runs in an environment of its own, with the extra of that name; without
+one its rows are left out. `make bench-hivemind` makes one in .venv-hivemind, and runs a part of this; or by hand:
 
     python3 -m venv /tmp/hivemind
-    /tmp/hivemind/bin/pip install 'torch==2.13.0' 'setuptools<81' 'numpy<2.4'
-    /tmp/hivemind/bin/pip install 'hivemind==1.1.12' 'numpy<2.4' 'setuptools<81'
+    /tmp/hivemind/bin/pip install 'torch==2.13.0'
+    /tmp/hivemind/bin/pip install -e '.[hivemind]'
     python -m benchmarks.allreduce --hivemind /tmp/hivemind/bin/python
 """
 
