@@ -1,5 +1,5 @@
 """How peers that want to average at about the same time become a group under a leader."""
 
-from averaging.matchmaking.search import Matchmaking, NoGroupError
+from averaging.matchmaking.matchmaking import Matchmaking, NoGroupError
 
 __all__ = ["Matchmaking", "NoGroupError"]

@@ -1,0 +1,193 @@
+"""Asking others to lead, one after the other, and following the one that takes this peer in."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import replace
+
+from averaging.discovery.base import Discovery
+from averaging.errors import ProtocolViolationError, TransportError, UnprovenViolationError
+from averaging.group import Group, Mode
+from averaging.matchmaking import rules
+from averaging.matchmaking.conduct import Conduct
+from averaging.matchmaking.differences import VERDICT_SECONDS, Differences
+from averaging.matchmaking.rules import Declaration
+from averaging.matchmaking.search import Search
+from averaging.messages import JoinRequest, MessageCode
+from averaging.observe.receipts import DropCode
+from averaging.schema import Schema
+from averaging.transport.base import Transport
+
+logger = logging.getLogger(__name__)
+
+NAMING_SECONDS = 2.0
+"""How long a record may take from one member of a group to another, who has been told of the group already."""
+
+
+class Asking:
+    """The follower's side of one peer's matchmaking.
+
+    Args:
+        endpoint: this peer's name.
+        differences: asked about those who average other tensors.
+        matchmaking_time: see `Matchmaking`.
+        only_named: see `Matchmaking`.
+        conduct: who has broken the protocol, and is not asked.
+        clock: seconds since the epoch.
+        rng: spreads retries.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        schema: Schema,
+        transport: Transport,
+        discovery: Discovery,
+        differences: Differences,
+        *,
+        matchmaking_time: float,
+        only_named: bool,
+        conduct: Conduct,
+        clock: Callable[[], float],
+        rng: random.Random,
+    ) -> None:
+        self._endpoint, self._schema = endpoint, schema
+        self._transport, self._discovery, self._differences = transport, discovery, differences
+        self._matchmaking_time, self._only_named = matchmaking_time, only_named
+        self._conduct, self._clock, self._rng = conduct, clock, rng
+
+    async def ask(self, search: Search, own: Declaration, key: str) -> None:
+        """Asks one peer after the other under `key` to lead, the earliest first, until cancelled."""
+        attempts = search.attempts
+        until = own.expiration
+        news = asyncio.Event()
+
+        async def watch() -> None:
+            async with aclosing(self._discovery.watch(key)) as changes:
+                async for entries in changes:
+                    search.seen.update(name for name in entries if name != self._endpoint)
+                    news.set()
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(watch())
+            while True:
+                news.clear()
+                now = self._clock()
+                if search.group is not None or until <= now:
+                    return  # led already, or too late to be
+                if search.state.member.mode is Mode.CLIENT:
+                    # It cannot lead, so it must be able to follow those who begin to wait only now.
+                    own = replace(own, expiration=max(until, now + self._matchmaking_time))
+                candidate, again = rules.next_to_ask(
+                    own, self._discovery.get(key), attempts, now, self._conduct.excluded(now)
+                )
+                if candidate is not None:
+                    await self._ask_and_follow_suggestions(search, own, candidate, key)
+                    continue
+                try:
+                    async with asyncio.timeout(None if again is None else max(0.0, again - now)):
+                        await news.wait()
+                except TimeoutError:
+                    continue
+
+    async def _ask_and_follow_suggestions(
+        self, search: Search, own: Declaration, candidate: Declaration, key: str
+    ) -> None:
+        attempts = search.attempts
+        for _ in range(1 + rules.MAX_REDIRECTS):
+            search.asking = candidate.endpoint
+            try:
+                code, suggested = await self._ask(search, own, candidate.endpoint, key)
+            finally:
+                search.asked()
+            if search.group is not None:
+                return
+            search.answers[candidate.endpoint] = code
+            now = self._clock()
+            previous = attempts.get(candidate.endpoint)
+            attempts[candidate.endpoint] = rules.refused(previous, candidate.expiration, code, now, self._rng)
+            following = self._suggestion(own, suggested, key)
+            if following is None:
+                return
+            tried = attempts.get(following.endpoint)
+            if tried and (tried.retry_at is None or tried.retry_at > now) and tried.expiration == following.expiration:
+                return  # it has just refused
+            candidate = following
+
+    def _suggestion(self, own: Declaration, suggested: str, key: str) -> Declaration | None:
+        """A suggested leader, if this peer may go there: known to this run's discovery, and due to lead it."""
+        if not suggested or suggested == self._endpoint or not self._discovery.names(suggested):
+            return None
+        if self._conduct.excludes(suggested, self._clock()):
+            return None
+        entry = self._discovery.get(key).get(suggested)
+        declaration = Declaration(entry.expiration if entry else own.expiration, suggested)
+        return declaration if entry is None or declaration < own else None
+
+    async def _ask(self, search: Search, own: Declaration, leader: str, key: str) -> tuple[MessageCode, str]:
+        """Asks one peer and follows it for as long as it leads; returns why that ended and whom it suggests."""
+        request = JoinRequest(
+            endpoint=self._endpoint,
+            schema_hash=self._schema.hash,
+            expiration=own.expiration,
+            gather=search.gather,
+            client_mode=search.state.member.mode is Mode.CLIENT,
+        )
+        try:
+            async with aclosing(self._transport.join_group(leader, request)) as replies:
+                async with asyncio.timeout(VERDICT_SECONDS):
+                    answer = await anext(replies)
+                if answer.code is MessageCode.BAD_SCHEMA_HASH:
+                    logger.warning("%s", await self._differences.of(leader, search.differing))
+                if answer.code is not MessageCode.ACCEPTED:
+                    return answer.code, answer.suggested_leader
+                search.follow(leader)
+                try:
+                    # The leader begins or disbands at its declared time, which is not after ours.
+                    patience = max(0.0, own.expiration - self._clock()) + rules.CLOCK_TOLERANCE
+                    async with asyncio.timeout(patience):
+                        answer = await anext(replies)
+                    if answer.code is MessageCode.BEGIN_ALLREDUCE:
+                        group = rules.read_group(answer, self._endpoint, leader)
+                        if self._only_named:
+                            await self._check_members(group, leader, key)
+                        search.adopt(group)
+                    return answer.code, answer.suggested_leader
+                finally:
+                    search.unfollow()
+        except TimeoutError:
+            logger.info("%s did not answer in time", leader)
+        except StopAsyncIteration:
+            logger.info("%s ended its answer early", leader)
+        except TransportError as error:
+            logger.debug("could not ask %s: %s", leader, error.reason)
+        except ProtocolViolationError as error:
+            logger.warning("%s", error)
+            if not isinstance(error, UnprovenViolationError):
+                self._conduct.note(leader, DropCode.PROTOCOL_VIOLATION, self._clock())
+            return MessageCode.PROTOCOL_VIOLATION, ""
+        return MessageCode.NO_CODE, ""
+
+    async def _check_members(self, group: Group, leader: str, key: str) -> None:
+        """Returns once discovery names all members that can be dialled: those are the only ones a leader may name.
+
+        Raises:
+            ProtocolViolationError: it does not name one of them in time.
+        """
+        strange = [member.endpoint for member in group.members if member.mode is not Mode.CLIENT]
+        try:
+            async with (
+                asyncio.timeout(NAMING_SECONDS),
+                aclosing(self._discovery.watch(key)) as changes,
+            ):
+                async for _ in changes:
+                    strange = [name for name in strange if name != self._endpoint and not self._discovery.names(name)]
+                    if not strange:
+                        return
+        except TimeoutError:
+            pass
+        raise UnprovenViolationError(f"{leader} began a group with {strange[0]}, which discovery does not name")

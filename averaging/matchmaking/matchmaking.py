@@ -1,0 +1,228 @@
+"""Looking for a group: declare, ask those who wait less long, accept those who wait longer, until a group is there."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncGenerator, Callable
+
+from averaging.discovery.base import Discovery
+from averaging.errors import AveragingError
+from averaging.group import Group, Mode, digits_per_round, group_key, next_group_bits, unpack_gather
+from averaging.matchmaking import rules
+from averaging.matchmaking.asking import Asking
+from averaging.matchmaking.conduct import Conduct
+from averaging.matchmaking.differences import Differences
+from averaging.matchmaking.rules import Declaration, Searching
+from averaging.matchmaking.search import Search
+from averaging.messages import JoinRequest, MessageCode, MessageFromLeader
+from averaging.schema import Schema
+from averaging.transport.base import Transport
+
+logger = logging.getLogger(__name__)
+
+
+class NoGroupError(AveragingError):
+    """No group came together in time. The message says who was there and what they answered."""
+
+
+class Matchmaking:
+    """Finds a group for one peer, as leader or as follower.
+
+    Args:
+        endpoint: this peer's name.
+        matchmaking_time: seconds that one declaration lasts.
+        only_named: whether a leader may name as members only those whom discovery names. In an open run, which may have
+            peers of other implementations, it may name whomever it met.
+        conduct: who has broken the protocol: such a peer is neither asked nor taken in for a while.
+        clock: seconds since the epoch.
+        rng: shuffles groups, makes their ids, spreads retries.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        endpoint: str,
+        schema: Schema,
+        transport: Transport,
+        discovery: Discovery,
+        *,
+        group_size: int,
+        min_group_size: int,
+        matchmaking_time: float,
+        group_bits: str = "",
+        only_named: bool = False,
+        clock: Callable[[], float],
+        rng: random.Random,
+        conduct: Conduct | None = None,
+    ) -> None:
+        self._run_id, self._endpoint = run_id, endpoint
+        self.schema = schema
+        self._discovery = discovery
+        self._group_size, self._min_group_size = group_size, min_group_size
+        self._matchmaking_time = matchmaking_time
+        self._clock, self._rng = clock, rng
+        self._conduct = conduct or Conduct()
+        self._differences = Differences(schema, transport, discovery)
+        self._asking = Asking(
+            endpoint,
+            schema,
+            transport,
+            discovery,
+            self._differences,
+            matchmaking_time=matchmaking_time,
+            only_named=only_named,
+            conduct=self._conduct,
+            clock=clock,
+            rng=rng,
+        )
+        self.group_bits = group_bits
+        self._dropped = 0  # leading bits that the present search leaves out
+        self._search: Search | None = None
+        self._over = asyncio.Event()  # no search, or it has ended
+        self._over.set()
+
+    @property
+    def group_key(self) -> str:
+        """The discovery key under which this peer looks for others."""
+        return group_key(self._run_id, self.group_bits[self._dropped :], self.schema.topic)
+
+    @property
+    def looking(self) -> bool:
+        """Whether it looks for a group now."""
+        return self._search is not None and not self._search.state.assembled
+
+    @property
+    def declared_expiration(self) -> float:
+        """Until when it has declared to wait, seconds since the epoch; 0 if it has not."""
+        return (self._search.state.declared or 0.0) if self._search else 0.0
+
+    @property
+    def leader(self) -> str:
+        """Whom it follows; empty if nobody."""
+        return self._search.state.leader if self._search else ""
+
+    async def find_group(self, gather: bytes, deadline: float, enough: int | None = None) -> Group:
+        """Looks for a group.
+
+        Args:
+            gather: what the group is told of this peer.
+            deadline: until when, in seconds since the epoch.
+            enough: members with which a group that this peer leads begins at once; `group_size` if None or above it.
+
+        Raises:
+            NoGroupError: there was none in time.
+            SchemaMismatchError: everybody else there averages other tensors.
+        """
+        member = unpack_gather(self._endpoint, gather)
+        wanted = self._group_size if enough is None else min(max(enough, self._min_group_size), self._group_size)
+        search = Search(Searching(member, self.schema.hash, wanted), gather, self._rng)
+        self._search = search
+        self._dropped = 0  # by the next search its own place may be taken again
+        self._over.clear()
+        try:
+            while (group := await self._search_once(search, deadline)) is None:
+                search.disband("")
+                if search.differing and search.seen <= search.differing.keys():
+                    raise await self._differences.of(next(iter(search.differing)), search.differing)
+                if self._clock() >= deadline:
+                    raise NoGroupError(search.explain(self.group_key, self._min_group_size) + self._left_out(search))
+                if not search.seen and self._dropped < len(self.group_bits):
+                    self._dropped += 1
+                    logger.info("nobody was seen; looking under %s now", self.group_key)
+                search.seen.clear()
+        finally:
+            search.disband("")
+            search.state.assembled = True
+            try:
+                await self._declare_looking(search, False)
+            finally:
+                # Last, and without an await behind it: whoever waits in `assembling` finds the caller's round ready.
+                self._search = None
+                self._over.set()
+        return group
+
+    def move_on(self, group: Group) -> None:
+        """After a round: takes the group bits that this peer's place in the group gives."""
+        place = group.index(self._endpoint)
+        if len(group.members) <= self._group_size and digits_per_round(self._group_size):
+            self.group_bits = next_group_bits(self.group_bits, group, place, self._group_size)
+
+    async def assembling(self) -> None:
+        """Returns as soon as no group with this peer in it is being assembled."""
+        while (search := self._search) and search.in_between:
+            search.changed.clear()
+            waits = [asyncio.create_task(event.wait()) for event in (search.changed, self._over)]
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
+
+    async def join_group(self, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
+        """Answers a request to join: the verdict and, once accepted, what became of the group."""
+        search = self._search
+        excluded = self._conduct.excluded(self._clock())
+        code, suggested_leader = rules.verdict(request, search.state if search else None, excluded)
+        logger.debug("%s answers %s to %s", self._endpoint, code.name, request.endpoint)
+        if search is None or code is not MessageCode.ACCEPTED:
+            # A stranger's hash says nothing about the run; one that discovery names may be all there is.
+            # Under a topic it is one who is in another phase.
+            bad_hash = code is MessageCode.BAD_SCHEMA_HASH and not self.schema.topic
+            if search and bad_hash and self._discovery.names(request.endpoint):
+                search.seen.add(request.endpoint)
+                search.differing.setdefault(request.endpoint, None)
+            yield MessageFromLeader(code, suggested_leader=suggested_leader)
+            return
+        fate = search.accept(request)
+        try:
+            yield MessageFromLeader(MessageCode.ACCEPTED)
+            yield await fate
+        finally:
+            search.release(request.endpoint, fate)
+
+    async def _search_once(self, search: Search, deadline: float) -> Group | None:
+        """One declaration: until a group is there, or the declared time is over and too few are there."""
+        expiration = min(self._clock() + self._matchmaking_time, deadline)
+        if search.state.member.mode is Mode.CLIENT:
+            expiration = deadline  # it declares nothing and asks anyone
+        else:
+            search.state.declared = expiration
+            await self._declare_looking(search, True)
+        async with asyncio.TaskGroup() as tasks:
+            asking = tasks.create_task(
+                self._asking.ask(search, Declaration(expiration, self._endpoint), self.group_key)
+            )
+            while search.group is None:
+                search.changed.clear()
+                remaining = expiration - self._clock()
+                undecided = bool(search.asking or search.state.leader)
+                if not undecided and remaining <= 0:
+                    if search.state.member.mode is Mode.CLIENT or not search.begin(self._min_group_size):
+                        break
+                    continue
+                try:
+                    # While another peer decides about this one, the task that asked it watches the time.
+                    async with asyncio.timeout(None if undecided else remaining):
+                        await search.changed.wait()
+                except TimeoutError:
+                    continue
+            asking.cancel()
+        return search.group
+
+    async def _declare_looking(self, search: Search, looking: bool) -> None:
+        if search.state.declared is None or search.state.declared <= self._clock():
+            return
+        try:
+            value = rules.pack_looking(looking)
+            await self._discovery.store(self.group_key, self._endpoint, value, search.state.declared)
+        except AveragingError as error:
+            logger.warning("could not declare %s: %s", self._endpoint, error)
+
+    def _left_out(self, search: Search) -> str:
+        """Who was there and is excluded, for people; empty if nobody."""
+        now = self._clock()
+        excluded = self._conduct.excluded(now)
+        told = [f"{name} for another {excluded[name] - now:.0f} s" for name in sorted(search.seen & excluded.keys())]
+        return f"; left out because they broke the protocol: {', '.join(told)}" if told else ""
