@@ -2,13 +2,15 @@
 
 As in TCP (RFC 6298) a deadline follows what was seen, leaves room for variation, and is doubled when it was missed; but
 medians and median deviations take the place of the running means, so that one odd round hardly counts (Hampel, 1974).
-A clock of its own keeps an observer from blaming others for the seconds in which it was stopped or busy itself.
+Where too little is known of a peer, what it did in rounds of another size, or else what the others did, is doubled.
+`averaging.fair_clock` says in which seconds a wait is measured.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -26,6 +28,15 @@ ROUNDS = 16
 
 ENOUGH = 3
 """Fewer waits than that tell nothing yet."""
+
+GUESS = 2.0
+"""A deadline that was learned of other peers, or in rounds of another size, is so many times as long."""
+
+CLASS = 4
+"""Rounds of one size class are so many times as large as those of the class below."""
+
+VERDICT_SECONDS = 3.0
+"""How long a peer may take at most to answer a request to join, or to tell its schema."""
 
 MAX_KNOWN = 4096
 """Kinds of waits, of all peers together, that are remembered."""
@@ -47,6 +58,12 @@ class Phase(StrEnum):
     """A reducer takes the next part, or answers one."""
     ANSWER = "answer"
     """It is asked whether it lives."""
+    VERDICT = "verdict"
+    """A peer that was asked to lead answers."""
+    STATE = "state"
+    """A donor begins to send its state."""
+    CHUNK = "chunk"
+    """A donor sends the next chunk of its state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +100,33 @@ class Learned:
     basis: str
 
 
+@dataclass(frozen=True, slots=True)
+class Guesses:
+    """What is expected, for one phase and size, of peers of which too little is known.
+
+    Attributes:
+        elsewhere: by endpoint, as it was in rounds of another size.
+        others: as with all others; None if of nobody anything is known.
+    """
+
+    elsewhere: Mapping[str, Deadline]
+    others: Deadline | None
+
+    def of(self, endpoint: str) -> Deadline | None:
+        """The one for `endpoint`, if there is any."""
+        return self.elsewhere.get(endpoint, self.others)
+
+
 @dataclass(slots=True)
 class _Known:
     waits: deque[float] = field(default_factory=lambda: deque(maxlen=ROUNDS))
+    usual: Deadline | None = None  # by the waits alone, without bounds
     missed: int = 0  # deadlines in a row
     used: float = 0.0
+
+    @property
+    def enough(self) -> bool:
+        return len(self.waits) >= ENOUGH
 
 
 _Key = tuple[str, Phase, int]
@@ -98,25 +137,52 @@ class Deadlines:
 
     Args:
         lower: no deadline is shorter, so that nobody is given up for a hiccup; seconds.
-        upper: no deadline is longer, and so long is waited for whom too little is known; seconds.
+        upper: no deadline is longer, and so long is waited while nothing is known; seconds.
+        longest: what `upper` is called.
     """
 
-    def __init__(self, lower: float, upper: float) -> None:
+    def __init__(self, lower: float, upper: float, longest: str = "part_timeout") -> None:
         self.lower, self.upper = min(lower, upper), upper
+        self._longest = longest
         self._known: OrderedDict[_Key, _Known] = OrderedDict()  # the one not used for longest first
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def of(self, endpoint: str, phase: Phase, size: int, now: float) -> Deadline:
-        """How long to wait."""
+    def of(self, endpoint: str, phase: Phase, size: int, now: float, guesses: Guesses | None = None) -> Deadline:
+        """How long to wait. `guesses` are those for this phase and size, where they are at hand already."""
         self._forget(now)
-        return self._deadline(self._known.get((endpoint, phase, size)))
+        known = self._known.get((endpoint, phase, size)) or _Known()
+        found = known.usual
+        if not known.enough:
+            guess = (guesses or self.guesses(phase, size)).of(endpoint)
+            if guess is None or found is None or found.seconds < guess.seconds:
+                found = guess
+        return self._bounded(found, phase, known.missed)
+
+    def guesses(self, phase: Phase, size: int) -> Guesses:
+        """What to expect of those of whom too little is known; it takes a look at all that is known."""
+        nearest: dict[str, tuple[int, int, Deadline]] = {}  # how far in size, how much smaller, by endpoint
+        for (endpoint, its_phase, its_size), known in self._known.items():
+            if its_phase is phase and known.enough and known.usual is not None:
+                found = abs(size - its_size), size - its_size, known.usual
+                if endpoint not in nearest or found[:2] < nearest[endpoint][:2]:
+                    nearest[endpoint] = found
+        elsewhere = {endpoint: self._guess(usual, smaller, "that") for endpoint, (_, smaller, usual) in nearest.items()}
+        if not nearest:
+            return Guesses(elsewhere, None)
+        near = min(far for far, _, _ in nearest.values())
+        alike = [name for name, (far, _, _) in nearest.items() if far == near]
+        slowest = max(alike, key=lambda name: elsewhere[name].seconds)
+        _, smaller, usual = nearest[slowest]
+        whose = f"the longest of {len(alike)} others" if len(alike) > 1 else "that of 1 other"
+        return Guesses(elsewhere, self._guess(usual, smaller, whose))
 
     def saw(self, endpoint: str, phase: Phase, size: int, seconds: float, now: float) -> None:
         """In a round that it finished, the longest wait for it took so long."""
         known = self._use(endpoint, phase, size, now)
         known.waits.append(max(0.0, seconds))
+        known.usual = _usual(known.waits)
         known.missed = 0
 
     def missed(self, endpoint: str, phase: Phase, size: int, now: float) -> None:
@@ -128,27 +194,34 @@ class Deadlines:
         result: list[Learned] = []
         for (endpoint, phase, size), known in reversed(list(self._known.items())):
             if len(waits := list(known.waits)) >= ENOUGH and len(result) < limit:
-                deadline = self._deadline(known)
+                deadline = self._bounded(known.usual, phase, known.missed)
                 median = statistics.median(waits)
                 result.append(Learned(endpoint, phase, size, len(waits), median, deadline.seconds, deadline.basis))
         return result
 
-    def _deadline(self, known: _Known | None) -> Deadline:
-        if known is None or len(known.waits) < ENOUGH:
-            return Deadline(self.upper, "part_timeout")
-        median, latest = statistics.median(known.waits), known.waits[-1]
-        deviation = statistics.median(abs(wait - median) for wait in known.waits)
-        usual = FACTOR * median + DEVIATIONS * deviation
-        seconds, basis = usual, f"{usual / median if median else FACTOR:.2g} × its median of {_short(median)}"
-        if LATEST * latest > usual:
-            seconds, basis = LATEST * latest, f"{LATEST:g} × its last of {_short(latest)}"
+    def _guess(self, usual: Deadline, smaller: int, whose: str) -> Deadline:
+        """From what was usual in rounds that were so many classes smaller; larger ones take no less."""
+        factor = GUESS * float(CLASS ** min(max(0, smaller), 16))
+        rounds = f" in {'smaller' if smaller > 0 else 'larger'} rounds" if smaller else ""
+        least = GUESS * self.lower
+        if usual.seconds * factor < least:
+            return Deadline(least, f"{GUESS:g} × {whose}{rounds}")
+        return Deadline(usual.seconds * factor, f"{factor:g} × {whose}{rounds}")
+
+    def _bounded(self, found: Deadline | None, phase: Phase, missed: int) -> Deadline:
+        longest = Deadline(self.upper, self._longest)
+        if phase is Phase.VERDICT:
+            longest = Deadline(VERDICT_SECONDS, "the longest for a verdict")
+        if found is None:
+            return longest
+        seconds, basis = found.seconds, found.basis
         if seconds < self.lower:
-            seconds, basis = self.lower, f"min_part_timeout, its median is {_short(median)}"
+            seconds, basis = self.lower, f"min_part_timeout, more than {basis}"
         # The power is bounded, since whoever misses for years would make an overflow of it.
-        if known.missed:
-            factor = 2 ** min(known.missed, 32)
-            seconds, basis = seconds * factor, f"{factor} × ({basis}), since it missed {known.missed} before"
-        return Deadline(self.upper, "part_timeout") if seconds >= self.upper else Deadline(seconds, basis)
+        if missed:
+            factor = 2 ** min(missed, 32)
+            seconds, basis = seconds * factor, f"{factor} × ({basis}), since it missed {missed} before"
+        return longest if seconds >= longest.seconds else Deadline(seconds, basis)
 
     def _use(self, endpoint: str, phase: Phase, size: int, now: float) -> _Known:
         self._forget(now)
@@ -174,38 +247,14 @@ def size_class(nbytes: int, members: int) -> int:
     return (nbytes * members).bit_length() // 2
 
 
-class FairClock:
-    """Seconds in which others could have been heard, had they done something.
-
-    It has to be told of the time every `interval` seconds. If that comes late, this peer was stopped or busy, and no
-    more than the interval counts. If nobody at all is heard, this peer's own link is suspected, and half of it counts.
-
-    Args:
-        interval: seconds.
-        now: the moment at which it starts from 0.
-    """
-
-    def __init__(self, interval: float, now: float) -> None:
-        self.interval = interval
-        self._fair, self._last = 0.0, now
-
-    def tick(self, now: float, *, deaf: bool = False) -> float:
-        """Returns the fair seconds up to `now`.
-
-        Args:
-            now: in the running loop's time.
-            deaf: whether several are waited for, and nobody was heard since the last tick.
-        """
-        self._fair += self._passed(now) / (2 if deaf else 1)
-        self._last = max(self._last, now)
-        return self._fair
-
-    def at(self, now: float) -> float:
-        """The fair seconds up to `now`, if somebody is heard until the next tick."""
-        return self._fair + self._passed(now)
-
-    def _passed(self, now: float) -> float:
-        return min(max(0.0, now - self._last), self.interval)
+def _usual(waits: Sequence[float]) -> Deadline:
+    """What is usual by these waits, with room for variation."""
+    median, latest = statistics.median(waits), waits[-1]
+    deviation = statistics.median(abs(wait - median) for wait in waits)
+    seconds = FACTOR * median + DEVIATIONS * deviation
+    if LATEST * latest > seconds:
+        return Deadline(LATEST * latest, f"{LATEST:g} × its last of {_short(latest)}")
+    return Deadline(seconds, f"{seconds / median if median else FACTOR:.2g} × its median of {_short(median)}")
 
 
 def _short(seconds: float) -> str:

@@ -15,8 +15,8 @@ from averaging.transport.base import Transport
 class Silence:
     """Keeps the deadline of one reducer's replies; a context manager around the reading of them.
 
-    When a learned deadline has passed, the reducer is asked whether it lives; while it answers, it is waited for up to
-    two part_timeouts, since it waits up to one for somebody else. Of whom nothing is known yet, nothing is asked.
+    Near a learned deadline the reducer is asked whether it lives; while it answers, it is waited for up to two
+    part_timeouts, since it waits up to one for somebody else. While nobody is known yet, nobody is asked.
 
     Args:
         name: the reducer.
@@ -37,6 +37,12 @@ class Silence:
         self.deed, self.seconds, self.deadline = "no reply", 0.0, (0.0, "")
 
     async def __aenter__(self) -> Self:
+        self._learned = self._watch.deadline(self._name, Phase.REPLY)
+        self._until_asked = self._learned
+        if (shortest := self._watch.deadlines.lower) < self._learned.seconds < self._watch.deadlines.upper:
+            # The answer may take the shortest deadline, and is to be there by then.
+            early = max(shortest, self._learned.seconds - shortest)
+            self._until_asked = Deadline(early, self._learned.basis)
         self.progress()
         self._guarding = asyncio.create_task(self._guard())
         return self
@@ -57,20 +63,22 @@ class Silence:
         self._wait()
 
     def _wait(self) -> None:
-        self._watch.begin(self._name, Phase.REPLY, lambda *passed: self._passed.put_nowait(passed))
+        self._watch.begin(self._name, Phase.REPLY, lambda *passed: self._passed.put_nowait(passed), self._until_asked)
 
     async def _guard(self) -> None:
         deadlines = self._watch.deadlines
         while True:
-            waited, deadline = await self._passed.get()
+            waited, _ = await self._passed.get()
             steps = self._steps
             self.seconds += waited
             if self.seconds >= 2 * deadlines.upper:
                 self.deadline = 2 * deadlines.upper, "2 × part_timeout"
                 break
-            if deadline.seconds < deadlines.upper and not await self._lives() and steps == self._steps:
+            learned, asked = self._learned.seconds < deadlines.upper, asyncio.get_running_loop().time()
+            if learned and not await self._lives() and steps == self._steps:
+                self.seconds += asyncio.get_running_loop().time() - asked
                 self.deed = "no reply, nor an answer when asked whether it lives,"
-                self.deadline = deadline.seconds, deadline.basis
+                self.deadline = self._learned.seconds, self._learned.basis
                 break
             if steps == self._steps:
                 self._wait()

@@ -7,13 +7,8 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from averaging.deadlines import Deadline, Deadlines, FairClock, Phase
-
-TICKS = 8
-"""The clock is looked at so many times in the shortest deadline."""
-
-MAX_INTERVAL = 0.25
-"""And at least every so many seconds."""
+from averaging.deadlines import Deadline, Deadlines, Guesses, Phase
+from averaging.fair_clock import FairClock, interval_of
 
 _OF_SENDERS = (Phase.OPENING, Phase.PART)
 
@@ -43,11 +38,12 @@ class Watch:
     def __init__(self, deadlines: Deadlines, size: int, senders: int) -> None:
         self.deadlines = deadlines
         self._size, self._senders = size, senders
-        self._interval = min(deadlines.lower / TICKS, MAX_INTERVAL)
+        self._interval = interval_of(deadlines.lower)
         self._clock: FairClock | None = None  # not before the round has begun
         self._waits: dict[tuple[str, Phase], _Wait] = {}
         self._longest: dict[tuple[str, Phase], float] = {}
         self._learned: dict[tuple[str, Phase], Deadline] = {}  # nothing is learned of a member before it is done
+        self._guesses: dict[Phase, Guesses] = {}  # of all that is known, so not for every member anew
         self._heard = False
 
     @asynccontextmanager
@@ -69,15 +65,20 @@ class Watch:
             overdue: called once if the deadline passes.
             deadline: the one that was learned if None.
         """
-        self._waits[name, phase] = _Wait(self._fair(), deadline or self._deadline(name, phase), overdue)
+        self._waits[name, phase] = _Wait(self._fair(), deadline or self.deadline(name, phase), overdue)
 
-    def _deadline(self, name: str, phase: Phase) -> Deadline:
-        """What was learned before this round. Waits begin with every part; medians need not be taken so often."""
+    def deadline(self, name: str, phase: Phase) -> Deadline:
+        """What was learned before this round. Waits begin with every part; it need not be looked up so often."""
         found = self._learned.get((name, phase))
         if found is None:
-            learned = [self.deadlines.of(name, one, self._size, _now()) for one in _ALIKE.get(phase, (phase,))]
+            learned = [self._look_up(name, one) for one in _ALIKE.get(phase, (phase,))]
             found = self._learned[name, phase] = max(learned, key=lambda one: one.seconds)
         return found
+
+    def _look_up(self, name: str, phase: Phase) -> Deadline:
+        if phase not in self._guesses:
+            self._guesses[phase] = self.deadlines.guesses(phase, self._size)
+        return self.deadlines.of(name, phase, self._size, _now(), self._guesses[phase])
 
     def end(self, name: str, phase: Phase, *, heard: bool = True) -> None:
         """It is over; `heard`: since what was waited for has come."""

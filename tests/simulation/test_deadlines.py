@@ -32,8 +32,8 @@ class Rounds:
     """Rounds of the same members, one after the other, who learn."""
 
     def __init__(self, seed: int, *, client: bool = False, latency: tuple[float, float] = (0.001, 0.02)) -> None:
-        self._seed, self._members, self.latency = seed, members(client), latency
-        self.deadlines = {member.endpoint: Deadlines(LOWER, UPPER) for member in self._members}
+        self._seed, self.members, self.latency = seed, members(client), latency
+        self.deadlines = {member.endpoint: Deadlines(LOWER, UPPER) for member in self.members}
         self.seconds: list[float] = []
 
     async def one(
@@ -41,9 +41,7 @@ class Rounds:
     ) -> dict[str, RoundResult]:
         """The results of the next one; `prepare` may return what disturbs it."""
         self._seed += 1
-        simulation = Simulation(
-            self._seed, self._members, [(ELEMENTS,)], latency=self.latency, deadlines=self.deadlines
-        )
+        simulation = Simulation(self._seed, self.members, [(ELEMENTS,)], latency=self.latency, deadlines=self.deadlines)
         began = asyncio.get_running_loop().time()
         await simulation.run(prepare(simulation))  # type: ignore[arg-type]
         self.seconds.append(asyncio.get_running_loop().time() - began)
@@ -103,6 +101,20 @@ class Silent:
         return disturb
 
 
+def slow(simulation: Simulation, each: float) -> None:
+    """The victim sends one part after the other, with a pause before each."""
+    call = simulation.transports[VICTIM].aggregate_part
+
+    async def slowly(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
+        async for message in messages:
+            await asyncio.sleep(each)
+            yield message
+
+    simulation.transports[VICTIM].aggregate_part = lambda endpoint, messages: call(  # type: ignore[method-assign]
+        endpoint, slowly(messages)
+    )
+
+
 @pytest.mark.parametrize("client", [False, True])
 @pytest.mark.parametrize("when", SILENT)
 def test_who_goes_silent_costs_about_a_round_more(when: str, client: bool) -> None:
@@ -119,6 +131,55 @@ def test_who_goes_silent_costs_about_a_round_more(when: str, client: bool) -> No
             assert {lost.endpoint for lost in dropped} == {VICTIM}
             assert {lost.code for lost in dropped} == {DropCode.SILENT}
             assert number or all("median" in lost.reason for lost in dropped)
+
+    virtual_time.run(main())
+
+
+@pytest.mark.parametrize("client", [False, True])
+@pytest.mark.parametrize("when", SILENT)
+def test_a_newcomer_that_goes_silent_in_its_first_round_costs_about_a_round_more(when: str, client: bool) -> None:
+    async def main() -> None:
+        rounds = Rounds(6, client=client)
+        newcomer = rounds.members.pop()
+        usual = await rounds.usual()
+        rounds.members.append(newcomer)
+        stop = Silent(when)
+        began = asyncio.get_running_loop().time()
+        results = await rounds.one(stop.prepare, may_fail={VICTIM})
+        assert stop.others_were_done - began <= 2 * usual + 2 * LOWER
+        dropped = [lost for name in results if name != VICTIM for lost in results[name].dropped]
+        assert {lost.endpoint for lost in dropped} == {VICTIM}
+        assert {lost.code for lost in dropped} == {DropCode.SILENT}
+        assert all("2 × the longest of" in lost.reason or "2 × that of" in lost.reason for lost in dropped)
+
+    virtual_time.run(main())
+
+
+@pytest.mark.parametrize("latency", [(0.2, 0.8), (0.001, 0.02)])
+@pytest.mark.parametrize("seed", range(5))
+def test_newcomers_that_are_as_slow_as_the_others_are_kept(seed: int, latency: tuple[float, float]) -> None:
+    async def main() -> None:
+        rounds = Rounds(seed, latency=latency)
+        newcomer = rounds.members.pop()
+        await rounds.usual()
+        rounds.members.append(newcomer)
+        await rounds.usual()
+
+    virtual_time.run(main())
+
+
+def test_a_newcomer_that_is_far_slower_than_the_others_is_in_after_a_few_rounds() -> None:
+    async def main() -> None:
+        rounds = Rounds(7)
+        newcomer = rounds.members.pop()
+        await rounds.usual()
+        rounds.members.append(newcomer)
+        dropped = []
+        for _ in range(12):
+            results = await rounds.one(lambda simulation: slow(simulation, 5 * LOWER), may_fail={VICTIM})
+            dropped.append(any(lost.endpoint == VICTIM for result in results.values() for lost in result.dropped))
+        assert dropped[0]
+        assert not any(dropped[6:])
 
     virtual_time.run(main())
 
@@ -141,18 +202,6 @@ def test_a_network_that_gets_three_times_slower_drops_nobody(seed: int) -> None:
 
 @pytest.mark.parametrize("seconds", [0.1, 0.3])
 def test_one_link_that_gets_three_times_slower_is_kept(seconds: float) -> None:
-    def slow(simulation: Simulation, each: float) -> None:
-        call = simulation.transports[VICTIM].aggregate_part
-
-        async def slowly(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
-            async for message in messages:
-                await asyncio.sleep(each)
-                yield message
-
-        simulation.transports[VICTIM].aggregate_part = lambda endpoint, messages: call(  # type: ignore[method-assign]
-            endpoint, slowly(messages)
-        )
-
     async def main() -> None:
         rounds = Rounds(3)
         for each in [seconds] * USUAL + [3 * seconds] * USUAL:

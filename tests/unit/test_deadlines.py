@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from averaging import deadlines
-from averaging.deadlines import ENOUGH, LIFETIME, ROUNDS, Deadline, Deadlines, FairClock, Phase, size_class
+from averaging.deadlines import ENOUGH, LIFETIME, ROUNDS, Deadline, Deadlines, Phase, size_class
+from averaging.fair_clock import FairClock
 
 waits = st.lists(st.floats(0, 1e4), min_size=ENOUGH, max_size=3 * ROUNDS)
 
@@ -46,16 +47,91 @@ def test_one_odd_round_among_many_hardly_counts(odd: float, place: int) -> None:
     assert of(after(usual, 0.1, 1e5)).seconds == pytest.approx(allowed)
 
 
-def test_nothing_is_learned_of_others_and_of_rounds_of_another_size() -> None:
-    learned = after([0.1] * 5)
-    assert of(learned) == Deadline(1.0, "min_part_timeout, its median is 0.1 s")
-    for unknown in (
-        of(learned, endpoint="b:1"),
-        of(learned, phase=Phase.OPENING),
-        of(learned, size=4),
-        of(after([0.1] * (ENOUGH - 1))),
-    ):
+def test_while_nobody_is_known_everybody_gets_the_longest() -> None:
+    assert of(after([0.1] * 5)) == Deadline(1.0, "min_part_timeout, more than 4 × its median of 0.1 s")
+    for unknown in (of(after([0.1] * 5), phase=Phase.OPENING), of(after([0.1] * (ENOUGH - 1)))):
         assert unknown == Deadline(10.0, "part_timeout")
+
+
+def test_who_is_not_known_gets_twice_the_longest_of_the_others() -> None:
+    learned = Deadlines(1.0, 10.0)
+    assert of(learned, "new:1") == Deadline(10.0, "part_timeout")
+    for usual, expected in (
+        (0.1, Deadline(2.0, "2 × that of 1 other")),
+        (0.5, Deadline(4.0, "2 × the longest of 2 others")),
+        (0.2, Deadline(4.0, "2 × the longest of 3 others")),
+    ):
+        for number in range(ENOUGH):
+            learned.saw(f"{usual}:1", Phase.PART, 3, usual, float(number))
+        assert of(learned, "new:1") == expected
+
+
+@given(
+    st.lists(waits, min_size=1, max_size=4),
+    st.lists(st.floats(0, 1e4), max_size=ENOUGH - 1),
+    st.floats(0.01, 100),
+    st.floats(0.01, 100),
+)
+def test_a_guess_is_generous_and_keeps_the_bounds(
+    others: list[list[float]], own: list[float], lower: float, upper: float
+) -> None:
+    learned = Deadlines(lower, upper)
+    for name, seen in [*((f"{number}:1", seen) for number, seen in enumerate(others)), ("new:1", own)]:
+        for wait in seen:
+            learned.saw(name, Phase.PART, 3, wait, 50.0)
+    longest = max(of(learned, f"{number}:1").seconds for number in range(len(others)))
+    assert min(upper, 2 * longest, 2 * lower) <= of(learned, "new:1").seconds <= upper
+    assert of(learned, "new:1").seconds >= min([upper, *(2 * wait for wait in own[-1:])])
+    assert of(learned, "new:1").seconds >= min(upper, 2 * max(longest, min(lower, upper)))
+
+
+def test_one_who_was_dropped_again_and_again_does_not_make_others_slow() -> None:
+    learned = after([0.5] * 5)
+    for _ in range(5):
+        learned.missed("a:1", Phase.PART, 3, 10.0)
+    assert of(learned) == Deadline(10.0, "part_timeout")
+    assert of(learned, "new:1").seconds == 4.0
+
+
+def test_a_guess_that_was_missed_is_doubled_and_what_it_then_takes_is_kept_to() -> None:
+    learned = after([0.5] * 5)
+    seconds = []
+    for _ in range(3):
+        seconds.append(of(learned, "new:1").seconds)
+        learned.missed("new:1", Phase.PART, 3, 10.0)
+    assert seconds == [4.0, 8.0, 10.0]
+    learned.saw("new:1", Phase.PART, 3, 3.0, 11.0)
+    assert of(learned, "new:1") == Deadline(10.0, "part_timeout")
+    assert of(learned, "other:1") == Deadline(4.0, "2 × that of 1 other")
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        (2, Deadline(4.0, "2 × that in larger rounds")),
+        (4, Deadline(16.0, "8 × that in smaller rounds")),
+        (5, Deadline(64.0, "32 × that in smaller rounds")),
+        (60, Deadline(100.0, "part_timeout")),
+    ],
+)
+def test_what_it_did_in_rounds_of_another_size_is_scaled(size: int, expected: Deadline) -> None:
+    learned = after([0.5] * 5, upper=100.0)
+    assert of(learned, size=size) == expected
+    assert of(learned, "new:1", size=size).seconds == expected.seconds
+    for number in range(5):  # its own rounds of another size tell more than those of the others
+        learned.saw("fast:1", Phase.PART, size, 0.1, float(number))
+    assert of(learned, size=size) == expected
+    assert of(learned, "new:1", size=size) == Deadline(2.0, "2 × that of 1 other")
+
+
+def test_the_nearest_size_counts() -> None:
+    learned = after([0.5] * 5, upper=100.0)
+    for wait in [5.0] * 5:
+        learned.saw("a:1", Phase.PART, 7, wait, 9.0)
+        learned.saw("b:1", Phase.PART, 7, wait, 9.0)
+    assert of(learned, size=4) == Deadline(16.0, "8 × that in smaller rounds")
+    assert of(learned, size=5) == Deadline(40.0, "2 × that in larger rounds")
+    assert of(learned, "new:1", size=6) == Deadline(40.0, "2 × the longest of 2 others in larger rounds")
 
 
 def test_the_basis_tells_which_it_was() -> None:
