@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 
+from averaging.deadlines import Deadlines
+from averaging.donor_silence import DonorSilence
 from averaging.errors import AveragingError, StateError, TransportError
 from averaging.schema import Schema
 from averaging.state import Fingerprint, Kept, State, StateReader
@@ -36,6 +38,7 @@ async def download(
     schema: Schema | None,
     *,
     silence: float,
+    deadlines: Deadlines | None = None,
     max_bytes: int | None = None,
     verify_donors: int = 1,
     on_progress: Callable[[StateReader], object] = lambda _: None,
@@ -50,6 +53,7 @@ async def download(
         donors: endpoints, the best one first.
         schema: of this peer's tensors; None takes any.
         silence: seconds without a message after which a donor is given up.
+        deadlines: the learned ones that take its place, kept from one download to the next.
         max_bytes: see `StateReader`.
         verify_donors: so many donors must announce the same version and digests of the averaged tensors (of all, if
             there is no schema) before one of them is believed.
@@ -61,7 +65,9 @@ async def download(
     Raises:
         StateError: none of them did, or too few agree; it says why for each.
     """
-    download = _Download(transport, schema, silence, max_bytes, on_progress)
+    if deadlines is None:
+        deadlines = Deadlines(silence, silence, "timeout")
+    download = _Download(transport, schema, deadlines, max_bytes, on_progress)
     if verify_donors <= 1:
         return await download.load(donors)
     for _ in range(ATTEMPTS - 1):
@@ -91,11 +97,11 @@ class _Download:
         self,
         transport: Transport,
         schema: Schema | None,
-        silence: float,
+        deadlines: Deadlines,
         max_bytes: int | None,
         on_progress: Callable[[StateReader], object],
     ) -> None:
-        self._transport, self._schema, self._silence, self._max_bytes = transport, schema, silence, max_bytes
+        self._transport, self._schema, self._deadlines, self._max_bytes = transport, schema, deadlines, max_bytes
         self._on_progress = on_progress
         self._kept: Kept = {}
 
@@ -155,19 +161,20 @@ class _Download:
         on_progress: Callable[[StateReader], object],
         at_most: int | None = None,
     ) -> None:
-        count, loop = 0, asyncio.get_running_loop()
-        async with asyncio.timeout(self._silence) as limit, aclosing(self._transport.download_state(donor)) as messages:
+        count = 0
+        async with (
+            DonorSilence(self._deadlines, donor) as silence,
+            aclosing(self._transport.download_state(donor)) as messages,
+        ):
             async for message in messages:
+                silence.heard()
                 reader.feed(message)
                 on_progress(reader)
                 count += 1
                 if count == at_most:
                     return
-                limit.reschedule(loop.time() + self._silence)
 
     def _reason(self, donor: str, error: Exception) -> str:
-        if isinstance(error, TimeoutError):
-            return f"{donor}: silent for {self._silence:g} s"
         reason = str(error)
         return reason if reason.startswith(donor) else f"{donor}: {reason}"
 

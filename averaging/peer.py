@@ -411,6 +411,7 @@ class Peer:
             names,
             self.schema,
             silence=self.config.part_timeout,
+            deadlines=self._entered.service.deadlines,
             verify_donors=self.config.verify_donors,
         )
 

@@ -1,0 +1,80 @@
+"""How long a donor may be silent during a download, by what was learned of it, of others, and in this very download."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import Self
+
+from averaging.deadlines import LATEST, Deadline, Deadlines, Phase
+from averaging.fair_timeout import FairTimeout
+
+WINDOW = 8
+"""Of so many chunks the longest wait is learned, so that a long download has learned before it is over."""
+
+
+class DonorSilence:
+    """Keeps the deadlines of one donor's messages; a context manager around the reading of them.
+
+    Args:
+        deadlines: learned so far, and learned further here.
+
+    Raises:
+        TimeoutError: it was silent for too long; the message says for how long, and what that was based on.
+    """
+
+    def __init__(self, deadlines: Deadlines, donor: str) -> None:
+        self._deadlines, self._donor = deadlines, donor
+        self._phase = Phase.STATE
+        self._count, self._windows = 0, 0  # chunks in this window, and windows before it
+        self._longest, self._ever = 0.0, 0.0  # waits for a chunk in this window, and in this download
+        self._deadline = deadlines.of(donor, self._phase, 0, _now())
+        self._limit = FairTimeout(self._deadline, deadlines.lower)
+
+    async def __aenter__(self) -> Self:
+        await self._limit.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None and self._count and not self._windows:
+            self._end_window()
+        if self._limit.expired:
+            self._deadlines.missed(self._donor, self._phase, 0, _now())
+        await self._limit.__aexit__(kind, error, traceback)
+
+    def heard(self) -> None:
+        """A message came."""
+        waited = self._limit.waited
+        if self._phase is Phase.STATE:
+            self._deadlines.saw(self._donor, Phase.STATE, 0, waited, _now())
+            self._phase = Phase.CHUNK
+            self._look_up()
+        else:
+            self._count += 1
+            self._longest = max(self._longest, waited)
+            self._ever = max(self._ever, waited)
+            if self._count == WINDOW:
+                self._end_window()
+                self._look_up()
+        self._limit.restart(self._bounded())
+
+    def _end_window(self) -> None:
+        self._deadlines.saw(self._donor, Phase.CHUNK, 0, self._longest, _now())
+        self._windows += 1
+        self._count, self._longest = 0, 0.0
+
+    def _look_up(self) -> None:
+        self._deadline = self._deadlines.of(self._donor, self._phase, 0, _now())
+
+    def _bounded(self) -> Deadline:
+        """What was learned, but never less than it has just taken."""
+        seconds = min(LATEST * self._ever, self._deadlines.upper)
+        if seconds <= self._deadline.seconds:
+            return self._deadline
+        return Deadline(seconds, f"{LATEST:g} × its longest of {self._ever:.2g} s in this download")
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

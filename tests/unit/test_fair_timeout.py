@@ -1,0 +1,169 @@
+"""Time-outs by fair seconds, in virtual time: when they pass, what they say, what is learned from them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any
+
+import pytest
+
+from averaging.deadlines import ENOUGH, Deadline, Deadlines, Phase
+from averaging.donor_silence import WINDOW, DonorSilence
+from averaging.fair_timeout import FairTimeout, learned_timeout
+from averaging.transport import virtual_time
+from averaging.transport.virtual_time import VirtualTimeLoop
+
+LOWER, UPPER = 1.0, 10.0
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def stop(seconds: float) -> None:
+    """The time goes on and nothing else does."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualTimeLoop)
+    loop._jumping.jumped += seconds
+
+
+def simulate(main: Coroutine[Any, Any, None]) -> None:
+    virtual_time.run(main)
+
+
+def test_it_passes_in_time_and_says_so() -> None:
+    async def main() -> None:
+        with pytest.raises(TimeoutError, match=r"^silent for 2 s, deadline 2 s = a test$"):
+            async with FairTimeout(Deadline(2.0, "a test"), LOWER):
+                await asyncio.sleep(60)
+        assert now() == pytest.approx(2.0, abs=0.01)
+
+    simulate(main())
+
+
+def test_it_begins_anew_with_everything_that_comes() -> None:
+    async def main() -> None:
+        async def wait() -> None:
+            async with FairTimeout(Deadline(2.0, "the first"), LOWER) as limit:
+                for _ in range(5):
+                    await asyncio.sleep(1.9)
+                    assert limit.waited == pytest.approx(1.9)
+                    limit.restart(Deadline(2.0, "the next"))
+                limit.restart(Deadline(3.0, "the last"))
+                await asyncio.sleep(60)
+
+        with pytest.raises(TimeoutError, match=r"deadline 3 s = the last$"):
+            await wait()
+        assert now() == pytest.approx(5 * 1.9 + 3.0, abs=0.2)
+
+    simulate(main())
+
+
+def test_seconds_in_which_this_peer_was_stopped_do_not_count() -> None:
+    async def main() -> None:
+        async with FairTimeout(Deadline(2.0, "a test"), LOWER) as limit:
+            await asyncio.sleep(1.0)
+            stop(60.0)
+            await asyncio.sleep(0.7)
+            assert limit.waited < 2.0
+        assert not limit.expired
+
+    simulate(main())
+
+
+def test_other_errors_pass_through() -> None:
+    async def main() -> None:
+        deadlines = Deadlines(LOWER, UPPER)
+        for error in (TimeoutError("another"), StopAsyncIteration(), asyncio.CancelledError()):
+            with pytest.raises(type(error)) as raised:
+                async with learned_timeout(deadlines, "a:1", Phase.VERDICT):
+                    raise error
+            assert raised.value is error
+        assert not len(deadlines)
+
+    simulate(main())
+
+
+def test_a_verdict_is_learned_and_who_gives_none_costs_little() -> None:
+    async def main() -> None:
+        deadlines = Deadlines(LOWER, UPPER)
+
+        async def ask(endpoint: str, seconds: float) -> float:
+            began = now()
+            try:
+                async with learned_timeout(deadlines, endpoint, Phase.VERDICT):
+                    await asyncio.sleep(seconds)
+            except TimeoutError:
+                pass
+            return now() - began
+
+        assert await ask("frozen:1", 60) == pytest.approx(3.0, abs=0.1)
+        for _ in range(ENOUGH):
+            await ask("a:1", 0.01)
+        assert await ask("dead:1", 60) == pytest.approx(2.0, abs=0.1)
+        assert await ask("a:1", 60) == pytest.approx(1.0, abs=0.1)
+        assert await ask("a:1", 60) == pytest.approx(2.0, abs=0.1)
+        assert await ask("a:1", 60) == pytest.approx(3.0, abs=0.1)
+        (told,) = deadlines.learned()
+        assert (told.endpoint, told.phase, told.deadline) == ("a:1", Phase.VERDICT, 3.0)
+
+    simulate(main())
+
+
+async def download(deadlines: Deadlines, donor: str, gaps: list[float]) -> float:
+    """Reads messages that come after such pauses; returns how long the last wait was, if it was given up."""
+
+    async def messages() -> AsyncGenerator[None, None]:
+        for gap in gaps:
+            await asyncio.sleep(gap)
+            yield
+
+    last = now()
+    try:
+        async with DonorSilence(deadlines, donor) as silence:
+            async for _ in messages():
+                silence.heard()
+                last = now()
+    except TimeoutError:
+        return now() - last
+    return 0.0
+
+
+def test_a_donor_of_which_nothing_is_known_gets_the_longest_and_then_what_this_download_taught() -> None:
+    async def main() -> None:
+        assert await download(Deadlines(LOWER, UPPER), "a:1", [60]) == pytest.approx(10.0, abs=0.3)
+        usual = [0.5] * (1 + WINDOW * ENOUGH)
+        assert await download(Deadlines(LOWER, UPPER), "a:1", [0.5, 0.5, 60]) == pytest.approx(10.0, abs=0.3)
+        assert await download(Deadlines(LOWER, UPPER), "a:1", [*usual, 60]) == pytest.approx(2.0, abs=0.3)
+        assert await download(Deadlines(LOWER, UPPER), "a:1", [*usual, 1.9, 60]) == pytest.approx(3.8, abs=0.3)
+
+    simulate(main())
+
+
+def test_what_was_learned_serves_the_next_download_from_it_and_from_others() -> None:
+    async def main() -> None:
+        deadlines = Deadlines(LOWER, UPPER)
+        for _ in range(ENOUGH):
+            assert not await download(deadlines, "a:1", [0.1, 0.3, 0.3])
+        medians = {one.phase: one.median for one in deadlines.learned()}
+        assert medians == pytest.approx({Phase.STATE: 0.1, Phase.CHUNK: 0.3})
+        assert await download(deadlines, "b:1", [60]) == pytest.approx(2.0, abs=0.3)
+        assert await download(deadlines, "b:1", [60]) == pytest.approx(4.0, abs=0.3)
+        assert await download(deadlines, "b:1", [0.1, 60]) == pytest.approx(2.4, abs=0.3)
+        assert await download(deadlines, "a:1", [60]) == pytest.approx(1.0, abs=0.3)
+        assert await download(deadlines, "a:1", [0.1, 60]) == pytest.approx(1.2, abs=0.3)
+
+    simulate(main())
+
+
+def test_a_donor_that_was_given_up_and_becomes_slower_is_read_in_the_end() -> None:
+    async def main() -> None:
+        deadlines = Deadlines(LOWER, UPPER)
+        for _ in range(ENOUGH):
+            assert not await download(deadlines, "a:1", [0.1] * 4)
+        lost = [await download(deadlines, "a:1", [0.1, 5.0, 5.0]) for _ in range(6)]
+        assert lost[0] == pytest.approx(1.0, abs=0.3)
+        assert lost[-3:] == [0.0] * 3
+
+    simulate(main())
