@@ -124,6 +124,7 @@ class Rounds:
                 clock=self._clock,
                 rng=self._rng,
                 conduct=self.conduct,
+                deadlines=self._service.deadlines,
             )
             if lasting:
                 self._lasting[schema.hash] = found

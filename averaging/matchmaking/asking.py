@@ -9,12 +9,14 @@ from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import replace
 
+from averaging.deadlines import Deadlines, Phase
 from averaging.discovery.base import Discovery
 from averaging.errors import ProtocolViolationError, TransportError, UnprovenViolationError
+from averaging.fair_timeout import learned_timeout
 from averaging.group import Group, Mode
 from averaging.matchmaking import rules
 from averaging.matchmaking.conduct import Conduct
-from averaging.matchmaking.differences import VERDICT_SECONDS, Differences
+from averaging.matchmaking.differences import Differences
 from averaging.matchmaking.rules import Declaration
 from averaging.matchmaking.search import Search
 from averaging.messages import JoinRequest, MessageCode
@@ -37,6 +39,7 @@ class Asking:
         matchmaking_time: see `Matchmaking`.
         only_named: see `Matchmaking`.
         conduct: who has broken the protocol, and is not asked.
+        deadlines: how long others take to answer; learned further here.
         clock: seconds since the epoch.
         rng: spreads retries.
     """
@@ -52,13 +55,14 @@ class Asking:
         matchmaking_time: float,
         only_named: bool,
         conduct: Conduct,
+        deadlines: Deadlines,
         clock: Callable[[], float],
         rng: random.Random,
     ) -> None:
         self._endpoint, self._schema = endpoint, schema
         self._transport, self._discovery, self._differences = transport, discovery, differences
         self._matchmaking_time, self._only_named = matchmaking_time, only_named
-        self._conduct, self._clock, self._rng = conduct, clock, rng
+        self._conduct, self._deadlines, self._clock, self._rng = conduct, deadlines, clock, rng
 
     async def ask(self, search: Search, own: Declaration, key: str) -> None:
         """Asks one peer after the other under `key` to lead, the earliest first, until cancelled."""
@@ -139,7 +143,7 @@ class Asking:
         )
         try:
             async with aclosing(self._transport.join_group(leader, request)) as replies:
-                async with asyncio.timeout(VERDICT_SECONDS):
+                async with learned_timeout(self._deadlines, leader, Phase.VERDICT):
                     answer = await anext(replies)
                 if answer.code is MessageCode.BAD_SCHEMA_HASH:
                     logger.warning("%s", await self._differences.of(leader, search.differing))
@@ -159,8 +163,10 @@ class Asking:
                     return answer.code, answer.suggested_leader
                 finally:
                     search.unfollow()
-        except TimeoutError:
-            logger.info("%s did not answer in time", leader)
+        except TimeoutError as error:
+            logger.info(
+                "%s did not answer in time: %s", leader, str(error) or "it neither began a group nor disbanded it"
+            )
         except StopAsyncIteration:
             logger.info("%s ended its answer early", leader)
         except TransportError as error:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from averaging.deadlines import VERDICT_SECONDS
 from averaging.discovery.base import Discovery
 from averaging.errors import AveragingError, SchemaMismatchError
 from averaging.schema import Schema, first_difference
 from averaging.transport.base import Transport
 
 logger = logging.getLogger(__name__)
-
-VERDICT_SECONDS = 3.0
-"""How long a peer may take to answer a request to join, or to tell its schema."""
 
 
 class Differences:

@@ -7,6 +7,7 @@ import logging
 import random
 from collections.abc import AsyncGenerator, Callable
 
+from averaging.deadlines import VERDICT_SECONDS, Deadlines
 from averaging.discovery.base import Discovery
 from averaging.errors import AveragingError
 from averaging.group import Group, Mode, digits_per_round, group_key, next_group_bits, unpack_gather
@@ -36,6 +37,7 @@ class Matchmaking:
         only_named: whether a leader may name as members only those whom discovery names. In an open run, which may have
             peers of other implementations, it may name whomever it met.
         conduct: who has broken the protocol: such a peer is neither asked nor taken in for a while.
+        deadlines: how long others take to answer, from search to search; nothing is known of them if None.
         clock: seconds since the epoch.
         rng: shuffles groups, makes their ids, spreads retries.
     """
@@ -56,6 +58,7 @@ class Matchmaking:
         clock: Callable[[], float],
         rng: random.Random,
         conduct: Conduct | None = None,
+        deadlines: Deadlines | None = None,
     ) -> None:
         self._run_id, self._endpoint = run_id, endpoint
         self.schema = schema
@@ -74,6 +77,7 @@ class Matchmaking:
             matchmaking_time=matchmaking_time,
             only_named=only_named,
             conduct=self._conduct,
+            deadlines=Deadlines(VERDICT_SECONDS, VERDICT_SECONDS) if deadlines is None else deadlines,
             clock=clock,
             rng=rng,
         )

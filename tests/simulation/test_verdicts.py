@@ -1,0 +1,136 @@
+"""Who does not answer when asked to lead costs a searcher little, once it knows how long others take to answer."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import cast
+
+import pytest
+
+from averaging.deadlines import ENOUGH, VERDICT_SECONDS, Deadlines, Phase
+from averaging.discovery.memory import MemoryDiscovery, MemoryRegistry
+from averaging.group import Mode, group_key, pack_gather
+from averaging.matchmaking import Matchmaking
+from averaging.matchmaking.rules import pack_looking
+from averaging.messages import CompressionType, JoinRequest, MessageCode, MessageFromLeader
+from averaging.schema import Schema, TensorSpec
+from averaging.transport import virtual_time
+from averaging.transport.base import Transport
+from tests.simulation.swarm import Swarm, scalars
+
+ME, DEAD, GOOD = "192.0.2.1:1", "192.0.2.2:1", "192.0.2.3:1"
+SCHEMA = Schema((TensorSpec("w", "float32", (3,), CompressionType.NONE),), 1024)
+GATHER = pack_gather(1.0, None, Mode.NODE)
+ROUND_TRIP = 0.02
+LOWER = 0.5
+
+
+@dataclass
+class Leaders:
+    """The network: the dead one never answers, the good one begins some time after it has accepted."""
+
+    begins_after: float = 0.0
+
+    async def join_group(self, endpoint: str, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
+        if endpoint == DEAD:
+            await asyncio.Event().wait()
+        await asyncio.sleep(ROUND_TRIP)
+        yield MessageFromLeader(MessageCode.ACCEPTED)
+        await asyncio.sleep(self.begins_after)
+        yield MessageFromLeader(
+            MessageCode.BEGIN_ALLREDUCE, bytes(20), ordered_group_endpoints=(GOOD, ME), gathered=(GATHER, GATHER)
+        )
+
+
+async def search(deadlines: Deadlines, *declared: str, leaders: Leaders | None = None) -> float:
+    """How long a search takes among leaders that have declared to wait, the first one for the shortest time."""
+    registry = MemoryRegistry(clock=virtual_time.clock, delay=0.0, rng=random.Random(1))
+    async with MemoryDiscovery(registry) as discovery:
+        now = virtual_time.clock()
+        for seconds, endpoint in enumerate(declared, start=15):
+            await discovery.store(group_key("run", ""), endpoint, pack_looking(True), now + seconds)
+        found = Matchmaking(
+            "run",
+            ME,
+            SCHEMA,
+            cast("Transport", leaders or Leaders()),
+            discovery,
+            group_size=3,
+            min_group_size=2,
+            matchmaking_time=30.0,
+            clock=virtual_time.clock,
+            rng=random.Random(1),
+            deadlines=deadlines,
+        )
+        await found.find_group(GATHER, now + 90)
+    return virtual_time.clock() - now
+
+
+def test_a_dead_candidate_costs_less_as_soon_as_round_trips_are_known() -> None:
+    async def main() -> None:
+        deadlines = Deadlines(LOWER, 10.0)
+        assert await search(deadlines, DEAD, GOOD) == pytest.approx(VERDICT_SECONDS, abs=0.2)
+        usual = [await search(deadlines, GOOD) for _ in range(ENOUGH)]
+        # It missed one before, so it gets twice what one gets who is new.
+        assert await search(deadlines, DEAD, GOOD) <= max(usual) + 4 * LOWER + 0.1
+
+        fresh = Deadlines(LOWER, 10.0)
+        for _ in range(ENOUGH):
+            await search(fresh, GOOD)
+        assert await search(fresh, DEAD, GOOD) <= max(usual) + 2 * LOWER + 0.1
+
+    virtual_time.run(main())
+
+
+def test_who_has_accepted_may_take_until_its_declared_time() -> None:
+    async def main() -> None:
+        deadlines = Deadlines(LOWER, 10.0)
+        for _ in range(ENOUGH):
+            await search(deadlines, GOOD)
+        assert await search(deadlines, GOOD, leaders=Leaders(begins_after=14.0)) == pytest.approx(14.0, abs=0.1)
+
+    virtual_time.run(main())
+
+
+@pytest.mark.parametrize("stopped", [20.0, 60.0])
+def test_a_searcher_that_was_stopped_itself_gives_nobody_up(stopped: float) -> None:
+    async def main() -> None:
+        deadlines = Deadlines(LOWER, 10.0)
+        for _ in range(ENOUGH):
+            await search(deadlines, GOOD)
+
+        async def stop() -> None:
+            await asyncio.sleep(ROUND_TRIP / 2)
+            asyncio.get_running_loop()._jumping.jumped += stopped  # type: ignore[attr-defined]
+
+        stopping = asyncio.create_task(stop())
+        await search(deadlines, GOOD)
+        await stopping
+        (told,) = deadlines.learned()
+        assert told.waits == ENOUGH + 1
+        assert told.deadline < 2 * LOWER
+
+    virtual_time.run(main())
+
+
+def test_what_was_learned_of_verdicts_and_donors_is_shown() -> None:
+    swarm = Swarm(1)
+
+    async def main() -> None:
+        peers = [swarm.peer(f"peer:{number}", [tensor], group_size=3) for number, tensor in enumerate(scalars(3, 1), 1)]
+        async with AsyncExitStack() as stack:
+            for peer in peers:
+                await stack.enter_async_context(peer)
+            for _ in range(4):
+                await asyncio.gather(*(peer.average() for peer in peers))
+            for _ in range(ENOUGH):
+                await peers[0].download_state(donors=["peer:1"])
+            shown = {(one.endpoint, one.phase): one for peer in peers for one in peer.status.deadlines}
+        assert any(phase is Phase.VERDICT for _, phase in shown)
+        assert shown["peer:1", Phase.STATE].deadline == 1.0
+
+    swarm.simulate(main())
