@@ -160,6 +160,12 @@ class Deadlines:
                 found = guess
         return self._bounded(found, phase, known.missed)
 
+    def longest(self, phase: Phase) -> Deadline:
+        """No deadline is longer, and so long is waited while nothing is known."""
+        if phase is Phase.VERDICT:
+            return Deadline(VERDICT_SECONDS, "the longest for a verdict")
+        return Deadline(self.upper, self._longest)
+
     def guesses(self, phase: Phase, size: int) -> Guesses:
         """What to expect of those of whom too little is known; it takes a look at all that is known."""
         nearest: dict[str, tuple[int, int, Deadline]] = {}  # how far in size, how much smaller, by endpoint
@@ -209,9 +215,7 @@ class Deadlines:
         return Deadline(usual.seconds * factor, f"{factor:g} × {whose}{rounds}")
 
     def _bounded(self, found: Deadline | None, phase: Phase, missed: int) -> Deadline:
-        longest = Deadline(self.upper, self._longest)
-        if phase is Phase.VERDICT:
-            longest = Deadline(VERDICT_SECONDS, "the longest for a verdict")
+        longest = self.longest(phase)
         if found is None:
             return longest
         seconds, basis = found.seconds, found.basis

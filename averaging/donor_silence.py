@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -13,22 +14,51 @@ WINDOW = 8
 """Of so many chunks the longest wait is learned, so that a long download has learned before it is over."""
 
 
+class Patience:
+    """The deadlines of one download from several donors.
+
+    A donor may have good reasons to take longer than ever, such as a state that it has to copy first. So one that was
+    given up before the longest deadline is owed the longest one, should no other donor deliver.
+
+    Args:
+        deadlines: learned so far, and learned further here.
+    """
+
+    def __init__(self, deadlines: Deadlines) -> None:
+        self._deadlines = deadlines
+        self._hurried: set[str] = set()  # donors
+        self._patient: set[str] = set()
+
+    def silence(self, donor: str) -> DonorSilence:
+        """Keeps the deadlines while `donor` is read; the longest ones if they are owed to it."""
+        patient = donor in self._hurried
+        if patient:
+            self._patient.add(donor)
+        return DonorSilence(self._deadlines, donor, patient=patient, given_up=self._hurried.add)
+
+    def owes(self, donor: str) -> bool:
+        """Whether `donor` was given up early, and was not asked again."""
+        return donor in self._hurried - self._patient
+
+
 class DonorSilence:
     """Keeps the deadlines of one donor's messages; a context manager around the reading of them.
 
     Args:
         deadlines: learned so far, and learned further here.
+        patient: whether it gets the longest deadline, whatever was learned.
+        given_up: told of the donor if it is given up before the longest deadline.
 
     Raises:
         TimeoutError: it was silent for too long; the message says for how long, and what that was based on.
     """
 
-    def __init__(self, deadlines: Deadlines, donor: str) -> None:
-        self._deadlines, self._donor = deadlines, donor
+    def __init__(self, deadlines: Deadlines, donor: str, *, patient: bool, given_up: Callable[[str], object]) -> None:
+        self._deadlines, self._donor, self._patient, self._given_up = deadlines, donor, patient, given_up
         self._phase = Phase.STATE
         self._count, self._windows = 0, 0  # chunks in this window, and windows before it
         self._longest, self._ever = 0.0, 0.0  # waits for a chunk in this window, and in this download
-        self._deadline = deadlines.of(donor, self._phase, 0, _now())
+        self._deadline = self._look_up()
         self._limit = FairTimeout(self._deadline, deadlines.lower)
 
     async def __aenter__(self) -> Self:
@@ -42,6 +72,8 @@ class DonorSilence:
             self._end_window()
         if self._limit.expired:
             self._deadlines.missed(self._donor, self._phase, 0, _now())
+            if self._limit.deadline.seconds < self._deadlines.upper:
+                self._given_up(self._donor)
         await self._limit.__aexit__(kind, error, traceback)
 
     def heard(self) -> None:
@@ -50,14 +82,14 @@ class DonorSilence:
         if self._phase is Phase.STATE:
             self._deadlines.saw(self._donor, Phase.STATE, 0, waited, _now())
             self._phase = Phase.CHUNK
-            self._look_up()
+            self._deadline = self._look_up()
         else:
             self._count += 1
             self._longest = max(self._longest, waited)
             self._ever = max(self._ever, waited)
             if self._count == WINDOW:
                 self._end_window()
-                self._look_up()
+                self._deadline = self._look_up()
         self._limit.restart(self._bounded())
 
     def _end_window(self) -> None:
@@ -65,8 +97,10 @@ class DonorSilence:
         self._windows += 1
         self._count, self._longest = 0, 0.0
 
-    def _look_up(self) -> None:
-        self._deadline = self._deadlines.of(self._donor, self._phase, 0, _now())
+    def _look_up(self) -> Deadline:
+        if self._patient:
+            return self._deadlines.longest(self._phase)
+        return self._deadlines.of(self._donor, self._phase, 0, _now())
 
     def _bounded(self) -> Deadline:
         """What was learned, but never less than it has just taken."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 
 from averaging.deadlines import Deadlines
-from averaging.donor_silence import DonorSilence
+from averaging.donor_silence import Patience
 from averaging.errors import AveragingError, StateError, TransportError
 from averaging.schema import Schema
 from averaging.state import Fingerprint, Kept, State, StateReader
@@ -46,7 +46,8 @@ async def download(
     """Downloads the state from the first of `donors` that delivers it whole.
 
     What was read whole and verified before a donor was lost is not read into memory again where the next donor has the
-    very same tensor. A donor that was lost after it had delivered something new is asked once more, after the others.
+    very same tensor. A donor that was lost after it had delivered something new is asked once more, after the others,
+    and so is one that was given up before the longest deadline.
 
     Args:
         transport: this peer's.
@@ -101,7 +102,8 @@ class _Download:
         max_bytes: int | None,
         on_progress: Callable[[StateReader], object],
     ) -> None:
-        self._transport, self._schema, self._deadlines, self._max_bytes = transport, schema, deadlines, max_bytes
+        self._transport, self._schema, self._max_bytes = transport, schema, max_bytes
+        self._patience = Patience(deadlines)
         self._on_progress = on_progress
         self._kept: Kept = {}
 
@@ -124,7 +126,8 @@ class _Download:
             logger.warning("could not download the state from %s", failures[donor])
             # Of two states the one of which there is more.
             self._kept = max(self._kept, reader.verified, key=_nbytes)
-            if cut and _nbytes(self._kept) > before and tries[donor] < TRIES:
+            worthwhile = _nbytes(self._kept) > before or self._patience.owes(donor)
+            if cut and worthwhile and tries[donor] < TRIES:
                 waiting.append(donor)
         raise _LostError(_told(failures.values()))
 
@@ -135,11 +138,16 @@ class _Download:
             StateError: fewer than `wanted` have the same.
         """
         asked = donors[:MAX_COMPARED]
-        answers = await asyncio.gather(*(self._announced(donor) for donor in asked))
-        announced = {donor: it for donor, it in zip(asked, answers, strict=True) if isinstance(it, Fingerprint)}
-        agreeing = choose(announced, wanted)
+        answers: dict[str, Fingerprint | str] = {}
+        while True:
+            answers |= zip(asked, await asyncio.gather(*(self._announced(donor) for donor in asked)), strict=True)
+            announced = {donor: it for donor, it in answers.items() if isinstance(it, Fingerprint)}
+            agreeing = choose(announced, wanted)
+            asked = [donor for donor in answers if self._patience.owes(donor)]
+            if agreeing or not asked:
+                break
         if not agreeing:
-            told = _told(it if isinstance(it, str) else f"{who}: {it}" for who, it in zip(asked, answers, strict=True))
+            told = _told(it if isinstance(it, str) else f"{who}: {it}" for who, it in answers.items())
             raise StateError(f"fewer than {wanted} donors have the same state, as verify_donors wants it; {told}")
         return agreeing, announced[agreeing[0]]
 
@@ -163,7 +171,7 @@ class _Download:
     ) -> None:
         count = 0
         async with (
-            DonorSilence(self._deadlines, donor) as silence,
+            self._patience.silence(donor) as silence,
             aclosing(self._transport.download_state(donor)) as messages,
         ):
             async for message in messages:

@@ -22,12 +22,15 @@ class FairTimeout:
         deadline: how long to wait.
         shortest: no deadline is shorter, in seconds; the clock is looked at several times meanwhile.
 
+    Attributes:
+        deadline: the one of the present wait.
+
     Raises:
         TimeoutError: it has passed. The message says after how long, and which it was.
     """
 
     def __init__(self, deadline: Deadline, shortest: float) -> None:
-        self._deadline, self._interval = deadline, interval_of(shortest)
+        self.deadline, self._interval = deadline, interval_of(shortest)
         self._since = 0.0  # in fair seconds
         self._limit = asyncio.timeout(None)
 
@@ -45,7 +48,7 @@ class FairTimeout:
         try:
             await self._limit.__aexit__(kind, error, traceback)
         except TimeoutError:
-            told = f"silent for {_told(self.waited)}, deadline {_told(self._deadline.seconds)} = {self._deadline.basis}"
+            told = f"silent for {_told(self.waited)}, deadline {_told(self.deadline.seconds)} = {self.deadline.basis}"
             raise TimeoutError(told) from None
 
     @property
@@ -61,11 +64,11 @@ class FairTimeout:
     def restart(self, deadline: Deadline) -> None:
         """What was waited for has come; the next wait begins."""
         self._since = self._clock.at(self._loop.time())
-        self._deadline = deadline
+        self.deadline = deadline
 
     def _tick(self) -> None:
         now = self._loop.time()
-        left = self._deadline.seconds - (self._clock.tick(now) - self._since)
+        left = self.deadline.seconds - (self._clock.tick(now) - self._since)
         if left <= 0:
             self._limit.reschedule(now)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -11,11 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from averaging.deadlines import ENOUGH, Deadlines
 from averaging.download import TRIES, choose, download
 from averaging.errors import PeerUnreachableError, StateError
 from averaging.messages import DownloadData
 from averaging.schema import Schema, describe
 from averaging.state import Fingerprint, State, StateReader, pack, seal
+from averaging.transport import virtual_time
 
 NAMES = ("a", "b", "c", "d")
 
@@ -165,3 +168,53 @@ def test_the_choice_is_that_of_the_most(versions: Sequence[int], wanted: int) ->
     most = max((versions.count(version) for version in versions), default=0)
     assert len(chosen) == (most if most >= wanted else 0)
     assert len({announced[donor] for donor in chosen}) <= 1
+
+
+@dataclass
+class Slow:
+    """A transport whose donors begin to send only after so many seconds, call by call; the last number holds."""
+
+    seconds: dict[str, list[float]]
+    calls: list[str] = field(default_factory=list)
+
+    async def download_state(self, endpoint: str) -> AsyncGenerator[DownloadData, None]:
+        self.calls.append(endpoint)
+        times = self.seconds[endpoint]
+        await asyncio.sleep(times.pop(0) if len(times) > 1 else times[0])
+        for message in pack(seal(state(1))):
+            yield message
+
+
+def fetch_slowly(slow: Slow, donors: Sequence[str], verify_donors: int = 1) -> tuple[float, str]:
+    """Downloads after three quick ones from x:1; returns how long it took, and the donor."""
+
+    async def main() -> tuple[float, str]:
+        deadlines = Deadlines(1.0, 10.0)
+        transport = cast(Any, slow)
+        for _ in range(ENOUGH):
+            await download(transport, ["x:1"], SCHEMA, silence=10.0, deadlines=deadlines)
+        slow.calls.clear()
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        _, donor = await download(
+            transport, donors, SCHEMA, silence=10.0, deadlines=deadlines, verify_donors=verify_donors
+        )
+        return loop.time() - began, donor
+
+    found: tuple[float, str] = virtual_time.run(main())
+    return found
+
+
+def test_a_donor_that_is_silent_for_longer_than_usual_costs_little() -> None:
+    slow = Slow({"x:1": [0.1] * ENOUGH + [60.0], "y:1": [0.1]})
+    seconds, donor = fetch_slowly(slow, ["x:1", "y:1"])
+    assert donor == "y:1"
+    assert seconds == pytest.approx(1.1, abs=0.2)
+
+
+@pytest.mark.parametrize("verify_donors", [1, 2])
+def test_an_only_donor_that_takes_longer_than_ever_is_waited_for(verify_donors: int) -> None:
+    slow = Slow({"x:1": [0.1] * ENOUGH + [8.0], "y:1": [0.1] if verify_donors > 1 else [60.0]})
+    seconds, donor = fetch_slowly(slow, ["x:1", "y:1"], verify_donors)
+    assert donor == "x:1"
+    assert seconds < 20

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from averaging.deadlines import ENOUGH, Deadline, Deadlines, Phase
-from averaging.donor_silence import WINDOW, DonorSilence
+from averaging.donor_silence import WINDOW, Patience
 from averaging.fair_timeout import FairTimeout, learned_timeout
 from averaging.transport import virtual_time
 from averaging.transport.virtual_time import VirtualTimeLoop
@@ -121,7 +121,7 @@ async def download(deadlines: Deadlines, donor: str, gaps: list[float]) -> float
 
     last = now()
     try:
-        async with DonorSilence(deadlines, donor) as silence:
+        async with Patience(deadlines).silence(donor) as silence:
             async for _ in messages():
                 silence.heard()
                 last = now()
@@ -165,5 +165,22 @@ def test_a_donor_that_was_given_up_and_becomes_slower_is_read_in_the_end() -> No
         lost = [await download(deadlines, "a:1", [0.1, 5.0, 5.0]) for _ in range(6)]
         assert lost[0] == pytest.approx(1.0, abs=0.3)
         assert lost[-3:] == [0.0] * 3
+
+    simulate(main())
+
+
+def test_a_donor_that_was_given_up_early_gets_the_longest_deadline_once() -> None:
+    async def main() -> None:
+        deadlines = Deadlines(LOWER, UPPER)
+        for _ in range(ENOUGH):
+            assert not await download(deadlines, "a:1", [0.1])
+        patience = Patience(deadlines)
+        for seconds, owed in ((1.0, True), (10.0, False)):
+            began = now()
+            with pytest.raises(TimeoutError):
+                async with patience.silence("a:1"):
+                    await asyncio.sleep(60)
+            assert now() - began == pytest.approx(seconds, abs=0.3)
+            assert patience.owes("a:1") is owed
 
     simulate(main())
