@@ -20,8 +20,9 @@ from averaging.observe.training import TrainingStatus
 from averaging.optimizer_state import load_optimizer, pack_optimizer, restored_on_error, set_initial_lr
 from averaging.optimizer_wrapper import OptimizerWrapper
 from averaging.parameters import named_parameters
-from averaging.peer import DiscoveryFactory, Peer
+from averaging.peer import Peer
 from averaging.rounds import RoundOptions
+from averaging.running import DiscoveryFactory
 from averaging.snapshots import Extras
 from averaging.state import State
 from averaging.strategies.base import Strategy, take_tensor

@@ -2,42 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol, Self, Unpack
+from contextlib import contextmanager
+from typing import Any, Self, Unpack
 
 import torch
 
-from averaging.aggregation import parse_aggregation
 from averaging.config import PeerConfig, PeerOptions, check_weight
 from averaging.credentials import read_credentials
 from averaging.discovery.base import Discovery
-from averaging.discovery.certified import CertifiedIdentity
-from averaging.discovery.gossip import GossipDiscovery
-from averaging.donors import Donors
 from averaging.download import download
 from averaging.errors import ClosedError, ConfigError, RoundError
-from averaging.feedback import Feedback
 from averaging.group import Mode, pack_gather
 from averaging.matchmaking.rules import unpack_looking
 from averaging.messages import CompressionType
-from averaging.observe.book import ReceiptBook
-from averaging.observe.journal import Journal
 from averaging.observe.receipts import DropCode, Receipt
 from averaging.observe.status import PeerStatus
 from averaging.progress import RunProgress
-from averaging.rounds import Overtaken, Rounds
-from averaging.schema import describe
-from averaging.service import PeerService
+from averaging.rounds import Overtaken
+from averaging.running import DiscoveryFactory, Running, start
 from averaging.snapshots import Extras, Snapshots
 from averaging.state import State
 from averaging.tensors import SharedTensors
-from averaging.topics import Adopt, Topic
+from averaging.topics import Adopt, Topic, make_topic
 from averaging.transport.base import Transport
 from averaging.transport.grpc import GrpcTransport
 
@@ -45,17 +35,6 @@ logger = logging.getLogger(__name__)
 
 MAX_TOPIC = 64
 """Characters of a topic's name: discovery's keys are short."""
-
-CLOSING_GRACE = 1.0
-"""Seconds that calls in progress get when a peer closes."""
-
-
-class DiscoveryFactory(Protocol):
-    """Makes a peer's discovery once its endpoint is known."""
-
-    def __call__(self, endpoint: str, transport: Transport) -> AbstractAsyncContextManager[Discovery]:
-        """Called between `bind` and `serve` of the transport."""
-        ...
 
 
 class Peer:
@@ -98,7 +77,7 @@ class Peer:
     ) -> None:
         self.config = PeerConfig(run_id=run_id, **options)
         self._tensors = SharedTensors(tensors)
-        self._own = self._topic_of(self._tensors)
+        self._own = make_topic(self.config, self._tensors)
         self.schema = self._own.schema
         self._clock, self._rng = clock, rng or random.SystemRandom()
         self._credentials = read_credentials(self.config, clock)
@@ -112,8 +91,8 @@ class Peer:
             credentials=self._credentials,
             given=self.config.join,
         )
-        self._make_discovery = discovery or self._gossip
-        self._running: _Running | None = None
+        self._discovery = discovery
+        self._running: Running | None = None
         self._averaging = False
 
     def __repr__(self) -> str:
@@ -130,40 +109,17 @@ class Peer:
             ListenError: the address cannot be had.
             NoSeedAnsweredError: none of `join` answered in time.
         """
-        config = self.config
-        async with AsyncExitStack() as stack:
-            endpoint = await self._transport.bind()
-            stack.push_async_callback(self._transport.close, CLOSING_GRACE)
-            await self._tensors.while_locked(lambda: self._snapshots.commit(0), config.timeout)
-            book = ReceiptBook(endpoint, Journal(config.receipts) if config.receipts else None)
-            stack.callback(book.close)  # who watches it need not be cut off
-            service = PeerService(config, endpoint, self.schema, self._snapshots, self._clock(), book)
-            context = self._make_discovery(endpoint, self._transport)
-            # Others may call from here on, also those through whom this peer is about to join.
-            await self._transport.serve(service, context if isinstance(context, GossipDiscovery) else None)
-            discovery = await stack.enter_async_context(context)
-            service.discovery = discovery
-            progress = RunProgress(config.run_id, endpoint, discovery, self._clock)
-            rounds = Rounds(
-                config,
-                endpoint,
-                self._transport,
-                discovery,
-                progress,
-                service,
-                self._snapshots,
-                clock=self._clock,
-                rng=self._rng,
-            )
-            service.matchmaking = rounds.matchmaking(self.schema)
-            donors = Donors(config.run_id, endpoint, discovery, lambda: self._snapshots.version, self._clock)
-            notices = [progress.notice, donors.notice] if self._snapshots.shared else [progress.notice]
-            tasks = await stack.enter_async_context(asyncio.TaskGroup())
-            for notice in notices:
-                await notice.store()
-                stack.callback(tasks.create_task(notice.keep()).cancel)
-            loop = asyncio.get_running_loop()
-            self._running = _Running(stack.pop_all(), endpoint, loop, discovery, rounds, donors, progress, service)
+        self._running = await start(
+            self.config,
+            self._transport,
+            self._discovery,
+            self._credentials,
+            self._tensors,
+            self._snapshots,
+            self.schema,
+            clock=self._clock,
+            rng=self._rng,
+        )
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -303,27 +259,15 @@ class Peer:
         if "." in name or len(name) > MAX_TOPIC:
             raise ConfigError(f"topic {name!r} must be without a dot and of at most {MAX_TOPIC} characters")
         shared = SharedTensors(tensors, under=self._tensors)
-        return self._topic_of(shared, name, adopt, commits, compression, error_feedback)
-
-    def _topic_of(
-        self,
-        tensors: SharedTensors,
-        name: str = "",
-        adopt: Adopt = Adopt.AVERAGE,
-        commits: bool = True,
-        compression: CompressionType | None = None,
-        error_feedback: bool = False,
-    ) -> Topic:
-        schema = describe(
-            tensors.names,
-            tensors.tensors,
-            compression=self.config.compression if compression is None else compression,
-            part_size_bytes=self.config.part_size_bytes,
-            reply=self.config.reply,
-            topic=name,
-            aggregation=parse_aggregation(self.config.aggregation),
+        return make_topic(
+            self.config,
+            shared,
+            name,
+            adopt=adopt,
+            commits=commits,
+            compression=compression,
+            error_feedback=error_feedback,
         )
-        return Topic(tensors, schema, adopt, commits, Feedback(schema) if error_feedback else None)
 
     async def average(
         self,
@@ -427,34 +371,7 @@ class Peer:
         return state
 
     @property
-    def _entered(self) -> _Running:
+    def _entered(self) -> Running:
         if self._running is None:
             raise ClosedError(f"{self!r}; use it inside `async with`")
         return self._running
-
-    def _gossip(self, endpoint: str, transport: Transport) -> GossipDiscovery:
-        tls = self._credentials.tls
-        return GossipDiscovery(
-            self.run_id,
-            endpoint,
-            transport,
-            join=self.config.join,
-            join_timeout=self.config.join_timeout,
-            identity=CertifiedIdentity(tls, self._clock) if tls else None,
-            clock=self._clock,
-            rng=self._rng,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Running:
-    """The parts of a peer that exist while it is entered."""
-
-    stack: AsyncExitStack
-    endpoint: str
-    loop: asyncio.AbstractEventLoop
-    discovery: Discovery
-    rounds: Rounds
-    donors: Donors
-    progress: RunProgress
-    service: PeerService

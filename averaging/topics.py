@@ -7,10 +7,13 @@ from enum import Enum
 
 import torch
 
+from averaging.aggregation import parse_aggregation
 from averaging.allreduce import RoundResult, changes
 from averaging.allreduce.partition import Part
+from averaging.config import PeerConfig
 from averaging.feedback import Feedback
-from averaging.schema import ReplyForm, Schema
+from averaging.messages import CompressionType
+from averaging.schema import ReplyForm, Schema, describe
 from averaging.tensors import SharedTensors, Write
 
 
@@ -60,3 +63,30 @@ class Topic:
         if self.adopt is Adopt.CHANGE:
             return Write.ONLY if self.schema.reply is ReplyForm.DELTA else Write.DIFFERENCE
         return Write.ADD if self.schema.reply is ReplyForm.DELTA else Write.REPLACE
+
+
+def make_topic(
+    config: PeerConfig,
+    tensors: SharedTensors,
+    name: str = "",
+    *,
+    adopt: Adopt = Adopt.AVERAGE,
+    commits: bool = True,
+    compression: CompressionType | None = None,
+    error_feedback: bool = False,
+) -> Topic:
+    """The topic of these tensors at a peer with this configuration; see `Peer.topic`.
+
+    Raises:
+        TensorError: a tensor that cannot be averaged.
+    """
+    schema = describe(
+        tensors.names,
+        tensors.tensors,
+        compression=config.compression if compression is None else compression,
+        part_size_bytes=config.part_size_bytes,
+        reply=config.reply,
+        topic=name,
+        aggregation=parse_aggregation(config.aggregation),
+    )
+    return Topic(tensors, schema, adopt, commits, Feedback(schema) if error_feedback else None)

@@ -1,0 +1,120 @@
+"""The parts of a peer that exist while it is entered: put together in the order in which they need each other."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass
+from typing import Protocol
+
+from averaging.config import PeerConfig
+from averaging.credentials import Credentials
+from averaging.discovery.base import Discovery
+from averaging.discovery.certified import CertifiedIdentity
+from averaging.discovery.gossip import GossipDiscovery
+from averaging.donors import Donors
+from averaging.observe.book import ReceiptBook
+from averaging.observe.journal import Journal
+from averaging.progress import RunProgress
+from averaging.rounds import Rounds
+from averaging.schema import Schema
+from averaging.service import PeerService
+from averaging.snapshots import Snapshots
+from averaging.tensors import SharedTensors
+from averaging.transport.base import Transport
+
+CLOSING_GRACE = 1.0
+"""Seconds that calls in progress get when a peer closes."""
+
+
+class DiscoveryFactory(Protocol):
+    """Makes a peer's discovery once its endpoint is known."""
+
+    def __call__(self, endpoint: str, transport: Transport) -> AbstractAsyncContextManager[Discovery]:
+        """Called between `bind` and `serve` of the transport."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A peer that others can reach, until `stack` is closed."""
+
+    stack: AsyncExitStack
+    endpoint: str
+    loop: asyncio.AbstractEventLoop
+    discovery: Discovery
+    rounds: Rounds
+    donors: Donors
+    progress: RunProgress
+    service: PeerService
+
+
+async def start(
+    config: PeerConfig,
+    transport: Transport,
+    discovery_factory: DiscoveryFactory | None,
+    credentials: Credentials,
+    tensors: SharedTensors,
+    snapshots: Snapshots,
+    schema: Schema,
+    *,
+    clock: Callable[[], float],
+    rng: random.Random,
+) -> Running:
+    """Listens, joins the run through `config.join`, and declares that the peer's state can be downloaded.
+
+    The arguments are the peer's own parts, as `Peer` has made them; if `discovery_factory` is None, peers find each
+    other by gossip over the transport.
+
+    Raises:
+        ListenError: the address cannot be had.
+        NoSeedAnsweredError: none of `join` answered in time.
+    """
+    async with AsyncExitStack() as stack:
+        endpoint = await transport.bind()
+        stack.push_async_callback(transport.close, CLOSING_GRACE)
+        await tensors.while_locked(lambda: snapshots.commit(0), config.timeout)
+        book = ReceiptBook(endpoint, Journal(config.receipts) if config.receipts else None)
+        stack.callback(book.close)  # who watches it need not be cut off
+        service = PeerService(config, endpoint, schema, snapshots, clock(), book)
+        if discovery_factory is None:
+            context = _gossip(config, endpoint, transport, credentials, clock, rng)
+        else:
+            context = discovery_factory(endpoint, transport)
+        # Others may call from here on, also those through whom this peer is about to join.
+        await transport.serve(service, context if isinstance(context, GossipDiscovery) else None)
+        discovery = await stack.enter_async_context(context)
+        service.discovery = discovery
+        progress = RunProgress(config.run_id, endpoint, discovery, clock)
+        rounds = Rounds(config, endpoint, transport, discovery, progress, service, snapshots, clock=clock, rng=rng)
+        service.matchmaking = rounds.matchmaking(schema)
+        donors = Donors(config.run_id, endpoint, discovery, lambda: snapshots.version, clock)
+        notices = [progress.notice, donors.notice] if snapshots.shared else [progress.notice]
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        for notice in notices:
+            await notice.store()
+            stack.callback(tasks.create_task(notice.keep()).cancel)
+        loop = asyncio.get_running_loop()
+        return Running(stack.pop_all(), endpoint, loop, discovery, rounds, donors, progress, service)
+
+
+def _gossip(
+    config: PeerConfig,
+    endpoint: str,
+    transport: Transport,
+    credentials: Credentials,
+    clock: Callable[[], float],
+    rng: random.Random,
+) -> AbstractAsyncContextManager[Discovery]:
+    return GossipDiscovery(
+        config.run_id,
+        endpoint,
+        transport,
+        join=config.join,
+        join_timeout=config.join_timeout,
+        identity=CertifiedIdentity(credentials.tls, clock) if credentials.tls else None,
+        clock=clock,
+        rng=rng,
+    )
