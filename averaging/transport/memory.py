@@ -7,6 +7,7 @@ that its caller closes is closed at the callee. Messages are handed over, not en
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import random
 import uuid
@@ -189,6 +190,8 @@ class MemoryTransport:
         self.endpoint = endpoint or f"{CLIENT_PREFIX}{uuid.UUID(int=network.rng.getrandbits(128), version=4)}"
         self._averaging: AveragingService | None = None
         self._gossip: GossipService | None = None
+        self._context: contextvars.Context | None = None
+        self._answering: set[asyncio.Task[None]] = set()
 
     async def bind(self) -> str:
         """Returns the endpoint; raises ListenError if somebody serves there already."""
@@ -197,8 +200,9 @@ class MemoryTransport:
         return self.endpoint
 
     async def serve(self, averaging: AveragingService, gossip: GossipService | None) -> None:
-        """Starts to answer calls."""
+        """Starts to answer calls, each in a task of its own in the context of this call."""
         self._averaging, self._gossip = averaging, gossip
+        self._context = contextvars.copy_context()
         if self._listens:
             self._network._serving[self.endpoint] = self
 
@@ -207,6 +211,9 @@ class MemoryTransport:
         if self._network._serving.get(self.endpoint) is self:
             del self._network._serving[self.endpoint]
         self._network._break_calls(lambda call: self.endpoint in (call.caller, call.callee), f"{self.endpoint} left")
+        for task in (answering := list(self._answering)):
+            task.cancel()
+        await asyncio.gather(*answering, return_exceptions=True)
 
     def join_group(self, endpoint: str, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
         """See `transport.base.Transport`."""
@@ -285,7 +292,7 @@ class MemoryTransport:
         if peer is None or not network._connected(self.endpoint, endpoint):
             raise PeerUnreachableError(endpoint, "connection refused")
         network._open.add(call)
-        call.server = asyncio.create_task(peer._serve(call, lambda: handler(peer, call.up.__aiter__())))
+        call.server = peer._answer(call, lambda: handler(peer, call.up.__aiter__()))
         upload = None if messages is None else asyncio.create_task(self._upload(call, messages))
         try:
             async with aclosing(call.down.__aiter__()) as replies:
@@ -293,10 +300,10 @@ class MemoryTransport:
                     yield cast(T, reply)
         finally:
             network._open.discard(call)
-            tasks = [task for task in (call.server, upload) if task is not None]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            call.server.cancel()  # which the callee sees when it runs again; nobody waits here for that
+            if upload is not None:
+                upload.cancel()
+                await asyncio.gather(upload, return_exceptions=True)
 
     async def _upload(self, call: _Call, messages: AsyncIterator[Any]) -> None:
         try:
@@ -306,6 +313,13 @@ class MemoryTransport:
             call.down.end(error)
             raise
         call.up.end()
+
+    def _answer(self, call: _Call, handler: Callable[[], AsyncGenerator[Any, None]]) -> asyncio.Task[None]:
+        context = None if self._context is None else self._context.copy()
+        task = asyncio.create_task(self._serve(call, handler), context=context)
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
+        return task
 
     async def _serve(self, call: _Call, handler: Callable[[], AsyncGenerator[Any, None]]) -> None:
         try:
