@@ -301,6 +301,7 @@ class MemoryTransport:
         finally:
             network._open.discard(call)
             call.server.cancel()  # which the callee sees when it runs again; nobody waits here for that
+            call.server = None  # a cancelled task holds its frames, and those the call: not all Pythons find the circle
             if upload is not None:
                 upload.cancel()
                 await asyncio.gather(upload, return_exceptions=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, aclosing
@@ -17,18 +18,26 @@ from averaging.discovery.base import Entry
 from averaging.discovery.memory import MemoryDiscovery, MemoryRegistry
 from averaging.errors import DiscoveryError
 from averaging.group import Mode
+from averaging.matchmaking.rules import CLOCK_TOLERANCE
 from averaging.messages import AveragingData, DownloadData, JoinRequest, MessageFromLeader
 from averaging.transport import virtual_time
 from averaging.transport.base import AveragingService, GossipService
 from averaging.transport.memory import MemoryNetwork, MemoryTransport
+from tests.simulation.processes import ProcessLoop, process
 
 T = TypeVar("T", AveragingData, DownloadData)
 
 LOWER, UPPER = 0.3, 4.0
 """Bounds of the deadlines, in seconds."""
 
+TIMEOUT = 40.0
+"""For so long a group is looked for, and a round may take so long, in seconds."""
+
 STOPPED, GONE, CLOCK_OFF, DISCOVERY_DOWN = 5.0, 1.0, 30.0, 60.0
 """How long, or how far, in seconds."""
+
+BOUND = TIMEOUT + STOPPED + CLOCK_TOLERANCE + 1.0
+"""Seconds in which the victim must have come to an end of its attempt, with whatever result."""
 
 ELEMENTS = 8000
 
@@ -61,11 +70,12 @@ class FaultyTransport(MemoryTransport):
     spoil = ""
     strike: Callable[[], object] = staticmethod(lambda: None)
 
-    def _now(self, *moments: str) -> bool:
+    async def _now(self, *moments: str) -> bool:
         if self.moment not in moments:
             return False
         self.moment = ""
         self.strike()
+        await asyncio.sleep(0)  # a process that was stopped goes no further
         return True
 
     async def spoiled(self, messages: AsyncIterator[T], *moments: str) -> AsyncGenerator[T, None]:
@@ -75,13 +85,13 @@ class FaultyTransport(MemoryTransport):
             if held is not None:
                 yield held
             held = message
-            if first and self.role in moments and self._now("first part", "reply"):
+            if first and self.role in moments and await self._now("first part", "reply"):
                 if self.spoil == "truncate":
                     return
                 held = self._corrupted(held)
             first = False
         if held is not None:
-            if self.role in moments and self._now("last part"):
+            if self.role in moments and await self._now("last part"):
                 if self.spoil == "truncate":
                     return
                 held = self._corrupted(held)
@@ -98,7 +108,7 @@ class FaultyTransport(MemoryTransport):
         async with aclosing(super().join_group(endpoint, request)) as replies:
             async for reply in replies:
                 if self.role in ("follower", "client"):
-                    self._now("matchmaking")
+                    await self._now("matchmaking")
                 yield reply
 
     async def aggregate_part(
@@ -109,7 +119,7 @@ class FaultyTransport(MemoryTransport):
         async with aclosing(call) as replies:
             async for reply in replies:
                 if self.role == "client":
-                    self._now("reply")
+                    await self._now("reply")
                 yield reply
 
     async def serve(self, averaging: AveragingService, gossip: GossipService | None) -> None:
@@ -128,10 +138,9 @@ class _Serving:
         async with aclosing(self._service.join_group(request)) as replies:
             async for reply in replies:
                 yield reply
-                if self._transport.role == "leader" and self._transport._now("matchmaking"):
-                    if self._transport.spoil == "truncate":
-                        return
-                    await asyncio.sleep(0)
+                struck = self._transport.role == "leader" and await self._transport._now("matchmaking")
+                if struck and self._transport.spoil == "truncate":
+                    return
 
     async def aggregate_part(self, messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
         replies = self._service.aggregate_part(messages)
@@ -156,10 +165,12 @@ class World:
     def __init__(self, seed: int, role: str) -> None:
         self.role = role
         self.rng = random.Random(seed)
+        self._context = contextvars.copy_context()  # of no process
         self.network = MemoryNetwork(self.rng, latency=(0.001, 0.01))
         self.registry = MemoryRegistry(clock=virtual_time.clock, delay=0.02, rng=self.rng)
         self.clock_off = 0.0
         self.dead = False
+        self._stuck = self._vanishing = False
         self._victims: asyncio.Task[Receipt] | None = None
         client = role == "client"
         self.transport = FaultyTransport(self.network, None if client else "victim:1")
@@ -176,7 +187,7 @@ class World:
             options: PeerOptions = {
                 "group_size": 4,
                 "matchmaking_time": patience if number == 0 else 1.5 + number / 2,
-                "timeout": 40.0,
+                "timeout": TIMEOUT,
                 "part_timeout": UPPER,
                 "min_part_timeout": LOWER,
                 "part_size_bytes": 1024,
@@ -203,38 +214,63 @@ class World:
     def alive(self) -> list[str]:
         return self.others if self.dead else list(self.peers)
 
+    @property
+    def _loop(self) -> ProcessLoop:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, ProcessLoop)
+        return loop
+
     def _clock(self) -> float:
         return virtual_time.clock() + self.clock_off
 
     async def enter(self, stack: AsyncExitStack) -> None:
-        for peer in self.peers.values():
-            await stack.enter_async_context(peer)
+        for name, peer in self.peers.items():
+            with process(name):
+                await stack.enter_async_context(peer)
+        stack.callback(self.all_well)  # who is stopped could not leave
 
     async def round(self) -> dict[str, Receipt]:
-        """The receipts of one attempt of all who live; the victim's is missing if it had not ended with the others'."""
+        """The receipts of one attempt of all who live.
+
+        Raises:
+            TimeoutError: the victim's had not ended when it should.
+        """
         for name, tensor in self.tensors.items():
             with self.peers[name].tensors():
                 tensor += torch.randn(ELEMENTS, dtype=torch.float64, generator=self.noise)
             self.before[name] = tensor.clone()
-        tasks = {name: asyncio.create_task(self.peers[name].average(weight=self.weights[name])) for name in self.alive}
+        tasks: dict[str, asyncio.Task[Receipt]] = {}
+        for name in self.alive:
+            with process(name):
+                tasks[name] = asyncio.create_task(self.peers[name].average(weight=self.weights[name]))
         self._victims = tasks.get(self.victim)
         receipts = {name: await tasks[name] for name in self.others}
-        self.all_well()
+        if self._stuck:
+            self.all_well()
         if self._victims is not None:
+            # It must come to an end by itself: of what stays until then, it can know nothing.
+            await asyncio.wait([self._victims], timeout=BOUND)
             if not self._victims.done():
-                await asyncio.wait([self._victims], timeout=1.0)
-            if self._victims.done() and not self._victims.cancelled():
+                self._victims.cancel()
+                raise TimeoutError(f"{self.victim} was not done {BOUND:g} s after the others")
+            if not self._victims.cancelled():
                 receipts[self.victim] = self._victims.result()
-            self._victims.cancel()
-            await asyncio.gather(self._victims, return_exceptions=True)
+        self.all_well()
         return receipts
 
     def all_well(self) -> None:
         """The fault is over, unless the victim is dead."""
         self.clock_off = 0.0
         self.transport.moment = self.transport.spoil = ""
+        if self._vanishing:
+            self._reset()
+        self._vanishing = self._stuck = False
+        self._go_on()
+
+    def _go_on(self) -> None:
         if not self.dead:
             self.network.thaw(self.victim)
+            self._loop.continue_process(self.victim)
 
     def arm(self, fault: str, moment: str) -> None:
         """The fault will happen at that moment of the next round, or happens now."""
@@ -246,7 +282,7 @@ class World:
             self.transport.moment = moment
 
     def _strike(self, fault: str) -> None:
-        network, victim, loop = self.network, self.victim, asyncio.get_running_loop()
+        network, victim, loop = self.network, self.victim, self._loop
         match fault:
             case "killed":
                 self.dead = True
@@ -254,18 +290,21 @@ class World:
                 network.cut(frozenset({victim}))
                 if self._victims is not None:
                     loop.call_soon(self._victims.cancel)
-            case "stopped, then going on":
+            case "stopped, then going on":  # SIGSTOP, SIGCONT: what came meanwhile comes now
                 network.freeze(victim)
-                loop.call_later(STOPPED, network.thaw, victim)
-            case "stuck loop" | "half-open":
+                loop.stop_process(victim)
+                loop.call_later(STOPPED, self._go_on, context=self._context)
+            case "stuck loop":  # its transport's threads still accept calls and take what comes
+                self._stuck = True
+                loop.stop_process(victim)
+            case "half-open":  # what is under way never arrives, in both directions, and it runs on
+                self._vanishing = True
                 network.freeze(victim)
-                if fault == "half-open":  # whoever tries it again finds it broken
-                    loop.call_later(2 * STOPPED, self._reset)
             case "reset":
-                loop.call_soon(self._reset)
+                loop.call_soon(self._reset, context=self._context)
             case "port gone and back":
                 serving = network._serving.pop(victim, None)
-                loop.call_soon(self._reset)
+                loop.call_soon(self._reset, context=self._context)
                 if serving is not None:
                     loop.call_later(GONE, network._serving.__setitem__, victim, serving)
             case "clock off by 30 s":
