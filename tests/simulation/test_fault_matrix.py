@@ -254,7 +254,9 @@ def table() -> str:
     rows = [place for place in places if any(not left_out(fault, *place) for fault in FAULTS)]
     lines = ["| | " + " | ".join(FAULTS) + " |", "|---|" + "---|" * len(FAULTS)]
     for role, moment in rows:
-        cells = [left_out(fault, role, moment) or "✓" for fault in FAULTS]
+        cells = [
+            left_out(fault, role, moment) or ("✓¹" if (fault, role, moment) == IN_VAIN else "✓") for fault in FAULTS
+        ]
         lines.append(f"| {role}, {moment} | " + " | ".join(cells) + " |")
     lines.append("")
     without = {place: left_out(FAULTS[0], *place) for place in places if place not in rows}
