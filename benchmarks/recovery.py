@@ -5,7 +5,8 @@ until each of the others has finished its next round. Then a new one is started;
 average, from the start of its process and from the moment at which it was up.
 Peers declare themselves for `--matchmaking-time` seconds: so long a leader waits for a fourth member that is no more.
 
-With `--hivemind PYTHON` (see `benchmarks.allreduce --help`) the same is done to hivemind 1.1.12.
+With `--hivemind PYTHON` (see `benchmarks.allreduce --help`) the same is done to hivemind 1.1.12. Where peers have not
+recovered after a minute, the next kill is of four new ones.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import signal
 import statistics
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,14 @@ ELEMENTS = 4 << 20
 PEERS = 4
 LIMIT = 60.0
 """Seconds in which something must have happened."""
+
+ROWS = {
+    "usual_round": "usual round of four, s",
+    "recovered": "from SIGKILL of one until all others have finished a round, s",
+    "newcomer_from_start": "from the start of a newcomer's process to its first average, s",
+    "newcomer_from_up": "from its being up, s",
+}
+"""What is measured: median, least and greatest, and of how many kills if not of all."""
 
 
 def say(**fields: Any) -> None:
@@ -131,61 +141,85 @@ class Process:
         self._reading.cancel()
 
 
+class Run:
+    """Four peers of one system, or those that are left of them."""
+
+    def __init__(self, system: str, python: str, matchmaking_time: float) -> None:
+        self._with = (system, python, matchmaking_time)
+        self.peers: list[Process] = []
+        self._first = ""
+
+    async def add(self) -> tuple[Process, dict[str, Any]]:
+        """One more, and what it tells when it is up."""
+        system, python, matchmaking_time = self._with
+        self.peers.append(Process(system, python, self._first, matchmaking_time))
+        up = await self.peers[-1].start()
+        self._first = self._first or up["address"]
+        return self.peers[-1], up
+
+    async def averaged(self, since: float | None = None) -> float:
+        """Returns the seconds from `since`, or now, until each has finished a round; raises TimeoutError."""
+        began = time.time() if since is None else since
+        ends = await asyncio.gather(*(peer.first(_averaged(began)) for peer in self.peers))
+        return float(max(event["time"] for event in ends)) - began
+
+    async def end(self) -> None:
+        """Kills all."""
+        await asyncio.gather(*(peer.kill() for peer in self.peers))
+        self.peers.clear()
+
+
+def _averaged(since: float) -> Any:
+    return lambda event: event["event"] == "round" and event["averaged"] and event["time"] > since
+
+
 async def measure(system: str, python: str, kills: int, matchmaking_time: float, seed: int) -> dict[str, Any]:
-    """Kills and starts in turns."""
+    """Kills and starts in turns; begins anew with four new ones where that was not survived."""
     rng = random.Random(seed)
-    peers: list[Process] = []
-
-    def averaged(since: float) -> Any:
-        return lambda event: event["event"] == "round" and event["averaged"] and event["time"] > since
-
-    async def add(join: str) -> tuple[Process, dict[str, Any]]:
-        peers.append(Process(system, python, join, matchmaking_time))
-        return peers[-1], await peers[-1].start()
-
-    recovered, contributed, contributed_up, failures = [], [], [], []
-    usual: list[float] = []
+    run = Run(system, python, matchmaking_time)
+    done: dict[str, list[Any]] = {name: [] for name in ROWS} | {"failures": []}
     try:
-        _, up = await add("")
-        addresses = {0: up["address"]}
-        for _ in range(PEERS - 1):
-            _, up = await add(addresses[0])
-        for number in range(kills):
+        for number in range(1, kills + 1):
+            doing = "start"
             try:
-                await asyncio.gather(*(peer.first(averaged(time.time())) for peer in peers))
-                began = time.time()
-                for _ in range(3):
-                    await asyncio.gather(*(peer.first(averaged(time.time())) for peer in peers))
-                usual.append((time.time() - began) / 3)
+                while len(run.peers) < PEERS:
+                    await run.add()
+                doing = "usual rounds before the kill"
+                await run.averaged()
+                usual = sum([await run.averaged() for _ in range(3)]) / 3
+                done["usual_round"].append(usual)
+                await asyncio.sleep(rng.random() * usual)
+                victim = run.peers.pop(rng.randrange(1, PEERS))  # not the first one, whom newcomers ask
+                doing = "next round of all others"
+                killed = time.time()
+                await victim.kill()
+                done["recovered"].append(await run.averaged(killed))
+                doing = "first average of the newcomer"
+                newcomer, up = await run.add()
+                first = await newcomer.first(_averaged(0.0))
+                done["newcomer_from_start"].append(first["time"] - newcomer.started)
+                done["newcomer_from_up"].append(first["time"] - up["time"])
             except TimeoutError:
-                failures.append(f"before kill {number}: not all four had an average within {LIMIT:g} s")
-                break
-            await asyncio.sleep(rng.random() * usual[-1])
-            victim = peers.pop(rng.randrange(1, PEERS))  # not the first one, whom newcomers ask
-            killed = time.time()
-            await victim.kill()
-            try:
-                ends = await asyncio.gather(*(peer.first(averaged(killed)) for peer in peers))
-                recovered.append(max(event["time"] for event in ends) - killed)
-            except TimeoutError:
-                failures.append(f"kill {number}: not all of the others had finished a round after {LIMIT:g} s")
-            newcomer, up = await add(addresses[0])
-            try:
-                first = await newcomer.first(averaged(0.0))
-                contributed.append(first["time"] - newcomer.started)
-                contributed_up.append(first["time"] - up["time"])
-            except TimeoutError:
-                failures.append(f"newcomer {number}: no average within {LIMIT:g} s")
-            print(f"  {system}, kill {number + 1} of {kills}: {recovered[-1:]} s", file=sys.stderr, flush=True)
+                done["failures"].append(f"kill {number}: no {doing} within {LIMIT:g} s")
+                await run.end()
+            told = {name: [round(value, 2) for value in done[name][-1:]] for name in ROWS}
+            print(f"  {system}, kill {number} of {kills}: {told}", file=sys.stderr, flush=True)
     finally:
-        await asyncio.gather(*(peer.kill() for peer in peers))
-    return {
-        "usual_round": usual,
-        "recovered": recovered,
-        "newcomer_from_start": contributed,
-        "newcomer_from_up": contributed_up,
-        "failures": failures,
-    }
+        await run.end()
+    return done
+
+
+def table(systems: Mapping[str, Mapping[str, Sequence[Any]]], kills: int) -> str:
+    """The results in Markdown: a row per quantity, a column per system."""
+    lines = ["| | " + " | ".join(systems) + " |", "|---|" + "---|" * len(systems)]
+    for name, words in ROWS.items():
+        cells = []
+        for done in systems.values():
+            values = sorted(done[name])
+            told = f"{statistics.median(values):.2f} ({values[0]:.2f} … {values[-1]:.2f})" if values else "never"
+            cells.append(told + (f", {len(values)} of {kills}" if len(values) < kills else ""))
+        lines.append(f"| {words} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -214,15 +248,12 @@ def compare(options: argparse.Namespace) -> None:
     for system, python in pythons.items():
         done = asyncio.run(measure(system, python, options.kills, options.matchmaking_time, options.seed))
         results["systems"][system] = done
-        told = ", ".join(
-            f"{name.replace('_', ' ')} {statistics.median(values):.2f} s (at most {max(values):.2f})"
-            for name, values in done.items()
-            if values and name != "failures"
-        )
-        print("; ".join([f"{system}: {told}", *done["failures"]]), flush=True)
+        for failure in done["failures"]:
+            print(f"{system}: {failure}", flush=True)
+    print(table(results["systems"], options.kills), flush=True)
     options.output.mkdir(parents=True, exist_ok=True)
     (options.output / "recovery.json").write_text(json.dumps(results, indent=1) + "\n")
-    sys.exit(1 if any(done["failures"] for done in results["systems"].values()) else 0)
+    sys.exit(1 if results["systems"]["averaging"]["failures"] else 0)
 
 
 if __name__ == "__main__":
