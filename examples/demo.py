@@ -60,7 +60,12 @@ def main() -> None:
     try:
         asyncio.run(Conductor(options, divide(files, options.peers).parts, record, view).conduct())
         plot = options.output / "losses.png"
-        draw(record, plot)
+        try:
+            draw(record, plot)
+        except OSError as unwritten:  # the training is done, and the verdict does not hang on the picture
+            console.print(
+                f"{plot} could not be written: {unwritten.strerror}; make room there", style="red", markup=False
+            )
     except KeyboardInterrupt:
         console.print("Stopped; all processes have ended.")
         sys.exit(130)

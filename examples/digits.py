@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional
@@ -110,7 +110,18 @@ def train(options: argparse.Namespace) -> None:
                 )
         leave_together(opt)
     if options.save:
-        save_file(model.state_dict(), options.save, {"samples": str(samples)})
+        save(model.state_dict(), options.save, {"samples": str(samples)})
+
+
+def save(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Writes beside `path` and moves the file there when it is whole: a full disk spoils nothing that was there."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        save_file(tensors, temporary, metadata)
+        temporary.replace(path)
+    except (OSError, SafetensorError) as error:
+        temporary.unlink(missing_ok=True)
+        sys.exit(f"{path} could not be written: {error}. Make room there, or give --save another place")
 
 
 def leave_together(opt: DecentralizedAverager) -> None:

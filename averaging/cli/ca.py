@@ -170,7 +170,11 @@ def _write(directory: Path, name: str, made: Issued, *, force: bool) -> tuple[Pa
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         _replace({key: (made.key, SECRET_MODE), certificate: (made.certificate, PUBLIC_MODE)})
     except OSError as error:
-        raise Failure(f"{error.filename} cannot be written: {error.strerror}", NOT_DONE) from None
+        raise Failure(
+            f"{error.filename or directory} cannot be written: {error.strerror}; nothing was replaced. Make room "
+            "there, or give --directory another place",
+            NOT_DONE,
+        ) from None
     return certificate, key
 
 

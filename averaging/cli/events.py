@@ -62,6 +62,11 @@ def retry(number: int, receipt: Receipt) -> Event:
     }
 
 
+def unwritten(number: int, output: str, message: str) -> Event:
+    """The result of round `number` could not be written; the peer goes on."""
+    return {"event": "unwritten", "round": number, "output": output, "message": message}
+
+
 def serving(rounds: int, output: str | None) -> Event:
     """The rounds that were asked for are done; the peer stays."""
     return {"event": "serving", "rounds": rounds, "output": output}

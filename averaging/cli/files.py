@@ -79,6 +79,10 @@ def check_can_be_averaged(path: Path, tensors: Mapping[str, torch.Tensor], *, al
         )
 
 
+class NotWrittenError(Failure):
+    """The disk is full, or fails: what was there before is untouched, and a later attempt may succeed."""
+
+
 class Output:
     """A file to be written later; whether that can work is found out now, before any work is done for it.
 
@@ -125,7 +129,8 @@ class Output:
         """Writes the file whole, so that after a crash at any moment there is the old one or the new one.
 
         Raises:
-            Failure: it cannot be written, or somebody else has made such a file meanwhile.
+            NotWrittenError: it cannot be written now.
+            Failure: somebody else has made such a file meanwhile, or a name is reserved.
         """
         if RESERVED_NAME in tensors:
             raise Failure(
@@ -144,7 +149,11 @@ class Output:
             _sync(self._target.parent)
         except (OSError, SafetensorError) as error:
             temporary.unlink(missing_ok=True)
-            raise Failure(f"{self.path} could not be written: {error}", NOT_DONE) from None
+            raise NotWrittenError(
+                f"{self.path} could not be written: {error}; what was there before is untouched. Make room there, "
+                "or give --output another place",
+                NOT_DONE,
+            ) from None
         self._may_exist = True
 
     def _beside(self) -> Path:

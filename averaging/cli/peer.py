@@ -232,6 +232,7 @@ def peer_command(
       round    round (from 0), group_id, members, dropped, dropped_reasons, gathered (both by endpoint), seconds,
                allreduce_seconds, bytes_sent, bytes_received, kept_local (elements), state_version
       retry    round, outcome (no_group or failed), message, members, dropped, dropped_reasons, seconds
+      unwritten  round, output, message: the disk is full, say; --serve goes on and tries again after the next round
       serving  rounds, output (null if nothing was written): --rounds are done, --serve goes on
       done     rounds, output
       error    message
@@ -313,6 +314,8 @@ def _run(file: Path, output: Path | None, given: dict[str, Any], report: Report)
             rounds = f"{session.rounds} of {words.counted(given['rounds'] or 1, 'round')}"
             message = f"stopped by {signals.name(stopped.number)} after {rounds}; nothing was written"
             raise Failure(message, SIGNALLED + stopped.number) from None
+    if session.unwritten:
+        raise Failure(session.unwritten)
     why_not = "no --output was given" if destination is None else "no round was done"
     report.tell(events.done(session.rounds, session.output), words.finished(session.rounds, session.output, why_not))
 

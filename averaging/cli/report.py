@@ -29,14 +29,22 @@ class Report:
         self._as_json = as_json
         # Lines are for copying: never wrapped, never coloured by guesses about their content.
         self._console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self._warned = False
 
     def tell(self, event: events.Event, words: str) -> None:
-        """Tells one thing, at once."""
-        if self._as_json:
-            click.echo(events.dumps(event))
-        else:
-            self._console.print(words)
-        sys.stdout.flush()
+        """Tells one thing, at once. A full disk behind stdout is told on stderr, and stops nothing."""
+        try:
+            if self._as_json:
+                click.echo(events.dumps(event))
+            else:
+                self._console.print(words)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            raise  # nobody reads on: click ends the command
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                _complain(f"cannot write to stdout: {error.strerror}; the command goes on. Make room there")
 
     @contextmanager
     def failures(self) -> Iterator[None]:
@@ -118,4 +126,14 @@ class _StderrHandler(logging.Handler):
         if self._console.is_terminal and sys.stderr.isatty():
             self._console.print(line)
         else:
-            click.echo(line, err=True)
+            _complain(line)
+
+
+def _complain(line: str) -> None:
+    """Writes to stderr; if that cannot be written either, the work is more than the word."""
+    try:
+        click.echo(line, err=True)
+    except BrokenPipeError:
+        raise
+    except OSError:
+        return

@@ -9,7 +9,7 @@ from typing import Any
 
 from averaging.cli import events, words
 from averaging.cli.failures import Failure, Stopped, failure_of
-from averaging.cli.files import Document, Output
+from averaging.cli.files import Document, NotWrittenError, Output
 from averaging.cli.report import Report
 from averaging.cli.signals import Stop
 from averaging.errors import AveragingError
@@ -51,6 +51,7 @@ class Session:
     Attributes:
         rounds: how many rounds are done.
         written: whether the output holds the present result.
+        unwritten: why it does not, if it was tried.
     """
 
     def __init__(self, plan: Plan, peer: Peer, document: Document, output: Output | None, report: Report) -> None:
@@ -59,11 +60,12 @@ class Session:
         self._report = report
         self.rounds = 0
         self.written = False
+        self.unwritten = ""
         self._writing = False
 
     @property
     def output(self) -> str | None:
-        """The name of what has been written, if anything."""
+        """The name of what has been written, if it is the present result."""
         return str(self._output.path) if self._output and self.written else None
 
     async def run(self, stop: Stop) -> None:
@@ -143,11 +145,19 @@ class Session:
             return
         # Nobody else writes the tensors between two rounds, so they need no lock.
         self._writing = True
+        self.written, self.unwritten = False, ""
         try:
             await asyncio.to_thread(self._output.write, self._document.tensors, self._document.metadata)
+            self.written = True
+        except NotWrittenError as error:
+            if not self._plan.serve:
+                raise
+            # The others go on averaging with this peer, and the disk may be freed before the next round.
+            self.unwritten = error.message
+            told = f"{error.message}; averaging goes on, and it is tried again after the next round"
+            self._report.tell(events.unwritten(self.rounds - 1, str(self._output.path), error.message), told)
         finally:
             self._writing = False
-        self.written = True
 
     def _why_given_up(self, receipt: Receipt) -> str:
         told = words.not_averaged(self._name, receipt)
