@@ -167,6 +167,7 @@ class Run:
         """Kills all."""
         await asyncio.gather(*(peer.kill() for peer in self.peers))
         self.peers.clear()
+        self._first = ""
 
 
 def _averaged(since: float) -> Any:
@@ -202,8 +203,8 @@ async def measure(system: str, python: str, kills: int, matchmaking_time: float,
             except TimeoutError:
                 done["failures"].append(f"kill {number}: no {doing} within {LIMIT:g} s")
                 await run.end()
-            told = {name: [round(value, 2) for value in done[name][-1:]] for name in ROWS}
-            print(f"  {system}, kill {number} of {kills}: {told}", file=sys.stderr, flush=True)
+            told = {name: [round(value, 2) for value in done[name]] for name in ROWS}
+            print(f"  {system}, after kill {number} of {kills}: {told}", file=sys.stderr, flush=True)
     finally:
         await run.end()
     return done
