@@ -10,7 +10,9 @@ import argparse
 import itertools
 import json
 import random
+import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -24,6 +26,8 @@ QUIET_SECONDS = 60.0
 
 GROWTH_BYTES = 200 << 20
 """That a peer may grow by, from its tenth round on: allocators keep what they had once."""
+
+WARM_ROUNDS = 10
 
 CHANGE_SECONDS, FAULT_SECONDS = 8.0, 5.0
 
@@ -42,10 +46,54 @@ def is_sound(values: Sequence[float], gathered: Mapping[str, float], own: float,
     return all(any(abs(value - mean) < 1e-2 for mean in allowed) for value in values)
 
 
+class Judge:
+    """Looks at what peers tell; knows nothing of processes.
+
+    Attributes:
+        finished: rounds that ended in an average, counted at every member.
+        dropped: how often a member was dropped from one.
+    """
+
+    def __init__(self, now: float) -> None:
+        self.finished = self.dropped = 0
+        self._last = now
+        self._digests: dict[str, set[str]] = {}
+        self._rounds: Counter[str] = Counter()
+        self._first_rss: dict[str, int] = {}
+
+    def hear(self, endpoint: str, event: Mapping[str, Any], now: float) -> None:
+        """Takes what a peer tells after an attempt.
+
+        Raises:
+            SoakError: it holds a wrong value, or has grown.
+        """
+        if event["outcome"] != "averaged":
+            return
+        own = event["gathered"][endpoint]
+        if not is_sound(event["values"], event["gathered"], own, event["kept_local"]):
+            raise SoakError(f"{endpoint} holds a wrong value: {event['values'][:8]} after {event}")
+        digests = self._digests.setdefault(event["group"], set()) | {event["digest"]} - {""}
+        if len(digests) > 1:
+            raise SoakError(f"members of group {event['group'][:8]} hold different averages")
+        self._digests[event["group"]] = digests
+        self._last, self.finished, self.dropped = now, self.finished + 1, self.dropped + len(event["dropped"])
+        self._rounds[endpoint] += 1
+        if self._rounds[endpoint] == WARM_ROUNDS:
+            self._first_rss[endpoint] = event["rss"]
+        first = self._first_rss.get(endpoint, event["rss"])
+        if event["rss"] > first + GROWTH_BYTES:
+            raise SoakError(f"{endpoint} grew from {first >> 20} to {event['rss'] >> 20} MiB")
+
+    def look(self, now: float) -> None:
+        """Raises SoakError if no round has been finished for long."""
+        if now - self._last > QUIET_SECONDS:
+            raise SoakError(f"no round was finished for {now - self._last:.0f} s")
+
+
 class Soaked:
     """One peer's process and the proxy before it."""
 
-    def __init__(self, stack: ExitStack, seed: int, join: Sequence[str]) -> None:
+    def __init__(self, stack: ExitStack, seed: int, join: Sequence[str], *, spoilt: bool = False) -> None:
         self._stack = stack.enter_context(ExitStack())
         self.proxy = self._stack.enter_context(FaultProxy())
         self.endpoint = f"127.0.0.1:{self.proxy.port}"
@@ -59,36 +107,27 @@ class Soaked:
             "timeout": 30.0,
             "part_timeout": 5.0,
             "seed": seed,
+            "spoilt": spoilt,
         }
         self.process = self._stack.enter_context(
             JsonProcess("python", "-m", "tests.integration.soak_peer", json.dumps(options))
         )
-        self.read = self.rounds = self.first_rss = 0
+        self.read = 0
 
     def stop(self) -> None:
         """Kills it."""
         self._stack.close()
 
     def news(self) -> list[dict[str, Any]]:
-        """Its rounds since the last call, checked."""
+        """Its rounds since the last call."""
         self.process.drain()
         fresh = [event for event in self.process.seen[self.read :] if event["event"] == "round"]
         self.read = len(self.process.seen)
-        finished = [event for event in fresh if event["outcome"] == "averaged"]
-        for event in finished:
-            own = event["gathered"][self.endpoint]
-            if not is_sound(event["values"], event["gathered"], own, event["kept_local"]):
-                raise SoakError(f"{self.endpoint} holds {event['values'][:8]} after {event}")
-            self.rounds += 1
-            if self.rounds == 10:
-                self.first_rss = event["rss"]
-            if self.first_rss and event["rss"] > self.first_rss + GROWTH_BYTES:
-                raise SoakError(f"{self.endpoint} grew from {self.first_rss >> 20} to {event['rss'] >> 20} MiB")
-        return finished
+        return fresh
 
 
-def soak(minutes: float, seed: int) -> None:
-    """Runs it.
+def soak(minutes: float, seed: int, *, count: int = PEERS, spoil: bool = False) -> None:
+    """Runs it with so many peers; with `spoil` one peer holds a wrong value after its rounds, which must be found.
 
     Raises:
         SoakError: see above.
@@ -98,22 +137,21 @@ def soak(minutes: float, seed: int) -> None:
     with ExitStack() as stack:
         peers = [Soaked(stack, next(seeds), [])]
         peers[0].process.expect("ready")
-        peers += [Soaked(stack, next(seeds), [peers[0].endpoint]) for _ in range(PEERS - 1)]
+        peers += [
+            Soaked(stack, next(seeds), [peers[0].endpoint], spoilt=spoil and not number) for number in range(count - 1)
+        ]
         for peer in peers[1:]:
             peer.process.expect("ready")
-        began = last_finished = time.monotonic()
-        change, heal, finished, dropped, killed, struck = began + CHANGE_SECONDS, 0.0, 0, 0, 0, 0
+        began = time.monotonic()
+        judge = Judge(began)
+        change, heal, killed, struck = began + CHANGE_SECONDS, 0.0, 0, 0
         victim: Soaked | None = None
-        digests: dict[str, set[str]] = {}
         while (now := time.monotonic()) < began + 60 * minutes:
             time.sleep(0.5)
-            for event in [event for peer in peers for event in peer.news()]:
-                last_finished, finished, dropped = now, finished + 1, dropped + len(event["dropped"])
-                digests.setdefault(event["group"], set()).add(event["digest"])
-                if len(digests[event["group"]] - {""}) > 1:
-                    raise SoakError(f"members of group {event['group'][:8]} hold different averages")
-            if now - last_finished > QUIET_SECONDS:
-                raise SoakError(f"no round was finished for {now - last_finished:.0f} s")
+            for peer in peers:
+                for event in peer.news():
+                    judge.hear(peer.endpoint, event, now)
+            judge.look(now)
             if victim is not None and now >= heal:
                 victim.proxy.heal()
                 victim = None
@@ -124,16 +162,18 @@ def soak(minutes: float, seed: int) -> None:
                     victim = None
                 gone.stop()
                 killed += 1
-                peers.append(Soaked(stack, next(seeds), [peer.endpoint for peer in rng.sample(peers, 3)]))
+                peers.append(
+                    Soaked(stack, next(seeds), [peer.endpoint for peer in rng.sample(peers, min(3, len(peers)))])
+                )
                 if victim is None:
                     victim, heal = rng.choice(peers[:-1]), now + FAULT_SECONDS
                     victim.proxy.arm(rng.choice([Fault.STALL, Fault.CUT, Fault.HALF_OPEN]), rng.randrange(200_000))
                     struck += 1
         print(
-            f"{finished} rounds finished at {PEERS} peers in {minutes:g} min: {killed} killed, {struck} links spoilt, "
-            f"{dropped} times a member was dropped (seed {seed})"
+            f"{judge.finished} rounds finished at {count} peers in {minutes:g} min: {killed} killed, {struck} links "
+            f"spoilt, {judge.dropped} times a member was dropped (seed {seed})"
         )
-        if not finished:
+        if not judge.finished:
             raise SoakError("no round was finished")
 
 
@@ -141,6 +181,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=1.5)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--peers", type=int, default=PEERS)
+    parser.add_argument("--spoil", action="store_true", help="let one peer hold a wrong value: it must fail then")
     given = parser.parse_args()
     print(f"seed {given.seed}", flush=True)
-    soak(given.minutes, given.seed)
+    try:
+        soak(given.minutes, given.seed, count=given.peers, spoil=given.spoil)
+    except SoakError as error:
+        sys.exit(f"failed: {error}")

@@ -19,7 +19,7 @@ from tests.integration.worker import tell
 SIZE = 100_000
 
 
-async def main(options: dict[str, Any], seed: int) -> None:
+async def main(options: dict[str, Any], seed: int, *, spoilt: bool) -> None:
     generator = torch.Generator().manual_seed(seed)
     tensor = torch.zeros(SIZE)
     async with Peer([tensor], part_size_bytes=1 << 14, **options) as peer:
@@ -35,6 +35,8 @@ async def main(options: dict[str, Any], seed: int) -> None:
                 tell("failure", message=str(error))
                 continue
             with peer.tensors() as tensors:
+                if spoilt:
+                    tensors[0][SIZE // 2] += 0.5
                 found = sorted(set(tensors[0].tolist()))
             tell(
                 "round",
@@ -52,4 +54,4 @@ async def main(options: dict[str, Any], seed: int) -> None:
 
 if __name__ == "__main__":
     given = json.loads(sys.argv[1])
-    asyncio.run(main(given, given.pop("seed")))
+    asyncio.run(main(given, given.pop("seed"), spoilt=given.pop("spoilt", False)))

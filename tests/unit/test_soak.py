@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from tests.soak import is_sound
+from tests.soak import GROWTH_BYTES, QUIET_SECONDS, WARM_ROUNDS, Judge, SoakError, is_sound
 
 GATHERED = {"a:1": 0.0, "b:1": 2.0, "c:1": 10.0}
 
@@ -22,3 +24,50 @@ GATHERED = {"a:1": 0.0, "b:1": 2.0, "c:1": 10.0}
 )
 def test_only_averages_of_members_are_sound(values: list[float], kept_local: int, sound: bool) -> None:
     assert is_sound(values, GATHERED, 7.0, kept_local) == sound
+
+
+def told(**changes: Any) -> dict[str, Any]:
+    event = {"outcome": "averaged", "group": "aa" * 8, "values": [4.0], "gathered": GATHERED, "kept_local": 0}
+    return event | {"dropped": [], "digest": "12345678", "rss": 100 << 20} | changes
+
+
+def test_sound_rounds_are_counted() -> None:
+    judge = Judge(0.0)
+    judge.hear("a:1", told(dropped=["b:1: silent"], values=[5.0]), 1.0)
+    judge.hear("c:1", told(), 2.0)
+    judge.hear("b:1", told(outcome="failed", values=[3.0]), 2.0)
+    assert (judge.finished, judge.dropped) == (2, 1)
+
+
+def test_a_minute_without_a_finished_round_fails() -> None:
+    judge = Judge(0.0)
+    judge.hear("a:1", told(), 30.0)
+    judge.hear("a:1", told(outcome="no_group"), 60.0)
+    judge.look(30.0 + QUIET_SECONDS)
+    with pytest.raises(SoakError, match="no round was finished for 61 s"):
+        judge.look(31.0 + QUIET_SECONDS)
+
+
+def test_a_wrong_value_fails() -> None:
+    with pytest.raises(SoakError, match="a:1 holds a wrong value"):
+        Judge(0.0).hear("a:1", told(values=[4.0, 4.5]), 1.0)
+
+
+def test_different_averages_in_a_group_fail() -> None:
+    judge = Judge(0.0)
+    judge.hear("a:1", told(), 1.0)
+    judge.hear("b:1", told(digest=""), 1.0)  # it lost a reducer
+    judge.hear("b:1", told(group="bb" * 8, digest="87654321"), 2.0)
+    with pytest.raises(SoakError, match="members of group aaaaaaaa hold different averages"):
+        judge.hear("c:1", told(digest="87654321"), 2.0)
+
+
+def test_memory_that_grows_fails_once_a_peer_is_warm() -> None:
+    judge = Judge(0.0)
+    for number in range(WARM_ROUNDS - 1):
+        judge.hear("a:1", told(rss=number), 1.0)
+    judge.hear("a:1", told(rss=GROWTH_BYTES), 1.0)
+    judge.hear("b:1", told(rss=9 * GROWTH_BYTES), 1.0)
+    judge.hear("a:1", told(rss=2 * GROWTH_BYTES), 1.0)
+    with pytest.raises(SoakError, match="a:1 grew from 200 to 401 MiB"):
+        judge.hear("a:1", told(rss=2 * GROWTH_BYTES + (1 << 20)), 1.0)
