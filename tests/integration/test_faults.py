@@ -11,6 +11,7 @@ import pytest
 
 from averaging.deadlines import ENOUGH
 from tests.integration.fault_proxy import Fault, FaultProxy
+from tests.integration.held import Held, wait_until_given_back
 from tests.integration.processes import JsonProcess
 from tests.integration.test_processes import Workers, average
 
@@ -57,6 +58,7 @@ def test_a_process_that_is_stopped_and_goes_on(workers: Workers) -> None:
     processes = workers.start(*({"value": n, **OPTIONS, **(stops if n == 2 else {})} for n in range(3)))
     for _ in range(ENOUGH):
         next_round(processes)
+    before = [Held.by(process) for process in processes]
     reset(processes)
     for process in processes:
         process.send("average")
@@ -68,6 +70,7 @@ def test_a_process_that_is_stopped_and_goes_on(workers: Workers) -> None:
     assert set(own["dropped"]) <= set(workers.endpoints[:2])
     check_others(workers, receipts)
     next_round(processes)
+    wait_until_given_back(processes, before)
 
 
 @pytest.mark.parametrize("fault", [Fault.STALL, Fault.CUT, Fault.HALF_OPEN, Fault.CORRUPT])
@@ -78,6 +81,7 @@ def test_a_connection_that_fails_in_the_round(workers: Workers, fault: Fault) ->
         assert workers.endpoints[2] == behind["advertise"]
         for _ in range(ENOUGH):
             next_round(processes)
+        before = [Held.by(process) for process in processes]
         reset(processes)
         proxy.arm(fault, after=400_000)
         receipts = average(*processes)
@@ -85,6 +89,7 @@ def test_a_connection_that_fails_in_the_round(workers: Workers, fault: Fault) ->
         check_others(workers, receipts[:2])
         proxy.heal()
         next_round(processes)
+        wait_until_given_back(processes, before)
 
 
 def test_a_slow_link_drops_nobody(workers: Workers) -> None:
