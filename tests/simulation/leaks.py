@@ -20,7 +20,7 @@ from averaging.rounds import _Attempt
 from averaging.state import StateReader
 from averaging.transport.memory import MemoryNetwork
 
-PASSING = (AllReduce, Outcome, Reducing, Sending, Watch, search._Search, _Attempt, StateReader)
+PASSING = (AllReduce, Outcome, Reducing, Sending, Watch, search.Search, _Attempt, StateReader)
 """Nothing of these outlives its round, search or download."""
 
 ON_PURPOSE = ("_expirations", "_sealed", "_copy")
