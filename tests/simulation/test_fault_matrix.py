@@ -155,6 +155,7 @@ class Remains:
     @classmethod
     async def of(cls, world: World) -> Remains:
         """Waits until what a round left for later is over."""
+        gc.collect()  # garbage generators are not gone before a task of the loop has closed them
         await asyncio.sleep(IDLE)
         first = {name: leaks.sizes(world.peers[name]) for name in world.alive}
         await asyncio.sleep(1.0)  # a record that was renewed just then is no longer on its way
