@@ -7,12 +7,14 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
 from averaging.deadlines import Deadlines
 from averaging.donor_silence import Patience
 from averaging.errors import AveragingError, StateError, TransportError
+from averaging.messages import Resume
 from averaging.schema import Schema
-from averaging.state import Fingerprint, Kept, State, StateReader
+from averaging.state import Fingerprint, Held, State, StateReader
 from averaging.transport.base import Transport
 
 logger = logging.getLogger("averaging.state")
@@ -45,9 +47,9 @@ async def download(
 ) -> tuple[State, str]:
     """Downloads the state from the first of `donors` that delivers it whole.
 
-    What was read whole and verified before a donor was lost is not read into memory again where the next donor has the
-    very same tensor. A donor that was lost after it had delivered something new is asked once more, after the others,
-    and so is one that was given up before the longest deadline.
+    What was read before a donor was lost does not come again from the next donor that has the very same, if it is one
+    that can leave it out; see `averaging.manifest`. A donor that was lost after it had delivered something new is asked
+    once more, after the others, and so is one that was given up before the longest deadline.
 
     Args:
         transport: this peer's.
@@ -105,7 +107,7 @@ class _Download:
         self._transport, self._schema, self._max_bytes = transport, schema, max_bytes
         self._patience = Patience(deadlines)
         self._on_progress = on_progress
-        self._kept: Kept = {}
+        self._held = Held()
 
     async def load(self, donors: Sequence[str], expected: Fingerprint | None = None) -> tuple[State, str]:
         """Reads from one donor after the other until one has delivered all."""
@@ -113,20 +115,24 @@ class _Download:
         waiting, tries = list(donors), Counter[str]()
         while waiting:
             donor = waiting.pop(0)
-            reader = StateReader(self._schema, self._max_bytes, self._kept, expected)
-            before = _nbytes(self._kept)
+            reader = StateReader(self._schema, self._max_bytes, self._held, expected)
+            before = self._held.nbytes
             tries[donor] += 1
             cut = False
             try:
-                await self._read(donor, reader, self._on_progress)
+                await self._read(donor, reader, self._on_progress, self._held.resume)
                 return reader.finish(), donor
             except (TimeoutError, AveragingError) as error:
                 failures[donor] = self._reason(donor, error)
                 cut = isinstance(error, TimeoutError | TransportError)
             logger.warning("could not download the state from %s", failures[donor])
+            if reader.spliced:  # who sent the wrong bytes is not known, so this one is asked for all of them
+                self._held = replace(self._held, cut=None)
+                waiting.insert(0, donor)
+                continue
             # Of two states the one of which there is more.
-            self._kept = max(self._kept, reader.verified, key=_nbytes)
-            worthwhile = _nbytes(self._kept) > before or self._patience.owes(donor)
+            self._held = max(self._held, reader.held, key=lambda held: held.nbytes)
+            worthwhile = self._held.nbytes > before or self._patience.owes(donor)
             if cut and worthwhile and tries[donor] < TRIES:
                 waiting.append(donor)
         raise _LostError(_told(failures.values()))
@@ -167,12 +173,13 @@ class _Download:
         donor: str,
         reader: StateReader,
         on_progress: Callable[[StateReader], object],
+        resume: Resume | None = None,
         at_most: int | None = None,
     ) -> None:
         count = 0
         async with (
             self._patience.silence(donor) as silence,
-            aclosing(self._transport.download_state(donor)) as messages,
+            aclosing(self._transport.download_state(donor, resume)) as messages,
         ):
             async for message in messages:
                 silence.heard()
@@ -185,10 +192,6 @@ class _Download:
     def _reason(self, donor: str, error: Exception) -> str:
         reason = str(error)
         return reason if reason.startswith(donor) else f"{donor}: {reason}"
-
-
-def _nbytes(kept: Kept) -> int:
-    return sum(tensor.nbytes for tensor in kept.values())
 
 
 def _told(failures: Iterable[str]) -> str:

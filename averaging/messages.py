@@ -115,6 +115,19 @@ class DownloadData:
 
 
 @dataclass(frozen=True, slots=True)
+class Resume:
+    """What a reader of a state has of it already.
+
+    Attributes:
+        offset: bytes of the tensors, in their order, that need not come.
+        fingerprint: of the tensors to which they belong, see `averaging.manifest`.
+    """
+
+    offset: int
+    fingerprint: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Record:
     """A record of discovery, signed by its owner.
 

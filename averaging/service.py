@@ -13,7 +13,7 @@ from averaging.deadlines import Deadlines
 from averaging.discovery.base import Discovery
 from averaging.errors import BusyError, ProtocolViolationError, TransportError
 from averaging.matchmaking import Matchmaking
-from averaging.messages import AveragingData, DownloadData, JoinRequest, MessageCode, MessageFromLeader
+from averaging.messages import AveragingData, DownloadData, JoinRequest, MessageCode, MessageFromLeader, Resume
 from averaging.observe.book import ReceiptBook, Watched
 from averaging.observe.status import PeerStatus
 from averaging.schema import Schema
@@ -97,8 +97,8 @@ class PeerService:
             async for reply in replies:
                 yield reply
 
-    async def download_state(self) -> AsyncGenerator[DownloadData, None]:
-        """Serves the last committed state; nothing if it is not shared.
+    async def download_state(self, resume: Resume | None) -> AsyncGenerator[DownloadData, None]:
+        """Serves the last committed state, without what the caller has of it; nothing if it is not shared.
 
         Raises:
             BusyError: many others have been downloading it for long.
@@ -111,7 +111,7 @@ class PeerService:
         except TimeoutError:
             raise BusyError(f"{MAX_DOWNLOADS} others are downloading the state of {self._endpoint}") from None
         try:
-            for message in pack(await self._snapshots.latest(self._config.part_timeout)):
+            for message in pack(await self._snapshots.latest(self._config.part_timeout), resume):
                 yield message
         finally:
             self._downloads.release()

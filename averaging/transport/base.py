@@ -22,6 +22,7 @@ from averaging.messages import (
     MessageFromLeader,
     Record,
     Refusal,
+    Resume,
     Rumour,
 )
 from averaging.observe.book import Watched
@@ -40,8 +41,8 @@ class AveragingService(Protocol):
         """Takes a sender's parts in order and yields their averages in the same order."""
         ...
 
-    def download_state(self) -> AsyncGenerator[DownloadData, None]:
-        """The last committed state, in chunks; nothing if this peer does not share it."""
+    def download_state(self, resume: Resume | None) -> AsyncGenerator[DownloadData, None]:
+        """The last committed state, in chunks, without what the caller has of it; nothing if it is not shared."""
         ...
 
     def get_status(self) -> PeerStatus:
@@ -116,8 +117,8 @@ class Transport(Protocol):
         """Sends parts to their reducer as the network takes them, and yields the replies."""
         ...
 
-    def download_state(self, endpoint: str) -> AsyncGenerator[DownloadData, None]:
-        """Reads the state of `endpoint`."""
+    def download_state(self, endpoint: str, resume: Resume | None = None) -> AsyncGenerator[DownloadData, None]:
+        """Reads the state of `endpoint`, without what is here if `endpoint` has the same and can leave it out."""
         ...
 
     async def get_schema(self, endpoint: str) -> Schema:

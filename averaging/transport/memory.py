@@ -28,6 +28,7 @@ from averaging.messages import (
     MessageFromLeader,
     Record,
     Refusal,
+    Resume,
     Rumour,
 )
 from averaging.schema import Schema
@@ -225,9 +226,9 @@ class MemoryTransport:
         """See `transport.base.Transport`."""
         return self._call("aggregate_part", endpoint, lambda peer, up: peer._service.aggregate_part(up), messages)
 
-    def download_state(self, endpoint: str) -> AsyncGenerator[DownloadData, None]:
+    def download_state(self, endpoint: str, resume: Resume | None = None) -> AsyncGenerator[DownloadData, None]:
         """See `transport.base.Transport`."""
-        return self._call("download_state", endpoint, lambda peer, _: peer._service.download_state())
+        return self._call("download_state", endpoint, lambda peer, _: peer._service.download_state(resume))
 
     async def get_schema(self, endpoint: str) -> Schema:
         """See `transport.base.Transport`."""

@@ -18,7 +18,7 @@ from averaging.download import download
 from averaging.errors import AveragingError, CallRefusedError, PeerUnreachableError, ProtocolViolationError, StateError
 from averaging.group import Member, Mode, pack_gather
 from averaging.matchmaking.rules import pack_looking
-from averaging.messages import AveragingData, DownloadData, JoinRequest, MessageCode, MessageFromLeader
+from averaging.messages import AveragingData, DownloadData, JoinRequest, MessageCode, MessageFromLeader, Resume
 from averaging.schema import ReplyForm, Schema, describe
 from averaging.state import State, StateReader, pack, seal
 from averaging.transport import virtual_time
@@ -253,7 +253,7 @@ def test_hostile_donors(given: list[tuple[list[DownloadData], list[float], Excep
     script = Script([(list(zip(times, messages, strict=False)), error) for messages, times, error in given])
 
     class Donor:
-        def download_state(self, endpoint: str) -> AsyncGenerator[DownloadData, None]:
+        def download_state(self, endpoint: str, resume: Resume | None = None) -> AsyncGenerator[DownloadData, None]:
             return script.play()
 
     async def main() -> None:

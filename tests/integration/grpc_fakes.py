@@ -20,6 +20,7 @@ from averaging.messages import (
     MessageFromLeader,
     Record,
     Refusal,
+    Resume,
     Rumour,
     WireTensor,
 )
@@ -149,7 +150,7 @@ class FakePeer:
         finally:
             self.closed.set()
 
-    async def download_state(self) -> AsyncGenerator[DownloadData, None]:
+    async def download_state(self, resume: Resume | None) -> AsyncGenerator[DownloadData, None]:
         for chunk in self.state:
             yield chunk
 

@@ -14,7 +14,7 @@ import torch
 
 from averaging import DecentralizedAverager, LocalSGD, Mode, Outcome, Receipt
 from averaging.errors import ClosedError, ListenError, NoSeedAnsweredError, PeerUnreachableError, StateError
-from averaging.messages import DownloadData
+from averaging.messages import DownloadData, Resume
 from averaging.transport.grpc import GrpcTransport
 from tests.integration.processes import JsonProcess
 
@@ -260,7 +260,9 @@ def test_a_newcomer_to_whom_nobody_offers_a_state_keeps_its_own_and_says_so(
 
 def test_a_newcomer_that_cannot_get_the_state_does_not_start(make: Make) -> None:
     class Deaf(GrpcTransport):
-        async def download_state(self, endpoint: str) -> AsyncGenerator[DownloadData, None]:
+        async def download_state(
+            self, endpoint: str, resume: Resume | None = None
+        ) -> AsyncGenerator[DownloadData, None]:
             raise PeerUnreachableError(endpoint, "connection refused")
             yield DownloadData()
 

@@ -20,7 +20,7 @@ import torch
 
 from averaging import AveragingError, CompressionType, Mode, Peer, ReplyForm
 from averaging.group import donors_key
-from averaging.messages import AveragingData, DownloadData, JoinRequest, MessageFromLeader
+from averaging.messages import AveragingData, DownloadData, JoinRequest, MessageFromLeader, Resume
 from averaging.transport.base import AveragingService, GossipService
 from averaging.transport.grpc import GrpcTransport
 
@@ -77,8 +77,8 @@ class _Watched:
     def aggregate_part(self, messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
         return self._service.aggregate_part(self._transport.counted_messages("reducing", messages))
 
-    def download_state(self) -> AsyncGenerator[DownloadData, None]:
-        return self._transport.counted("donating", self._service.download_state())
+    def download_state(self, resume: Resume | None) -> AsyncGenerator[DownloadData, None]:
+        return self._transport.counted("donating", self._service.download_state(resume))
 
 
 def tell(event: str, **fields: Any) -> None:

@@ -19,7 +19,7 @@ from averaging.discovery.memory import MemoryDiscovery, MemoryRegistry
 from averaging.errors import DiscoveryError
 from averaging.group import Mode
 from averaging.matchmaking.rules import CLOCK_TOLERANCE
-from averaging.messages import AveragingData, DownloadData, JoinRequest, MessageFromLeader
+from averaging.messages import AveragingData, DownloadData, JoinRequest, MessageFromLeader, Resume
 from averaging.transport import virtual_time
 from averaging.transport.base import AveragingService, GossipService
 from averaging.transport.memory import MemoryNetwork, MemoryTransport
@@ -148,8 +148,8 @@ class _Serving:
             async for reply in spoiled:
                 yield reply
 
-    async def download_state(self) -> AsyncGenerator[DownloadData, None]:
-        chunks = self._service.download_state()
+    async def download_state(self, resume: Resume | None) -> AsyncGenerator[DownloadData, None]:
+        chunks = self._service.download_state(resume)
         async with aclosing(chunks), aclosing(self._transport.spoiled(chunks, "donor")) as spoiled:
             async for chunk in spoiled:
                 yield chunk

@@ -12,7 +12,7 @@ import torch
 from averaging.allreduce import AllReduce, RoundResult, changes
 from averaging.deadlines import Deadlines
 from averaging.group import Group, Member
-from averaging.messages import AveragingData, CompressionType, DownloadData, JoinRequest, MessageFromLeader
+from averaging.messages import AveragingData, CompressionType, DownloadData, JoinRequest, MessageFromLeader, Resume
 from averaging.observe.book import Watched
 from averaging.observe.status import PeerStatus
 from averaging.schema import ReplyForm, Schema, describe
@@ -40,7 +40,7 @@ class OneRound:
     def join_group(self, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
         raise NotImplementedError
 
-    def download_state(self) -> AsyncGenerator[DownloadData, None]:
+    def download_state(self, resume: Resume | None) -> AsyncGenerator[DownloadData, None]:
         raise NotImplementedError
 
     def get_status(self) -> PeerStatus:

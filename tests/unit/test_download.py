@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
+import msgpack
 import pytest
 import torch
 from hypothesis import given
@@ -15,9 +16,9 @@ from hypothesis import strategies as st
 from averaging.deadlines import ENOUGH, Deadlines
 from averaging.download import TRIES, choose, download
 from averaging.errors import PeerUnreachableError, StateError
-from averaging.messages import DownloadData
+from averaging.messages import DownloadData, Resume
 from averaging.schema import Schema, describe
-from averaging.state import Fingerprint, State, StateReader, pack, seal
+from averaging.state import Fingerprint, Held, State, StateReader, pack, seal
 from averaging.transport import virtual_time
 
 NAMES = ("a", "b", "c", "d")
@@ -40,13 +41,15 @@ class Donors:
     cuts: dict[str, list[int]] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
     clean: bool = False
+    resumes: bool = False
 
-    async def download_state(self, endpoint: str) -> AsyncGenerator[DownloadData, None]:
+    async def download_state(self, endpoint: str, resume: Resume | None = None) -> AsyncGenerator[DownloadData, None]:
         self.calls.append(endpoint)
         queue = self.states[endpoint]
         cuts = self.cuts.get(endpoint) or [99]
         cut = cuts.pop(0) if len(cuts) > 1 else cuts[0]
-        for number, message in enumerate(pack(seal(queue.pop(0) if len(queue) > 1 else queue[0]))):
+        sealed = seal(queue.pop(0) if len(queue) > 1 else queue[0])
+        for number, message in enumerate(pack(sealed, resume if self.resumes else None)):
             if number == cut:
                 if self.clean:
                     return
@@ -111,17 +114,77 @@ async def test_another_state_is_not_mixed_with_what_was_kept() -> None:
 
 
 @pytest.mark.asyncio
+async def test_one_donor_that_leaves_out_what_is_there_delivers_all_in_the_end() -> None:
+    donors = Donors({"x:1": [state(1)]}, cuts={"x:1": [1, 1, 2, 99]}, resumes=True)
+    found, _ = await donors.fetch()
+    assert equal(found, state(1))
+    assert len(donors.calls) == 4
+
+
+SIZES = st.lists(st.sampled_from([0, 1, 3, 8, 20]), max_size=6)
+
+
+@given(SIZES, st.lists(st.integers(0, 80), max_size=3), st.integers(1, 9))
+def test_whatever_is_cut_and_resumed_comes_whole_and_once(sizes: list[int], cuts: list[int], chunk: int) -> None:
+    """A state cut after so many messages again and again, with chunks of so many bytes."""
+    sealed = seal(State(1, {f"t{n}": torch.arange(size, dtype=torch.uint8) + n for n, size in enumerate(sizes)}))
+    held, received = Held(), 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("averaging.state.CHUNK_BYTES", chunk)
+        for cut in [*cuts, 1000]:
+            reader = StateReader(None, held=held)
+            for message in list(pack(sealed, held.resume))[:cut]:
+                reader.feed(message)
+                received += len(message.tensor_part.buffer) if message.tensor_part else 0
+            held = max(held, reader.held, key=lambda held: held.nbytes)
+    found = reader.finish()
+    assert all(torch.equal(found.tensors[name], tensor) for name, tensor in sealed.state.tensors.items())
+    assert received == reader.received == sum(sizes)
+
+
+def with_skipped(message: DownloadData, skipped: object) -> DownloadData:
+    return replace(message, metadata=msgpack.packb(msgpack.unpackb(message.metadata) | {"skipped": skipped}))
+
+
+@pytest.mark.parametrize("skipped", [-1, 1, 20, 40, 1 << 62, 1 << 63])
+def test_what_was_not_asked_for_may_not_be_left_out(skipped: int) -> None:
+    message = with_skipped(next(pack(seal(state(1)))), skipped)
+    with pytest.raises(StateError, match=f"left out {skipped} bytes that this peer does not have"):
+        StateReader(SCHEMA).feed(message)
+
+
+@pytest.mark.parametrize("other", [state(2), state(1, extra=1.0)])
+def test_a_donor_with_other_tensors_may_leave_nothing_out(other: State) -> None:
+    first = StateReader(SCHEMA)
+    for message in pack(seal(state(1))):
+        first.feed(message)
+    asked = first.held.resume
+    assert asked is not None
+    assert asked.offset == first.nbytes
+    whole = list(pack(seal(other), asked))
+    assert "skipped" not in msgpack.unpackb(whole[0].metadata)
+    with pytest.raises(StateError, match="left out 88 bytes that this peer does not have"):
+        StateReader(SCHEMA, held=first.held).feed(with_skipped(whole[0], asked.offset))
+
+
+@pytest.mark.parametrize("offset", [0, 1, 20, 87, 88, 89, 1 << 59])
+def test_a_donor_leaves_nothing_out_for_an_odd_question(offset: int) -> None:
+    for fingerprint in (b"", bytes(32)):
+        assert list(pack(seal(state(1)), Resume(offset, fingerprint))) == list(pack(seal(state(1))))
+
+
+@pytest.mark.asyncio
 async def test_what_is_kept_is_read_over_without_a_buffer() -> None:
     messages = list(pack(seal(state(1))))
     first = StateReader(SCHEMA)
     for message in messages[:3]:
         first.feed(message)
-    again = StateReader(SCHEMA, kept=first.verified)
+    again = StateReader(SCHEMA, held=first.held)
     for message in messages:
         again.feed(message)
     found = again.finish()
     assert equal(found, state(1))
-    old, new = ([reader.verified[key] for key in first.verified] for reader in (first, again))
+    old, new = ([reader.held.tensors[key] for key in first.held.tensors] for reader in (first, again))
     assert [tensor.data_ptr() for tensor in old] == [tensor.data_ptr() for tensor in new]
     assert again.received == first.nbytes
 

@@ -32,12 +32,16 @@ async def call_unary(channels: Channels, endpoint: str, method: Method[Request, 
 
 
 async def call_stream(
-    channels: Channels, endpoint: str, method: Method[Request, Reply], request: Request
+    channels: Channels,
+    endpoint: str,
+    method: Method[Request, Reply],
+    request: Request,
+    headers: tuple[tuple[str, str], ...] = (),
 ) -> AsyncGenerator[Reply, None]:
-    """One request, many replies."""
+    """One request, with headers of its own besides those of every call, and many replies."""
     async with channels.call(endpoint) as line:
         start: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = line.channel.unary_stream(method.path)
-        call = line.watch(start(method.encode_request(request), metadata=channels.metadata))
+        call = line.watch(start(method.encode_request(request), metadata=(*channels.metadata, *headers)))
         replies = aiter(call)
         try:
             while (raw := await _next(endpoint, call, replies)) is not None:

@@ -20,7 +20,7 @@ from averaging.messages import Record
 from averaging.observe.status import PeerStatus
 from averaging.schema import Schema
 from averaging.transport.base import AveragingService, GossipService
-from averaging.transport.grpc import methods
+from averaging.transport.grpc import headers, methods
 from averaging.transport.grpc.faults import refuse
 from averaging.transport.grpc.methods import Method
 from averaging.transport.grpc.options import WRITE_BYTES_PER_SECOND, WRITE_SECONDS, server_options
@@ -153,7 +153,7 @@ def _averaging_handlers(service: AveragingService, callers: Callers) -> Handlers
     return {
         methods.JOIN_GROUP: _stream(methods.JOIN_GROUP, callers, service.join_group),
         methods.AGGREGATE_PART: _both_ways(methods.AGGREGATE_PART, callers, service.aggregate_part),
-        methods.DOWNLOAD_STATE: _stream(methods.DOWNLOAD_STATE, callers, lambda _: service.download_state()),
+        methods.DOWNLOAD_STATE: _download(service, callers),
         methods.GET_STATUS: _unary(methods.GET_STATUS, callers, get_status),
         methods.GET_SCHEMA: _unary(methods.GET_SCHEMA, callers, get_schema),
         methods.WATCH_ROUNDS: _stream(methods.WATCH_ROUNDS, callers, service.watch_rounds),
@@ -189,13 +189,34 @@ def _stream(
     method: Method[Request, Reply], callers: Callers, answer: Callable[[Request], AsyncGenerator[Reply, None]]
 ) -> grpc.RpcMethodHandler[bytes, bytes]:
     async def handle(raw: bytes, context: Context) -> None:
-        try:
-            with callers.call(context):
-                await _write_all(context, method, answer(callers.read(method, context)(raw)))
-        except Exception as error:
-            await refuse(context, method.path, error)
+        await _answer(context, method, callers, raw, answer)
 
     return grpc.unary_stream_rpc_method_handler(handle)
+
+
+def _download(service: AveragingService, callers: Callers) -> grpc.RpcMethodHandler[bytes, bytes]:
+    method = methods.DOWNLOAD_STATE
+
+    async def handle(raw: bytes, context: Context) -> None:
+        resume = headers.read_resume(context.invocation_metadata() or ())
+        await _answer(context, method, callers, raw, lambda _: service.download_state(resume))
+
+    return grpc.unary_stream_rpc_method_handler(handle)
+
+
+async def _answer(
+    context: Context,
+    method: Method[Request, Reply],
+    callers: Callers,
+    raw: bytes,
+    answer: Callable[[Request], AsyncGenerator[Reply, None]],
+) -> None:
+    """Reads one request and writes the replies to it."""
+    try:
+        with callers.call(context):
+            await _write_all(context, method, answer(callers.read(method, context)(raw)))
+    except Exception as error:
+        await refuse(context, method.path, error)
 
 
 def _both_ways(

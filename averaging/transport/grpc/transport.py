@@ -19,13 +19,14 @@ from averaging.messages import (
     MessageFromLeader,
     Record,
     Refusal,
+    Resume,
     Rumour,
 )
 from averaging.observe.book import Watched
 from averaging.observe.status import PeerStatus
 from averaging.schema import Schema
 from averaging.transport.base import AveragingService, GossipService
-from averaging.transport.grpc import methods
+from averaging.transport.grpc import headers, methods
 from averaging.transport.grpc.address import check_listen, endpoint_of
 from averaging.transport.grpc.channels import Channels
 from averaging.transport.grpc.client import call_both_ways, call_stream, call_unary
@@ -128,9 +129,9 @@ class GrpcTransport:
         """
         return call_both_ways(self._channels, endpoint, methods.AGGREGATE_PART, messages)
 
-    def download_state(self, endpoint: str) -> AsyncGenerator[DownloadData, None]:
-        """Reads the state of `endpoint`."""
-        return call_stream(self._channels, endpoint, methods.DOWNLOAD_STATE, None)
+    def download_state(self, endpoint: str, resume: Resume | None = None) -> AsyncGenerator[DownloadData, None]:
+        """Reads the state of `endpoint`, without what is here if `endpoint` has the same and can leave it out."""
+        return call_stream(self._channels, endpoint, methods.DOWNLOAD_STATE, None, headers.of_resume(resume))
 
     async def get_status(self, endpoint: str) -> PeerStatus:
         """Asks what `endpoint` is doing."""

@@ -1,0 +1,108 @@
+"""A download over a connection that is cut: what travels in the second attempt, counted in bytes on the wire."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+import torch
+
+from averaging import Peer
+from averaging.download import download
+from averaging.messages import DownloadData
+from averaging.state import CHUNK_BYTES, StateReader
+from averaging.transport.grpc import GrpcTransport, headers, methods
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
+
+TENSORS = {"a": torch.randn(1 << 20), "b": torch.randn(2 << 20)}
+TOTAL = 12 << 20
+CUT = 7 << 20
+OVERHEAD = 64 << 10
+"""Of HTTP/2, metadata and frames included."""
+
+
+class Relay:
+    """Hands connections on to a peer, and ends the first when so many bytes have come from there.
+
+    Attributes:
+        counts: bytes that came from the peer, for each connection.
+    """
+
+    def __init__(self, endpoint: str, cut: int) -> None:
+        self._host, _, port = endpoint.partition(":")
+        self._port, self._cut = int(port), cut
+        self.counts: list[int] = []
+
+    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        number = len(self.counts)
+        self.counts.append(0)
+        from_peer, to_peer = await asyncio.open_connection(self._host, self._port)
+        up = asyncio.create_task(self._up(reader, to_peer))
+        try:
+            while (number or self.counts[0] < self._cut) and (piece := await from_peer.read(1 << 16)):
+                self.counts[number] += len(piece)
+                writer.write(piece)
+                await writer.drain()
+        except ConnectionError:
+            return  # the reader has gone
+        finally:
+            up.cancel()
+            await asyncio.wait({up})
+            for end in (writer, to_peer):
+                end.close()
+
+    @staticmethod
+    async def _up(reader: asyncio.StreamReader, to_peer: asyncio.StreamWriter) -> None:
+        while piece := await reader.read(1 << 16):
+            to_peer.write(piece)
+            await to_peer.drain()
+
+
+@asynccontextmanager
+async def relaying(endpoint: str, cut: int) -> AsyncIterator[tuple[Relay, str]]:
+    relay = Relay(endpoint, cut)
+    server = await asyncio.start_server(relay.handle, "127.0.0.1", 0)
+    async with server:
+        yield relay, f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+@pytest.mark.asyncio
+async def test_after_a_cut_only_the_rest_travels() -> None:
+    readers: list[StateReader] = []
+    async with (
+        Peer(TENSORS, run_id="run", part_timeout=5.0) as donor,
+        relaying(donor.endpoint, CUT) as (relay, endpoint),
+    ):
+        caller = GrpcTransport(None, max_message_bytes=4 << 20)
+        try:
+            found, _ = await download(caller, [endpoint], donor.schema, silence=10.0, on_progress=readers.append)
+        finally:
+            await caller.close()
+    assert all(torch.equal(found.tensors[name], tensor) for name, tensor in TENSORS.items())
+    assert len(relay.counts) == 2
+    assert relay.counts[0] >= CUT
+    assert relay.counts[1] <= TOTAL - CUT + CHUNK_BYTES + OVERHEAD
+    assert sum(relay.counts) <= TOTAL + CHUNK_BYTES + 2 * OVERHEAD
+    assert readers[-1].received == TOTAL
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "told", ["", "5", "-1 " + "0" * 64, "4 " + "0" * 64, "9" * 30 + " " + "0" * 64, "4 " + "z" * 64, "4  x", "\u0661 "]
+)
+async def test_whatever_the_header_says_all_is_sent(told: str) -> None:
+    async with (
+        Peer([torch.ones(3)], run_id="run") as donor,
+        grpc.aio.insecure_channel(donor.endpoint) as channel,
+    ):
+        call: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(methods.DOWNLOAD_STATE.path)
+        value = told if told.isascii() else told.encode()
+        name = headers.RESUME if told.isascii() else f"{headers.RESUME}-bin"
+        [message] = [methods.DOWNLOAD_STATE.decode_reply(raw) async for raw in call(b"", metadata=((name, value),))]
+    assert isinstance(message, DownloadData)
+    assert message.tensor_part is not None
+    assert message.tensor_part.buffer == torch.ones(3).numpy().tobytes()

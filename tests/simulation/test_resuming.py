@@ -1,0 +1,243 @@
+"""A download that is cut goes on where it ended: what travels again, and whom the reader believes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from averaging import Peer, state
+from averaging.download import download
+from averaging.errors import StateError
+from averaging.manifest import read_manifest
+from averaging.messages import DownloadData, Resume
+from averaging.snapshots import Extras
+from tests.simulation.swarm import Swarm
+
+CHUNK = 4096
+SHAPES = {"a": (5000,), "empty": (0, 3), "b": (30_000,), "c": (7, 11)}
+TOTAL = sum(4 * torch.Size(shape).numel() for shape in SHAPES.values())
+CUT = 20_000 + 10 * CHUNK
+"""Bytes after which the first donor is lost: in the midst of `b`."""
+
+
+@dataclass
+class Call:
+    donor: str
+    resume: Resume | None
+    nbytes: int = 0
+    skipped: int = 0
+
+
+class Reader:
+    """Downloads from real peers and counts what comes; `after_bytes` of the first call something happens."""
+
+    def __init__(self, swarm: Swarm, happens: Callable[[], Any], after_bytes: int = CUT) -> None:
+        self._transport = swarm.network.transport("reader:1")
+        self._happens, self._after = happens, after_bytes
+        self.calls: list[Call] = []
+        self.hides = False
+        self.lies: Callable[[Call], bool] = lambda call: False
+
+    async def download_state(self, endpoint: str, resume: Resume | None = None) -> AsyncGenerator[DownloadData, None]:
+        call = Call(endpoint, resume)
+        self.calls.append(call)
+        async with aclosing(self._transport.download_state(endpoint, None if self.hides else resume)) as messages:
+            async for message in messages:
+                if message.metadata:
+                    call.skipped = read_manifest(message.metadata, 1 << 16).skipped
+                assert message.tensor_part is not None
+                call.nbytes += len(message.tensor_part.buffer)
+                yield spoilt(message) if self.lies(call) else message
+                if call is self.calls[0] and call.nbytes >= self._after:
+                    await self._happens()
+
+
+def spoilt(message: DownloadData) -> DownloadData:
+    assert message.tensor_part is not None
+    zeros = bytes(len(message.tensor_part.buffer))
+    return replace(message, tensor_part=replace(message.tensor_part, buffer=zeros))
+
+
+def named(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+async def donors(swarm: Swarm, stack: AsyncExitStack, *, extra: float = 0.0) -> list[Peer]:
+    """Two that hold the same, but for what the second's application adds behind it."""
+    peers = []
+    for name, added in (("x:1", 0.0), ("y:1", extra)):
+        extras = Extras({"moment": torch.full((9,), added)}, {"of": name})
+        peer = swarm.peer(name, cast(Any, named(1)), part_timeout=3.0, extra_state=lambda extras=extras: extras)
+        await stack.enter_async_context(peer)
+        await peer.commit(4)
+        peers.append(peer)
+    return peers
+
+
+async def fetch(reader: Reader, peer: Peer, names: tuple[str, ...] = ("x:1", "y:1")) -> state.State:
+    found, _ = await download(cast(Any, reader), names, peer.schema, silence=3.0)
+    return found
+
+
+def check(found: state.State, seed: int = 1) -> None:
+    for name, tensor in named(seed).items():
+        assert torch.equal(found.tensors[name], tensor)
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "CHUNK_BYTES", CHUNK)
+
+
+@pytest.mark.parametrize("extra", [0.0, 1.0])
+def test_of_the_next_donor_only_the_rest_is_read(extra: float) -> None:
+    swarm = Swarm(1)
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            _, other = await donors(swarm, stack, extra=extra)
+
+            async def dies() -> None:
+                swarm.network.kill("x:1")
+
+            reader = Reader(swarm, dies)
+            found = await fetch(reader, other)
+            first, second = reader.calls
+            assert second.resume is not None
+            assert second.skipped == second.resume.offset >= CUT
+            assert second.nbytes == TOTAL + 36 - second.skipped
+            assert first.nbytes + second.nbytes <= TOTAL + 36 + CHUNK
+            check(found)
+            assert found.tensors["moment"].tolist() == [extra] * 9
+            assert found.user == {"of": "y:1"}
+
+    swarm.simulate(main())
+
+
+def test_of_a_donor_that_is_there_again_only_the_rest_is_read() -> None:
+    swarm = Swarm(2)
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            one, _ = await donors(swarm, stack)
+
+            async def cut() -> None:
+                swarm.network.cut(frozenset(["x:1"]), frozenset(["reader:1"]))
+                swarm.network.heal()
+
+            reader = Reader(swarm, cut)
+            check(await fetch(reader, one, ("x:1",)))
+            assert [call.donor for call in reader.calls] == ["x:1", "x:1"]
+            assert reader.calls[1].nbytes == TOTAL + 36 - reader.calls[1].skipped < TOTAL - CUT + 36 + 1
+
+    swarm.simulate(main())
+
+
+def test_a_donor_that_has_moved_on_sends_all() -> None:
+    swarm = Swarm(3)
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            peers = await donors(swarm, stack)
+
+            async def moves_on() -> None:
+                for peer in peers:
+                    with peer.tensors() as tensors:
+                        for tensor, value in zip(tensors, named(2).values(), strict=True):
+                            tensor.copy_(value)
+                    await peer.commit(5)
+                swarm.network.cut(frozenset(["x:1"]), frozenset(["reader:1"]))
+                swarm.network.heal()
+
+            reader = Reader(swarm, moves_on)
+            found = await fetch(reader, peers[0])
+            check(found, 2)
+            assert found.version == 5
+            assert reader.calls[-1].skipped == 0
+            assert reader.calls[-1].nbytes == TOTAL + 36
+
+    swarm.simulate(main())
+
+
+def test_one_that_has_moved_on_with_the_same_bytes_sends_the_rest_and_its_own_version() -> None:
+    swarm = Swarm(3)
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            _, other = await donors(swarm, stack)
+
+            async def moves_on() -> None:
+                await other.commit(5)
+                swarm.network.kill("x:1")
+
+            reader = Reader(swarm, moves_on)
+            found = await fetch(reader, other)
+            assert found.version == 5
+            assert reader.calls[1].skipped >= CUT
+            check(found)
+
+    swarm.simulate(main())
+
+
+def test_a_donor_that_does_not_know_the_question_sends_all() -> None:
+    swarm = Swarm(4)
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            _, other = await donors(swarm, stack)
+
+            async def dies() -> None:
+                swarm.network.kill("x:1")
+
+            reader = Reader(swarm, dies)
+            reader.hides = True
+            check(await fetch(reader, other))
+            assert reader.calls[1].resume is not None
+            assert (reader.calls[1].skipped, reader.calls[1].nbytes) == (0, TOTAL + 36)
+
+    swarm.simulate(main())
+
+
+def test_wrong_bytes_before_the_cut_are_thrown_away_and_harm_no_sound_donor() -> None:
+    swarm = Swarm(5)
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            _, other = await donors(swarm, stack)
+
+            async def dies() -> None:
+                swarm.network.kill("x:1")
+
+            reader = Reader(swarm, dies)
+            reader.lies = lambda call: call.donor == "x:1" and call.nbytes > 20_000
+            check(await fetch(reader, other))
+            assert [call.donor for call in reader.calls] == ["x:1", "y:1", "y:1"]
+            assert reader.calls[2].skipped == 20_000  # of `a`, which was verified; `b` comes again
+
+    swarm.simulate(main())
+
+
+def test_a_donor_that_lies_after_the_cut_is_refused() -> None:
+    swarm = Swarm(6)
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            one, _ = await donors(swarm, stack)
+
+            async def dies() -> None:
+                swarm.network.kill("x:1")
+
+            liar = Reader(swarm, dies)
+            liar.lies = lambda call: call.donor == "y:1" and call.nbytes + call.skipped > 70_000
+            with pytest.raises(StateError, match="y:1: tensor 'b' does not match its digest"):
+                await fetch(liar, one)
+            # Once with the bytes of the first, once with its own alone; the first is asked last.
+            assert [call.donor for call in liar.calls] == ["x:1", "y:1", "y:1", "x:1"]
+
+    swarm.simulate(main())
