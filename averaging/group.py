@@ -11,6 +11,7 @@ from typing import Any
 import msgpack
 
 from averaging.errors import ProtocolViolationError, UnprovenViolationError
+from averaging.unpacking import unpack
 
 CLIENT_PREFIX = "client::"
 """The name of a peer in client mode starts so; it is never dialled."""
@@ -187,6 +188,6 @@ def _is_number(value: object) -> bool:
 def _unpack(packed: bytes) -> Any:
     """What msgpack reads there; None if that is nothing sensible. It never raises."""
     try:
-        return msgpack.unpackb(packed, strict_map_key=False)
-    except (ValueError, TypeError, RecursionError, msgpack.UnpackException):
+        return unpack(packed, MAX_GATHER_BYTES)
+    except ValueError:
         return None

@@ -1,0 +1,124 @@
+"""Reading msgpack of strangers: like msgpack itself, within bounds of memory."""
+
+from __future__ import annotations
+
+import math
+import struct
+import tracemalloc
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import msgpack
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from averaging.errors import ProtocolViolationError, StateError
+from averaging.group import MAX_GATHER_BYTES, unpack_gather
+from averaging.manifest import BASE_ITEMS, MAX_METADATA_BYTES, max_items, read_manifest
+from averaging.schema import describe
+from averaging.unpacking import MAX_DEPTH, unpack
+
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**63), 2**64 - 1),
+    st.floats(allow_nan=False, width=32),
+    st.text(max_size=40) | st.sampled_from(["x" * 300, "x" * 70_000]),
+    st.binary(max_size=40) | st.sampled_from([b"x" * 300, b"x" * 70_000]),
+    st.builds(msgpack.ExtType, st.integers(0, 127), st.binary(max_size=20) | st.just(b"x" * 300)),
+    st.builds(msgpack.Timestamp, st.integers(0, 2**34 - 1), st.integers(0, 10**9 - 1)),
+)
+values = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=20) | st.dictionaries(st.integers(0, 99) | st.text(max_size=4), inner),
+    max_leaves=40,
+)
+
+
+def count(value: Any) -> int:
+    if isinstance(value, list):
+        return 1 + sum(map(count, value))
+    return 1 + sum(1 + count(item) for item in value.values()) if isinstance(value, dict) else 1
+
+
+@given(values, st.booleans())
+def test_it_reads_what_msgpack_reads_and_counts_the_items(value: Any, single: bool) -> None:
+    packed = msgpack.packb(value, use_single_float=single)
+    expected = msgpack.unpackb(packed, strict_map_key=False)
+    assert unpack(packed, count(expected)) == expected
+    with pytest.raises(ValueError, match="it has more than"):
+        unpack(packed, count(expected) - 1)
+
+
+@given(st.binary(max_size=60))
+def test_of_anything_else_it_says_that_it_is_not_msgpack(raw: bytes) -> None:
+    try:
+        expected = msgpack.unpackb(raw, strict_map_key=False)
+    except (ValueError, TypeError, msgpack.UnpackException):
+        with pytest.raises(ValueError, match="."):
+            unpack(raw, 1000)
+        return
+    found = unpack(raw, 1000)
+    assert found == expected or (isinstance(found, float) and math.isnan(found))
+
+
+def nested(depth: int) -> bytes:
+    return b"\x91" * depth + b"\xc0"
+
+
+def test_the_depth_is_bounded() -> None:
+    unpack(nested(MAX_DEPTH), 1000)
+    with pytest.raises(ValueError, match=f"deeper than {MAX_DEPTH}"):
+        unpack(nested(MAX_DEPTH + 1), 1000)
+
+
+HOSTILE: dict[str, Callable[[int], bytes]] = {
+    "empty lists": lambda size: b"\xdd" + struct.pack(">I", size) + b"\x90" * size,
+    "empty maps": lambda size: b"\xdd" + struct.pack(">I", size) + b"\x80" * size,
+    "lists of lists": lambda size: b"\xdd" + struct.pack(">I", size // 17) + (b"\x9f\x90" + b"\x90" * 14) * (size // 17),
+    "long lists in each other": lambda size: (b"\xdd" + struct.pack(">I", size)) * 500 + b"\xc0" * size,
+    "lists that never come": lambda size: (b"\xdd" + b"\xff" * 4) * (size // 5),
+    "maps that never come": lambda size: (b"\xdf" + b"\xff" * 4) * (size // 5),
+}  # fmt: skip
+
+
+def peak(read: Callable[[], object]) -> int:
+    tracemalloc.start()
+    try:
+        read()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_metadata_of_a_state_takes_little_memory(kind: str) -> None:
+    odd = HOSTILE[kind](MAX_METADATA_BYTES - 4096)
+    packed = b"\x81\xa4user" + odd
+    schema = describe(["w"], [torch.zeros(3)], part_size_bytes=1024)
+
+    def read() -> None:
+        with pytest.raises(StateError, match="its metadata"):
+            read_manifest(packed, max_items(schema))
+
+    assert peak(read) < 1 << 20
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_what_a_member_gathers_takes_little_memory(kind: str) -> None:
+    gather = HOSTILE[kind](MAX_GATHER_BYTES - 4096)
+
+    def read() -> None:
+        with suppress(ProtocolViolationError):
+            unpack_gather("a:1", gather)
+
+    assert peak(read) < 10 << 20
+
+
+def test_the_most_that_is_taken_is_bounded_too() -> None:
+    items = BASE_ITEMS - 10
+    packed = msgpack.packb({"version": 1, "tensors": [], "digest": [], "user": {"x": [[] for _ in range(items - 10)]}})
+    assert peak(lambda: read_manifest(packed, BASE_ITEMS)) < 16 << 20
