@@ -5,6 +5,8 @@ import random
 import pytest
 from hypothesis import settings
 
+from tests.fuzz.counting import FuzzedInputs
+
 # Machines that run tests are slow and shared: an example may take as long as it takes.
 settings.register_profile("averaging", deadline=None, print_blob=True)
 settings.load_profile("averaging")
@@ -12,9 +14,10 @@ settings.load_profile("averaging")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """A seed that can be told; another one each time, unless it is given."""
+    """A seed that can be told, another one each time unless it is given; and a count of what was drawn from it."""
     if config.option.hypothesis_seed is None:
         config.option.hypothesis_seed = str(random.randrange(2**32))
+    config.pluginmanager.register(FuzzedInputs())
 
 
 def pytest_report_header(config: pytest.Config) -> str:

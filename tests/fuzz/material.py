@@ -120,9 +120,9 @@ def states(draw: st.DrawFn, sound: Sequence[DownloadData]) -> list[DownloadData]
                 messages[:1] = [DownloadData(metadata, sound[0].tensor_part)]
             case "fields":
                 told = msgpack.unpackb(sound[0].metadata)
-                field = draw(st.sampled_from(sorted(told)))
+                field = draw(st.sampled_from(sorted([*told, "skipped"])))
                 given = draw(values)
-                if isinstance(told[field], list) and draw(st.booleans()):
+                if isinstance(told.get(field), list) and draw(st.booleans()):
                     inside = told[field][0]
                     if isinstance(inside, list):
                         inside[draw(st.integers(0, 2))] = given

@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from averaging import Peer, state
+from averaging.discovery.memory import MemoryDiscovery
 from averaging.download import download
 from averaging.errors import StateError
 from averaging.manifest import read_manifest
 from averaging.messages import DownloadData, Resume
 from averaging.snapshots import Extras
+from averaging.transport import virtual_time
 from tests.simulation.swarm import Swarm
 
 CHUNK = 4096
@@ -68,15 +70,25 @@ def named(seed: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
+def donor(swarm: Swarm, name: str, extra: float) -> Peer:
+    extras = Extras({"moment": torch.full((9,), extra)}, {"of": name})
+    return Peer(
+        named(1),
+        run_id="run",
+        transport=swarm.network.transport(name),
+        discovery=lambda endpoint, transport: MemoryDiscovery(swarm.registry),
+        clock=virtual_time.clock,
+        extra_state=lambda: extras,
+        part_timeout=3.0,
+    )
+
+
 async def donors(swarm: Swarm, stack: AsyncExitStack, *, extra: float = 0.0) -> list[Peer]:
     """Two that hold the same, but for what the second's application adds behind it."""
-    peers = []
-    for name, added in (("x:1", 0.0), ("y:1", extra)):
-        extras = Extras({"moment": torch.full((9,), added)}, {"of": name})
-        peer = swarm.peer(name, cast(Any, named(1)), part_timeout=3.0, extra_state=lambda extras=extras: extras)
+    peers = [donor(swarm, "x:1", 0.0), donor(swarm, "y:1", extra)]
+    for peer in peers:
         await stack.enter_async_context(peer)
         await peer.commit(4)
-        peers.append(peer)
     return peers
 
 

@@ -78,7 +78,7 @@ def test_the_depth_is_bounded() -> None:
 HOSTILE: dict[str, Callable[[int], bytes]] = {
     "empty lists": lambda size: b"\xdd" + struct.pack(">I", size) + b"\x90" * size,
     "empty maps": lambda size: b"\xdd" + struct.pack(">I", size) + b"\x80" * size,
-    "lists of lists": lambda size: b"\xdd" + struct.pack(">I", size // 17) + (b"\x9f\x90" + b"\x90" * 14) * (size // 17),
+    "lists of lists": lambda size: b"\xdd" + struct.pack(">I", size // 16) + (b"\x9f" + b"\x90" * 15) * (size // 16),
     "long lists in each other": lambda size: (b"\xdd" + struct.pack(">I", size)) * 500 + b"\xc0" * size,
     "lists that never come": lambda size: (b"\xdd" + b"\xff" * 4) * (size // 5),
     "maps that never come": lambda size: (b"\xdf" + b"\xff" * 4) * (size // 5),
