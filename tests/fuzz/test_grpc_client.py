@@ -30,7 +30,7 @@ from averaging.transport.grpc import GrpcTransport, methods
 from averaging.transport.grpc.methods import Method
 from tests.fuzz.material import damaged, protobufs, states
 
-SOME = settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+SOME = settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 PATIENCE = 20.0
 
 identity: Callable[[bytes], bytes] = bytes

@@ -53,7 +53,7 @@ async def call(channel: grpc.aio.Channel, path: str, messages: list[bytes]) -> t
     return await answer.code(), replies
 
 
-@settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(
     st.lists(
         st.tuples(st.sampled_from(PATHS), st.lists(st.one_of(protobufs(), damaged(SOUND)), min_size=1, max_size=3)),

@@ -27,7 +27,7 @@ from tests.simulation.rounds import PART_TIMEOUT, Simulation
 from tests.simulation.swarm import Swarm
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
-SOME = settings(max_examples=60, suppress_health_check=SLOW)
+SOME = settings(max_examples=100, suppress_health_check=SLOW)
 
 ERRORS: list[Exception] = [
     ProtocolViolationError("nonsense"),
