@@ -157,8 +157,8 @@ class Rounds:
             TensorError: NaN or infinity in a tensor, unless the peer allows them.
         """
         loop, schema = asyncio.get_running_loop(), topic.at(phase)
-        attempt = _Attempt(self._attempts, schema.topic, loop.time(), self._clock())
         self._attempts += 1
+        attempt = _Attempt(self._attempts, schema.topic, loop.time(), self._clock())
         try:
             receipt = await self._average(attempt, topic, schema, gathered, enough, patience, overtaken)
         except asyncio.CancelledError:

@@ -34,7 +34,7 @@ def ready(endpoint: str, run_id: str, mode: str, schema: Schema) -> Event:
 
 
 def averaged(number: int, receipt: Receipt) -> Event:
-    """Round `number`, counted from 0, is done."""
+    """Round `number`, counted from 1, is done."""
     return {
         "event": "round",
         "round": number,

@@ -39,7 +39,7 @@ def explain_command(files: Sequence[Path], summary: bool) -> None:
     Of a line
       round 17: 3 of 4 in 4.92 s (all-reduce 4.21 s); 10.0.0.7:5001 dropped, sent nothing for 4.1 s, deadline 4.0 s ...
     this is told:
-      round 17     the number of the attempt, from 0; 3/17 if the peers count differently; "of" what, if not the model
+      round 17     the number of the attempt, from 1; 3/17 if the peers count differently; "of" what, if not the model
       3 of 4       members that were not dropped
       dropped      why, with figures; "by" whom, if not by all whose receipts are there
       waited for   a member that held the others back, while they had all they could have of each other

@@ -229,7 +229,7 @@ def peer_command(
     \b
     Events of --json, each with "event":
       ready    endpoint, join (what others give to --join; null for a client), run_id, mode, schema_hash, tensors, bytes
-      round    round (from 0), group_id, members, dropped, dropped_reasons, gathered (both by endpoint), seconds,
+      round    round (from 1), group_id, members, dropped, dropped_reasons, gathered (both by endpoint), seconds,
                allreduce_seconds, bytes_sent, bytes_received, kept_local (elements), state_version
       retry    round, outcome (no_group or failed), message, members, dropped, dropped_reasons, seconds
       unwritten  round, output, message: the disk is full, say; --serve goes on and tries again after the next round

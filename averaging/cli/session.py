@@ -103,7 +103,7 @@ class Session:
                 await self._finish_round(receipt)
             elif plan.serve or (receipt.outcome is Outcome.FAILED and failures < plan.retries):
                 failures += 1
-                self._report.tell(events.retry(self.rounds, receipt), words.not_averaged(self._name, receipt))
+                self._report.tell(events.retry(self.rounds + 1, receipt), words.not_averaged(self._name, receipt))
             else:
                 raise Failure(self._why_given_up(receipt))
             if plan.is_done(self.rounds):
@@ -114,7 +114,7 @@ class Session:
 
     @property
     def _name(self) -> str:
-        return words.round_name(self.rounds, self._plan.rounds)
+        return words.round_name(self.rounds + 1, self._plan.rounds)
 
     async def _attempt(self) -> Receipt:
         def describe() -> str:
@@ -127,9 +127,9 @@ class Session:
             return await self._peer.average(weight=self._plan.weight, gather=self._plan.gather)
 
     async def _finish_round(self, receipt: Receipt) -> None:
-        name, number = self._name, self.rounds
+        name = self._name
         self.rounds += 1
-        event = events.averaged(number, receipt)
+        event = events.averaged(self.rounds, receipt)
         self._report.tell(event, words.averaged(name, self._peer.endpoint, receipt, event["gathered"]))
         reached = self.rounds == self._plan.rounds
         if self._plan.serve or reached:

@@ -18,8 +18,8 @@ MAX_NAMES = 4
 
 
 def round_name(number: int, rounds: int | None) -> str:
-    """`round 1 of 3`; `number` counts from 0."""
-    return f"round {number + 1}" + (f" of {rounds}" if rounds and number < rounds else "")
+    """`round 1 of 3`; `number` counts from 1."""
+    return f"round {number}" + (f" of {rounds}" if rounds and number <= rounds else "")
 
 
 def ready(endpoint: str, run_id: str, schema: Schema, join_command: Sequence[str]) -> str:

@@ -138,7 +138,7 @@ class Receipt:
     """One attempt to average. `docs/receipts.md` has the same as JSON.
 
     Attributes:
-        round: number of this attempt at this peer, from 0.
+        round: number of this attempt at this peer, from 1.
         outcome: how it ended.
         reason: in words, why it was not an average of all members; empty if it was.
         group_id: 20 bytes; empty without a group.

@@ -82,7 +82,7 @@ def test_two_peers_average_their_files(start: Start, files: list[Path]) -> None:
         assert ready["join"] == ready["endpoint"]
         assert ready["schema_hash"] == first.seen[0]["schema_hash"]
         assert (ready["run_id"], ready["mode"], ready["tensors"]) == ("demo", "node", 4)
-        assert (averaged["round"], averaged["dropped"], averaged["dropped_reasons"]) == (0, [], {})
+        assert (averaged["round"], averaged["dropped"], averaged["dropped_reasons"]) == (1, [], {})
         assert set(averaged["members"]) == endpoints
         assert averaged["gathered"] == {
             first.seen[0]["endpoint"]: {"loss": 0.25},
@@ -107,7 +107,7 @@ def test_a_client_and_an_auxiliary_peer_take_part(start: Start, files: list[Path
     auxiliary = start("peer", files[2], *options, *join, "--auxiliary")
     for process in (node, client, auxiliary):
         assert process.wait() == 0, process.stderr
-        assert [event["round"] for event in process.events("round")] == [0, 1]
+        assert [event["round"] for event in process.events("round")] == [1, 2]
         assert len(process.events("round")[0]["members"]) == 3
     (ready,) = client.events("ready")
     assert ready["endpoint"].startswith("client::")

@@ -105,7 +105,7 @@ def test_peers_write_receipts_that_explain_tells(tmp_path: Path) -> None:
     told = explain(*files)
     assert (told.returncode, told.stderr) == (0, "")
     lines_told = told.stdout.splitlines()
-    assert [line[:15] for line in lines_told[1:3]] == ["round 0: 2 of 2", "round 1: 2 of 2"]
+    assert [line[:15] for line in lines_told[1:3]] == ["round 1: 2 of 2", "round 2: 2 of 2"]
     assert all(line.endswith("; all 2 agree") for line in lines_told[1:3])
     assert "averages: the same in all of 2 rounds that can be compared" in lines_told
     assert explain(files[0], tmp_path / "none").returncode == 2

@@ -206,7 +206,7 @@ def test_whole_peers_leave_receipts_that_fit_together(tmp_path: Path) -> None:
     for receipts, file, peer in zip(given, files, peers, strict=True):
         with file.open("rb") as lines:
             assert read(lines).receipts == receipts
-        assert [receipt.round for receipt in receipts] == [0, 1]
+        assert [receipt.round for receipt in receipts] == [1, 2]
         for receipt in receipts:
             assert (receipt.run_id, receipt.topic) == ("run", "")
             assert list(receipt.phases) == ["checking", "looking", "preparing", "allreduce", "adopting"]

@@ -291,7 +291,7 @@ def test_rounds_that_find_nobody_harm_nothing_and_warn_once(make: Make, caplog: 
     with caplog.at_level(logging.WARNING, "averaging.training"):
         train(model, opt, 6)
     assert [receipt.outcome for receipt in receipts] == [Outcome.NO_GROUP] * 3
-    assert [receipt.round for receipt in receipts] == [0, 1, 2]
+    assert [receipt.round for receipt in receipts] == [1, 2, 3]
     assert opt.last_receipt is receipts[-1]
     assert len(caplog.records) == 1
     assert "nobody else was seen" in caplog.records[0].getMessage()

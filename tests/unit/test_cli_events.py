@@ -114,9 +114,9 @@ def test_sizes(count: int, told: str) -> None:
 
 
 def test_round_names() -> None:
-    assert words.round_name(0, 3) == "round 1 of 3"
-    assert words.round_name(0, None) == "round 1"
-    assert words.round_name(3, 3) == "round 4"
+    assert words.round_name(1, 3) == "round 1 of 3"
+    assert words.round_name(1, None) == "round 1"
+    assert words.round_name(4, 3) == "round 4"
 
 
 def test_lines_about_a_round() -> None:
