@@ -18,6 +18,7 @@ from typing import ClassVar, cast
 
 from averaging.discovery.gossip import GossipDiscovery, peers_key
 from averaging.discovery.identity import UnsignedIdentity
+from averaging.discovery.settings import GossipSettings
 from averaging.messages import Digest, ExchangeReply, Record, Refusal, Rumour
 from averaging.transport import virtual_time
 from averaging.transport.base import AveragingService, Transport
@@ -164,17 +165,7 @@ async def in_simulation(count: int, records: int, seconds: float) -> None:
     def start(number: int) -> Host:
         transport = CountingTransport(network, f"peer-{number}.example.net:4222")
 
-        def make(endpoint: str) -> GossipDiscovery:
-            return GossipDiscovery(
-                RUN,
-                endpoint,
-                transport,
-                identity=SizedIdentity(rng),
-                clock=virtual_time.clock,
-                rng=random.Random(rng.getrandbits(64)),
-            )
-
-        return Host(transport, make)
+        return Host(transport, lambda endpoint: simulated(RUN, endpoint, transport, rng))
 
     hosts = [start(number) for number in range(count)]
     await asyncio.gather(*(host.ready() for host in hosts))
@@ -213,6 +204,21 @@ class SizedIdentity(UnsignedIdentity):
 
     def sign(self, run_id: str, record: Record) -> bytes:
         return bytes(64)
+
+
+def simulated(
+    run_id: str, endpoint: str, transport: Transport, rng: random.Random, settings: GossipSettings | None = None
+) -> GossipDiscovery:
+    """In virtual time, with signatures that cost nothing; everything random comes from `rng`."""
+    return GossipDiscovery(
+        run_id,
+        endpoint,
+        transport,
+        identity=SizedIdentity(rng),
+        clock=virtual_time.clock,
+        rng=random.Random(rng.getrandbits(64)),
+        settings=settings,
+    )
 
 
 def main() -> None:

@@ -22,7 +22,6 @@ import torch
 
 from averaging import Peer, Receipt
 from averaging.discovery.base import DiscoveryContext
-from averaging.discovery.gossip import GossipDiscovery
 from averaging.discovery.memory import MemoryDiscovery, MemoryRegistry
 from averaging.discovery.records import Limits
 from averaging.discovery.settings import GossipSettings
@@ -30,7 +29,7 @@ from averaging.discovery.spread import peer_hash
 from averaging.transport import virtual_time
 from averaging.transport.base import Transport
 from averaging.transport.memory import MemoryNetwork
-from benchmarks.gossip import Host, SizedIdentity, sees
+from benchmarks.gossip import Host, sees, simulated
 from benchmarks.scale_worker import resident_bytes
 from benchmarks.workers import ROOT, say
 
@@ -70,15 +69,7 @@ async def matchmaking(peers: int, group_size: int, rounds: int, *, gossip: bool,
     def discovery(endpoint: str, transport: Transport) -> DiscoveryContext:
         if not gossip:
             return MemoryDiscovery(registry)
-        return GossipDiscovery(
-            RUN,
-            endpoint,
-            transport,
-            identity=SizedIdentity(rng),
-            clock=virtual_time.clock,
-            rng=random.Random(rng.getrandbits(64)),
-            settings=GossipSettings(leave_timeout=0.001),
-        )
+        return simulated(RUN, endpoint, transport, rng, GossipSettings(leave_timeout=0.001))
 
     swarm = [
         Peer(
@@ -162,18 +153,7 @@ async def rumours(peers: int, records: int) -> dict[str, Any]:
     def start(number: int) -> Host:
         transport = network.transport(f"peer-{number}.example.net:4222")
 
-        def make(endpoint: str) -> GossipDiscovery:
-            return GossipDiscovery(
-                RUN,
-                endpoint,
-                transport,
-                identity=SizedIdentity(rng),
-                clock=virtual_time.clock,
-                rng=random.Random(rng.getrandbits(64)),
-                settings=QUIET,
-            )
-
-        return Host(transport, make)
+        return Host(transport, lambda endpoint: simulated(RUN, endpoint, transport, rng, QUIET))
 
     hosts = [start(number) for number in range(peers)]
     await asyncio.gather(*(host.ready() for host in hosts))

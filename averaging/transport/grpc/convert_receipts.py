@@ -40,17 +40,7 @@ def receipt_to_wire(receipt: Receipt) -> status_pb2.Receipt:
         outcome=receipt.outcome.value,
         reason=receipt.reason,
         members=receipt.members,
-        dropped=[
-            status_pb2.DroppedMember(
-                endpoint=one.endpoint,
-                reason=one.reason,
-                code=one.code.value,
-                waited=one.waited,
-                deadline=one.deadline,
-                basis=one.basis,
-            )
-            for one in receipt.dropped
-        ],
+        dropped=map(_dropped_to_wire, receipt.dropped),
         seconds=receipt.seconds,
         allreduce_seconds=receipt.allreduce_seconds,
         bytes_sent=receipt.bytes_sent,
@@ -61,19 +51,7 @@ def receipt_to_wire(receipt: Receipt) -> status_pb2.Receipt:
         started=receipt.started,
         group_id=receipt.group_id,
         role=receipt.role.value if receipt.role else "",
-        accounts=[
-            status_pb2.MemberAccount(
-                endpoint=account.endpoint,
-                role=account.role.value,
-                mode=account.mode,
-                weight=account.weight,
-                share=account.share,
-                bytes_sent=account.bytes_sent,
-                bytes_received=account.bytes_received,
-                digest=account.digest,
-            )
-            for account in receipt.accounts
-        ],
+        accounts=map(_account_to_wire, receipt.accounts),
         phases=[status_pb2.Phase(name=name, seconds=seconds) for name, seconds in receipt.phases.items()],
         straggler=status_pb2.Straggler(endpoint=straggler.endpoint, seconds=straggler.seconds, what=straggler.what)
         if straggler
@@ -81,6 +59,30 @@ def receipt_to_wire(receipt: Receipt) -> status_pb2.Receipt:
         digest=receipt.digest,
         kept_local=receipt.kept_local,
         state_version=receipt.state_version,
+    )
+
+
+def _dropped_to_wire(dropped: Dropped) -> status_pb2.DroppedMember:
+    return status_pb2.DroppedMember(
+        endpoint=dropped.endpoint,
+        reason=dropped.reason,
+        code=dropped.code.value,
+        waited=dropped.waited,
+        deadline=dropped.deadline,
+        basis=dropped.basis,
+    )
+
+
+def _account_to_wire(account: Account) -> status_pb2.MemberAccount:
+    return status_pb2.MemberAccount(
+        endpoint=account.endpoint,
+        role=account.role.value,
+        mode=account.mode,
+        weight=account.weight,
+        share=account.share,
+        bytes_sent=account.bytes_sent,
+        bytes_received=account.bytes_received,
+        digest=account.digest,
     )
 
 

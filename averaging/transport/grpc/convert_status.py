@@ -34,19 +34,20 @@ def encode_status(status: PeerStatus) -> bytes:
         rounds=status.rounds,
         state_version=status.state_version,
         known_peers=status.known_peers,
-        deadlines=[
-            status_pb2.LearnedDeadline(
-                endpoint=one.endpoint,
-                phase=one.phase.value,
-                size=one.size,
-                waits=one.waits,
-                median=one.median,
-                deadline=one.deadline,
-                basis=one.basis,
-            )
-            for one in status.deadlines
-        ],
+        deadlines=map(_learned_to_wire, status.deadlines),
     ).SerializeToString()
+
+
+def _learned_to_wire(learned: Learned) -> status_pb2.LearnedDeadline:
+    return status_pb2.LearnedDeadline(
+        endpoint=learned.endpoint,
+        phase=learned.phase.value,
+        size=learned.size,
+        waits=learned.waits,
+        median=learned.median,
+        deadline=learned.deadline,
+        basis=learned.basis,
+    )
 
 
 def decode_status(raw: bytes) -> PeerStatus:
