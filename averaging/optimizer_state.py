@@ -58,8 +58,9 @@ def load_optimizer(
     with restored_on_error(optimizer):
         try:
             optimizer.load_state_dict({"state": state, "param_groups": own["param_groups"]})
-        except Exception as error:
-            raise StateError(f"{ours} does not take the state of its optimizer: {error}") from error
+        except Exception as error:  # any optimizer's own checks, and what it stumbles over without any
+            what = f"{type(error).__name__}: {error}"
+            raise StateError(f"{ours} does not take the state of its optimizer: {what}") from error
 
 
 @contextmanager

@@ -187,10 +187,10 @@ class Reducing:
             self._drop(Dropped(name, str(error), code_of(error)), MessageCode.PROTOCOL_VIOLATION)
         except TransportError as error:
             self._drop(Dropped(name, error.reason, code_of(error)))
-        except Exception:
+        except Exception as error:
             logger.exception("group %s: could not take a part of %s", self._outcome.group_id.hex()[:8], name)
-            lost = Dropped(name, "internal error at this peer", DropCode.INTERNAL_ERROR)
-            self._drop(lost, MessageCode.INTERNAL_ERROR)
+            reason = f"internal error at this peer, {type(error).__name__}; its log tells more"
+            self._drop(Dropped(name, reason, DropCode.INTERNAL_ERROR), MessageCode.INTERNAL_ERROR)
 
     def _overdue(self, name: str, phase: Phase, deed: str) -> Overdue:
         def overdue(waited: float, deadline: Deadline) -> None:
