@@ -193,6 +193,16 @@ async def test_close_ends_a_health_watch_quietly() -> None:
         await server.close()
 
 
+async def takes_no_more_calls(endpoint: str) -> None:
+    """Returns when a peer has begun to close."""
+    async with client() as caller:
+        while True:
+            try:
+                await caller.get_schema(endpoint)
+            except PeerUnreachableError:
+                return
+
+
 @pytest.mark.asyncio
 async def test_a_call_that_ends_within_the_grace_is_finished() -> None:
     async def join(_: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
@@ -209,7 +219,7 @@ async def test_a_call_that_ends_within_the_grace_is_finished() -> None:
         await anext(replies)
         start = time.monotonic()
         closed = asyncio.create_task(server.close(30))
-        await asyncio.sleep(0)
+        await asyncio.wait_for(takes_no_more_calls(endpoint), 20)
         closing.set()
         assert [reply async for reply in replies] == [ACCEPTED]
         await closed
@@ -234,11 +244,17 @@ async def test_a_cancelled_close_has_no_more_patience() -> None:
 @pytest.mark.asyncio
 async def test_closing_ends_the_calls_it_has_made() -> None:
     """They fail; the tasks that wait for them are not cancelled."""
+
+    async def waits() -> None:
+        begun.set()
+        await anext(replies)
+
+    begun = asyncio.Event()
     async with serving(FakePeer()) as (_, endpoint), client() as caller:
         replies = caller.join_group(endpoint, REQUEST)
         await anext(replies)
-        waiting = asyncio.ensure_future(anext(replies))
-        await asyncio.sleep(0)
+        waiting = asyncio.ensure_future(waits())
+        await begun.wait()
         await caller.close()
         with pytest.raises(PeerUnreachableError, match="this peer closed the connection"):
             await waiting

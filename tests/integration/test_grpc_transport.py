@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
 import pytest
@@ -233,14 +233,27 @@ async def test_a_caller_that_is_cancelled_closes_the_service() -> None:
         await asyncio.wait_for(service.closed.wait(), 5)
 
 
-async def settled(count: Callable[[], int]) -> int:
-    """What `count` returns once it has stood still for 0.3 s."""
-    before, now = -1, count()
-    while before != now:
-        before = now
-        await asyncio.sleep(0.3)
-        now = count()
-    return now
+class Flood:
+    """64 parts; it tells when the first and when too many of them are asked for."""
+
+    def __init__(self) -> None:
+        self.begun, self.too_many = asyncio.Event(), asyncio.Event()
+
+    async def parts(self) -> AsyncGenerator[AveragingData, None]:
+        for number in range(64):
+            self.begun.set()
+            if number == MAX_UNREAD:
+                self.too_many.set()
+            yield part(number, MIB)
+
+    async def is_held_back(self) -> bool:
+        """Whether no more are asked for than may be unread; half a second is enough for all of them."""
+        await self.begun.wait()
+        try:
+            await asyncio.wait_for(self.too_many.wait(), 0.5)
+        except TimeoutError:
+            return True
+        return False
 
 
 @pytest.mark.asyncio
@@ -250,45 +263,29 @@ async def test_a_service_that_does_not_read_holds_the_sender_back() -> None:
         async for message in messages:
             yield message
 
-    asked = 0
-
-    async def counts_what_is_asked() -> AsyncGenerator[AveragingData, None]:
-        nonlocal asked
-        for number in range(64):
-            asked += 1
-            yield part(number, MIB)
-
-    may_read = asyncio.Event()
+    may_read, flood = asyncio.Event(), Flood()
     service = FakePeer(aggregate=reads_late)
     async with (
         serving(service) as (_, endpoint),
         client() as caller,
-        aclosing(caller.aggregate_part(endpoint, counts_what_is_asked())) as replies,
+        aclosing(caller.aggregate_part(endpoint, flood.parts())) as replies,
     ):
         first = asyncio.create_task(anext(replies))
         await service.started.wait()
-        asked_unread = await settled(lambda: asked)
+        assert await flood.is_held_back()
         may_read.set()
         assert number_of(await first) == 0
         assert [number_of(reply) async for reply in replies] == list(range(1, 64))
-    assert 1 <= asked_unread <= MAX_UNREAD
 
 
 @pytest.mark.asyncio
 async def test_a_caller_that_does_not_read_holds_the_service_back() -> None:
-    sent = 0
-
-    async def floods(_: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
-        nonlocal sent
-        for number in range(64):
-            sent += 1
-            yield part(number, MIB)
-
+    flood = Flood()
     async with (
-        serving(FakePeer(aggregate=floods)) as (_, endpoint),
+        serving(FakePeer(aggregate=lambda _: flood.parts())) as (_, endpoint),
         client() as caller,
         aclosing(caller.aggregate_part(endpoint, parts(1))) as replies,
     ):
         assert number_of(await anext(replies)) == 0
-        assert await settled(lambda: sent) <= MAX_UNREAD
+        assert await flood.is_held_back()
         assert [number_of(reply) async for reply in replies] == list(range(1, 64))

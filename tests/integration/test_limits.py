@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AsyncExitStack, aclosing
-from typing import Any, cast
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from typing import Any, Literal, cast
 
 import grpc
 import pytest
@@ -15,7 +15,7 @@ import torch
 from averaging import Peer, service
 from averaging.errors import BusyError, CallRefusedError, PeerUnreachableError
 from averaging.messages import AveragingData
-from averaging.transport.grpc import methods, options, server
+from averaging.transport.grpc import GrpcTransport, methods, options, server
 from averaging.transport.grpc.security import Callers
 from tests.integration.grpc_fakes import MAX_MESSAGE_BYTES, REQUEST, FakePeer, client, part, parts, serving
 
@@ -135,10 +135,12 @@ async def test_a_host_with_too_many_calls_is_told_so(monkeypatch: pytest.MonkeyP
             await caller.get_schema(endpoint)
 
 
-@pytest.mark.asyncio
-async def test_a_reader_that_takes_nothing_is_cut_off(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@asynccontextmanager
+async def a_reader_that_takes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> AsyncIterator[tuple[GrpcTransport, AsyncGenerator[AveragingData, None]]]:
+    """A peer that was flooding a reader until it gave it up, and the reader's call."""
+
     async def floods(_: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
         while True:
             yield part(0, 1 << 20)
@@ -147,12 +149,20 @@ async def test_a_reader_that_takes_nothing_is_cut_off(
     monkeypatch.setattr(server, "WRITE_BYTES_PER_SECOND", 1 << 30)
     peer = FakePeer(aggregate=floods)
     async with (
-        serving(peer) as (_, endpoint),
+        serving(peer) as (listening, endpoint),
         client() as caller,
         aclosing(caller.aggregate_part(endpoint, parts(1))) as replies,
     ):
         await anext(replies)
         await asyncio.wait_for(peer.closed.wait(), PATIENCE)
+        yield listening, replies
+
+
+@pytest.mark.asyncio
+async def test_a_reader_that_takes_nothing_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with a_reader_that_takes_nothing(monkeypatch) as (_, replies):
         with pytest.raises(CallRefusedError, match="the caller took no answer for too long"):
             async for _ in replies:
                 pass
@@ -176,17 +186,34 @@ async def test_a_sender_that_opens_a_stream_and_sends_nothing_is_sent_away() -> 
         assert [reply async for reply in replies] == []
 
 
+class Line(asyncio.Semaphore):
+    """Tells when somebody waits in it."""
+
+    def __init__(self, places: int) -> None:
+        super().__init__(places)
+        self.waited = asyncio.Event()
+
+    async def acquire(self) -> Literal[True]:
+        if self.locked():
+            self.waited.set()
+        return await super().acquire()
+
+
 @pytest.mark.asyncio
 async def test_so_many_download_the_state_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "MAX_DOWNLOADS", 1)
     large = torch.zeros(64 << 18)  # 64 MiB, more than fits on the way
     async with Peer([large], run_id="run", part_timeout=2.0) as peer, client(limit=32 << 20) as caller:
+        line = Line(service.MAX_DOWNLOADS)
+        monkeypatch.setattr(peer._entered.service, "_downloads", line)
         async with aclosing(caller.download_state(peer.endpoint)) as first:
             await anext(first)
+            assert not line.waited.is_set()
             with pytest.raises(CallRefusedError, match="1 others are downloading the state"):
                 await anext(caller.download_state(peer.endpoint))
+            line.waited.clear()
             waiting = asyncio.ensure_future(anext(second := caller.download_state(peer.endpoint)))
-            await asyncio.sleep(0)
+            await asyncio.wait_for(line.waited.wait(), PATIENCE)
         assert (await asyncio.wait_for(waiting, PATIENCE)).metadata
         await second.aclose()
 
@@ -200,18 +227,5 @@ def test_the_limits_let_a_run_through() -> None:
 
 @pytest.mark.asyncio
 async def test_a_reader_that_takes_nothing_does_not_keep_a_peer_from_closing(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def floods(_: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
-        while True:
-            yield part(0, 1 << 20)
-
-    monkeypatch.setattr(server, "WRITE_SECONDS", 0.3)
-    monkeypatch.setattr(server, "WRITE_BYTES_PER_SECOND", 1 << 30)
-    peer = FakePeer(aggregate=floods)
-    async with (
-        serving(peer) as (listening, endpoint),
-        client() as caller,
-        aclosing(caller.aggregate_part(endpoint, parts(1))) as replies,
-    ):
-        await anext(replies)
-        await asyncio.wait_for(peer.closed.wait(), PATIENCE)
+    async with a_reader_that_takes_nothing(monkeypatch) as (listening, _):
         await asyncio.wait_for(listening.close(0.1), PATIENCE)

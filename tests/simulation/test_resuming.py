@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -22,7 +22,8 @@ from tests.simulation.swarm import Swarm
 
 CHUNK = 4096
 SHAPES = {"a": (5000,), "empty": (0, 3), "b": (30_000,), "c": (7, 11)}
-TOTAL = sum(4 * torch.Size(shape).numel() for shape in SHAPES.values())
+MOMENT = 9
+TOTAL = 4 * (MOMENT + sum(torch.Size(shape).numel() for shape in SHAPES.values()))
 CUT = 20_000 + 10 * CHUNK
 """Bytes after which the first donor is lost: in the midst of `b`."""
 
@@ -40,7 +41,7 @@ class Reader:
 
     def __init__(self, swarm: Swarm, happens: Callable[[], Any], after_bytes: int = CUT) -> None:
         self._transport = swarm.network.transport("reader:1")
-        self._happens, self._after = happens, after_bytes
+        self.happens, self._after = happens, after_bytes
         self.calls: list[Call] = []
         self.hides = False
         self.lies: Callable[[Call], bool] = lambda call: False
@@ -56,7 +57,7 @@ class Reader:
                 call.nbytes += len(message.tensor_part.buffer)
                 yield spoilt(message) if self.lies(call) else message
                 if call is self.calls[0] and call.nbytes >= self._after:
-                    await self._happens()
+                    await self.happens()
 
 
 def spoilt(message: DownloadData) -> DownloadData:
@@ -71,7 +72,7 @@ def named(seed: int) -> dict[str, torch.Tensor]:
 
 
 def donor(swarm: Swarm, name: str, extra: float) -> Peer:
-    extras = Extras({"moment": torch.full((9,), extra)}, {"of": name})
+    extras = Extras({"moment": torch.full((MOMENT,), extra)}, {"of": name})
     return Peer(
         named(1),
         run_id="run",
@@ -83,13 +84,37 @@ def donor(swarm: Swarm, name: str, extra: float) -> Peer:
     )
 
 
-async def donors(swarm: Swarm, stack: AsyncExitStack, *, extra: float = 0.0) -> list[Peer]:
-    """Two that hold the same, but for what the second's application adds behind it."""
-    peers = [donor(swarm, "x:1", 0.0), donor(swarm, "y:1", extra)]
-    for peer in peers:
-        await stack.enter_async_context(peer)
-        await peer.commit(4)
-    return peers
+class World:
+    """Two donors that hold the same, but for what the application of the second adds behind it, and a reader.
+
+    The first donor is lost on the way, unless a test has something else happen.
+    """
+
+    def __init__(self, extra: float) -> None:
+        self.swarm = Swarm(1)
+        self.one, self.other = donor(self.swarm, "x:1", 0.0), donor(self.swarm, "y:1", extra)
+        self.reader = Reader(self.swarm, self.lose)
+
+    async def lose(self) -> None:
+        self.swarm.network.kill("x:1")
+
+    async def cut(self) -> None:
+        """The connection breaks, and can be made again at once."""
+        self.swarm.network.cut(frozenset(["x:1"]), frozenset(["reader:1"]))
+        self.swarm.network.heal()
+
+
+def play(test: Callable[[World], Coroutine[Any, Any, None]], extra: float = 0.0) -> None:
+    world = World(extra)
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            for peer in (world.one, world.other):
+                await stack.enter_async_context(peer)
+                await peer.commit(4)
+            await test(world)
+
+    world.swarm.simulate(main())
 
 
 async def fetch(reader: Reader, peer: Peer, names: tuple[str, ...] = ("x:1", "y:1")) -> state.State:
@@ -109,147 +134,92 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("extra", [0.0, 1.0])
 def test_of_the_next_donor_only_the_rest_is_read(extra: float) -> None:
-    swarm = Swarm(1)
+    async def main(world: World) -> None:
+        found = await fetch(world.reader, world.other)
+        first, second = world.reader.calls
+        assert second.resume is not None
+        assert second.skipped == second.resume.offset >= CUT
+        assert second.nbytes == TOTAL - second.skipped
+        assert first.nbytes + second.nbytes <= TOTAL + CHUNK
+        check(found)
+        assert found.tensors["moment"].tolist() == [extra] * MOMENT
+        assert found.user == {"of": "y:1"}
 
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            _, other = await donors(swarm, stack, extra=extra)
-
-            async def dies() -> None:
-                swarm.network.kill("x:1")
-
-            reader = Reader(swarm, dies)
-            found = await fetch(reader, other)
-            first, second = reader.calls
-            assert second.resume is not None
-            assert second.skipped == second.resume.offset >= CUT
-            assert second.nbytes == TOTAL + 36 - second.skipped
-            assert first.nbytes + second.nbytes <= TOTAL + 36 + CHUNK
-            check(found)
-            assert found.tensors["moment"].tolist() == [extra] * 9
-            assert found.user == {"of": "y:1"}
-
-    swarm.simulate(main())
+    play(main, extra)
 
 
 def test_of_a_donor_that_is_there_again_only_the_rest_is_read() -> None:
-    swarm = Swarm(2)
+    async def main(world: World) -> None:
+        world.reader.happens = world.cut
+        check(await fetch(world.reader, world.one, ("x:1",)))
+        assert [call.donor for call in world.reader.calls] == ["x:1", "x:1"]
+        again = world.reader.calls[1]
+        assert again.nbytes == TOTAL - again.skipped <= TOTAL - CUT
 
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            one, _ = await donors(swarm, stack)
-
-            async def cut() -> None:
-                swarm.network.cut(frozenset(["x:1"]), frozenset(["reader:1"]))
-                swarm.network.heal()
-
-            reader = Reader(swarm, cut)
-            check(await fetch(reader, one, ("x:1",)))
-            assert [call.donor for call in reader.calls] == ["x:1", "x:1"]
-            assert reader.calls[1].nbytes == TOTAL + 36 - reader.calls[1].skipped < TOTAL - CUT + 36 + 1
-
-    swarm.simulate(main())
+    play(main)
 
 
 def test_a_donor_that_has_moved_on_sends_all() -> None:
-    swarm = Swarm(3)
+    async def main(world: World) -> None:
+        async def moves_on() -> None:
+            for peer in (world.one, world.other):
+                with peer.tensors() as tensors:
+                    for tensor, value in zip(tensors, named(2).values(), strict=True):
+                        tensor.copy_(value)
+                await peer.commit(5)
+            await world.cut()
 
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            peers = await donors(swarm, stack)
+        world.reader.happens = moves_on
+        found = await fetch(world.reader, world.one)
+        check(found, 2)
+        assert found.version == 5
+        assert (world.reader.calls[-1].skipped, world.reader.calls[-1].nbytes) == (0, TOTAL)
 
-            async def moves_on() -> None:
-                for peer in peers:
-                    with peer.tensors() as tensors:
-                        for tensor, value in zip(tensors, named(2).values(), strict=True):
-                            tensor.copy_(value)
-                    await peer.commit(5)
-                swarm.network.cut(frozenset(["x:1"]), frozenset(["reader:1"]))
-                swarm.network.heal()
-
-            reader = Reader(swarm, moves_on)
-            found = await fetch(reader, peers[0])
-            check(found, 2)
-            assert found.version == 5
-            assert reader.calls[-1].skipped == 0
-            assert reader.calls[-1].nbytes == TOTAL + 36
-
-    swarm.simulate(main())
+    play(main)
 
 
 def test_one_that_has_moved_on_with_the_same_bytes_sends_the_rest_and_its_own_version() -> None:
-    swarm = Swarm(3)
+    async def main(world: World) -> None:
+        async def moves_on() -> None:
+            await world.other.commit(5)
+            await world.lose()
 
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            _, other = await donors(swarm, stack)
+        world.reader.happens = moves_on
+        found = await fetch(world.reader, world.other)
+        assert found.version == 5
+        assert world.reader.calls[1].skipped >= CUT
+        check(found)
 
-            async def moves_on() -> None:
-                await other.commit(5)
-                swarm.network.kill("x:1")
-
-            reader = Reader(swarm, moves_on)
-            found = await fetch(reader, other)
-            assert found.version == 5
-            assert reader.calls[1].skipped >= CUT
-            check(found)
-
-    swarm.simulate(main())
+    play(main)
 
 
 def test_a_donor_that_does_not_know_the_question_sends_all() -> None:
-    swarm = Swarm(4)
+    async def main(world: World) -> None:
+        world.reader.hides = True
+        check(await fetch(world.reader, world.other))
+        second = world.reader.calls[1]
+        assert second.resume is not None
+        assert (second.skipped, second.nbytes) == (0, TOTAL)
 
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            _, other = await donors(swarm, stack)
-
-            async def dies() -> None:
-                swarm.network.kill("x:1")
-
-            reader = Reader(swarm, dies)
-            reader.hides = True
-            check(await fetch(reader, other))
-            assert reader.calls[1].resume is not None
-            assert (reader.calls[1].skipped, reader.calls[1].nbytes) == (0, TOTAL + 36)
-
-    swarm.simulate(main())
+    play(main)
 
 
 def test_wrong_bytes_before_the_cut_are_thrown_away_and_harm_no_sound_donor() -> None:
-    swarm = Swarm(5)
+    async def main(world: World) -> None:
+        world.reader.lies = lambda call: call.donor == "x:1" and call.nbytes > 20_000
+        check(await fetch(world.reader, world.other))
+        assert [call.donor for call in world.reader.calls] == ["x:1", "y:1", "y:1"]
+        assert world.reader.calls[2].skipped == 20_000  # of `a`, which was verified; `b` comes again
 
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            _, other = await donors(swarm, stack)
-
-            async def dies() -> None:
-                swarm.network.kill("x:1")
-
-            reader = Reader(swarm, dies)
-            reader.lies = lambda call: call.donor == "x:1" and call.nbytes > 20_000
-            check(await fetch(reader, other))
-            assert [call.donor for call in reader.calls] == ["x:1", "y:1", "y:1"]
-            assert reader.calls[2].skipped == 20_000  # of `a`, which was verified; `b` comes again
-
-    swarm.simulate(main())
+    play(main)
 
 
 def test_a_donor_that_lies_after_the_cut_is_refused() -> None:
-    swarm = Swarm(6)
+    async def main(world: World) -> None:
+        world.reader.lies = lambda call: call.donor == "y:1" and call.nbytes + call.skipped > 70_000
+        with pytest.raises(StateError, match="y:1: tensor 'b' does not match its digest"):
+            await fetch(world.reader, world.one)
+        # Once with the bytes of the first, once with its own alone; the first is asked last.
+        assert [call.donor for call in world.reader.calls] == ["x:1", "y:1", "y:1", "x:1"]
 
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            one, _ = await donors(swarm, stack)
-
-            async def dies() -> None:
-                swarm.network.kill("x:1")
-
-            liar = Reader(swarm, dies)
-            liar.lies = lambda call: call.donor == "y:1" and call.nbytes + call.skipped > 70_000
-            with pytest.raises(StateError, match="y:1: tensor 'b' does not match its digest"):
-                await fetch(liar, one)
-            # Once with the bytes of the first, once with its own alone; the first is asked last.
-            assert [call.donor for call in liar.calls] == ["x:1", "y:1", "y:1", "x:1"]
-
-    swarm.simulate(main())
+    play(main)
