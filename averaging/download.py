@@ -14,7 +14,8 @@ from averaging.donor_silence import Patience
 from averaging.errors import AveragingError, StateError, TransportError
 from averaging.messages import Resume
 from averaging.schema import Schema
-from averaging.state import Fingerprint, Held, State, StateReader
+from averaging.state import State
+from averaging.state_reader import Fingerprint, Held, StateReader
 from averaging.transport.base import Transport
 
 logger = logging.getLogger("averaging.state")

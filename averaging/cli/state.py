@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from averaging.cli.report import Report
     from averaging.cli.signals import Stop
     from averaging.credentials import Credentials
-    from averaging.state import State, StateReader
+    from averaging.state import State
+    from averaging.state_reader import StateReader
 
 MAX_MESSAGE_BYTES = 64 << 20
 """Peers send a state in chunks of 1 MiB, and its metadata of at most 16 MiB."""

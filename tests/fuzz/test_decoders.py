@@ -24,7 +24,8 @@ from averaging.matchmaking import rules
 from averaging.messages import JoinRequest, MessageCode, MessageFromLeader, WireTensor
 from averaging.observe import journal
 from averaging.schema import describe
-from averaging.state import State, StateReader, pack, seal
+from averaging.state import State, pack, seal
+from averaging.state_reader import StateReader
 from averaging.transport.grpc import methods
 from averaging.transport.grpc.methods import Method
 from tests.fuzz.material import ENDPOINTS, damaged, packed, protobufs, states, values, wire_tensors

@@ -20,7 +20,8 @@ from averaging.group import Member, Mode, pack_gather
 from averaging.matchmaking.rules import pack_looking
 from averaging.messages import AveragingData, DownloadData, JoinRequest, MessageCode, MessageFromLeader, Resume
 from averaging.schema import ReplyForm, Schema, describe
-from averaging.state import State, StateReader, pack, seal
+from averaging.state import State, pack, seal
+from averaging.state_reader import StateReader
 from averaging.transport import virtual_time
 from tests.fuzz.material import ENDPOINTS, averaging_data, packed, states
 from tests.simulation.rounds import PART_TIMEOUT, Simulation

@@ -13,7 +13,8 @@ import torch
 from averaging import Peer
 from averaging.download import download
 from averaging.messages import DownloadData
-from averaging.state import CHUNK_BYTES, StateReader
+from averaging.state import CHUNK_BYTES
+from averaging.state_reader import StateReader
 from averaging.transport.grpc import GrpcTransport, headers, methods
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")

@@ -18,7 +18,8 @@ from averaging.download import TRIES, choose, download
 from averaging.errors import PeerUnreachableError, StateError
 from averaging.messages import DownloadData, Resume
 from averaging.schema import Schema, describe
-from averaging.state import Fingerprint, Held, State, StateReader, pack, seal
+from averaging.state import State, pack, seal
+from averaging.state_reader import Fingerprint, Held, StateReader
 from averaging.transport import virtual_time
 
 NAMES = ("a", "b", "c", "d")

@@ -1,0 +1,263 @@
+"""Puts a download of a state together again and verifies it, also over several attempts. No I/O."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from averaging.errors import StateError
+from averaging.manifest import (
+    DTYPE_NAMES,
+    STATE_DTYPES,
+    Described,
+    can_skip,
+    covered,
+    max_items,
+    nbytes_of,
+    read_manifest,
+    resume_at,
+)
+from averaging.messages import Buffer, DownloadData, Resume, WireTensor
+from averaging.schema import Schema
+from averaging.state import State
+
+MAX_GROWTH = 16
+"""A state may hold so many times the bytes of the averaged tensors (plus 64 MiB) before it is refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What identifies a state as several donors can have it: the version, and the averaged tensors with their digests.
+
+    What the application adds (optimizer statistics, say) may differ from peer to peer and is not in it.
+    """
+
+    version: int
+    tensors: tuple[tuple[torch.dtype, tuple[int, ...], bytes], ...]
+
+    def __str__(self) -> str:
+        digests = b"".join(digest for _, _, digest in self.tensors)
+        return f"version {self.version} with digest {hashlib.sha256(digests).hexdigest()[:8]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A tensor of which only the first `filled` bytes have come; nothing is known of their worth."""
+
+    tensor: Described
+    buffer: bytearray
+    filled: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What of a state is there, so that it need not be read again.
+
+    Attributes:
+        announced: all tensors of that state.
+        tensors: those that were read whole and verified.
+        cut: the one in which its download ended.
+    """
+
+    announced: tuple[Described, ...] = ()
+    tensors: Mapping[Described, torch.Tensor] = field(default_factory=dict)
+    cut: Cut | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """What is there."""
+        return nbytes_of(list(self.tensors)) + (self.cut.filled if self.cut else 0)
+
+    @property
+    def offset(self) -> int:
+        """How many of the state's first bytes are there."""
+        offset = 0
+        for tensor in self.announced:
+            if tensor not in self.tensors:
+                return offset + (self.cut.filled if self.cut and self.cut.tensor == tensor else 0)
+            offset += tensor.nbytes
+        return offset
+
+    @property
+    def resume(self) -> Resume | None:
+        """What a donor is told of it; None if there is nothing to be told."""
+        return resume_at(self.announced, self.offset) if self.offset else None
+
+
+class StateReader:
+    """Puts a download together again and verifies it. No I/O.
+
+    Args:
+        schema: of the tensors that the downloader averages; the state must begin with the same. None takes any tensors.
+        max_bytes: what the state may hold at most; if None, `MAX_GROWTH` times the bytes of the schema plus 64 MiB.
+        held: what need not be read again where a state has the very same; its cut tensor is written on.
+        expected: refuses any other state.
+
+    Attributes:
+        version: of the state, as announced.
+        received: bytes of tensors so far, with those that were left out.
+        spliced: whether a tensor of which the first bytes were held did not match its digest. Nothing is wrong with the
+            donor then, as far as can be told.
+
+    Raises:
+        StateError: from every method, if the state is not what it says or not what is needed.
+    """
+
+    def __init__(
+        self,
+        schema: Schema | None,
+        max_bytes: int | None = None,
+        held: Held | None = None,
+        expected: Fingerprint | None = None,
+    ) -> None:
+        self._schema = schema
+        self._before, self._expected = held or Held(), expected
+        own_bytes = schema.nbytes if schema else 0
+        self._max_bytes = MAX_GROWTH * own_bytes + (64 << 20) if max_bytes is None else max_bytes
+        self.version = 0
+        self.received = 0
+        self.spliced = False
+        self._user: Mapping[str, Any] = {}
+        self._announced: tuple[Described, ...] = ()
+        self._done: list[torch.Tensor] = []
+        self._reading = False  # in the midst of a tensor
+        self._buffer: bytearray | None = None  # of that tensor; None if it is held, so that its bytes are passed over
+        self._filled = 0
+        self._taken_over = 0  # bytes of the tensor that comes first of which an earlier attempt has read
+        self._chunks_left = 0
+        self._started = False
+
+    @property
+    def started(self) -> bool:
+        """Whether the metadata has come."""
+        return self._started
+
+    @property
+    def count(self) -> int:
+        """How many tensors are announced."""
+        return len(self._announced)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, as announced; 0 before the first message."""
+        return nbytes_of(self._announced)
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """Of the state, as announced."""
+        compared = self._announced[: len(self._schema.tensors)] if self._schema else self._announced
+        return Fingerprint(self.version, tuple((dtype, shape, digest) for _, dtype, shape, digest in compared))
+
+    @property
+    def held(self) -> Held:
+        """What is there of this state."""
+        before = self._before.tensors
+        tensors = {tensor: before[tensor] for tensor in self._announced if tensor in before}
+        tensors |= zip(self._announced, self._done, strict=False)
+        cut = None
+        if self._buffer is not None and 0 < self._filled < len(self._buffer):
+            cut = Cut(self._announced[len(self._done)], self._buffer, self._filled)
+        return Held(self._announced, tensors, cut)
+
+    def feed(self, message: DownloadData) -> None:
+        """Takes the next message of the stream."""
+        if not self._started:
+            self._started = True
+            self._read_metadata(message.metadata)
+        if (wire := message.tensor_part) is None:
+            return
+        if wire.dtype:
+            self._start_tensor(wire)
+        self._add_chunk(wire.buffer)
+
+    def finish(self) -> State:
+        """The whole state, once the stream has ended."""
+        if not self._started:
+            raise StateError("it shares no state")
+        if self._reading or len(self._done) != len(self._announced):
+            raise StateError(f"its stream ended after {len(self._done)} of {len(self._announced)} tensors")
+        names = (tensor.name for tensor in self._announced)
+        return State(self.version, dict(zip(names, self._done, strict=True)), self._user)
+
+    def _read_metadata(self, packed: bytes) -> None:
+        manifest = read_manifest(packed, max_items(self._schema))
+        self.version, self._user, self._announced = manifest.version, manifest.user, manifest.tensors
+        self._check_announced()
+        if manifest.skipped:
+            self._skip(manifest.skipped)
+
+    def _check_announced(self) -> None:
+        announced, own = self._announced, self._schema.tensors if self._schema else ()
+        if len(announced) < len(own):
+            raise StateError(f"it has {len(announced)} tensors, this peer {len(own)}")
+        for (name, dtype, shape, _), spec in zip(announced, own, strict=False):
+            if (dtype, shape) != (spec.torch_dtype, spec.shape):
+                there, here = (
+                    f"{DTYPE_NAMES[d]}{list(s)}" for d, s in ((dtype, shape), (spec.torch_dtype, spec.shape))
+                )
+                raise StateError(f"its tensor {name!r} is {there}, here {spec.name!r} is {here}")
+        if self.nbytes > self._max_bytes:
+            raise StateError(f"it announces {self.nbytes} bytes, more than the {self._max_bytes} of max_bytes")
+        if self._expected is not None and self.fingerprint != self._expected:
+            raise StateError(f"it has {self.fingerprint} now, not {self._expected} as when it was compared with others")
+
+    def _skip(self, skipped: int) -> None:
+        """The donor leaves out what is held."""
+        before = self._before
+        if skipped != before.offset or can_skip(self._announced, before.resume) != skipped:
+            raise StateError(f"it left out {skipped} bytes that this peer does not have")
+        whole, inside = covered(self._announced, skipped)
+        for tensor in self._announced[:whole]:
+            if (known := before.tensors.get(tensor)) is not None:
+                self._done.append(known)
+            else:  # it has no bytes
+                self._complete(tensor, bytearray())
+        if inside and before.cut is not None:
+            self._buffer, self._filled, self._taken_over = before.cut.buffer, inside, inside
+        self.received = skipped
+
+    def _start_tensor(self, wire: WireTensor) -> None:
+        if self._reading:
+            raise StateError(f"tensor {len(self._done)} is cut short")
+        if len(self._done) == len(self._announced):
+            raise StateError("it sent more tensors than it announced")
+        tensor = self._announced[len(self._done)]
+        if (STATE_DTYPES.get(wire.dtype), tuple(wire.size)) != (tensor.dtype, tensor.shape) or wire.compression:
+            raise StateError(f"tensor {tensor.name!r} came as {wire.dtype} {list(wire.size)}, not as announced")
+        self._reading = True
+        self._chunks_left = max(1, wire.chunks)
+        if not self._taken_over:
+            self._buffer = None if tensor in self._before.tensors else bytearray(tensor.nbytes)
+            self._filled = 0
+
+    def _add_chunk(self, piece: Buffer) -> None:
+        if not self._reading:
+            raise StateError("a chunk came that belongs to no tensor")
+        tensor = self._announced[len(self._done)]
+        end = self._filled + len(piece)
+        self._chunks_left -= 1
+        if end > tensor.nbytes or self._chunks_left < 0:
+            raise StateError(f"tensor {tensor.name!r} is longer than announced")
+        if self._buffer is not None:
+            self._buffer[self._filled : end] = piece
+        self._filled = end
+        self.received += len(piece)
+        if end == tensor.nbytes and not self._chunks_left:
+            self._complete(tensor, self._buffer)
+
+    def _complete(self, tensor: Described, buffer: bytearray | None) -> None:
+        taken_over, self._taken_over = self._taken_over, 0
+        self._reading, self._buffer, self._filled = False, None, 0
+        if buffer is None:
+            self._done.append(self._before.tensors[tensor])
+        elif hashlib.sha256(buffer).digest() != tensor.digest:
+            self.spliced = taken_over > 0
+            whence = f"; its first {taken_over} bytes came in an earlier attempt" if self.spliced else ""
+            raise StateError(f"tensor {tensor.name!r} does not match its digest{whence}")
+        else:
+            flat = torch.frombuffer(buffer, dtype=tensor.dtype) if buffer else torch.empty(0, dtype=tensor.dtype)
+            self._done.append(flat.reshape(tensor.shape))
