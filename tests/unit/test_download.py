@@ -241,7 +241,7 @@ class Slow:
     seconds: dict[str, list[float]]
     calls: list[str] = field(default_factory=list)
 
-    async def download_state(self, endpoint: str) -> AsyncGenerator[DownloadData, None]:
+    async def download_state(self, endpoint: str, resume: Resume | None = None) -> AsyncGenerator[DownloadData, None]:
         self.calls.append(endpoint)
         times = self.seconds[endpoint]
         await asyncio.sleep(times.pop(0) if len(times) > 1 else times[0])
