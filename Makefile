@@ -50,8 +50,8 @@ $(HIVEMIND)/installed: pyproject.toml
 	$(HIVEMIND)/bin/python -m pip install --quiet --editable '.[hivemind]'
 	touch $@
 
-soak: $(VENV)/installed ## eight peers under faults: MINUTES=1.5 SEED=1
-	$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),1.5) --seed $(or $(SEED),1)
+soak: $(VENV)/installed ## eight peers under faults: MINUTES=2 SEED=1
+	$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),2) --seed $(or $(SEED),1)
 
 clean: ## remove what was made here
 	rm -rf $(VENV) $(HIVEMIND) build dist runs averaging/wire/*_pb2*
