@@ -3,7 +3,8 @@
 All systems of a case are up at once and take turns round by round, so that what else the machine does meets them alike.
 Every round starts with fresh numbers and its result is compared with the true mean. A round's seconds are those of its
 slowest peer, its CPU seconds those of all peers, its memory that of the largest; the first round is not counted.
-`in_place` is this library too, with that option: averages are written as they arrive.
+`in_place` is this library too, with that option: averages are written as they arrive. `bare` sends the same bytes over
+gRPC in the same pattern and sums them, without anything around it, which shows what gRPC itself takes.
 The results go to `allreduce.json` and `allreduce.png`. The exit code is 1 if any round failed or was wrong.
 
 hivemind wants an older numpy than the rest and runs in an environment of its own, with the extra of that name; without
@@ -62,7 +63,7 @@ async def system(name: str, case: Case, python: str) -> AsyncIterator[list[Worke
                 arguments += ["--tensors", case.tensors, "--codec", case.codec, "--join", join]
                 return await started.start(python, "-m", "benchmarks.allreduce_worker", name, *arguments)
 
-            if name == "gloo":  # its peers meet in a file
+            if name in ("bare", "gloo"):  # their peers meet in a file
                 await all_of([start(rank, f"file://{scratch}/store") for rank in range(case.peers)])
             else:
                 address = (await start(0, "")).started["address"]
@@ -91,7 +92,7 @@ async def one_round(workers: Sequence[Worker], bound: float) -> dict[str, Any]:
 
 
 async def measure(case: Case, pythons: Mapping[str, str], rounds: int) -> dict[str, Any]:
-    """All systems of a case, in turns. One that breaks is left out from then on, and says why."""
+    """All systems of a case, in turns. One that breaks, or fails twice running, is left out from then on."""
     systems: dict[str, dict[str, Any]] = {name: {"versions": {}, "rounds": [], "broken": ""} for name in pythons}
     bound = error_bound(case.codec, case.peers)
     async with AsyncExitStack() as stack:
@@ -117,11 +118,15 @@ async def measure(case: Case, pythons: Mapping[str, str], rounds: int) -> dict[s
                     broke(name, error)
                     del running[name]
                     continue
+                before = systems[name]["rounds"][-1:]
                 systems[name]["rounds"].append({"warm_up": number == 0} | done)
                 say(
                     f"  {f'round {number}' if number else 'warm-up'}, {name}: {done['seconds']:.3f} s, "
                     f"{done['cpu_seconds']:.2f} CPU s {done['failure']}"
                 )
+                if done["failure"] and before and before[0]["failure"]:
+                    broke(name, WorkerError(f"two rounds failed, the last one with {done['failure']}"))
+                    del running[name]
     return {
         "peers": case.peers,
         "mib": case.mib,
@@ -157,7 +162,8 @@ def main() -> None:
     for peers, mib, tensors, codec in product(options.peers, options.mib, options.tensors, options.codecs):
         case = Case(peers, mib, tensors, codec)
         say(str(case))
-        pythons = dict.fromkeys(("averaging", "in_place", "gloo"), sys.executable)
+        ours = ("averaging", "in_place", "bare", "gloo") if codec == "none" else ("averaging", "in_place", "gloo")
+        pythons = dict.fromkeys(ours, sys.executable)
         if options.hivemind and codec in HIVEMIND_CODECS:
             pythons["hivemind"] = options.hivemind
         results["cases"].append(asyncio.run(measure(case, pythons, options.rounds)) | {"title": str(case)})

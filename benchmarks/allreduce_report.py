@@ -22,7 +22,7 @@ from matplotlib.patches import Patch
 from rich.console import Console
 from rich.table import Table
 
-COLOURS = {"averaging": "#0072B2", "in_place": "#56B4E9", "gloo": "#7F7F7F", "hivemind": "#E69F00"}
+COLOURS = {"averaging": "#0072B2", "in_place": "#56B4E9", "bare": "#009E73", "gloo": "#7F7F7F", "hivemind": "#E69F00"}
 
 MIB = 2**20
 

@@ -9,34 +9,16 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import version
-from math import prod, sqrt
 from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed
 
+from benchmarks.allreduce_bare import Bare
+from benchmarks.allreduce_shapes import shapes
+
 LIMIT = 120.0
 """Seconds in which a system must have averaged."""
-
-Shapes = list[tuple[int, ...]]
-
-
-def shapes(kind: str, mib: int) -> Shapes:
-    """What is averaged: so many MiB of float32 in 4 equal matrices, or in the 148 tensors of a GPT-2 of 12 layers.
-
-    GPT-2 small has 475 MiB; its width, context and vocabulary are scaled alike, and the vocabulary makes up the rest.
-    """
-    if kind == "4":
-        return [(mib * 64, 1024)] * 4
-    scale = sqrt(mib / 475)
-    width, context = round(768 * scale), round(1024 * scale)
-    norm: Shapes = [(width,), (width,)]
-    layer: Shapes = []
-    for inner, outer in ((width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)):
-        layer += [(inner, outer), (outer,)]
-    rest: Shapes = [(context, width), *(norm + layer[:4] + norm + layer[4:]) * 12, *norm]
-    vocabulary = (mib * 2**18 - sum(map(prod, rest))) // width
-    return [(vocabulary, width), *rest]
 
 
 class System(Protocol):
@@ -191,4 +173,4 @@ class Hivemind:
         return time.perf_counter() - begun
 
 
-SYSTEMS = {"averaging": Averaging, "in_place": InPlace, "gloo": Gloo, "hivemind": Hivemind}
+SYSTEMS = {"averaging": Averaging, "in_place": InPlace, "bare": Bare, "gloo": Gloo, "hivemind": Hivemind}

@@ -12,11 +12,15 @@ from collections.abc import Mapping
 from multiprocessing.reduction import DupFd
 from typing import Any
 
-FORKED = ("tests.integration.worker", "tests.integration.strategy_worker")
-"""What is started so: modules that leave no thread behind when they are imported, and end by themselves."""
+FORKED = {
+    "averaging": "averaging.cli",
+    "tests.integration.worker": "tests.integration.worker",
+    "tests.integration.strategy_worker": "tests.integration.strategy_worker",
+}
+"""What is started so, and what of it is imported before: modules that start no thread when they are imported."""
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload([*FORKED, "torch._dynamo"])  # which an optimizer imports
+_CONTEXT.set_forkserver_preload([*FORKED.values(), "torch._dynamo"])  # which an optimizer imports
 
 
 class ForkedProcess:

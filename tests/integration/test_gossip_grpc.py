@@ -16,6 +16,7 @@ from averaging.errors import CallRefusedError, NoSeedAnsweredError
 from averaging.messages import Digest, Record, Rumour
 from averaging.transport.grpc import GrpcTransport
 from tests.integration.grpc_fakes import MAX_MESSAGE_BYTES, FakePeer
+from tests.integration.listening import listening
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 
@@ -209,10 +210,9 @@ async def test_seeds_that_all_fail_are_told_with_the_reasons() -> None:
         await closed.close()
 
         async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            stack.callback(writer.close)
+            await asyncio.Event().wait()
 
-        silent_server = await stack.enter_async_context(await asyncio.start_server(say_nothing, "127.0.0.1", 0))
-        silent = f"127.0.0.1:{silent_server.sockets[0].getsockname()[1]}"
+        silent = await stack.enter_async_context(listening(say_nothing))
         before = time.monotonic()
         with pytest.raises(NoSeedAnsweredError) as caught:
             await Host([stranger.endpoint, nobody, silent], join_timeout=2.0).joined()

@@ -33,6 +33,7 @@ from tests.integration.grpc_fakes import (
     read_all,
     serving,
 )
+from tests.integration.listening import closed, listening
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 
@@ -106,7 +107,10 @@ async def relayed(endpoint: str) -> AsyncIterator[tuple[str, Callable[[], None]]
     async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         to_reader, to_writer = await asyncio.open_connection(host, port)
         writers.extend((writer, to_writer))
-        await asyncio.gather(copy(reader, to_writer), copy(to_reader, writer))
+        try:
+            await asyncio.gather(copy(reader, to_writer), copy(to_reader, writer))
+        finally:
+            await closed(to_writer)
 
     def cut() -> None:
         while writers:
@@ -115,10 +119,9 @@ async def relayed(endpoint: str) -> AsyncIterator[tuple[str, Callable[[], None]]
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # RST instead of FIN
             writer.transport.abort()
 
-    server = await asyncio.start_server(relay, "127.0.0.1", 0)
-    async with server:
+    async with listening(relay) as address:
         try:
-            yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", cut
+            yield address, cut
         finally:
             cut()
 
@@ -311,11 +314,8 @@ async def test_something_else_listens_there(answer: bytes) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1)
         writer.write(answer)
-        writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server, client() as caller:
-        port = server.sockets[0].getsockname()[1]
+    async with listening(serve) as address, client() as caller:
         with pytest.raises(PeerUnreachableError) as raised:
-            await caller.get_schema(f"127.0.0.1:{port}")
+            await caller.get_schema(address)
     assert len(str(raised.value)) < 100

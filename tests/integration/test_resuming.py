@@ -16,6 +16,7 @@ from averaging.messages import DownloadData
 from averaging.state import CHUNK_BYTES
 from averaging.state_reader import StateReader
 from averaging.transport.grpc import GrpcTransport, headers, methods
+from tests.integration.listening import closed, listening
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 
@@ -53,8 +54,7 @@ class Relay:
         finally:
             up.cancel()
             await asyncio.wait({up})
-            for end in (writer, to_peer):
-                end.close()
+            await closed(to_peer)
 
     @staticmethod
     async def _up(reader: asyncio.StreamReader, to_peer: asyncio.StreamWriter) -> None:
@@ -66,9 +66,8 @@ class Relay:
 @asynccontextmanager
 async def relaying(endpoint: str, cut: int) -> AsyncIterator[tuple[Relay, str]]:
     relay = Relay(endpoint, cut)
-    server = await asyncio.start_server(relay.handle, "127.0.0.1", 0)
-    async with server:
-        yield relay, f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with listening(relay.handle) as address:
+        yield relay, address
 
 
 @pytest.mark.asyncio

@@ -1,0 +1,25 @@
+"""What the all-reduce benchmark averages."""
+
+from __future__ import annotations
+
+from math import prod, sqrt
+
+Shapes = list[tuple[int, ...]]
+
+
+def shapes(kind: str, mib: int) -> Shapes:
+    """What is averaged: so many MiB of float32 in 4 equal matrices, or in the 148 tensors of a GPT-2 of 12 layers.
+
+    GPT-2 small has 475 MiB; its width, context and vocabulary are scaled alike, and the vocabulary makes up the rest.
+    """
+    if kind == "4":
+        return [(mib * 64, 1024)] * 4
+    scale = sqrt(mib / 475)
+    width, context = round(768 * scale), round(1024 * scale)
+    norm: Shapes = [(width,), (width,)]
+    layer: Shapes = []
+    for inner, outer in ((width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)):
+        layer += [(inner, outer), (outer,)]
+    rest: Shapes = [(context, width), *(norm + layer[:4] + norm + layer[4:]) * 12, *norm]
+    vocabulary = (mib * 2**18 - sum(map(prod, rest))) // width
+    return [(vocabulary, width), *rest]
