@@ -6,6 +6,9 @@ HIVEMIND := .venv-hivemind
 # This release first: the index's newest torch brings gigabytes of CUDA that the tests and the demo do not use.
 TORCH ?= torch==2.13.0
 
+# Tests of processes wait for each other much of the time: one more than there are cores.
+WORKERS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 1 )))
+
 .PHONY: help demo test check lint bench proto soak clean
 
 help: ## what can be made
@@ -15,7 +18,7 @@ demo: $(VENV)/installed ## real training averaged between four processes, one of
 	$(BIN)/python -m examples.demo
 
 test: $(VENV)/installed ## all tests
-	$(BIN)/python -m pytest --numprocesses auto --dist worksteal $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 lint: $(VENV)/installed ## style, types, import directions
 	$(BIN)/ruff check .
