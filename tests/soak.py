@@ -29,7 +29,7 @@ GROWTH_BYTES = 200 << 20
 
 WARM_ROUNDS = 10
 
-CHANGE_SECONDS, FAULT_SECONDS = 8.0, 5.0
+CHANGE_SECONDS, FAULT_SECONDS, TELL_SECONDS = 8.0, 5.0, 60.0
 
 
 class SoakError(Exception):
@@ -146,12 +146,23 @@ def soak(minutes: float, seed: int, *, count: int = PEERS, spoil: bool = False) 
         judge = Judge(began)
         change, heal, killed, struck = began + CHANGE_SECONDS, 0.0, 0, 0
         victim: Soaked | None = None
+
+        def told(now: float) -> str:
+            return (
+                f"{(now - began) / 60:.1f} min: {judge.finished} rounds finished at {count} peers, {killed} killed, "
+                f"{struck} links spoilt, {judge.dropped} times a member was dropped"
+            )
+
+        tell = began + TELL_SECONDS
         while (now := time.monotonic()) < began + 60 * minutes:
             time.sleep(0.5)
             for peer in peers:
                 for event in peer.news():
                     judge.hear(peer.endpoint, event, now)
             judge.look(now)
+            if now >= tell:
+                tell += TELL_SECONDS
+                print(told(now), flush=True)
             if victim is not None and now >= heal:
                 victim.proxy.heal()
                 victim = None
@@ -169,17 +180,14 @@ def soak(minutes: float, seed: int, *, count: int = PEERS, spoil: bool = False) 
                     victim, heal = rng.choice(peers[:-1]), now + FAULT_SECONDS
                     victim.proxy.arm(rng.choice([Fault.STALL, Fault.CUT, Fault.HALF_OPEN]), rng.randrange(200_000))
                     struck += 1
-        print(
-            f"{judge.finished} rounds finished at {count} peers in {minutes:g} min: {killed} killed, {struck} links "
-            f"spoilt, {judge.dropped} times a member was dropped (seed {seed})"
-        )
+        print(f"{told(now)} (seed {seed})")
         if not judge.finished:
             raise SoakError("no round was finished")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=1.5)
+    parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--peers", type=int, default=PEERS)
     parser.add_argument("--spoil", action="store_true", help="let one peer hold a wrong value: it must fail then")
@@ -189,3 +197,6 @@ if __name__ == "__main__":
         soak(given.minutes, given.seed, count=given.peers, spoil=given.spoil)
     except SoakError as error:
         sys.exit(f"failed: {error}")
+    except KeyboardInterrupt:
+        print("stopped; all processes have ended")
+        sys.exit(130)

@@ -118,7 +118,7 @@ class FaultProxy:
         self._writers.add(writer)
         try:
             there, back = await asyncio.open_connection("127.0.0.1", self.target)
-        except OSError:
+        except (OSError, asyncio.CancelledError):  # asyncio's own callback takes a cancelled task for an error
             self._writers.discard(writer)
             writer.close()
             return

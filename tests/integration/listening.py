@@ -20,6 +20,8 @@ async def listening(handle: Handle) -> AsyncIterator[str]:
         serving.add(task)
         try:
             await handle(reader, writer)
+        except asyncio.CancelledError:
+            return  # asyncio's own callback takes a cancelled task for an error
         finally:
             await closed(writer)
 
