@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from averaging.observe.receipts import Account, DropCode, Dropped, Outcome, Receipt, Role, Straggler
     from averaging.peer import Peer
     from averaging.schema import ReplyForm
-    from averaging.snapshots import Extras
-    from averaging.state import State
+    from averaging.state.packing import State
+    from averaging.state.snapshots import Extras
     from averaging.strategies import DiLoCo, GradientAveraging, LocalSGD, Strategy
     from averaging.topics import Adopt, Topic
     from averaging.training import Training
@@ -60,7 +60,7 @@ _HOMES = {
     "DiLoCo": "strategies",
     "DropCode": "observe.receipts",
     "Dropped": "observe.receipts",
-    "Extras": "snapshots",
+    "Extras": "state.snapshots",
     "GradientAveraging": "strategies",
     "LocalSGD": "strategies",
     "Mode": "group",
@@ -71,7 +71,7 @@ _HOMES = {
     "Receipt": "observe.receipts",
     "ReplyForm": "schema",
     "Role": "observe.receipts",
-    "State": "state",
+    "State": "state.packing",
     "Straggler": "observe.receipts",
     "Strategy": "strategies",
     "Topic": "topics",

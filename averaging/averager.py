@@ -23,8 +23,8 @@ from averaging.parameters import named_parameters
 from averaging.peer import Peer
 from averaging.rounds import RoundOptions
 from averaging.running import DiscoveryFactory
-from averaging.snapshots import Extras
-from averaging.state import State
+from averaging.state.packing import State
+from averaging.state.snapshots import Extras
 from averaging.strategies.base import Strategy, take_tensor
 from averaging.training import Training, on_loop
 from averaging.transport.base import Transport

@@ -120,7 +120,7 @@ class Resume:
 
     Attributes:
         offset: bytes of the tensors, in their order, that need not come.
-        fingerprint: of the tensors to which they belong, see `averaging.manifest`.
+        fingerprint: of the tensors to which they belong, see `averaging.state.manifest`.
     """
 
     offset: int

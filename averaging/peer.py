@@ -14,7 +14,6 @@ import torch
 from averaging.config import PeerConfig, PeerOptions, check_weight
 from averaging.credentials import read_credentials
 from averaging.discovery.base import Discovery
-from averaging.download import download
 from averaging.errors import ClosedError, ConfigError, RoundError
 from averaging.group import Mode, pack_gather
 from averaging.matchmaking.rules import unpack_looking
@@ -24,8 +23,9 @@ from averaging.observe.status import PeerStatus
 from averaging.progress import RunProgress
 from averaging.rounds import Overtaken
 from averaging.running import DiscoveryFactory, Running, start
-from averaging.snapshots import Extras, Snapshots
-from averaging.state import State
+from averaging.state.download import download
+from averaging.state.packing import State
+from averaging.state.snapshots import Extras, Snapshots
 from averaging.tensors import SharedTensors
 from averaging.topics import Adopt, Topic, make_topic
 from averaging.transport.base import Transport

@@ -22,7 +22,7 @@ from averaging.observe.receipts import Outcome, Receipt, Role
 from averaging.progress import RunProgress
 from averaging.schema import Schema
 from averaging.service import PeerService
-from averaging.snapshots import Snapshots
+from averaging.state.snapshots import Snapshots
 from averaging.topics import Adopt, Topic
 from averaging.transport.base import Transport
 

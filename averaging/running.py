@@ -14,14 +14,14 @@ from averaging.credentials import Credentials
 from averaging.discovery.base import Discovery
 from averaging.discovery.certified import CertifiedIdentity
 from averaging.discovery.gossip import GossipDiscovery
-from averaging.donors import Donors
 from averaging.observe.book import ReceiptBook
 from averaging.observe.journal import Journal
 from averaging.progress import RunProgress
 from averaging.rounds import Rounds
 from averaging.schema import Schema
 from averaging.service import PeerService
-from averaging.snapshots import Snapshots
+from averaging.state.donors import Donors
+from averaging.state.snapshots import Snapshots
 from averaging.tensors import SharedTensors
 from averaging.transport.base import Transport
 

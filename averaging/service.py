@@ -17,8 +17,8 @@ from averaging.messages import AveragingData, DownloadData, JoinRequest, Message
 from averaging.observe.book import ReceiptBook, Watched
 from averaging.observe.status import PeerStatus
 from averaging.schema import Schema
-from averaging.snapshots import Snapshots
-from averaging.state import pack
+from averaging.state.packing import pack
+from averaging.state.snapshots import Snapshots
 
 SOFTWARE = f"averaging {metadata.version('averaging')}"
 

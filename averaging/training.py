@@ -20,7 +20,7 @@ from averaging.messages import CompressionType
 from averaging.observe.receipts import Receipt
 from averaging.peer import Peer
 from averaging.rounds import RoundOptions
-from averaging.state import State
+from averaging.state.packing import State
 from averaging.topics import Adopt, Topic
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from averaging.cli.report import Report
     from averaging.cli.signals import Stop
     from averaging.credentials import Credentials
-    from averaging.state import State
-    from averaging.state_reader import StateReader
+    from averaging.state.packing import State
+    from averaging.state.reader import StateReader
 
 MAX_MESSAGE_BYTES = 64 << 20
 """Peers send a state in chunks of 1 MiB, and its metadata of at most 16 MiB."""
@@ -147,8 +147,8 @@ async def _download(
     report: Report,
 ) -> State:
     from averaging.cli import events, words
-    from averaging.download import download
     from averaging.errors import AveragingError
+    from averaging.state.download import download
     from averaging.transport.grpc import GrpcTransport
 
     announced, address = False, addresses[0] if len(addresses) == 1 else f"one of {', '.join(addresses)}"

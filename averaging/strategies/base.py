@@ -11,7 +11,7 @@ import torch
 
 from averaging.errors import ConfigError, StateError
 from averaging.messages import CompressionType
-from averaging.snapshots import NO_EXTRAS, Extras
+from averaging.state.snapshots import NO_EXTRAS, Extras
 from averaging.training import Training
 
 

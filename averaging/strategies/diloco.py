@@ -13,7 +13,7 @@ from averaging.errors import ConfigError, StateError
 from averaging.messages import CompressionType
 from averaging.observe.receipts import Receipt
 from averaging.optimizer_state import load_optimizer, pack_optimizer
-from averaging.snapshots import Extras
+from averaging.state.snapshots import Extras
 from averaging.strategies.base import count_in, take_tensor
 from averaging.strategies.history import History, Others
 from averaging.strategies.together import Together

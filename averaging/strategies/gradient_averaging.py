@@ -11,7 +11,7 @@ import torch
 from averaging.errors import ConfigError, TensorError
 from averaging.messages import CompressionType
 from averaging.observe.receipts import Receipt
-from averaging.snapshots import Extras
+from averaging.state.snapshots import Extras
 from averaging.strategies.history import History, Others
 from averaging.strategies.together import Together
 from averaging.tensors import all_finite

@@ -10,7 +10,7 @@ import torch
 
 from averaging.messages import CompressionType
 from averaging.observe.receipts import Receipt
-from averaging.snapshots import Extras
+from averaging.state.snapshots import Extras
 from averaging.strategies.base import Strategy, count_in
 from averaging.strategies.turns import Turns
 from averaging.topics import Adopt, Topic

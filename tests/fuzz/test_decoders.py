@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 
 from averaging.compression import decode
 from averaging.discovery.base import Entry
-from averaging.donors import unpack_priority
 from averaging.errors import ProtocolViolationError, StateError, UnprovenViolationError
 from averaging.group import Member, Mode, pack_gather, unpack_gather
 from averaging.matchmaking import rules
 from averaging.messages import JoinRequest, MessageCode, MessageFromLeader, WireTensor
 from averaging.observe import journal
 from averaging.schema import describe
-from averaging.state import State, pack, seal
-from averaging.state_reader import StateReader
+from averaging.state.donors import unpack_priority
+from averaging.state.packing import State, pack, seal
+from averaging.state.reader import StateReader
 from averaging.transport.grpc import methods
 from averaging.transport.grpc.methods import Method
 from tests.fuzz.material import ENDPOINTS, damaged, packed, protobufs, states, values, wire_tensors

@@ -14,7 +14,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from averaging.download import download
 from averaging.errors import (
     AveragingError,
     CallRefusedError,
@@ -25,7 +24,8 @@ from averaging.errors import (
 )
 from averaging.messages import AveragingData, JoinRequest, MessageCode, MessageFromLeader, WireTensor
 from averaging.schema import describe
-from averaging.state import State, pack, seal
+from averaging.state.download import download
+from averaging.state.packing import State, pack, seal
 from averaging.transport.grpc import GrpcTransport, methods
 from averaging.transport.grpc.methods import Method
 from tests.fuzz.material import damaged, protobufs, states

@@ -14,14 +14,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from averaging import Outcome, Peer
-from averaging.download import download
 from averaging.errors import AveragingError, CallRefusedError, PeerUnreachableError, ProtocolViolationError, StateError
 from averaging.group import Member, Mode, pack_gather
 from averaging.matchmaking.rules import pack_looking
 from averaging.messages import AveragingData, DownloadData, JoinRequest, MessageCode, MessageFromLeader, Resume
 from averaging.schema import ReplyForm, Schema, describe
-from averaging.state import State, pack, seal
-from averaging.state_reader import StateReader
+from averaging.state.download import download
+from averaging.state.packing import State, pack, seal
+from averaging.state.reader import StateReader
 from averaging.transport import virtual_time
 from tests.fuzz.material import ENDPOINTS, averaging_data, packed, states
 from tests.simulation.rounds import PART_TIMEOUT, Simulation

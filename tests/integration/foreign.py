@@ -25,7 +25,7 @@ from averaging import Peer, Receipt
 from averaging.config import PeerOptions
 from averaging.discovery.base import Entry
 from averaging.discovery.gossip import GossipDiscovery
-from averaging.snapshots import Extras
+from averaging.state.snapshots import Extras
 from averaging.transport.base import Transport
 
 ROOT = Path(__file__).parents[2]

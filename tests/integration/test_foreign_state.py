@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from averaging.errors import StateError
-from averaging.snapshots import Extras
-from averaging.state import State
+from averaging.state.packing import State
+from averaging.state.snapshots import Extras
 from tests.integration.foreign import Foreign, ForeignPeer, Message, Ours, gather, our_peer, whole_numbers
 
 pytestmark = [

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from averaging import Peer
-from averaging.download import download
 from averaging.messages import DownloadData
-from averaging.state import CHUNK_BYTES
-from averaging.state_reader import StateReader
+from averaging.state.download import download
+from averaging.state.packing import CHUNK_BYTES
+from averaging.state.reader import StateReader
 from averaging.transport.grpc import GrpcTransport, headers, methods
 from tests.integration.listening import closed, listening
 

@@ -17,7 +17,7 @@ from averaging.deadlines import Deadlines
 from averaging.matchmaking import search
 from averaging.matchmaking.conduct import Conduct
 from averaging.rounds import _Attempt
-from averaging.state_reader import StateReader
+from averaging.state.reader import StateReader
 from averaging.transport.memory import MemoryNetwork
 
 PASSING = (AllReduce, Outcome, Reducing, Sending, Watch, search.Search, _Attempt, StateReader)

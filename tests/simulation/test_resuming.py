@@ -10,13 +10,14 @@ from typing import Any, cast
 import pytest
 import torch
 
-from averaging import Peer, state
+from averaging import Peer
 from averaging.discovery.memory import MemoryDiscovery
-from averaging.download import download
 from averaging.errors import StateError
-from averaging.manifest import read_manifest
 from averaging.messages import DownloadData, Resume
-from averaging.snapshots import Extras
+from averaging.state import packing as state
+from averaging.state.download import download
+from averaging.state.manifest import read_manifest
+from averaging.state.snapshots import Extras
 from averaging.transport import virtual_time
 from tests.simulation.swarm import Swarm
 

@@ -19,7 +19,7 @@ from averaging.cli import main
 from averaging.cli.failures import Failure
 from averaging.cli.files import Output, read
 from averaging.cli.state import _metadata
-from averaging.state import State
+from averaging.state.packing import State
 
 GOOD = {"w": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(1.5, dtype=torch.bfloat16), "e": torch.empty(0, 3)}
 

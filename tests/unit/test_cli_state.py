@@ -9,8 +9,8 @@ import torch
 
 from averaging.errors import StateError
 from averaging.messages import DownloadData
-from averaging.state import CHUNK_BYTES, State, pack, seal
-from averaging.state_reader import StateReader
+from averaging.state.packing import CHUNK_BYTES, State, pack, seal
+from averaging.state.reader import StateReader
 
 TENSORS = {
     "w": torch.arange(CHUNK_BYTES // 2, dtype=torch.float32),

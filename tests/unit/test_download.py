@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from averaging.deadlines import ENOUGH, Deadlines
-from averaging.download import TRIES, choose, download
 from averaging.errors import PeerUnreachableError, StateError
 from averaging.messages import DownloadData, Resume
 from averaging.schema import Schema, describe
-from averaging.state import State, pack, seal
-from averaging.state_reader import Fingerprint, Held, StateReader
+from averaging.state.download import TRIES, choose, download
+from averaging.state.packing import State, pack, seal
+from averaging.state.reader import Fingerprint, Held, StateReader
 from averaging.transport import virtual_time
 
 NAMES = ("a", "b", "c", "d")
@@ -131,7 +131,7 @@ def test_whatever_is_cut_and_resumed_comes_whole_and_once(sizes: list[int], cuts
     sealed = seal(State(1, {f"t{n}": torch.arange(size, dtype=torch.uint8) + n for n, size in enumerate(sizes)}))
     held, received = Held(), 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("averaging.state.CHUNK_BYTES", chunk)
+        patch.setattr("averaging.state.packing.CHUNK_BYTES", chunk)
         for cut in [*cuts, 1000]:
             reader = StateReader(None, held=held)
             for message in list(pack(sealed, held.resume))[:cut]:

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from averaging.errors import ProtocolViolationError, StateError
 from averaging.group import MAX_GATHER_BYTES, unpack_gather
-from averaging.manifest import BASE_ITEMS, MAX_METADATA_BYTES, max_items, read_manifest
 from averaging.schema import describe
+from averaging.state.manifest import BASE_ITEMS, MAX_METADATA_BYTES, max_items, read_manifest
 from averaging.unpacking import MAX_DEPTH, unpack
 
 scalars = st.one_of(

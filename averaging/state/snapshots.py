@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from averaging.state import Snapshot, State, check_state, seal
+from averaging.state.packing import Snapshot, State, check_state, seal
 from averaging.tensors import SharedTensors
 
 INLINE_BYTES = 1 << 20

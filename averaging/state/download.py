@@ -10,12 +10,12 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from averaging.deadlines import Deadlines
-from averaging.donor_silence import Patience
 from averaging.errors import AveragingError, StateError, TransportError
 from averaging.messages import Resume
 from averaging.schema import Schema
-from averaging.state import State
-from averaging.state_reader import Fingerprint, Held, StateReader
+from averaging.state.packing import State
+from averaging.state.patience import Patience
+from averaging.state.reader import Fingerprint, Held, StateReader
 from averaging.transport.base import Transport
 
 logger = logging.getLogger("averaging.state")
@@ -49,8 +49,8 @@ async def download(
     """Downloads the state from the first of `donors` that delivers it whole.
 
     What was read before a donor was lost does not come again from the next donor that has the very same, if it is one
-    that can leave it out; see `averaging.manifest`. A donor that was lost after it had delivered something new is asked
-    once more, after the others, and so is one that was given up before the longest deadline.
+    that can leave it out; see `averaging.state.manifest`. A donor that was lost after it had delivered something new is
+    asked once more, after the others, and so is one that was given up before the longest deadline.
 
     Args:
         transport: this peer's.

@@ -1,4 +1,4 @@
-"""A peer's state as newcomers download it, packed into chunks; `state_reader` puts it together again.
+"""A peer's state as newcomers download it, packed into chunks; `reader` puts it together again.
 
 The state is what was committed last, under a version that never goes back. The averaged tensors come first, in the
 schema's order; whatever the application adds (optimizer statistics, say) follows, with a small dict of its own.
@@ -15,8 +15,8 @@ import msgpack
 import torch
 
 from averaging.errors import StateError
-from averaging.manifest import DTYPE_NAMES, STATE_DTYPES, Described, Manifest, can_skip, covered
 from averaging.messages import DownloadData, Resume, WireTensor
+from averaging.state.manifest import DTYPE_NAMES, STATE_DTYPES, Described, Manifest, can_skip, covered
 
 CHUNK_BYTES = 1 << 20
 """Size of one message of a download."""

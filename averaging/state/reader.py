@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from averaging.errors import StateError
-from averaging.manifest import (
+from averaging.messages import Buffer, DownloadData, Resume, WireTensor
+from averaging.schema import Schema
+from averaging.state.manifest import (
     DTYPE_NAMES,
     STATE_DTYPES,
     Described,
@@ -21,9 +23,7 @@ from averaging.manifest import (
     read_manifest,
     resume_at,
 )
-from averaging.messages import Buffer, DownloadData, Resume, WireTensor
-from averaging.schema import Schema
-from averaging.state import State
+from averaging.state.packing import State
 
 MAX_GROWTH = 16
 """A state may hold so many times the bytes of the averaged tensors (plus 64 MiB) before it is refused."""

@@ -1,0 +1,1 @@
+"""The state that newcomers download: copied when needed, packed, announced, offered, downloaded, verified, resumed."""
