@@ -3,12 +3,17 @@
 import random
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.fuzz.counting import FuzzedInputs
 
-# Machines that run tests are slow and shared: an example may take as long as it takes.
-settings.register_profile("averaging", deadline=None, print_blob=True)
+# Machines that run tests are slow and shared: an example, and the drawing of it, may take as long as they take.
+settings.register_profile(
+    "averaging",
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 settings.load_profile("averaging")
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -83,9 +84,27 @@ class Hostile(grpc.GenericRpcHandler):
             await context.abort(self.end, "so")
 
 
+@dataclass(frozen=True, slots=True)
+class World:
+    """Such a server, a peer's transport to call it with, and the loop of both, the same for all examples of a test."""
+
+    service: Hostile
+    caller: GrpcTransport
+    endpoint: str
+    run: Callable[[Coroutine[Any, Any, None]], None]
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with asyncio.Runner() as runner:
+        stack = AsyncExitStack()
+        service, caller, endpoint = runner.run(stack.enter_async_context(hostile()))
+        yield World(service, caller, endpoint, runner.run)
+        runner.run(stack.aclose())
+
+
 @asynccontextmanager
 async def hostile() -> AsyncIterator[tuple[Hostile, GrpcTransport, str]]:
-    """Such a server, and a peer's transport to call it with."""
     service, server = Hostile(), grpc.aio.server()
     server.add_generic_rpc_handlers([service])
     port = server.add_insecure_port("127.0.0.1:0")
@@ -126,45 +145,46 @@ def expected(
 @SOME
 @given(st.lists(st.tuples(st.sampled_from(METHODS), answers, st.sampled_from(list(ENDS))), min_size=20, max_size=40))
 def test_any_bytes_in_the_answer(
+    world: World,
     caplog: pytest.LogCaptureFixture,
     calls: list[tuple[Method[Any, Any], list[bytes], grpc.StatusCode | None]],
 ) -> None:
     async def main() -> None:
-        async with hostile() as (service, caller, endpoint):
-            for method, answer, end in calls:
-                service.answer, service.end = answer, end
-                replies: list[Any] = []
-                error: type[AveragingError] | None = None
-                try:
-                    async with asyncio.timeout(PATIENCE), aclosing(start(caller, method, endpoint)) as stream:
-                        while (reply := await anext(stream, None)) is not None:
-                            replies.append(reply)
-                except AveragingError as raised:
-                    error = type(raised)
-                wanted, wanted_error = expected(method, answer, end)
-                assert repr(replies) == repr(wanted)  # NaN is itself
-                assert error is wanted_error
+        for method, answer, end in calls:
+            world.service.answer, world.service.end = answer, end
+            replies: list[Any] = []
+            error: type[AveragingError] | None = None
+            try:
+                async with asyncio.timeout(PATIENCE), aclosing(start(world.caller, method, world.endpoint)) as stream:
+                    while (reply := await anext(stream, None)) is not None:
+                        replies.append(reply)
+            except AveragingError as raised:
+                error = type(raised)
+            wanted, wanted_error = expected(method, answer, end)
+            assert repr(replies) == repr(wanted)  # NaN is itself
+            assert error is wanted_error
 
     with caplog.at_level(logging.ERROR):
-        asyncio.run(main())
+        world.run(main())
     assert caplog.records == []
 
 
 @SOME
 @given(st.lists(st.tuples(downloads, st.sampled_from(list(ENDS))), min_size=20, max_size=40))
-def test_any_state(caplog: pytest.LogCaptureFixture, given: list[tuple[list[bytes], grpc.StatusCode | None]]) -> None:
+def test_any_state(
+    world: World, caplog: pytest.LogCaptureFixture, given: list[tuple[list[bytes], grpc.StatusCode | None]]
+) -> None:
     schema = describe(["w"], [torch.zeros(6)], part_size_bytes=1024)
 
     async def main() -> None:
-        async with hostile() as (service, caller, endpoint):
-            for service.answer, service.end in given:
-                async with asyncio.timeout(PATIENCE):
-                    try:
-                        state, _ = await download(caller, [endpoint], schema, silence=PATIENCE)
-                    except StateError:
-                        continue
-                assert state.tensors["w"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+        for world.service.answer, world.service.end in given:
+            async with asyncio.timeout(PATIENCE):
+                try:
+                    state, _ = await download(world.caller, [world.endpoint], schema, silence=PATIENCE)
+                except StateError:
+                    continue
+            assert state.tensors["w"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
     with caplog.at_level(logging.ERROR):
-        asyncio.run(main())
+        world.run(main())
     assert caplog.records == []

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import pytest
@@ -38,6 +41,27 @@ HELD, HELD_SECONDS = (methods.SUBSCRIBE.path, methods.WATCH_ROUNDS.path), 0.3
 identity: Callable[[bytes], bytes] = bytes
 
 
+@dataclass(frozen=True, slots=True)
+class World:
+    """A peer, a channel to it, and the loop of both, the same for all examples of a test."""
+
+    peer: Peer
+    channel: grpc.aio.Channel
+    run: Callable[[Coroutine[Any, Any, None]], None]
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    async def enter(stack: AsyncExitStack) -> tuple[Peer, grpc.aio.Channel]:
+        peer = await stack.enter_async_context(Peer([torch.zeros(3)], run_id="fuzz"))
+        return peer, await stack.enter_async_context(grpc.aio.insecure_channel(peer.endpoint))
+
+    with asyncio.Runner() as runner:
+        stack = AsyncExitStack()
+        yield World(*runner.run(enter(stack)), runner.run)
+        runner.run(stack.aclose())
+
+
 async def call(channel: grpc.aio.Channel, path: str, messages: list[bytes]) -> tuple[grpc.StatusCode, list[bytes]]:
     async def outgoing() -> AsyncIterator[bytes]:
         for message in messages:
@@ -61,19 +85,20 @@ async def call(channel: grpc.aio.Channel, path: str, messages: list[bytes]) -> t
         max_size=30,
     )
 )
-def test_any_bytes_in_any_call(caplog: pytest.LogCaptureFixture, calls: list[tuple[str, list[bytes]]]) -> None:
+def test_any_bytes_in_any_call(
+    world: World, caplog: pytest.LogCaptureFixture, calls: list[tuple[str, list[bytes]]]
+) -> None:
     async def main() -> None:
-        async with Peer([torch.zeros(3)], run_id="fuzz") as peer, grpc.aio.insecure_channel(peer.endpoint) as channel:
-            for path, messages in calls:
-                several = path == methods.AGGREGATE_PART.path
-                code, replies = await call(channel, path, messages if several else messages[:1])
-                assert code in RIGHT, path
-                if several:
-                    assert {methods.AGGREGATE_PART.decode_reply(reply).code for reply in replies} <= CODES
-            code, [status] = await call(channel, methods.GET_STATUS.path, [b""])
-            assert code is grpc.StatusCode.OK
-            assert methods.GET_STATUS.decode_reply(status).endpoint == peer.endpoint
+        for path, messages in calls:
+            several = path == methods.AGGREGATE_PART.path
+            code, replies = await call(world.channel, path, messages if several else messages[:1])
+            assert code in RIGHT, path
+            if several:
+                assert {methods.AGGREGATE_PART.decode_reply(reply).code for reply in replies} <= CODES
+        code, [status] = await call(world.channel, methods.GET_STATUS.path, [b""])
+        assert code is grpc.StatusCode.OK
+        assert methods.GET_STATUS.decode_reply(status).endpoint == world.peer.endpoint
 
     with caplog.at_level(logging.ERROR):
-        asyncio.run(main())
+        world.run(main())
     assert caplog.records == []
