@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -124,7 +125,10 @@ class SharedTensors:
         if not (tensor.device.type == "cpu" and tensor.is_contiguous()) or not self._lock.acquire(blocking=False):
             return False
         try:
-            self.write([(index, start, values)], how)
+            if how is Write.REPLACE:
+                tensor.view(-1)[start : start + values.numel()].copy_(values)
+            else:
+                self.write([(index, start, values)], how)
         finally:
             self._lock.release()
         return True
@@ -153,4 +157,4 @@ class SharedTensors:
 def all_finite(tensor: torch.Tensor) -> bool:
     """Whether no element is NaN or infinite. One pass without a temporary in the usual case."""
     # A sum is finite only if all its terms are; it can overflow with large finite terms, so then look at each.
-    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
+    return math.isfinite(tensor.sum().item()) or bool(torch.isfinite(tensor).all())

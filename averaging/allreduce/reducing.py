@@ -254,15 +254,15 @@ class Reducing:
     ) -> None:
         """Encodes once for all and adopts what the others will decode, so that all end with the same bytes."""
         spec = self._schema.tensors[part.tensor]
-        replies = {}
-        for compression in {spec.compression, *(delivered.compression for _, delivered in waiting)}:
+        sent = _as_sent(average, spec.torch_dtype, spec.compression)
+        own = encode(sent, spec.compression)
+        replies = {spec.compression: AveragingData(MessageCode.AVERAGED_PART, tensor_part=own)}
+        for compression in {delivered.compression for _, delivered in waiting} - {spec.compression}:
             encoded = encode(_as_sent(average, spec.torch_dtype, compression), compression)
             replies[compression] = AveragingData(MessageCode.AVERAGED_PART, tensor_part=encoded)
-        own = replies[spec.compression].tensor_part
-        if own is not None:
-            self._outcome.reduced(own.buffer)
-            if local is not None:
-                self._outcome.put(part, decode(own))
+        self._outcome.reduced(own.buffer)
+        if local is not None:
+            self._outcome.put(part, sent if spec.compression is CompressionType.NONE else decode(own))
         for sender, delivered in waiting:
             sender.replies.put_nowait(replies[delivered.compression])
 
