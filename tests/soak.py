@@ -51,11 +51,12 @@ class Judge:
 
     Attributes:
         finished: rounds that ended in an average, counted at every member.
+        lost: attempts that ended without one.
         dropped: how often a member was dropped from one.
     """
 
     def __init__(self, now: float) -> None:
-        self.finished = self.dropped = 0
+        self.finished = self.lost = self.dropped = 0
         self._last = now
         self._digests: dict[str, set[str]] = {}
         self._rounds: Counter[str] = Counter()
@@ -68,6 +69,7 @@ class Judge:
             SoakError: it holds a wrong value, or has grown.
         """
         if event["outcome"] != "averaged":
+            self.lost += 1
             return
         own = event["gathered"][endpoint]
         if not is_sound(event["values"], event["gathered"], own, event["kept_local"]):
@@ -149,8 +151,8 @@ def soak(minutes: float, seed: int, *, count: int = PEERS, spoil: bool = False) 
 
         def told(now: float) -> str:
             return (
-                f"{(now - began) / 60:.1f} min: {judge.finished} rounds finished at {count} peers, {killed} killed, "
-                f"{struck} links spoilt, {judge.dropped} times a member was dropped"
+                f"{(now - began) / 60:.1f} min: {judge.finished} rounds finished at {count} peers, {judge.lost} lost, "
+                f"{killed} killed, {struck} links spoilt, {judge.dropped} times a member was dropped"
             )
 
         tell = began + TELL_SECONDS

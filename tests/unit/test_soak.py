@@ -36,7 +36,7 @@ def test_sound_rounds_are_counted() -> None:
     judge.hear("a:1", told(dropped=["b:1: silent"], values=[5.0]), 1.0)
     judge.hear("c:1", told(), 2.0)
     judge.hear("b:1", told(outcome="failed", values=[3.0]), 2.0)
-    assert (judge.finished, judge.dropped) == (2, 1)
+    assert (judge.finished, judge.lost, judge.dropped) == (2, 1, 1)
 
 
 def test_a_minute_without_a_finished_round_fails() -> None:
