@@ -52,6 +52,10 @@ class SharedTensors:
             raise TensorError("there are no tensors to average")
         self.names = tuple(named)
         self.tensors = tuple(tensor.detach() for tensor in named.values())
+        self._views = [
+            tensor.view(-1) if tensor.device.type == "cpu" and tensor.is_contiguous() else None
+            for tensor in self.tensors
+        ]
         self.before_application_writes: Callable[[], object] = lambda: None
         self._lock: threading.Lock = under._lock if under else threading.Lock()
 
@@ -93,7 +97,10 @@ class SharedTensors:
 
     def flat(self) -> list[torch.Tensor]:
         """Each tensor as one dimension on the CPU: a view of its memory if it is contiguous there, else a copy."""
-        return [tensor.cpu().reshape(-1) for tensor in self.tensors]
+        return [
+            tensor.cpu().reshape(-1) if view is None else view
+            for tensor, view in zip(self.tensors, self._views, strict=True)
+        ]
 
     def write(self, changes: Iterable[tuple[int, int, torch.Tensor]], how: Write = Write.REPLACE) -> None:
         """Writes (tensor index, first element, 1-D values). The caller holds the lock."""
@@ -104,9 +111,8 @@ class SharedTensors:
         for index, start, values in changes:
             by_tensor.setdefault(index, []).append((start, values))
         for index, pieces in by_tensor.items():
-            tensor = self.tensors[index]
-            in_place = tensor.device.type == "cpu" and tensor.is_contiguous() and not elsewhere_too
-            before = tensor.view(-1) if in_place else tensor.cpu().reshape(-1)
+            tensor, view = self.tensors[index], self._views[index]
+            before = tensor.cpu().reshape(-1) if view is None else view
             target = torch.zeros_like(before) if elsewhere_too else before
             for start, values in pieces:
                 piece = target[start : start + values.numel()]
@@ -116,17 +122,17 @@ class SharedTensors:
                     piece.copy_(values)
                 if how is Write.DIFFERENCE:
                     piece.sub_(before[start : start + values.numel()])
-            if not in_place:
+            if target is not view:
                 tensor.copy_(target.view(tensor.shape))
 
     def write_now(self, index: int, start: int, values: torch.Tensor, how: Write) -> bool:
         """Writes values to a contiguous CPU tensor if nobody holds the lock at this moment; whether it did."""
-        tensor = self.tensors[index]
-        if not (tensor.device.type == "cpu" and tensor.is_contiguous()) or not self._lock.acquire(blocking=False):
+        view = self._views[index]
+        if view is None or not self._lock.acquire(blocking=False):
             return False
         try:
             if how is Write.REPLACE:
-                tensor.view(-1)[start : start + values.numel()].copy_(values)
+                view[start : start + values.numel()].copy_(values)
             else:
                 self.write([(index, start, values)], how)
         finally:

@@ -93,7 +93,8 @@ class ShardReducer:
     def _add(self, number: int, values: torch.Tensor, weight: float) -> None:
         if weight == 0:
             return  # not even its NaN counts
-        values = values if values.dtype == torch.float64 else values.to(torch.float32)
+        if values.dtype not in (torch.float32, torch.float64):
+            values = values.to(torch.float32)
         relative = weight / self._unit
         total = self._sums.get(number)
         if total is not None:

@@ -280,4 +280,4 @@ class Reducing:
 
 def _as_sent(values: torch.Tensor, dtype: torch.dtype, compression: CompressionType) -> torch.Tensor:
     """Uncompressed values travel in the tensor's own dtype; the codes take the sum's full precision."""
-    return values.to(dtype) if compression is CompressionType.NONE else values
+    return values.to(dtype) if compression is CompressionType.NONE and values.dtype != dtype else values

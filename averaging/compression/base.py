@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from averaging.errors import ProtocolViolationError
@@ -63,12 +63,12 @@ def check_size(size: Sequence[int]) -> None:
             )
 
 
-def view_bytes(buffer: Buffer) -> torch.Tensor:
-    """A uint8 tensor, shape (len(buffer),), over the memory of `buffer` itself, which it keeps alive.
+def view_bytes(buffer: Buffer, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    """A 1-D tensor over the memory of `buffer` itself, all of it, which it keeps alive.
 
     Nothing may write to it: `bytes` are immutable, and torch has no read-only tensors that would refuse.
     """
-    return torch.from_numpy(np.asarray(_Memory(buffer)))
+    return torch.frombuffer(buffer, dtype=dtype) if len(buffer) else torch.empty(0, dtype=dtype)
 
 
 def to_bytes(tensor: torch.Tensor) -> bytes:
@@ -82,21 +82,13 @@ def view_memory(tensor: torch.Tensor) -> Buffer:
     """The elements of a CPU tensor, in order, in its own dtype; without a copy if they lie in memory so."""
     if not tensor.numel():
         return b""
-    flat = tensor.reshape(-1)
-    if flat.stride(0) != 1:  # also of a single element
-        flat = flat.clone(memory_format=torch.contiguous_format)
-    return flat.view(torch.uint8).numpy().data
+    # numpy has no bfloat16
+    same_size = tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor
+    return same_size.contiguous().numpy().data.cast("B")
 
 
-class _Memory:
-    """Offers memory to numpy through the array interface, declared writable.
-
-    torch warns about every other way to a tensor over `bytes`, and its warning could be silenced only by a filter for
-    the whole process: `warnings.catch_warnings` is not safe in threads, where decoding happens.
-    """
-
-    def __init__(self, buffer: Buffer) -> None:
-        array = np.frombuffer(buffer, dtype=np.uint8)
-        interface = array.__array_interface__
-        self._owner = array
-        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
+with warnings.catch_warnings():
+    # torch tells once in a process that nobody may write to such memory. This is that once: while threads decode,
+    # warnings cannot be silenced for one of them alone.
+    warnings.simplefilter("ignore")
+    torch.frombuffer(bytes(1), dtype=torch.uint8)

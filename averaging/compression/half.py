@@ -56,4 +56,4 @@ class Half(Codec):
 
     def unpack(self, buffer: Buffer, size: tuple[int, ...]) -> torch.Tensor:
         """A new float32 tensor."""
-        return view_bytes(buffer).view(self._dtype).to(torch.float32).view(size)
+        return view_bytes(buffer, self._dtype).to(torch.float32).view(size)

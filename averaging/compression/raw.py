@@ -27,4 +27,5 @@ class Raw(Codec):
 
     def unpack(self, buffer: Buffer, size: tuple[int, ...]) -> torch.Tensor:
         """A view into `buffer`; it must not be written."""
-        return view_bytes(buffer).view(self._dtype).view(size)
+        flat = view_bytes(buffer, self._dtype)
+        return flat if len(size) == 1 else flat.view(size)

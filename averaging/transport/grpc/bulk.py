@@ -6,7 +6,7 @@ of the message. What is read may be in any order; a message that is unusual in a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import NamedTuple
 
 from averaging.messages import Buffer
 
@@ -37,70 +37,71 @@ def split(raw: bytes, field: int) -> tuple[bytes, bytes, memoryview] | None:
         The message's other fields, the tensor's other fields, and the buffer, which shares the memory of `raw`; None if
         there is no such tensor, more than one, or something that is not seen to be sound at a glance.
     """
-    view = memoryview(raw)
-    found = _cut(view, field)
-    if found is None:
+    outer = _cut(raw, 0, len(raw), field)
+    if outer is None:
         return None
-    outer, tensor = found
-    inside = _cut(tensor, BUFFER)
+    inside = _cut(raw, outer.start, outer.stop, BUFFER)
     if inside is None:
         return None
-    return outer, inside[0], inside[1]
+    return outer.rest, inside.rest, memoryview(raw)[inside.start : inside.stop]
 
 
-def _cut(message: memoryview, wanted: int) -> tuple[bytes, memoryview] | None:
-    """The fields of a message but for one, and that one's bytes; None if it is not there exactly once."""
-    rest: list[memoryview] = []
-    found: memoryview | None = None
+class _Cut(NamedTuple):
+    """Where the content of a field lies, and the bytes of all others."""
+
+    start: int
+    stop: int
+    rest: bytes
+
+
+def _cut(raw: bytes, place: int, stop: int, wanted: int) -> _Cut | None:
+    """Takes one field out of the message in `raw[place:stop]`; None if it is not there exactly once."""
+    start, rest = place, b""
+    found: tuple[int, int] | None = None
     try:
-        for number, kind, start, content, end in _fields(message):
-            if number != wanted:
-                rest.append(message[start:end])
-            elif found is not None or kind != _BYTES:
-                return None
+        while place < stop:
+            begin = place
+            key, place = _read_varint(raw, place)
+            kind, content = key & 7, place
+            if kind == _VARINT:
+                _, place = _read_varint(raw, place)
+            elif kind == _BYTES:
+                size, content = _read_varint(raw, place)
+                place = content + size
+            elif kind in _SIZES:
+                place += _SIZES[kind]
             else:
-                found = message[content:end]
-    except ValueError:
+                return None  # a kind that is no longer used
+            if place > stop or key < 8:
+                return None
+            if key >> 3 == wanted:
+                if found is not None or kind != _BYTES:
+                    return None
+                found = content, place
+                rest += raw[start:begin]
+                start = place
+    except IndexError:
         return None
-    return None if found is None else (b"".join(rest), found)
+    return None if found is None else _Cut(*found, rest + raw[start:stop])
 
 
-def _fields(message: memoryview) -> Iterator[tuple[int, int, int, int, int]]:
-    """Number, wire type, start, start of the content, and end of each field.
+def _read_varint(raw: bytes, place: int) -> tuple[int, int]:
+    """The number that begins at `place`, and where it ends.
 
     Raises:
-        ValueError: it is cut short, or has a wire type that is no longer used.
+        IndexError: `raw` ends before it does, or it is longer than numbers are.
     """
-    place, length = 0, len(message)
-    while place < length:
-        start = place
-        key, place = _read_varint(message, place)
-        kind, content = key & 7, place
-        if kind == _VARINT:
-            _, place = _read_varint(message, place)
-        elif kind == _BYTES:
-            size, content = _read_varint(message, place)
-            place = content + size
-        elif kind in _SIZES:
-            place += _SIZES[kind]
-        else:
-            raise ValueError(kind)
-        if place > length or key < 8:
-            raise ValueError(place)
-        yield key >> 3, kind, start, content, place
-
-
-def _read_varint(message: memoryview, place: int) -> tuple[int, int]:
-    value = 0
-    for shift in range(0, 70, 7):
-        if place >= len(message):
-            break
-        byte = message[place]
+    byte = raw[place]
+    if byte < 0x80:
+        return byte, place + 1
+    value = byte & 0x7F
+    for shift in range(7, 70, 7):
         place += 1
+        byte = raw[place]
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
-            return value, place
-    raise ValueError(place)
+            return value, place + 1
+    raise IndexError(place)
 
 
 def _varint(value: int) -> bytes:

@@ -34,6 +34,11 @@ WithTensor: TypeAlias = "averaging_pb2.AveragingData | averaging_pb2.DownloadDat
 BULK_BYTES = 4096
 """Messages from this size on are cut by hand, so that their tensor's bytes are not copied."""
 
+_FIELD = {
+    kind: kind.DESCRIPTOR.fields_by_name["tensor_part"].number
+    for kind in (averaging_pb2.AveragingData, averaging_pb2.DownloadData)
+}
+
 
 def parse(message: M, raw: bytes) -> M:
     """Fills `message` from `raw`.
@@ -139,7 +144,6 @@ def decode_download_data(raw: bytes) -> DownloadData:
 def _encode_with_tensor(message: WithTensor, tensor: WireTensor | None) -> bytes:
     if tensor is None:
         return message.SerializeToString()
-    field = message.DESCRIPTOR.fields_by_name["tensor_part"].number
     wire = runtime_pb2.Tensor(
         size=tensor.size,
         requires_grad=tensor.requires_grad,
@@ -147,13 +151,12 @@ def _encode_with_tensor(message: WithTensor, tensor: WireTensor | None) -> bytes
         compression=runtime_pb2.CompressionType.ValueType(tensor.compression),
         chunks=tensor.chunks,
     )
-    return bulk.join(message.SerializeToString(), field, wire.SerializeToString(), tensor.buffer)
+    return bulk.join(message.SerializeToString(), _FIELD[type(message)], wire.SerializeToString(), tensor.buffer)
 
 
 def _decode_with_tensor(message: WithTensor, raw: bytes) -> WireTensor | None:
     """Fills `message` but for its tensor, which is returned; a large one shares the memory of `raw`."""
-    field = message.DESCRIPTOR.fields_by_name["tensor_part"].number
-    pieces = bulk.split(raw, field) if len(raw) >= BULK_BYTES else None
+    pieces = bulk.split(raw, _FIELD[type(message)]) if len(raw) >= BULK_BYTES else None
     if pieces is None:
         parse(message, raw)
         part = message.tensor_part
