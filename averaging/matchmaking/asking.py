@@ -105,7 +105,7 @@ class Asking:
         for _ in range(1 + rules.MAX_REDIRECTS):
             search.asking = candidate.endpoint
             try:
-                code, suggested = await self._ask(search, own, candidate.endpoint, key)
+                code, suggested = await self._ask(search, own, candidate, key)
             finally:
                 search.asked()
             if search.group is not None:
@@ -132,8 +132,9 @@ class Asking:
         declaration = Declaration(entry.expiration if entry else own.expiration, suggested)
         return declaration if entry is None or declaration < own else None
 
-    async def _ask(self, search: Search, own: Declaration, leader: str, key: str) -> tuple[MessageCode, str]:
+    async def _ask(self, search: Search, own: Declaration, asked: Declaration, key: str) -> tuple[MessageCode, str]:
         """Asks one peer and follows it for as long as it leads; returns why that ended and whom it suggests."""
+        leader = asked.endpoint
         request = JoinRequest(
             endpoint=self._endpoint,
             schema_hash=self._schema.hash,
@@ -151,8 +152,10 @@ class Asking:
                     return answer.code, answer.suggested_leader
                 search.follow(leader)
                 try:
-                    # The leader begins or disbands at its declared time, which is not after ours.
-                    patience = max(0.0, own.expiration - self._clock()) + rules.CLOCK_TOLERANCE
+                    # The leader begins or disbands at its declared time, which is not after ours. A client's own may be
+                    # far off; it goes by the leader's.
+                    declared = min(own.expiration, asked.expiration) if request.client_mode else own.expiration
+                    patience = max(0.0, declared - self._clock()) + rules.CLOCK_TOLERANCE
                     async with asyncio.timeout(patience):
                         answer = await anext(replies)
                     if answer.code is MessageCode.BEGIN_ALLREDUCE:

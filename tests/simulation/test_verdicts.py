@@ -15,14 +15,14 @@ from averaging.deadlines import ENOUGH, VERDICT_SECONDS, Deadlines, Phase
 from averaging.discovery.memory import MemoryDiscovery, MemoryRegistry
 from averaging.group import Mode, group_key, pack_gather
 from averaging.matchmaking import Matchmaking
-from averaging.matchmaking.rules import pack_looking
+from averaging.matchmaking.rules import CLOCK_TOLERANCE, pack_looking
 from averaging.messages import CompressionType, JoinRequest, MessageCode, MessageFromLeader
 from averaging.schema import Schema, TensorSpec
 from averaging.transport import virtual_time
 from averaging.transport.base import Transport
 from tests.simulation.swarm import Swarm, scalars
 
-ME, DEAD, GOOD = "192.0.2.1:1", "192.0.2.2:1", "192.0.2.3:1"
+ME, DEAD, GOOD, MUTE = "192.0.2.1:1", "192.0.2.2:1", "192.0.2.3:1", "192.0.2.4:1"
 SCHEMA = Schema((TensorSpec("w", "float32", (3,), CompressionType.NONE),), 1024)
 GATHER = pack_gather(1.0, None, Mode.NODE)
 ROUND_TRIP = 0.02
@@ -31,7 +31,7 @@ LOWER = 0.5
 
 @dataclass
 class Leaders:
-    """The network: the dead one never answers, the good one begins some time after it has accepted."""
+    """The network: the dead one never answers, the mute one accepts and says no more, the good one begins later."""
 
     begins_after: float = 0.0
 
@@ -40,19 +40,21 @@ class Leaders:
             await asyncio.Event().wait()
         await asyncio.sleep(ROUND_TRIP)
         yield MessageFromLeader(MessageCode.ACCEPTED)
+        if endpoint == MUTE:
+            await asyncio.Event().wait()
         await asyncio.sleep(self.begins_after)
         yield MessageFromLeader(
             MessageCode.BEGIN_ALLREDUCE, bytes(20), ordered_group_endpoints=(GOOD, ME), gathered=(GATHER, GATHER)
         )
 
 
-async def search(deadlines: Deadlines, *declared: str, leaders: Leaders | None = None) -> float:
+async def search(deadlines: Deadlines, *declared: str, leaders: Leaders | None = None, mode: Mode = Mode.NODE) -> float:
     """How long a search takes among leaders that have declared to wait, the first one for the shortest time."""
     registry = MemoryRegistry(clock=virtual_time.clock, delay=0.0, rng=random.Random(1))
     async with MemoryDiscovery(registry) as discovery:
         now = virtual_time.clock()
-        for seconds, endpoint in enumerate(declared, start=15):
-            await discovery.store(group_key("run", ""), endpoint, pack_looking(True), now + seconds)
+        for number, endpoint in enumerate(declared):
+            await discovery.store(group_key("run", ""), endpoint, pack_looking(True), now + 15 + 10 * number)
         found = Matchmaking(
             "run",
             ME,
@@ -66,7 +68,7 @@ async def search(deadlines: Deadlines, *declared: str, leaders: Leaders | None =
             rng=random.Random(1),
             deadlines=deadlines,
         )
-        await found.find_group(GATHER, now + 90)
+        await found.find_group(pack_gather(1.0, None, mode), now + 90)
     return virtual_time.clock() - now
 
 
@@ -92,6 +94,14 @@ def test_who_has_accepted_may_take_until_its_declared_time() -> None:
         for _ in range(ENOUGH):
             await search(deadlines, GOOD)
         assert await search(deadlines, GOOD, leaders=Leaders(begins_after=14.0)) == pytest.approx(14.0, abs=0.1)
+
+    virtual_time.run(main())
+
+
+def test_a_client_waits_for_a_leader_that_has_gone_silent_until_that_leaders_time() -> None:
+    async def main() -> None:
+        waited = await search(Deadlines(LOWER, 10.0), MUTE, GOOD, mode=Mode.CLIENT)
+        assert waited == pytest.approx(15 + CLOCK_TOLERANCE, abs=0.2)  # and not its own 90 s
 
     virtual_time.run(main())
 
