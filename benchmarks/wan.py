@@ -1,4 +1,4 @@
-"""How fast tensors are averaged over long and narrow links: this library beside Gloo and plain TCP, four peers.
+"""How fast tensors are averaged over long and narrow links: this library beside Gloo and plain TCP.
 
 The links are emulated on this machine: each peer is in a network namespace, its upload and download limited by `tbf`,
 and every packet is held back for half the round trip. It needs root, `ip` and `tc` (Debian: iproute2) and /dev/net/tun:
@@ -6,10 +6,11 @@ and every packet is held back for half the round trip. It needs root, `ip` and `
     sudo .venv/bin/python -m benchmarks.wan                              # all, about 25 minutes
     sudo .venv/bin/python -m benchmarks.wan --settings 100x40 --mib 16   # the shortest, 1 minute
 
-Settings, all with four peers:
+Settings, with four peers but for `pair`:
     100x40     100 Mbit/s and 40 ms of round trip, 16 and 64 MiB
     300x50     300 Mbit/s and 50 ms, 64 MiB
     1000x50    1 Gbit/s and 50 ms, 64 and 256 MiB; 4 Gbit/s in sum keep two cores busy: look at "machine s"
+    pair       the same between two peers, for which two cores may be enough
     uneven     1 Gbit/s but one peer 100 Mbit/s, and 50 ms, 64 MiB; with and without `bandwidth=` stated
 
 First, plain TCP streams tell what one peer's link and all links at once carry. From the former follows the limit: the

@@ -35,7 +35,7 @@ class Setting:
         return len(set(self.mbits)) > 1
 
     def __str__(self) -> str:
-        links = f"{self.mbits[0]:g} Mbit/s"
+        links = f"{len(self.mbits)} peers, {self.mbits[0]:g} Mbit/s"
         if self.uneven:
             links += f", one peer {min(self.mbits):g} Mbit/s"
         return f"{links}, {self.rtt * 1000:g} ms"
@@ -47,6 +47,7 @@ SETTINGS = {
         Setting("100x40", (100,) * 4, 0.040, (16, 64)),
         Setting("300x50", (300,) * 4, 0.050, (64,)),
         Setting("1000x50", (1000,) * 4, 0.050, (64, 256)),
+        Setting("pair", (1000, 1000), 0.050, (64, 256)),
         Setting("uneven", (1000, 1000, 1000, 100), 0.050, (64,)),
     )
 }
