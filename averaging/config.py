@@ -108,8 +108,9 @@ class PeerConfig:
         verify_donors: a state is downloaded only if so many donors announce the same version and the same digests of
             the averaged tensors; 1 believes the first.
         in_place: averages are written to the tensors as they arrive, not all at the end. That saves the memory of a
-            second set of tensors; a round that is cancelled leaves what had arrived by then. Not together with
-            `share_state`, which keeps the last state whole for newcomers until the next one is.
+            second set of tensors and the time to fill it; a round that is cancelled leaves what had arrived by then.
+            With `share_state` only where the last state has been copied for newcomers, as it is before the application
+            writes (`Peer.tensors`): else it is kept whole until the next one is.
         receipts: a file to which the receipt of every attempt is appended, one line of JSON each (docs/receipts.md).
         tls_ca: file with the certificates of the authorities whose peers are believed, see `averaging ca`.
         tls_cert: file with this peer's certificate, which must stand for the host at which others reach it.
@@ -180,10 +181,6 @@ class PeerConfig:
             raise ConfigError(f"group_bits must be zeros and ones, not {self.group_bits!r}")
         if self.bandwidth is not None and not (math.isfinite(self.bandwidth) and self.bandwidth > 0):
             raise ConfigError(f"bandwidth must be finite and above 0 bytes/s, not {self.bandwidth!r}")
-        if self.in_place and self.share_state and self.mode is not Mode.CLIENT:
-            raise ConfigError(
-                "in_place overwrites the state that others may be downloading; say share_state=False with it"
-            )
         parse_aggregation(self.aggregation)
         if not 1 <= self.verify_donors <= 16:
             raise ConfigError(f"verify_donors must be from 1 to 16, not {self.verify_donors}")

@@ -240,6 +240,7 @@ class Peer:
         commits: bool = False,
         compression: CompressionType | None = None,
         error_feedback: bool = False,
+        in_place: bool | None = None,
     ) -> Topic:
         """Something else that can be averaged with this run's peers: gradients, a part of the model.
 
@@ -251,6 +252,7 @@ class Peer:
             commits: whether a result is a new version of the downloadable state.
             compression: how they are packed on the wire; as the peer's own if None.
             error_feedback: whether what a lossy code loses is added to what is sent in the next round.
+            in_place: whether averages are written as they arrive, see `PeerConfig`; as the peer's own if None.
 
         Raises:
             ConfigError: the name has a dot, or is too long.
@@ -267,6 +269,7 @@ class Peer:
             commits=commits,
             compression=compression,
             error_feedback=error_feedback,
+            in_place=in_place,
         )
 
     async def average(

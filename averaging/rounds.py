@@ -242,8 +242,11 @@ class Rounds:
             self._transport,
             deadlines=self._service.deadlines,
             non_finite=self._config.non_finite,
-            adopt=topic.write_now if self._config.in_place and attempt.inputs is None else None,
+            adopt=(lambda part, values: topic.write_now(part, values, self._may_write)) if topic.writes_early else None,
         )
+
+    def _may_write(self) -> bool:
+        return not self._snapshots.at_stake
 
     def _adopt(self, attempt: _Attempt, topic: Topic, result: RoundResult) -> None:
         if topic.feedback is not None and attempt.inputs is not None:

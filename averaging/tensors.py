@@ -125,12 +125,24 @@ class SharedTensors:
             if target is not view:
                 tensor.copy_(target.view(tensor.shape))
 
-    def write_now(self, index: int, start: int, values: torch.Tensor, how: Write) -> bool:
-        """Writes values to a contiguous CPU tensor if nobody holds the lock at this moment; whether it did."""
+    def write_now(
+        self, index: int, start: int, values: torch.Tensor, how: Write, provided: Callable[[], bool] = lambda: True
+    ) -> bool:
+        """Writes values to a contiguous CPU tensor if nobody holds the lock at this moment; whether it did.
+
+        Args:
+            index: of the tensor.
+            start: first element.
+            values: 1-D.
+            how: as in `write`.
+            provided: asked under the lock whether it may.
+        """
         view = self._views[index]
         if view is None or not self._lock.acquire(blocking=False):
             return False
         try:
+            if not provided():
+                return False
             if how is Write.REPLACE:
                 view[start : start + values.numel()].copy_(values)
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -38,6 +39,7 @@ class Topic:
         adopt: what becomes of them.
         commits: whether the result is a new version of the state that others download.
         feedback: what lossy codes lost so far; None if that is not kept.
+        in_place: whether averages may be written as they arrive, see `PeerConfig`.
     """
 
     tensors: SharedTensors
@@ -45,6 +47,7 @@ class Topic:
     adopt: Adopt = Adopt.AVERAGE
     commits: bool = True
     feedback: Feedback | None = None
+    in_place: bool = False
 
     def at(self, phase: str) -> Schema:
         """The schema of one phase: peers in different phases do not meet."""
@@ -54,9 +57,20 @@ class Topic:
         """Writes the result. The caller holds the lock."""
         self.tensors.write(changes(result), self._how)
 
-    def write_now(self, part: Part, values: torch.Tensor) -> bool:
-        """Writes one part of a result if that can be done before the rest is known, and at once; whether it was."""
-        return self.adopt is Adopt.AVERAGE and self.tensors.write_now(part.tensor, part.start, values, self._how)
+    def write_now(self, part: Part, values: torch.Tensor, provided: Callable[[], bool]) -> bool:
+        """Writes one part of a result if that can be done before the rest is known, and at once; whether it was.
+
+        Args:
+            part: of the topic's tensors.
+            values: its average, or its delta.
+            provided: asked under the lock whether it may be.
+        """
+        return self.tensors.write_now(part.tensor, part.start, values, self._how, provided)
+
+    @property
+    def writes_early(self) -> bool:
+        """Whether `write_now` may be called."""
+        return self.in_place and self.adopt is Adopt.AVERAGE and self.feedback is None
 
     @property
     def _how(self) -> Write:
@@ -74,6 +88,7 @@ def make_topic(
     commits: bool = True,
     compression: CompressionType | None = None,
     error_feedback: bool = False,
+    in_place: bool | None = None,
 ) -> Topic:
     """The topic of these tensors at a peer with this configuration; see `Peer.topic`.
 
@@ -89,4 +104,11 @@ def make_topic(
         topic=name,
         aggregation=parse_aggregation(config.aggregation),
     )
-    return Topic(tensors, schema, adopt, commits, Feedback(schema) if error_feedback else None)
+    return Topic(
+        tensors,
+        schema,
+        adopt,
+        commits,
+        Feedback(schema) if error_feedback else None,
+        config.in_place if in_place is None else in_place,
+    )

@@ -180,10 +180,17 @@ class Training:
         commits: bool = False,
         compression: CompressionType | None = None,
         error_feedback: bool = False,
+        in_place: bool | None = None,
     ) -> Topic:
         """Something that can be averaged, see `Peer.topic`."""
         return self._peer.topic(
-            name, tensors, adopt=adopt, commits=commits, compression=compression, error_feedback=error_feedback
+            name,
+            tensors,
+            adopt=adopt,
+            commits=commits,
+            compression=compression,
+            error_feedback=error_feedback,
+            in_place=in_place,
         )
 
     def average(self, topic: Topic | None = None, **options: Unpack[RoundOptions]) -> Receipt:

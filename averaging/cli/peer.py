@@ -169,7 +169,8 @@ SHARED_OPTIONS = frozenset(
 @click.option(
     "--in-place",
     is_flag=True,
-    help="Write averages as they arrive, which takes half the memory; only with --no-share-state.",
+    help="Write averages as they arrive: less memory and time. As a rule with --no-share-state, else the last state is "
+    "kept whole for newcomers until the round is over.",
 )
 @click.option(
     "--receipts",

@@ -50,6 +50,11 @@ class Snapshots:
         if shared:
             tensors.before_application_writes = self._copy_once
 
+    @property
+    def at_stake(self) -> bool:
+        """Whether the tensors themselves are what others may download, so that nobody may write to them yet."""
+        return self.shared and self._copy is None
+
     def commit(self, version: int) -> None:
         """What the tensors hold now is the state, under `version` or the present one if that is greater.
 

@@ -117,7 +117,8 @@ class LocalSGD(Strategy):
             self._sent = list(buffers.values())
             self._topic = training.topic("", buffers, adopt=Adopt.CHANGE, **options)
         else:
-            self._topic = training.topic("", tensors, commits=True, **options)
+            # Training waits for the round, so nobody looks at the tensors while some are averaged and some are not.
+            self._topic = training.topic("", tensors, commits=True, in_place=True, **options)
         return self._topic
 
     def _note(self, training: Training, receipt: Receipt) -> None:

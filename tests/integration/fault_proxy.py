@@ -106,8 +106,11 @@ class FaultProxy:
 
     def _reset(self) -> None:
         for writer in list(self._writers):
+            end = writer.get_extra_info("socket")
+            if end.fileno() < 0:
+                continue  # lost already, of which its task has not heard yet
             # A close with a linger time of zero sends RST instead of FIN.
-            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             writer.transport.abort()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

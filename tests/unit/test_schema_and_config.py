@@ -104,7 +104,6 @@ def test_a_sparse_tensor_is_refused() -> None:
         {"listen": "h"},
         {"listen": "h:99999"},
         {"advertise": "a b:1"},
-        {"in_place": True},
         {"group_size": 1},
         {"min_group_size": 1},
         {"group_size": 3, "min_group_size": 4},

@@ -30,3 +30,11 @@ def test_a_tensor_with_gaps_waits_for_the_whole_result() -> None:
     tensor = torch.zeros(4, 4)[:, ::2]
     assert not SharedTensors([tensor]).write_now(0, 0, torch.ones(2), Write.REPLACE)
     assert not tensor.any()
+
+
+def test_what_may_not_be_written_yet_is_not() -> None:
+    tensor = torch.zeros(2)
+    shared = SharedTensors([tensor])
+    assert not shared.write_now(0, 0, torch.ones(2), Write.REPLACE, lambda: False)
+    assert tensor.tolist() == [0.0, 0.0]
+    assert shared.write_now(0, 0, torch.ones(2), Write.REPLACE)  # and the lock is free again
