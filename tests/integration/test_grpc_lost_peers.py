@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
 import struct
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import cast
@@ -20,9 +21,11 @@ from averaging.config import parse_address
 from averaging.errors import PeerUnreachableError, ProtocolViolationError
 from averaging.messages import AveragingData
 from averaging.transport.grpc import client as grpc_client
-from averaging.transport.grpc import options
-from averaging.transport.grpc.channels import target
+from averaging.transport.grpc import methods, options
+from averaging.transport.grpc.channels import Channels, target
+from averaging.transport.grpc.client import call_both_ways
 from tests.integration.grpc_fakes import (
+    MAX_MESSAGE_BYTES,
     REQUEST,
     FakePeer,
     client,
@@ -92,10 +95,12 @@ async def line_of(child: asyncio.subprocess.Process) -> str:
 
 
 @asynccontextmanager
-async def relayed(endpoint: str) -> AsyncIterator[tuple[str, Callable[[], None]]]:
-    """Another address for `endpoint`, and what resets the connections through it."""
+async def relayed(
+    endpoint: str, ended: asyncio.Semaphore | None = None
+) -> AsyncIterator[tuple[str, Callable[[], None]]]:
+    """Another address for `endpoint`, and what resets the connections through it; `ended` is released for each."""
     host, port = parse_address(endpoint)
-    writers: list[asyncio.StreamWriter] = []
+    writers: set[asyncio.StreamWriter] = set()
 
     async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
@@ -106,11 +111,14 @@ async def relayed(endpoint: str) -> AsyncIterator[tuple[str, Callable[[], None]]
 
     async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         to_reader, to_writer = await asyncio.open_connection(host, port)
-        writers.extend((writer, to_writer))
+        writers.update((writer, to_writer))
         try:
             await asyncio.gather(copy(reader, to_writer), copy(to_reader, writer))
         finally:
+            writers.difference_update((writer, to_writer))
             await closed(to_writer)
+            if ended is not None:
+                ended.release()
 
     def cut() -> None:
         while writers:
@@ -178,6 +186,34 @@ async def test_a_connection_reset_while_parts_are_written_is_lost() -> None:
             cut()
             with pytest.raises(PeerUnreachableError, match=f"^{relay}: connection lost$"):
                 await asyncio.wait_for(read_all(replies), 5)
+
+
+@pytest.fixture
+def without_garbage_collection() -> Iterator[None]:
+    """What is part of a circle of references stays."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("without_garbage_collection")
+async def test_a_channel_that_has_reconnected_and_is_given_up_is_disconnected() -> None:
+    """Another call had it reconnect before the lost one was read; gRPC keeps the connection while a call exists."""
+    channels, ended = Channels(options.channel_options(MAX_MESSAGE_BYTES)), asyncio.Semaphore(0)
+    async with serving(FakePeer()) as (_, endpoint), relayed(endpoint, ended) as (relay, cut):
+        messages = endless(asyncio.Event())
+        async with aclosing(call_both_ways(channels, relay, methods.AGGREGATE_PART, messages)) as replies:
+            await anext(replies)
+            async with channels.call(relay) as line:
+                cut()
+                await line.channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
+                await asyncio.wait_for(line.channel.channel_ready(), 5)
+            with pytest.raises(PeerUnreachableError, match="connection lost"):
+                await anext(replies)
+        for _ in ("the one that was cut", "the one after it"):
+            await asyncio.wait_for(ended.acquire(), 5)
+        await channels.close()
 
 
 @pytest.mark.asyncio

@@ -40,7 +40,7 @@ class Line:
         return call
 
     async def close(self) -> None:
-        """Ends the calls and the connection."""
+        """Ends the calls, and the connection with the last of their objects, for which gRPC keeps it."""
         for call in list(self.calls):
             call.cancel()
         await self.channel.close()

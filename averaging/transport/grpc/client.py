@@ -119,7 +119,7 @@ class _Upload:
     ) -> None:
         self.failure: Exception | None = None
         self._call = call
-        self._task = asyncio.create_task(self._run(encode, messages))
+        self._task: asyncio.Task[None] | None = asyncio.create_task(self._run(encode, messages))
         # A write that is still waiting then would fail, and grpcio would put that in the place of the status.
         call.add_done_callback(self._end)
 
@@ -144,12 +144,21 @@ class _Upload:
         return True
 
     def _end(self, _: object = None) -> None:
-        self._task.cancel()
+        if self._task is not None:
+            self._task.cancel()
 
     async def close(self) -> None:
-        """Ends it, whether or not all is written."""
+        """Ends it, whether or not all is written, and forgets how it ended.
+
+        A task keeps what it ended with, and that the frames it came through, this object and the call among them. Such
+        a circle waits for the garbage collector, and as long as a call exists gRPC keeps the connection of its channel,
+        even if that is closed.
+        """
         self._end()
-        await asyncio.wait({self._task})
+        task, self._task = self._task, None
+        if task is not None:
+            await asyncio.wait({task})
+        self.failure = None
 
 
 async def _close(iterator: AsyncIterator[object]) -> None:
