@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from math import ceil
 from typing import Self
 
 import torch
@@ -26,11 +27,16 @@ PORT = 9000
 CHUNK = bytes(1 << 18)
 CONNECT_LIMIT = 60.0
 
+STREAMS = 3
+"""To and from each peer at least, in a calibration: one alone may be held back by the system's largest window."""
 
-def connect(rank: int, hosts: Sequence[str]) -> tuple[dict[int, socket.socket], dict[int, socket.socket]]:
+
+def connect(
+    rank: int, hosts: Sequence[str], port: int = PORT
+) -> tuple[dict[int, socket.socket], dict[int, socket.socket]]:
     """One connection from this peer to each of the others, and one from each of them."""
     others = [other for other in range(len(hosts)) if other != rank]
-    with socket.create_server((hosts[rank], PORT)) as server, ThreadPoolExecutor(1) as pool:
+    with socket.create_server((hosts[rank], port)) as server, ThreadPoolExecutor(1) as pool:
         server.settimeout(CONNECT_LIMIT)
 
         def accept() -> dict[int, socket.socket]:
@@ -43,17 +49,17 @@ def connect(rank: int, hosts: Sequence[str]) -> tuple[dict[int, socket.socket], 
         incoming = pool.submit(accept)
         outgoing = {}
         for other in others:
-            outgoing[other] = _dial(hosts[other])
+            outgoing[other] = _dial(hosts[other], port)
             outgoing[other].sendall(bytes([rank]))
         return outgoing, incoming.result()
 
 
-def _dial(host: str) -> socket.socket:
+def _dial(host: str, port: int) -> socket.socket:
     """Tries until the other peer listens."""
     end = time.monotonic() + CONNECT_LIMIT
     while True:
         try:
-            return socket.create_connection((host, PORT), timeout=CONNECT_LIMIT)
+            return socket.create_connection((host, port), timeout=CONNECT_LIMIT)
         except ConnectionRefusedError:
             if time.monotonic() > end:
                 raise
@@ -110,8 +116,10 @@ def _receive(source: socket.socket, nbytes: int) -> None:
 
 def calibrate(rank: int, hosts: Sequence[str], senders: int, seconds: float) -> float:
     """Bytes/s that this peer receives in the second half of `seconds`, when TCP has found its rate."""
-    outgoing, incoming = connect(rank, hosts)
-    received = [0] * len(hosts)
+    lines = [connect(rank, hosts, PORT + number) for number in range(ceil(STREAMS / (len(hosts) - 1)))]
+    outgoing = [one for line, _ in lines for one in line.values()]
+    incoming = [one for _, line in lines for one in line.values()]
+    received = [0] * len(incoming)
 
     def take(index: int, source: socket.socket) -> None:
         buffer = bytearray(len(CHUNK))
@@ -125,8 +133,8 @@ def calibrate(rank: int, hosts: Sequence[str], senders: int, seconds: float) -> 
                 to.sendall(CHUNK)
         to.close()
 
-    threads = [threading.Thread(target=take, args=pair) for pair in incoming.items()]
-    threads += [threading.Thread(target=give, args=(one,)) for one in outgoing.values()]
+    threads = [threading.Thread(target=take, args=pair) for pair in enumerate(incoming)]
+    threads += [threading.Thread(target=give, args=(one,)) for one in outgoing]
     for thread in threads:
         thread.start()
     time.sleep(seconds / 2)
