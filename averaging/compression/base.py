@@ -71,13 +71,6 @@ def view_bytes(buffer: Buffer, dtype: torch.dtype = torch.uint8) -> torch.Tensor
     return torch.frombuffer(buffer, dtype=dtype) if len(buffer) else torch.empty(0, dtype=dtype)
 
 
-def to_bytes(tensor: torch.Tensor) -> bytes:
-    """The elements of a CPU tensor of any strides, in order, in its own dtype."""
-    # numpy has no bfloat16
-    same_size = tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor
-    return same_size.numpy().tobytes()
-
-
 def view_memory(tensor: torch.Tensor) -> Buffer:
     """The elements of a CPU tensor, in order, in its own dtype; without a copy if they lie in memory so."""
     if not tensor.numel():

@@ -12,7 +12,7 @@ from math import prod, sqrt
 import numpy as np
 import torch
 
-from averaging.compression.base import Codec, to_bytes, view_bytes
+from averaging.compression.base import Codec, view_bytes, view_memory
 from averaging.messages import Buffer
 
 BUCKETS = 256
@@ -45,7 +45,7 @@ class Lookup8Bit(Codec):
         counts = torch.bincount(indices, minlength=BUCKETS).clamp_min_(1)
         sums = torch.bincount(indices, weights=values.to(torch.float64), minlength=BUCKETS)
         table = (sums / counts).to(torch.float32)
-        return b"".join((to_bytes(table), to_bytes(indices)))
+        return b"".join((view_memory(table), view_memory(indices)))
 
     def unpack(self, buffer: Buffer, size: tuple[int, ...]) -> torch.Tensor:
         """A new float32 tensor."""

@@ -13,7 +13,7 @@ from math import prod, sqrt
 import numpy as np
 import torch
 
-from averaging.compression.base import Codec, to_bytes, view_bytes
+from averaging.compression.base import Codec, view_bytes, view_memory
 from averaging.compression.half import FLOAT16_MAX
 from averaging.messages import Buffer
 
@@ -49,7 +49,7 @@ class MeanStd16Bit(Codec):
         norms = torch.linalg.vector_norm(centred, dim=1, keepdim=True, dtype=torch.float64)
         stds = (norms / sqrt(count)).clamp_min_(MIN_STD).to(torch.float32)
         data = centred.div_(stds).clamp_(-FLOAT16_MAX, FLOAT16_MAX).to(torch.float16)
-        return b"".join((to_bytes(data), to_bytes(means), to_bytes(stds)))
+        return b"".join((view_memory(data), view_memory(means), view_memory(stds)))
 
     def unpack(self, buffer: Buffer, size: tuple[int, ...]) -> torch.Tensor:
         """A new float32 tensor."""
