@@ -104,6 +104,16 @@ class Reducing:
         for sender in self._senders.values():
             await sender.done.wait()
 
+    def doubt(self, lost: Dropped) -> None:
+        """A member was lost that this one sent parts to: if it has not opened its own stream yet, it hardly will.
+
+        It may be gone, or may never have been told that the group began, since its leader died first.
+        """
+        sender = self._senders.get(lost.endpoint)
+        if sender is not None and not sender.opened and not sender.done.is_set():
+            shortest = Deadline(self._watch.deadlines.lower, "min_part_timeout")
+            self._watch.begin(lost.endpoint, Phase.OPENING, lambda *_: self._drop(lost), shortest)
+
     def drop_unfinished(self, reason: str) -> None:
         """Gives up every sender that is not done."""
         for name in self._senders:

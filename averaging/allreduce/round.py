@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 import torch
 
 from averaging.allreduce.outcome import Adopting, Outcome, RoundResult
-from averaging.allreduce.partition import partition, shares
+from averaging.allreduce.partition import Part, partition, shares
 from averaging.allreduce.reducing import READ_AHEAD, Reducing
 from averaging.allreduce.sending import Sending
 from averaging.allreduce.watch import Watch
@@ -82,7 +82,7 @@ class AllReduce:
             async with asyncio.timeout_at(deadline), self._watch.running(), asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._reducing.run())
                 for name, parts in self._reducers.items():
-                    tasks.create_task(self._sending.send_to(name, parts))
+                    tasks.create_task(self._exchange(name, parts))
         except TimeoutError:
             whole = f"the round's deadline of {deadline - began:.1f} s passed before"
             self._reducing.drop_unfinished(f"{whole} it was done")
@@ -97,6 +97,11 @@ class AllReduce:
             raise
         self._reducing.close(MessageCode.CANCELLED)
         return self.result()
+
+    async def _exchange(self, name: str, parts: Sequence[Part]) -> None:
+        lost = await self._sending.send_to(name, parts)
+        if lost is not None:
+            self._reducing.doubt(lost)
 
     def result(self) -> RoundResult:
         """What has come of the round so far."""

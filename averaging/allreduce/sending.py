@@ -55,8 +55,8 @@ class Sending:
         self._watch = watch
         self._non_finite = non_finite
 
-    async def send_to(self, name: str, parts: Sequence[Part]) -> None:
-        """Sends `name` its parts and collects their averages, until all are in or it is lost."""
+    async def send_to(self, name: str, parts: Sequence[Part]) -> Dropped | None:
+        """Sends `name` its parts and collects their averages, until all are in or it is lost; why it was, if so."""
         received = 0
         answer = MessageCode.AVERAGED_PART
 
@@ -82,10 +82,11 @@ class Sending:
             lost = Dropped(name, f"{error.reason} after {done()}", code_of(error))
         except ProtocolViolationError as error:
             lost = Dropped(name, f"{error} after {done()}", ANSWERS.get(answer, code_of(error)))
-        if received < len(parts):
-            self._outcome.lose(lost)
-        else:
+        if received == len(parts):
             self._watch.done(name, Phase.REPLY)
+            return None
+        self._outcome.lose(lost)
+        return lost
 
     async def _messages(
         self, name: str, parts: Sequence[Part], progress: Callable[[], None]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -87,22 +88,46 @@ STEPS = [("sending", 0), ("sending", 1), ("sending", 5), ("reducing", 0), ("redu
 
 
 @pytest.mark.parametrize(("step", "after"), STEPS)
-def test_a_member_killed_in_the_round_costs_only_its_own(workers: Workers, step: str, after: int) -> None:
-    options = {"group_size": 4, "matchmaking_time": 4.0}
-    victim = {"value": 3, **options, "fatal_step": step, "after": after}
+def test_a_follower_killed_in_the_round_costs_only_its_own(workers: Workers, step: str, after: int) -> None:
+    processes, receipts = average_with_a_victim(workers, step, after, matchmaking_time=8.0)
+    for number, receipt in enumerate(receipts):
+        check_survivor(number, receipt, range(3), [workers.endpoints[3]])
+    # The survivors go on: the next round is one of three.
+    assert {receipt["outcome"] for receipt in average(*processes[:3])} == {"averaged"}
+
+
+@pytest.mark.parametrize(("step", "after"), STEPS)
+def test_a_leader_killed_in_the_round_costs_only_its_own(workers: Workers, step: str, after: int) -> None:
+    """It may die before all of its followers have been told that the group begins; the others go on without those."""
+    processes, receipts = average_with_a_victim(workers, step, after, matchmaking_time=4.0)
+    told = [number for number, receipt in enumerate(receipts) if workers.endpoints[3] in receipt["members"]]
+    lost = [endpoint for number, endpoint in enumerate(workers.endpoints) if number not in told]
+    for number in told if len(told) > 1 else []:  # whoever was told alone has nobody left to average with
+        check_survivor(number, receipts[number], told, lost)
+    assert {receipt["outcome"] for receipt in average(*processes[:3])} == {"averaged"}
+
+
+def average_with_a_victim(
+    workers: Workers, step: str, after: int, *, matchmaking_time: float
+) -> tuple[list[JsonProcess], list[dict[str, Any]]]:
+    """Three processes average with a fourth that dies; it follows one of them if its time ends after theirs."""
+    options = {"group_size": 4, "matchmaking_time": 4.0, "timeout": 10.0}
+    victim = {"value": 3, **options, "matchmaking_time": matchmaking_time, "fatal_step": step, "after": after}
     processes = workers.start(*({"value": n, **options} for n in range(3)), victim)
     processes[3].send("average")
     receipts = average(*processes[:3])
     assert processes[3].wait() == -9
-    for number, receipt in enumerate(receipts):
-        assert receipt["outcome"] == "averaged"
-        assert receipt["dropped"] == [workers.endpoints[3]]
-        # All four, the three survivors, or, where the victim had to reduce, the local value.
-        possible = [1.5, 1.0, float(number)]
-        assert all(any(abs(value - p) < 1e-3 for p in possible) for value in receipt["values"]), receipt["values"]
-        assert receipt["seconds"] < 20  # the loss is noticed, not waited out until the round's deadline
-    # The survivors go on: the next round is one of three.
-    assert {receipt["outcome"] for receipt in average(*processes[:3])} == {"averaged"}
+    return processes, receipts
+
+
+def check_survivor(number: int, receipt: dict[str, Any], survivors: Collection[int], lost: list[str]) -> None:
+    """What comes of a round at one of those who survive it, where the member that averages 3 is killed."""
+    assert receipt["outcome"] == "averaged"
+    assert sorted(receipt["dropped"]) == sorted(lost), receipt["reasons"]
+    # With the victim, without it, or, where the victim had to reduce, the local value.
+    possible = [mean([*survivors, 3]), mean(survivors), float(number)]
+    assert all(any(abs(value - p) < 1e-3 for p in possible) for value in receipt["values"]), receipt["values"]
+    assert receipt["allreduce_seconds"] < 8.0  # the loss is noticed, not waited out until the round's deadline of 10 s
 
 
 def test_a_leader_killed_in_matchmaking_is_replaced(workers: Workers) -> None:

@@ -9,8 +9,9 @@ import pytest
 
 from averaging.allreduce import RoundResult
 from averaging.deadlines import Deadlines
+from averaging.errors import RoundError
 from averaging.group import Member, Mode
-from averaging.messages import AveragingData
+from averaging.messages import AveragingData, MessageCode
 from averaging.observe.receipts import DropCode
 from averaging.transport import virtual_time
 from averaging.transport.virtual_time import VirtualTimeLoop
@@ -18,7 +19,7 @@ from tests.simulation.rounds import Simulation
 
 LOWER, UPPER = 0.2, 20.0
 USUAL = 5
-VICTIM = "peer:4"
+VICTIM, UNTOLD = "peer:4", "peer:3"
 SILENT = ["before opening", "first part", "last part", "replies"]
 ELEMENTS = 1600
 
@@ -101,6 +102,26 @@ class Silent:
         return disturb
 
 
+def dead_leader(simulation: Simulation) -> object:
+    """The victim has led the group and died before one of its followers was told that it begins."""
+
+    async def never_begins(deadline: float) -> RoundResult:
+        raise RoundError("it is not in the round")
+
+    async def unknown(
+        first: AveragingData, messages: AsyncIterator[AveragingData]
+    ) -> AsyncGenerator[AveragingData, None]:
+        yield AveragingData(code=MessageCode.BAD_GROUP_ID)
+
+    async def die(_: dict[str, asyncio.Task[RoundResult]]) -> None:
+        simulation.network.kill(VICTIM)
+
+    for name in (UNTOLD, VICTIM):
+        simulation.rounds[name].run = never_begins  # type: ignore[method-assign]
+    simulation.rounds[UNTOLD].aggregate_part = unknown  # type: ignore[method-assign]
+    return die
+
+
 def slow(simulation: Simulation, each: float) -> None:
     """The victim sends one part after the other, with a pause before each."""
     call = simulation.transports[VICTIM].aggregate_part
@@ -151,6 +172,22 @@ def test_a_newcomer_that_goes_silent_in_its_first_round_costs_about_a_round_more
         assert {lost.endpoint for lost in dropped} == {VICTIM}
         assert {lost.code for lost in dropped} == {DropCode.SILENT}
         assert all("2 × the longest of" in lost.reason or "2 × that of" in lost.reason for lost in dropped)
+
+    virtual_time.run(main())
+
+
+def test_who_is_not_there_when_parts_come_is_not_waited_for_as_a_sender() -> None:
+    """Nothing is known of anybody yet, so senders may take 20 s to open their streams, as long as nothing is wrong."""
+
+    async def main() -> None:
+        rounds = Rounds(8)
+        results = await rounds.one(dead_leader, may_fail={UNTOLD, VICTIM})
+        assert rounds.seconds[0] < 4 * LOWER  # each hears only one of three, which counts half
+        for name in ("peer:1", "peer:2"):
+            assert {lost.endpoint: lost.code for lost in results[name].dropped} == {
+                UNTOLD: DropCode.REFUSED,
+                VICTIM: DropCode.CONNECTION_LOST,
+            }
 
     virtual_time.run(main())
 
