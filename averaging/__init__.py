@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from averaging.config import NonFinite, PeerConfig
     from averaging.errors import AveragingError
     from averaging.group import Mode
+    from averaging.memory import keep_freed_memory
     from averaging.messages import CompressionType
     from averaging.observe.receipts import Account, DropCode, Dropped, Outcome, Receipt, Role, Straggler
     from averaging.peer import Peer
@@ -49,6 +50,7 @@ __all__ = [
     "Strategy",
     "Topic",
     "Training",
+    "keep_freed_memory",
 ]
 
 _HOMES = {
@@ -76,6 +78,7 @@ _HOMES = {
     "Strategy": "strategies",
     "Topic": "topics",
     "Training": "training",
+    "keep_freed_memory": "memory",
 }
 
 

@@ -53,8 +53,10 @@ class Averaging:
 
     def __init__(self, options: argparse.Namespace, **peer_options: Any) -> None:
         from averaging.compression import parse_compression
+        from averaging.memory import keep_freed_memory
         from averaging.peer import Peer
 
+        keep_freed_memory()  # as `averaging peer` does it
         self.tensors = [torch.empty(shape) for shape in shapes(options.tensors, options.mib)]
         self._count = options.peers
         self._peer = Peer(

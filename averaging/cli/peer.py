@@ -301,7 +301,9 @@ def _run(file: Path, output: Path | None, given: dict[str, Any], report: Report)
     """
     from averaging.cli import events, signals, words
     from averaging.cli.files import Output, check_can_be_averaged, read
+    from averaging.memory import keep_freed_memory
 
+    keep_freed_memory()
     destination = Output(output, overwrite=given["overwrite"]) if output else None
     document = read(file)
     # An auxiliary peer contributes no numbers.
