@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from dataclasses import MISSING, fields
 from importlib.metadata import entry_points
@@ -228,7 +227,7 @@ def test_ctrl_c_before_the_start_is_no_traceback() -> None:
 
 def test_the_package_offers_all_that_it_names() -> None:
     for name in averaging.__all__:
-        assert inspect.isclass(getattr(averaging, name))
+        assert getattr(averaging, name).__name__ == name
     assert set(averaging._HOMES) == set(averaging.__all__) == set(dir(averaging))
     with pytest.raises(AttributeError, match="nothing_of_this_name"):
         averaging.__getattr__("nothing_of_this_name")
