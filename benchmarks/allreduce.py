@@ -22,6 +22,7 @@ import argparse
 import asyncio
 import json
 import math
+import random
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -109,9 +110,8 @@ async def measure(case: Case, pythons: Mapping[str, str], rounds: int) -> dict[s
             except WorkerError as error:
                 broke(name, error)
         for number in range(rounds + 1):
-            names = list(running)
-            turn = number % max(1, len(names))
-            for name in names[turn:] + names[:turn]:  # nobody always follows the same one
+            # Nobody always follows the same one, which may go on with something when its round is over.
+            for name in random.Random(number).sample(list(running), len(running)):
                 try:
                     done = await one_round(running[name], bound)
                 except WorkerError as error:
