@@ -105,7 +105,7 @@ class Reducing:
             await sender.done.wait()
 
     def doubt(self, lost: Dropped) -> None:
-        """A member was lost that this one sent parts to: if it has not opened its own stream yet, it hardly will.
+        """A member is lost as a reducer: if it has not opened its own stream yet, it hardly will, and gets little time.
 
         It may be gone, or may never have been told that the group began, since its leader died first.
         """
