@@ -12,7 +12,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from averaging.background import EventLoopThread
-from averaging.config import PeerOptions
+from averaging.config import PeerOptions, one_of
 from averaging.errors import AveragingError, ConfigError, StateError
 from averaging.group import Mode
 from averaging.observe.receipts import Receipt
@@ -100,7 +100,7 @@ class DecentralizedAverager(OptimizerWrapper):
         discovery: DiscoveryFactory | None = None,
         **options: Unpack[PeerOptions],
     ) -> None:
-        if options.get("mode") is Mode.AUXILIARY:
+        if one_of(Mode, options.get("mode", Mode.NODE), "mode") is Mode.AUXILIARY:
             raise ConfigError("an auxiliary peer has nothing to train; start it as a Peer or with `averaging peer`")
         super().__init__(optimizer)
         self.strategy = strategy

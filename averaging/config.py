@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from enum import StrEnum
-from typing import TypeAlias, TypedDict
+from enum import Enum, StrEnum
+from typing import TypeAlias, TypedDict, TypeVar
 
 from averaging.aggregation import parse_aggregation
 from averaging.errors import ConfigError
 from averaging.group import CLIENT_PREFIX, Mode
-from averaging.messages import CompressionType
+from averaging.messages import COMPRESSIONS, CompressionType
 from averaging.schema import ReplyForm
 
 DEFAULT_PART_SIZE_BYTES = 1 << 20
@@ -20,6 +20,8 @@ DEFAULT_PART_SIZE_BYTES = 1 << 20
 
 
 FilePath: TypeAlias = "str | os.PathLike[str]"
+
+E = TypeVar("E", bound=Enum)
 
 MAX_MATCHMAKING_TIME = 3000.0
 """Longest time of one declaration in seconds; discovery keeps no record longer than an hour."""
@@ -46,13 +48,16 @@ class Inspection(StrEnum):
 
 
 class PeerOptions(TypedDict, total=False):
-    """The keyword arguments of `Peer` and `DecentralizedAverager`; `PeerConfig` says what they mean."""
+    """The keyword arguments of `Peer` and `DecentralizedAverager`; `PeerConfig` says what they mean.
+
+    What is one of a few may be given by its name, as `mode="client"`.
+    """
 
     listen: str
     advertise: str | None
     join: Sequence[str]
     join_timeout: float
-    mode: Mode
+    mode: Mode | str
     group_size: int
     min_group_size: int
     group_bits: str
@@ -61,11 +66,11 @@ class PeerOptions(TypedDict, total=False):
     part_timeout: float
     min_part_timeout: float
     bandwidth: float | None
-    compression: CompressionType
-    reply: ReplyForm
+    compression: CompressionType | str
+    reply: ReplyForm | str
     aggregation: str
     part_size_bytes: int
-    non_finite: NonFinite
+    non_finite: NonFinite | str
     share_state: bool
     verify_donors: int
     in_place: bool
@@ -75,12 +80,12 @@ class PeerOptions(TypedDict, total=False):
     tls_key: FilePath | None
     token_file: FilePath | None
     insecure: bool
-    inspection: Inspection
+    inspection: Inspection | str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerConfig:
-    """What a peer is told at its start.
+    """What a peer is told at its start. What is one of a few may be given by its name too, in capitals or not.
 
     Attributes:
         run_id: peers with the same run average together; no dots.
@@ -154,6 +159,7 @@ class PeerConfig:
     inspection: Inspection = Inspection.TOKEN
 
     def __post_init__(self) -> None:
+        self._read_names()
         if not self.run_id or "." in self.run_id or not self.run_id.isprintable():
             raise ConfigError(f"run id {self.run_id!r} must be printable, not empty, and without a dot")
         if isinstance(self.join, str):
@@ -187,8 +193,18 @@ class PeerConfig:
         if not 1024 <= self.part_size_bytes <= 1 << 28:
             raise ConfigError(f"part_size_bytes must be from 1 KiB to 256 MiB, not {self.part_size_bytes}")
         check_tls_files(self.tls_ca, self.tls_cert, self.tls_key)
-        if self.inspection not in list(Inspection):
-            raise ConfigError(f"inspection must be {', '.join(Inspection)}, not {self.inspection!r}")
+
+    def _read_names(self) -> None:
+        """A name would not be taken for the member it means: `"off"` is equal to `Inspection.OFF`, but not the same."""
+        read = {
+            "mode": one_of(Mode, self.mode, "mode"),
+            "compression": parse_compression(self.compression),
+            "reply": one_of(ReplyForm, self.reply, "reply"),
+            "non_finite": one_of(NonFinite, self.non_finite, "non_finite"),
+            "inspection": one_of(Inspection, self.inspection, "inspection"),
+        }
+        for name, value in read.items():
+            object.__setattr__(self, name, value)
 
     @property
     def is_closed(self) -> bool:
@@ -199,6 +215,33 @@ class PeerConfig:
 def option_names() -> frozenset[str]:
     """Every option but the run id, which is asked for by name everywhere."""
     return frozenset(field.name for field in fields(PeerConfig)) - {"run_id"}
+
+
+def one_of(kind: type[E], value: E | str, option: str) -> E:
+    """The member of `kind` that is meant, by itself or by its name, in capitals or not.
+
+    Raises:
+        ConfigError: there is no such member; the message names the option and lists them.
+    """
+    return _named({member.name.lower(): member for member in kind}, kind, value, option)
+
+
+def parse_compression(value: CompressionType | str) -> CompressionType:
+    """The code that is meant, by itself or by its name, in capitals or not, see `COMPRESSIONS`.
+
+    Raises:
+        ConfigError: there is no such code; the message lists them.
+    """
+    return _named(COMPRESSIONS, CompressionType, value, "compression")
+
+
+def _named(names: Mapping[str, E], kind: type[E], value: E | str, option: str) -> E:
+    if isinstance(value, kind):
+        return value
+    found = names.get(value.strip().lower()) if isinstance(value, str) else None
+    if found is None:
+        raise ConfigError(f"{option} must be one of {', '.join(names)}, not {value!r}")
+    return found
 
 
 def check_tls_files(ca: FilePath | None, cert: FilePath | None, key: FilePath | None) -> None:

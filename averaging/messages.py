@@ -45,6 +45,13 @@ class CompressionType(IntEnum):
     BLOCKWISE_INT8 = 17
 
 
+COMPRESSIONS = {code.name.lower(): code for code in CompressionType} | {
+    "fp16": CompressionType.FLOAT16,
+    "bf16": CompressionType.BFLOAT16,
+    "int8": CompressionType.BLOCKWISE_INT8,
+}
+"""What compressions are called."""
+
 Buffer: TypeAlias = "bytes | memoryview"
 """Bytes that nobody writes to."""
 

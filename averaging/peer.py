@@ -75,7 +75,7 @@ class Peer:
         rng: random.Random | None = None,
         **options: Unpack[PeerOptions],
     ) -> None:
-        self.config = PeerConfig(run_id=run_id, **options)
+        self.config = PeerConfig(run_id=run_id, **options)  # type: ignore[arg-type]  # it reads names
         self._tensors = SharedTensors(tensors)
         self._own = make_topic(self.config, self._tensors)
         self.schema = self._own.schema
@@ -238,7 +238,7 @@ class Peer:
         *,
         adopt: Adopt = Adopt.AVERAGE,
         commits: bool = False,
-        compression: CompressionType | None = None,
+        compression: CompressionType | str | None = None,
         error_feedback: bool = False,
         in_place: bool | None = None,
     ) -> Topic:

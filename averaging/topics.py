@@ -11,7 +11,7 @@ import torch
 from averaging.aggregation import parse_aggregation
 from averaging.allreduce import RoundResult, changes
 from averaging.allreduce.partition import Part
-from averaging.config import PeerConfig
+from averaging.config import PeerConfig, parse_compression
 from averaging.feedback import Feedback
 from averaging.messages import CompressionType
 from averaging.schema import ReplyForm, Schema, describe
@@ -86,7 +86,7 @@ def make_topic(
     *,
     adopt: Adopt = Adopt.AVERAGE,
     commits: bool = True,
-    compression: CompressionType | None = None,
+    compression: CompressionType | str | None = None,
     error_feedback: bool = False,
     in_place: bool | None = None,
 ) -> Topic:
@@ -98,7 +98,7 @@ def make_topic(
     schema = describe(
         tensors.names,
         tensors.tensors,
-        compression=config.compression if compression is None else compression,
+        compression=config.compression if compression is None else parse_compression(compression),
         part_size_bytes=config.part_size_bytes,
         reply=config.reply,
         topic=name,

@@ -178,7 +178,7 @@ class Training:
         *,
         adopt: Adopt = Adopt.AVERAGE,
         commits: bool = False,
-        compression: CompressionType | None = None,
+        compression: CompressionType | str | None = None,
         error_feedback: bool = False,
         in_place: bool | None = None,
     ) -> Topic:

@@ -52,7 +52,6 @@ class Averaging:
     packages = ("averaging", "grpcio", "protobuf")
 
     def __init__(self, options: argparse.Namespace, **peer_options: Any) -> None:
-        from averaging.compression import parse_compression
         from averaging.memory import keep_freed_memory
         from averaging.peer import Peer
 
@@ -65,7 +64,7 @@ class Averaging:
             join=[options.join] if options.join else [],
             group_size=options.peers,
             min_group_size=options.peers,
-            compression=parse_compression(options.codec),
+            compression=options.codec,
             **peer_options,
         )
 

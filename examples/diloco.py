@@ -6,7 +6,7 @@
 Each peer draws other windows from the Python standard library's sources. Every 20 steps the peers average what these
 steps have changed, an outer optimizer makes its step with that, and all go on from the same model: a twentieth of the
 traffic of averaging every gradient. `--fragments 4 --delay 2` sends a quarter of the model at a time while training
-goes on; `--compression blockwise_int8` makes that a quarter again.
+goes on; `--compression int8` makes that a quarter again.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch.optim.lr_scheduler import LinearLR
 
-from averaging import CompressionType, DecentralizedAverager, DiLoCo, Receipt
+from averaging import DecentralizedAverager, DiLoCo, Receipt
 from averaging.group import Mode
+from averaging.messages import COMPRESSIONS
 from examples.command_line import in_order, parse, parser_of, positive, security_of
 from examples.language_model import LanguageModel, Size, read, windows
 from examples.sources import divide, standard_library
@@ -51,7 +52,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--alpha", type=float, default=0.0, help="share of the local model that stays, 0 to 1 (0)")
     parser.add_argument(
         "--compression",
-        choices=[kind.name.lower() for kind in CompressionType],
+        choices=COMPRESSIONS,
         default="none",
         metavar="CODE",
         help="of what is sent, the same at all peers: %(choices)s (none)",
@@ -71,7 +72,7 @@ def train(options: argparse.Namespace) -> None:
         fragments=options.fragments,
         delay=options.delay,
         alpha=options.alpha,
-        compression=CompressionType[options.compression.upper()],
+        compression=options.compression,
         max_norm=1.0,
     )
     board = Board(options.tensorboard)

@@ -12,11 +12,6 @@ from typing import Any
 
 import click
 
-from averaging.messages import CompressionType
-
-COMPRESSIONS = [kind.name.lower() for kind in CompressionType]
-"""The names of `--compression`."""
-
 
 def finite(*, above: float = -math.inf, at_least: float = -math.inf) -> Callable[[str | float], float]:
     """A type for finite numbers, above or at least a bound."""

@@ -9,7 +9,6 @@ import click
 
 from averaging.cli.failures import SIGNALLED, WRONG_USAGE, Failure, Stopped, failure_of, starting
 from averaging.cli.options import (
-    COMPRESSIONS,
     address,
     address_to_dial,
     aggregation,
@@ -19,6 +18,7 @@ from averaging.cli.options import (
     run_id,
 )
 from averaging.cli.security import SECURITY_OPTIONS, security_options
+from averaging.messages import COMPRESSIONS
 
 if TYPE_CHECKING:
     from averaging.cli.files import Document, Output
@@ -128,7 +128,7 @@ SHARED_OPTIONS = frozenset(
 @click.option(
     "--compression",
     default="none",
-    type=click.Choice(COMPRESSIONS, case_sensitive=False),
+    type=click.Choice(list(COMPRESSIONS), case_sensitive=False),
     help="On the wire; the same at all peers.",
 )
 @click.option(
@@ -351,16 +351,11 @@ def _session(
 
 
 def _peer_options(given: dict[str, Any]) -> PeerOptions:
-    from averaging.config import Inspection, NonFinite
-    from averaging.group import Mode
-    from averaging.messages import CompressionType
-    from averaging.schema import ReplyForm
-
     options: PeerOptions = {
         "advertise": given["advertise"],
         "join": given["join"],
         "join_timeout": given["join_timeout"],
-        "mode": Mode.CLIENT if given["client_mode"] else Mode.AUXILIARY if given["auxiliary"] else Mode.NODE,
+        "mode": "client" if given["client_mode"] else "auxiliary" if given["auxiliary"] else "node",
         "group_size": given["group_size"],
         "min_group_size": given["min_group_size"],
         "group_bits": given["group_bits"],
@@ -369,11 +364,11 @@ def _peer_options(given: dict[str, Any]) -> PeerOptions:
         "part_timeout": given["part_timeout"],
         "min_part_timeout": given["min_part_timeout"],
         "bandwidth": given["bandwidth"],
-        "compression": CompressionType[given["compression"].upper()],
-        "reply": ReplyForm(given["reply"]),
+        "compression": given["compression"],
+        "reply": given["reply"],
         "aggregation": given["aggregation"],
         "part_size_bytes": given["part_size"],
-        "non_finite": NonFinite.ALLOW if given["allow_non_finite"] else NonFinite.REFUSE,
+        "non_finite": "allow" if given["allow_non_finite"] else "refuse",
         "share_state": not given["no_share_state"],
         "in_place": given["in_place"],
         "receipts": given["receipts"],
@@ -382,7 +377,7 @@ def _peer_options(given: dict[str, Any]) -> PeerOptions:
         "tls_key": given["tls_key"],
         "token_file": given["token_file"],
         "insecure": given["insecure"],
-        "inspection": Inspection(given["inspection"]),
+        "inspection": given["inspection"],
     }
     if given["listen"]:
         options["listen"] = given["listen"]

@@ -10,11 +10,11 @@ from averaging.compression.half import FLOAT16_MAX, Half
 from averaging.compression.lookup import Quantile8Bit, Uniform8Bit
 from averaging.compression.meanstd import MeanStd16Bit
 from averaging.compression.raw import Raw
-from averaging.errors import ConfigError, ProtocolViolationError
+from averaging.errors import ProtocolViolationError
 from averaging.messages import CompressionType, WireTensor
 from averaging.schema import DTYPES, dtype_name
 
-__all__ = ["bytes_per_element", "decode", "encode", "parse_compression"]
+__all__ = ["bytes_per_element", "decode", "encode"]
 
 _RAW: dict[str, Codec] = {name: Raw(name, dtype) for name, dtype in DTYPES.items()}
 
@@ -30,12 +30,6 @@ _LOSSY: dict[CompressionType, Codec] = {
 _DECODERS: dict[tuple[int, str], Codec] = {
     **{(CompressionType.NONE, name): codec for name, codec in _RAW.items()},
     **{(code, codec.wire_dtype): codec for code, codec in _LOSSY.items()},
-}
-
-_ALIASES = {
-    "fp16": CompressionType.FLOAT16,
-    "bf16": CompressionType.BFLOAT16,
-    "int8": CompressionType.BLOCKWISE_INT8,
 }
 
 
@@ -90,19 +84,6 @@ def bytes_per_element(compression: CompressionType, dtype: torch.dtype) -> int:
         TensorError: `dtype` cannot be averaged.
     """
     return _codec(compression, dtype).bytes_per_element
-
-
-def parse_compression(name: str) -> CompressionType:
-    """The code called `name`, in capitals or not: the names of `CompressionType`, or fp16, bf16, int8.
-
-    Raises:
-        ConfigError: there is no such code; the message lists them.
-    """
-    codes = {code.name.lower(): code for code in CompressionType} | _ALIASES
-    try:
-        return codes[name.strip().lower()]
-    except KeyError:
-        raise ConfigError(f"{name!r} is not a compression; choose from {', '.join(codes)}") from None
 
 
 def _codec(compression: CompressionType, dtype: torch.dtype) -> Codec:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from averaging.config import parse_compression
 from averaging.errors import ConfigError, StateError
 from averaging.messages import CompressionType
 from averaging.state.snapshots import NO_EXTRAS, Extras
@@ -34,13 +35,13 @@ class Strategy(ABC):
     def __init__(
         self,
         *,
-        compression: CompressionType | None = None,
+        compression: CompressionType | str | None = None,
         error_feedback: bool = False,
         max_norm: float | None = None,
     ) -> None:
         if max_norm is not None and not (max_norm > 0 and math.isfinite(max_norm)):
             raise ConfigError(f"max_norm must be finite and above 0, not {max_norm!r}")
-        self.compression = compression
+        self.compression = None if compression is None else parse_compression(compression)
         self.error_feedback = error_feedback
         self.max_norm = max_norm
 

@@ -64,7 +64,7 @@ class DiLoCo(Together):
         fragments: int = 1,
         delay: int = 0,
         alpha: float = 0.0,
-        compression: CompressionType | None = None,
+        compression: CompressionType | str | None = None,
         error_feedback: bool = False,
         max_norm: float | None = None,
     ) -> None:

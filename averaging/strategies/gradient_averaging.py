@@ -49,7 +49,7 @@ class GradientAveraging(Together):
         self,
         target_batch_size: int,
         *,
-        compression: CompressionType | None = None,
+        compression: CompressionType | str | None = None,
         error_feedback: bool = False,
         max_norm: float | None = None,
     ) -> None:

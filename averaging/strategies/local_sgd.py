@@ -43,7 +43,7 @@ class LocalSGD(Strategy):
         *,
         statistics: bool = False,
         overlap: bool = False,
-        compression: CompressionType | None = None,
+        compression: CompressionType | str | None = None,
         error_feedback: bool = False,
         max_norm: float | None = None,
     ) -> None:

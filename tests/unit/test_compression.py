@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from averaging.compression import bytes_per_element, decode, encode, parse_compression
-from averaging.errors import ConfigError, ProtocolViolationError, TensorError
+from averaging.compression import bytes_per_element, decode, encode
+from averaging.errors import ProtocolViolationError, TensorError
 from averaging.messages import CompressionType, WireTensor
 from averaging.schema import DTYPES
 
@@ -137,17 +137,6 @@ def test_bytes_per_element() -> None:
             CompressionType.BFLOAT16: 2,
             CompressionType.BLOCKWISE_INT8: 1,
         }
-
-
-def test_names() -> None:
-    for code in CompressionType:
-        assert parse_compression(code.name) is code
-        assert parse_compression(code.name.lower()) is code
-    assert parse_compression("FP16") is CompressionType.FLOAT16
-    assert parse_compression("bf16") is CompressionType.BFLOAT16
-    assert parse_compression("Int8") is CompressionType.BLOCKWISE_INT8
-    with pytest.raises(ConfigError, match=r"'zip'.*none.*uniform_8bit.*fp16"):
-        parse_compression("zip")
 
 
 # --- how much is lost -----------------------------------------------------------------------------

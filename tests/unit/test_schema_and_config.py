@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from enum import Enum
 from typing import Any
 
 import pytest
@@ -12,8 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from averaging.aggregation import Aggregation, Kind, parse_aggregation
-from averaging.config import Inspection, PeerConfig, PeerOptions, check_weight, is_endpoint, option_names, parse_address
+from averaging.config import (
+    Inspection,
+    NonFinite,
+    PeerConfig,
+    PeerOptions,
+    check_weight,
+    is_endpoint,
+    option_names,
+    parse_address,
+    parse_compression,
+)
 from averaging.errors import ConfigError, TensorError
+from averaging.group import Mode
 from averaging.messages import CompressionType
 from averaging.schema import DTYPES, ReplyForm, Schema, TensorSpec, describe, first_difference
 
@@ -155,10 +167,26 @@ def test_a_client_has_a_name_but_no_address() -> None:
     assert not is_endpoint("h:0")
 
 
-def test_who_may_look_is_one_of_three() -> None:
-    assert PeerConfig(run_id="run", inspection=Inspection("off")).inspection is Inspection.OFF
-    with pytest.raises(ConfigError, match="inspection must be on, token, off, not 'none'"):
-        PeerConfig(run_id="run", inspection="none")  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("option", "kind"),
+    [("mode", Mode), ("compression", CompressionType), ("reply", ReplyForm), ("non_finite", NonFinite),
+     ("inspection", Inspection)],
+)  # fmt: skip
+def test_what_is_one_of_a_few_may_be_given_by_name(option: str, kind: type[Enum]) -> None:
+    for member in kind:
+        for told in (member, member.name, member.name.lower(), f" {member.name.title()} "):
+            assert getattr(PeerConfig(run_id="run", **{option: told}), option) is member  # type: ignore[arg-type]
+    for wrong in ("none of these", "", None, 1.5):
+        with pytest.raises(ConfigError, match=rf"{option} must be one of \w+, .*, not {wrong!r}"):
+            PeerConfig(run_id="run", **{option: wrong})  # type: ignore[arg-type]
+
+
+def test_compressions_have_short_names_too() -> None:
+    assert parse_compression("FP16") is CompressionType.FLOAT16
+    assert parse_compression("bf16") is CompressionType.BFLOAT16
+    assert parse_compression("Int8") is CompressionType.BLOCKWISE_INT8
+    with pytest.raises(ConfigError, match=r"none, .*uniform_8bit.*fp16, bf16, int8, not 'zip'"):
+        parse_compression("zip")
 
 
 def test_a_run_is_closed_by_certificates_or_tokens() -> None:
