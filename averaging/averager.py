@@ -102,6 +102,8 @@ class DecentralizedAverager(OptimizerWrapper):
     ) -> None:
         if one_of(Mode, options.get("mode", Mode.NODE), "mode") is Mode.AUXILIARY:
             raise ConfigError("an auxiliary peer has nothing to train; start it as a Peer or with `averaging peer`")
+        if not isinstance(strategy, Strategy):
+            raise ConfigError(f"strategy must be one that was made, such as LocalSGD(every=50), not {strategy!r}")
         super().__init__(optimizer)
         self.strategy = strategy
         self.last_receipt: Receipt | None = None

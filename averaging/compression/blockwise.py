@@ -9,6 +9,8 @@ The error is at most largest / 254, plus the rounding of float32. The scale per 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from math import prod
 
 import torch
@@ -38,31 +40,48 @@ class BlockwiseInt8(Codec):
     def pack(self, tensor: torch.Tensor) -> Buffer:
         """Divides by the largest magnitude, not by a 127th of it, which could be 0 where the former is not."""
         values = tensor.to(torch.float32).reshape(-1)
-        buffer = torch.empty(self.nbytes((values.numel(),)), dtype=torch.uint8)
-        ratios = torch.empty(min(_AT_ONCE * BLOCK, values.numel()))  # small enough to stay in the processor's cache
-        for block, scale, packed in _blocks(values, *_split(buffer, values.numel())):
-            for first in range(0, len(block), _AT_ONCE):
-                some = slice(first, first + _AT_ONCE)
-                room = ratios[: block[some].numel()].view_as(block[some])
-                _pack_some(block[some], scale[some], packed[some], room)
+        count = values.numel()
+        buffer = torch.empty(self.nbytes((count,)), dtype=torch.uint8)
+        scales, data = _split(buffer, count)
+        room = torch.empty(min(_AT_ONCE, _block_count(count)), BLOCK)
+        for blocks, elements in _pieces(count):
+            piece = _filled_up(values[elements])
+            packed = _pack_piece(piece, scales[blocks, None], room[: len(piece)])
+            data[elements].copy_(packed.view(-1)[: elements.stop - elements.start])
         return view_memory(buffer)
 
     def unpack(self, buffer: Buffer, size: tuple[int, ...]) -> torch.Tensor:
         """A new float32 tensor."""
-        scales, data = _split(view_bytes(buffer), prod(size))
-        values = data.to(torch.float32)
-        for block, scale, _ in _blocks(values, scales, data):
-            block.mul_(scale / _STEPS)
-        return values.view(size)
+        count = prod(size)
+        scales, data = _split(view_bytes(buffer), count)
+        values = torch.empty(_block_count(count), BLOCK)
+        flat = values.view(-1)
+        for blocks, elements in _pieces(count):
+            flat[elements].copy_(data[elements])  # converted first: int8 times float32 is slow in torch
+            values[blocks].mul_(scales[blocks, None] / _STEPS)
+        return flat[:count].view(size)
 
 
-def _pack_some(block: torch.Tensor, scale: torch.Tensor, packed: torch.Tensor, room: torch.Tensor) -> None:
-    """Packs blocks, shape (n, m), into `scale`, (n, 1), and `packed`, (n, m); `room` is scratch, (n, m)."""
-    torch.amax(torch.abs(block, out=room), dim=1, keepdim=True, out=scale)
-    torch.div(block, torch.where(scale > 0, scale, 1.0), out=room)
-    if not scale.isfinite().all():
+def _pack_piece(piece: torch.Tensor, scale: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+    """The numbers to send of whole blocks, shape (n, 1024), in `room`; their scales are written to `scale`, (n, 1)."""
+    torch.amax(torch.abs(piece, out=room), dim=1, keepdim=True, out=scale)
+    torch.div(piece, torch.where(scale > 0, scale, 1.0), out=room)
+    if not math.isfinite(scale.sum().item()):
         room.nan_to_num_()
-    packed.copy_(room.mul_(_STEPS).round_())
+    return room.mul_(_STEPS).round_()
+
+
+def _pieces(count: int) -> Iterator[tuple[slice, slice]]:
+    """Blocks that are packed at once, and their elements, small enough to stay in the processor's cache."""
+    for first in range(0, _block_count(count), _AT_ONCE):
+        elements = slice(first * BLOCK, min((first + _AT_ONCE) * BLOCK, count))
+        yield slice(first, first + _AT_ONCE), elements
+
+
+def _filled_up(values: torch.Tensor) -> torch.Tensor:
+    """The values as whole blocks, zeros after them where the last one is shorter."""
+    missing = -values.numel() % BLOCK
+    return (torch.nn.functional.pad(values, (0, missing)) if missing else values).view(-1, BLOCK)
 
 
 def _split(buffer: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,15 +92,3 @@ def _split(buffer: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor
 
 def _block_count(count: int) -> int:
     return -(-count // BLOCK)
-
-
-def _blocks(
-    values: torch.Tensor, scales: torch.Tensor, data: torch.Tensor
-) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Views of the full blocks, shapes (n, 1024), (n, 1) and (n, 1024), and of the last one if it is shorter."""
-    whole = values.numel() // BLOCK
-    split = whole * BLOCK
-    views = [(values[:split].view(-1, BLOCK), scales[:whole, None], data[:split].view(-1, BLOCK))]
-    if split < values.numel():
-        views.append((values[None, split:], scales[whole:, None], data[None, split:]))
-    return views

@@ -420,6 +420,10 @@ def test_it_starts_before_anything_runs_or_not_at_all(make: Make) -> None:
 
     with pytest.raises(ConfigError, match="auxiliary"):
         make(torch.optim.SGD(params()), mode=Mode.AUXILIARY)
+    with pytest.raises(ConfigError, match="auxiliary"):
+        make(torch.optim.SGD(params()), mode="auxiliary")
+    with pytest.raises(ConfigError, match="strategy must be one that was made"):
+        make(torch.optim.SGD(params()), strategy=LocalSGD)
     with pytest.raises(ConfigError, match="weight"):
         make(torch.optim.SGD(params()), weight=float("nan"))
     with pytest.raises(ConfigError, match="without a dot"):
