@@ -236,7 +236,7 @@ class Peer:
         name: str,
         tensors: Mapping[str, torch.Tensor],
         *,
-        adopt: Adopt = Adopt.AVERAGE,
+        adopt: Adopt | str = Adopt.AVERAGE,
         commits: bool = False,
         compression: CompressionType | str | None = None,
         error_feedback: bool = False,
@@ -255,7 +255,7 @@ class Peer:
             in_place: whether averages are written as they arrive, see `PeerConfig`; as the peer's own if None.
 
         Raises:
-            ConfigError: the name has a dot, or is too long.
+            ConfigError: the name has a dot, or is too long; or there is no such `adopt` or `compression`.
             TensorError: a tensor that cannot be averaged.
         """
         if "." in name or len(name) > MAX_TOPIC:

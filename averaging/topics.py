@@ -11,7 +11,7 @@ import torch
 from averaging.aggregation import parse_aggregation
 from averaging.allreduce import RoundResult, changes
 from averaging.allreduce.partition import Part
-from averaging.config import PeerConfig, parse_compression
+from averaging.config import PeerConfig, one_of, parse_compression
 from averaging.feedback import Feedback
 from averaging.messages import CompressionType
 from averaging.schema import ReplyForm, Schema, describe
@@ -84,7 +84,7 @@ def make_topic(
     tensors: SharedTensors,
     name: str = "",
     *,
-    adopt: Adopt = Adopt.AVERAGE,
+    adopt: Adopt | str = Adopt.AVERAGE,
     commits: bool = True,
     compression: CompressionType | str | None = None,
     error_feedback: bool = False,
@@ -93,6 +93,7 @@ def make_topic(
     """The topic of these tensors at a peer with this configuration; see `Peer.topic`.
 
     Raises:
+        ConfigError: there is no such `adopt` or `compression`.
         TensorError: a tensor that cannot be averaged.
     """
     schema = describe(
@@ -107,7 +108,7 @@ def make_topic(
     return Topic(
         tensors,
         schema,
-        adopt,
+        one_of(Adopt, adopt, "adopt"),
         commits,
         Feedback(schema) if error_feedback else None,
         config.in_place if in_place is None else in_place,

@@ -176,7 +176,7 @@ class Training:
         name: str,
         tensors: Mapping[str, torch.Tensor],
         *,
-        adopt: Adopt = Adopt.AVERAGE,
+        adopt: Adopt | str = Adopt.AVERAGE,
         commits: bool = False,
         compression: CompressionType | str | None = None,
         error_feedback: bool = False,

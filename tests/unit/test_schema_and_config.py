@@ -28,6 +28,8 @@ from averaging.errors import ConfigError, TensorError
 from averaging.group import Mode
 from averaging.messages import CompressionType
 from averaging.schema import DTYPES, ReplyForm, Schema, TensorSpec, describe, first_difference
+from averaging.tensors import SharedTensors
+from averaging.topics import Adopt, make_topic
 
 specs = st.builds(
     TensorSpec,
@@ -179,6 +181,15 @@ def test_what_is_one_of_a_few_may_be_given_by_name(option: str, kind: type[Enum]
     for wrong in ("none of these", "", None, 1.5):
         with pytest.raises(ConfigError, match=rf"{option} must be one of \w+, .*, not {wrong!r}"):
             PeerConfig(run_id="run", **{option: wrong})  # type: ignore[arg-type]
+
+
+def test_so_may_what_becomes_of_a_topic_and_how_it_travels() -> None:
+    config, tensors = PeerConfig(run_id="run"), SharedTensors([torch.ones(2)])
+    topic = make_topic(config, tensors, adopt="change", compression="int8")
+    assert topic.adopt is Adopt.CHANGE
+    assert topic.schema.tensors[0].compression is CompressionType.BLOCKWISE_INT8
+    with pytest.raises(ConfigError, match="adopt must be one of average, whole, change, not 'add'"):
+        make_topic(config, tensors, adopt="add")
 
 
 def test_compressions_have_short_names_too() -> None:
