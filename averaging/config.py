@@ -195,7 +195,7 @@ class PeerConfig:
         check_tls_files(self.tls_ca, self.tls_cert, self.tls_key)
 
     def _read_names(self) -> None:
-        """A name would not be taken for the member it means: `"off"` is equal to `Inspection.OFF`, but not the same."""
+        """A name is not the member it means: `"refuse"` is equal to `NonFinite.REFUSE`, but it is another object."""
         read = {
             "mode": one_of(Mode, self.mode, "mode"),
             "compression": parse_compression(self.compression),

@@ -105,7 +105,7 @@ def read_credentials(config: PeerConfig, clock: Callable[[], float]) -> Credenti
         tls=read_tls(config.tls_ca, config.tls_cert, config.tls_key, clock),
         tokens=read_tokens(config.token_file),
         insecure=config.insecure,
-        inspection=Inspection(config.inspection),
+        inspection=config.inspection,
     )
 
 
