@@ -102,7 +102,8 @@ class PeerConfig:
         part_timeout: seconds without any progress after which a member is given up in a round, at the latest: what is
             learned of each member makes it less (docs/reliability.md).
         min_part_timeout: but not less than this, unless part_timeout is.
-        bandwidth: of this peer's link in bytes/s, so that it is given a share to match; None if unknown.
+        bandwidth: of this peer's link in bytes/s, so that it is given a share to match. None if unknown: it counts as
+            the median of those that are told, so all should tell theirs. Told by the slowest alone it changes nothing.
         compression: how tensors are packed on the wire.
         reply: reducers answer with the average, or with the difference to what was sent.
         aggregation: how contributions become one: `mean`, or `median`, `trimmed:F`, `clip:TAU`, which a minority of

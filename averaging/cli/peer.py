@@ -123,7 +123,8 @@ SHARED_OPTIONS = frozenset(
     "--bandwidth",
     type=finite(above=0),
     metavar="BYTES/S",
-    help="Of this peer's link, so that it gets a share to match: 12.5e6 for 100 Mbit/s.  [default: unknown]",
+    help="Of this peer's link, so that it gets a share to match: 12.5e6 for 100 Mbit/s. To be told at every peer: one "
+    "that is unknown counts as the median of the others.  [default: unknown]",
 )
 @click.option(
     "--compression",

@@ -239,8 +239,19 @@ def _summary_of_time(rounds: Sequence[Round]) -> Iterator[str]:
         yield (
             f"straggler: {name} in {counted(len(held), 'round')}, {max(held):.1f} s at most, {sum(held):.1f} s in all"
         )
+        if len(held) >= 2 and 2 * len(held) >= len(rounds) and all(_has_full_share(one, name) for one in rounds):
+            yield (
+                f"hint: {name} reduces as much as the others; if its link is narrower, tell every peer the bandwidth "
+                "of its own"
+            )
     if not waits:
         yield "straggler: nobody stands out"
+
+
+def _has_full_share(one: Round, name: str) -> bool:
+    """Whether nobody reduced more than `name` in a round, as far as is known."""
+    shares = [{account.endpoint: account.share for account in receipt.accounts} for receipt in one.receipts]
+    return all(found.get(name, 1.0) >= 0.99 * max(found.values(), default=0.0) for found in shares)
 
 
 def _began(receipt: Receipt) -> float:

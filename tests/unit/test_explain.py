@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from averaging.cli import main
 from averaging.observe.explain import describe, explain, merge
 from averaging.observe.journal import dumps
-from averaging.observe.receipts import DropCode, Dropped, Outcome, Receipt, Straggler
+from averaging.observe.receipts import Account, DropCode, Dropped, Outcome, Receipt, Straggler
 from tests.receipts import SILENT, A, B, C, D, receipt, receipts
 
 WELL = "round 17: 4 of 4 in 2.50 s (all-reduce 1.50 s)"
@@ -145,6 +146,24 @@ def test_what_it_comes_to() -> None:
         "averages: the same in all of 3 rounds that can be compared",
     ]
     assert list(explain(told, summary_only=True)) == [lines[0], *lines[5:]]
+
+
+def told_of_straggler(shares: Sequence[float], rounds: int, held: int) -> str:
+    """The hint about D, if there is one."""
+    accounts = tuple(Account(name, share=share) for name, share in zip((A, B, C, D), shares, strict=True))
+    straggler = Straggler(D, 0.5, "parts")
+    told = [receipt(A, n, accounts=accounts, straggler=straggler if n < held else None) for n in range(rounds)]
+    return "\n".join(text for text in explain(told, summary_only=True) if text.startswith("hint"))
+
+
+def test_a_narrow_link_is_suspected_where_shares_do_not_match_it() -> None:
+    equal, matching = (0.25,) * 4, (1 / 3, 1 / 3, 1 / 3, 0.0)
+    assert told_of_straggler(equal, 4, 2) == (
+        f"hint: {D} reduces as much as the others; if its link is narrower, tell every peer the bandwidth of its own"
+    )
+    assert not told_of_straggler(equal, 4, 1)
+    assert not told_of_straggler(equal, 1, 1)
+    assert not told_of_straggler(matching, 4, 4)
 
 
 @given(st.lists(receipts, max_size=4))
