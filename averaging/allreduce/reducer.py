@@ -26,10 +26,11 @@ class ShardReducer:
         self._next = dict.fromkeys(weights, 0)  # the part each expected sender delivers next
         self._sums: dict[int, torch.Tensor] = {}
         self._borrowed: set[int] = set()  # parts of which a single sender's own values are the sum so far
-        self._arrived: dict[int, float] = {}  # sum of the weights of those who delivered the part
+        # Of those who delivered the part: the largest weight, and the sum of all weights relative to it. A weight is a
+        # member's word, so nothing is formed relative to one whose part may never come, or is far below the others.
+        self._units: dict[int, float] = {}
+        self._arrived: dict[int, float] = {}
         self._completed = 0
-        # Sums are formed relative to the largest weight, so that equal weights of any size are plain sums.
-        self._unit = max([weight for weight in weights.values() if weight > 0], default=1.0)
 
     @property
     def expected(self) -> set[str]:
@@ -82,29 +83,31 @@ class ShardReducer:
         """
         if local is not None:
             self._add(number, local, local_weight)
-        weight = self._arrived.pop(number, 0.0)
+        weight = self._arrived.pop(number, None)
+        self._units.pop(number, None)
         total = self._sums.pop(number, None)
         borrowed = number in self._borrowed
         self._borrowed.discard(number)
-        if total is None or weight <= 0:
+        if total is None or weight is None:
             return None
-        return torch.div(total, weight / self._unit, out=None if borrowed else total)
+        return torch.div(total, weight, out=None if borrowed else total)
 
     def _add(self, number: int, values: torch.Tensor, weight: float) -> None:
         if weight == 0:
             return  # not even its NaN counts
         if values.dtype not in (torch.float32, torch.float64):
             values = values.to(torch.float32)
-        relative = weight / self._unit
         total = self._sums.get(number)
-        if total is not None:
-            self._sums[number] = torch.add(
-                total, values, alpha=relative, out=None if number in self._borrowed else total
-            )
-            self._borrowed.discard(number)
-        elif relative == 1:
-            self._sums[number] = values
+        if total is None:
+            self._sums[number], self._units[number], self._arrived[number] = values, weight, 1.0
             self._borrowed.add(number)  # the first addition makes a sum of it, without a copy before
+            return
+        out = None if number in self._borrowed else total
+        self._borrowed.discard(number)
+        unit = self._units[number]
+        if weight <= unit:  # equal weights of any size are plain sums
+            self._sums[number] = torch.add(total, values, alpha=weight / unit, out=out)
+            self._arrived[number] += weight / unit
         else:
-            self._sums[number] = values * relative
-        self._arrived[number] = self._arrived.get(number, 0.0) + weight
+            self._sums[number] = torch.add(values, total, alpha=unit / weight, out=out)
+            self._units[number], self._arrived[number] = weight, 1.0 + self._arrived[number] * (unit / weight)

@@ -116,3 +116,25 @@ async def test_a_part_for_which_nobody_with_a_weight_is_left(foreign: Foreign) -
     assert reasons.keys() == {good.endpoint, bad.endpoint}
     assert "INTERNAL_ERROR" in reasons[good.endpoint]
     assert told.kept_local == SHAPE[0]
+
+
+@pytest.mark.parametrize(
+    ("good_weight", "bad_weight", "average"),
+    [(5e-324, 1e-320, 1), (1e-39, 1e-39, 1), (1.0, 1e50, 2), (1.0, 1e308, 2)],
+)
+async def test_weights_far_apart(foreign: Foreign, good_weight: float, bad_weight: float, average: float) -> None:
+    """A weight is a member's word: none makes NaN of the others' tensors, not even that of one who sends nothing."""
+    good, bad = await foreign.client(), await foreign.client()
+    ones, threes = torch.ones(SHAPE), torch.full(SHAPE, 3.0)
+    async with our_peer([ones], group_size=3, part_size_bytes=PART) as us, us.averaging() as receipt:
+        assert await us.asks_to_join(good, gather(good_weight, mode=1)) == "ACCEPTED"
+        assert await us.asks_to_join(bad, gather(bad_weight, mode=1)) == "ACCEPTED"
+        group = await us.begins(good, bad)
+        message = {"code": "CANCELLED", "group_id": group["group_id"], "endpoint": bad.endpoint}
+        assert await bad.send(reducer=us.endpoint, messages=[message]) == []
+        messages = await good.messages(reducer=us.endpoint, group=group, schema=us.schema, tensors=as_bytes([threes]))
+        replies = await good.send(reducer=us.endpoint, messages=messages)
+        assert {reply["code"] for reply in replies} == {"AVERAGED_PART"}
+        assert (await receipt).averaged
+        with us.peer.tensors() as (tensor,):
+            assert torch.equal(tensor, torch.full(SHAPE, average))

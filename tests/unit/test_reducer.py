@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from averaging.allreduce.reducer import ShardReducer
@@ -104,16 +105,36 @@ def test_a_weight_of_zero_keeps_even_nan_out() -> None:
     assert result.tolist() == [4.0]
 
 
-@given(st.lists(st.floats(1e-30, 1e30), min_size=1, max_size=6))
-def test_weights_of_any_size_do_not_overflow(weights: list[float]) -> None:
+_WEIGHTS = st.floats(0, exclude_min=True, allow_infinity=False)  # all that a member may claim
+
+
+@given(
+    weights=st.lists(_WEIGHTS, min_size=1, max_size=6),
+    local_weight=st.one_of(st.none(), _WEIGHTS),
+    silent=st.one_of(st.none(), _WEIGHTS),
+)
+@example(weights=[5e-324], local_weight=1.0, silent=None)
+@example(weights=[1e-39], local_weight=1.0, silent=None)
+@example(weights=[1e308, 1e308], local_weight=None, silent=None)
+@example(weights=[1.0, 1.0], local_weight=1.0, silent=1e50)
+def test_weights_of_any_size_spoil_nothing(
+    weights: list[float], local_weight: float | None, silent: float | None
+) -> None:
     named = {str(number): weight for number, weight in enumerate(weights)}
-    reducer = ShardReducer([1], named)
-    for name in named:
-        reducer.add(name, torch.tensor([7.0], dtype=torch.float16))
-    reducer.take_complete()
-    result = reducer.finish(0, None, 0.0)
+    reducer = ShardReducer([1], named if silent is None else {**named, "silent": silent})
+    terms = []
+    for number, name in enumerate(named):
+        terms.append((Fraction(named[name]), number + 1))
+        reducer.add(name, torch.tensor([number + 1.0], dtype=torch.float16))
+    reducer.drop("silent")
+    assert list(reducer.take_complete()) == [0]
+    local = None if local_weight is None else torch.tensor([9.0])
+    if local_weight is not None:
+        terms.append((Fraction(local_weight), 9))
+    result = reducer.finish(0, local, local_weight or 0.0)
     assert result is not None
-    assert result.item() == pytest.approx(7.0, rel=1e-5)
+    expected = sum(weight * value for weight, value in terms) / sum(weight for weight, _ in terms)
+    assert result.item() == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_float64_keeps_its_precision() -> None:
