@@ -34,7 +34,7 @@ class SharedTensors:
     """Tensors that training and averaging share, of any device, shape and layout of memory.
 
     Args:
-        tensors: in an order that is the same at all peers; a mapping gives them names.
+        tensors: in an order that is the same at all peers; a mapping gives them names. Some may share memory.
         under: whose lock guards these too; None for a lock of their own.
 
     Raises:
@@ -56,6 +56,7 @@ class SharedTensors:
             tensor.view(-1) if tensor.device.type == "cpu" and tensor.is_contiguous() else None
             for tensor in self.tensors
         ]
+        self._tied = _sharing_memory(self.tensors)
         self.before_application_writes: Callable[[], object] = lambda: None
         self._lock: threading.Lock = under._lock if under else threading.Lock()
 
@@ -83,24 +84,33 @@ class SharedTensors:
             finally:
                 self._lock.release()
 
+        abandoned = threading.Event()
+
         def wait_and_run() -> T:
             if not self._lock.acquire(timeout=timeout):
                 raise RoundError(
                     f"the application held the tensors' lock for {timeout:g} s; the result was not written"
                 )
             try:
+                if abandoned.is_set():
+                    raise RoundError("nobody waits for it any more")
                 return action()
             finally:
                 self._lock.release()
 
-        return await asyncio.to_thread(wait_and_run)
+        try:
+            return await asyncio.to_thread(wait_and_run)
+        except asyncio.CancelledError:
+            abandoned.set()  # a thread cannot be cancelled, but what it waits to do must not be done any more
+            raise
 
     def flat(self) -> list[torch.Tensor]:
         """Each tensor as one dimension on the CPU: a view of its memory if it is contiguous there, else a copy."""
-        return [
-            tensor.cpu().reshape(-1) if view is None else view
-            for tensor, view in zip(self.tensors, self._views, strict=True)
-        ]
+        return [self._flat(index) for index in range(len(self.tensors))]
+
+    def _flat(self, index: int) -> torch.Tensor:
+        view = self._views[index]
+        return self.tensors[index].cpu().reshape(-1) if view is None else view
 
     def write(self, changes: Iterable[tuple[int, int, torch.Tensor]], how: Write = Write.REPLACE) -> None:
         """Writes (tensor index, first element, 1-D values). The caller holds the lock."""
@@ -108,19 +118,26 @@ class SharedTensors:
         by_tensor: dict[int, list[tuple[int, torch.Tensor]]] = {}
         if elsewhere_too:
             by_tensor = {index: [] for index in range(len(self.tensors))}
+        counts_before = how in (Write.ADD, Write.DIFFERENCE)
+        was: dict[int, torch.Tensor] = {}  # of tied tensors, since their memory changes with the first of them
+        if counts_before and self._tied:
+            changes = list(changes)
+            was = {index: self._flat(index).clone() for index in self._tied & {index for index, _, _ in changes}}
         for index, start, values in changes:
+            if index in was:
+                old = was[index][start : start + values.numel()]
+                values = old + values.to(old.dtype) if how is Write.ADD else values.to(old.dtype) - old
             by_tensor.setdefault(index, []).append((start, values))
         for index, pieces in by_tensor.items():
-            tensor, view = self.tensors[index], self._views[index]
-            before = tensor.cpu().reshape(-1) if view is None else view
+            tensor, view, before = self.tensors[index], self._views[index], self._flat(index)
             target = torch.zeros_like(before) if elsewhere_too else before
             for start, values in pieces:
                 piece = target[start : start + values.numel()]
-                if how is Write.ADD:
+                if how is Write.ADD and index not in was:
                     piece.add_(values.to(piece.dtype))
                 else:
                     piece.copy_(values)
-                if how is Write.DIFFERENCE:
+                if how is Write.DIFFERENCE and index not in was:
                     piece.sub_(before[start : start + values.numel()])
             if target is not view:
                 tensor.copy_(target.view(tensor.shape))
@@ -138,7 +155,8 @@ class SharedTensors:
             provided: asked under the lock whether it may.
         """
         view = self._views[index]
-        if view is None or not self._lock.acquire(blocking=False):
+        # The other one of two tied tensors may not have been sent yet.
+        if view is None or index in self._tied or not self._lock.acquire(blocking=False):
             return False
         try:
             if not provided():
@@ -170,6 +188,29 @@ class SharedTensors:
                     f"tensor {name!r} holds {value} at flat index {place}; repair it, or allow it with "
                     "non_finite='allow' and let it spread to all members"
                 )
+
+
+def _sharing_memory(tensors: Sequence[torch.Tensor]) -> frozenset[int]:
+    """Which of them may share memory with another one, as tied weights do."""
+    found: set[int] = set()
+    extents = sorted((*_extent(tensor), index) for index, tensor in enumerate(tensors) if _is_dense(tensor))
+    last, reached = -1, ("", 0)  # the tensor that reaches farthest so far
+    for device, begin, end, index in extents:
+        if (device, begin) < reached:
+            found |= {last, index}
+        if (device, end) > reached:
+            last, reached = index, (device, end)
+    return frozenset(found)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.numel() > 0
+
+
+def _extent(tensor: torch.Tensor) -> tuple[str, int, int]:
+    """Its device, and where its memory begins and ends."""
+    last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def all_finite(tensor: torch.Tensor) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 import torch
 
@@ -38,3 +40,55 @@ def test_what_may_not_be_written_yet_is_not() -> None:
     assert not shared.write_now(0, 0, torch.ones(2), Write.REPLACE, lambda: False)
     assert tensor.tolist() == [0.0, 0.0]
     assert shared.write_now(0, 0, torch.ones(2), Write.REPLACE)  # and the lock is free again
+
+
+@pytest.mark.asyncio
+async def test_what_was_cancelled_while_it_waited_for_the_lock_is_not_done() -> None:
+    shared, done = SharedTensors([torch.zeros(2)]), []
+    with shared.locked():
+        waiting = asyncio.create_task(shared.while_locked(lambda: done.append("late"), 60.0))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+    await asyncio.get_running_loop().shutdown_default_executor()  # the thread has ended then
+    assert done == []
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        (Write.REPLACE, [7.0, 8.0, 9.0, 3.0]),
+        (Write.ADD, [7.0, 9.0, 11.0, 3.0]),
+        (Write.DIFFERENCE, [7.0, 7.0, 7.0, 0.0]),
+        (Write.ONLY, [7.0, 8.0, 9.0, 0.0]),
+    ],
+)
+def test_tied_tensors_are_written_once(how: Write, expected: list[float]) -> None:
+    tensor = torch.arange(4.0)
+    values = torch.tensor([7.0, 8.0, 9.0])
+    SharedTensors([tensor, torch.zeros(2), tensor.view(2, 2)]).write([(0, 0, values), (2, 0, values)], how)
+    assert tensor.tolist() == expected
+
+
+def test_tied_tensors_with_gaps_are_written_once() -> None:
+    whole = torch.zeros(4, 4)
+    shared = SharedTensors([whole[:, ::2], whole[:, ::2]])
+    shared.write([(0, 0, torch.ones(8)), (1, 0, torch.ones(8))], Write.ADD)
+    assert whole.sum() == 8
+
+
+def test_what_different_pieces_of_tied_tensors_get_is_all_there() -> None:
+    tensor = torch.arange(4.0)
+    SharedTensors([tensor, tensor]).write([(0, 0, torch.ones(2)), (1, 2, torch.ones(2))], Write.ADD)
+    assert tensor.tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_a_tied_tensor_waits_until_the_other_one_has_been_sent() -> None:
+    whole = torch.zeros(6)
+    shared = SharedTensors([whole[:4], whole[2:], torch.zeros(2)])
+    assert not shared.write_now(0, 0, torch.ones(2), Write.REPLACE)
+    assert not shared.write_now(1, 0, torch.ones(2), Write.REPLACE)
+    assert shared.write_now(2, 0, torch.ones(2), Write.REPLACE)
+    beside = SharedTensors([whole[:2], whole[2:4], whole[4:]])
+    assert all(beside.write_now(index, 0, torch.ones(2), Write.REPLACE) for index in range(3))
