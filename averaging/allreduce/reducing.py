@@ -181,11 +181,12 @@ class Reducing:
         try:
             for number in range(len(self._parts)):
                 await sender.room.acquire()
-                if number:
+                if number and not sender.done.is_set():
                     self._watch.begin(name, Phase.PART, overdue)
                     message = await anext(messages, None)
-                    if sender.done.is_set():
-                        return  # it was given up meanwhile
+                if sender.done.is_set():
+                    return  # it was given up meanwhile
+                if number:
                     self._watch.end(name, Phase.PART, heard=message is not None)
                 if message is None:
                     reason = f"ended its stream after {number} of {len(self._parts)} parts"
@@ -242,6 +243,8 @@ class Reducing:
 
     def _answer_complete(self) -> None:
         """Averages every part that has become complete and hands the replies to the senders' streams."""
+        if self._over:
+            return  # nobody waits for it, and the tensors are the application's again
         for number in self._reducer.take_complete():
             part = self._parts[number]
             local = self._tensors[part.tensor][part.start : part.stop] if self._me.sends else None

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from averaging.allreduce import RoundResult
+from averaging.compression import encode
 from averaging.errors import RoundError
 from averaging.group import Member, Mode
 from averaging.messages import AveragingData, CompressionType, MessageCode
@@ -218,3 +219,25 @@ def test_who_is_no_sender_or_comes_twice_is_refused_and_the_round_goes_on(name: 
     assert answers[0] == AveragingData(code=MessageCode.PROTOCOL_VIOLATION)
     for tensors in simulation.tensors.values():
         assert_close(tensors, simulation.mean(), 1e-6)
+
+
+def test_a_sender_that_is_given_up_before_its_first_part_is_read_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    simulation = Simulation(1, nodes(2))
+
+    async def main() -> None:
+        reducing = simulation.rounds["peer:1"]._reducing
+        part = AveragingData(
+            MessageCode.PART_FOR_AVERAGING,
+            simulation.group.group_id,
+            "peer:2",
+            encode(torch.ones(16), CompressionType.NONE),
+        )
+        serving = reducing.serve(part, asyncio.Queue())  # type: ignore[arg-type]  # never read
+        answer = asyncio.ensure_future(anext(serving))
+        await asyncio.sleep(0)  # the stream is open, and its parts are about to be read
+        reducing.drop_unfinished("the round's deadline passed")
+        assert (await answer).code is MessageCode.CANCELLED
+        await serving.aclose()
+
+    virtual_time.run(main())
+    assert caplog.records == []

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from averaging import Peer
+from averaging.group import Mode
 from tests.simulation.swarm import Swarm
 
 SIZE = 4096  # 16 parts of 1 KiB
@@ -62,5 +63,34 @@ def test_it_is_written_early_unless_it_is_the_only_copy_of_a_state(
             # Whole, whenever it was asked for: what was committed before the round, or after it.
             assert all(state in [(0, {0.0}), (1, {0.5})] for state in states)
             assert not asked or (0, {0.0}) in states
+
+    swarm.simulate(main())
+
+
+@pytest.mark.parametrize("seconds", [0.13, 0.15, 0.17, 0.19])
+def test_nothing_is_written_once_a_round_was_cancelled(seconds: float) -> None:
+    """Senders that are told so leave one after the other, and parts that waited only for them could be averaged."""
+    swarm = Swarm(5)
+
+    async def main() -> None:
+        tensor = torch.zeros(8192)
+        async with AsyncExitStack() as stack:
+
+            async def enter(name: str, own: torch.Tensor, mode: Mode) -> Peer:
+                options = {"group_size": 3, "part_size_bytes": 1024, "in_place": True, "share_state": False}
+                return await stack.enter_async_context(swarm.peer(name, [own], mode=mode, **options))  # type: ignore[arg-type]
+
+            reducer = await enter("peer:1", tensor, Mode.NODE)
+            clients = [await enter("", torch.full((8192,), value), Mode.CLIENT) for value in (1.0, 2.0)]
+            averaging = asyncio.create_task(reducer.average())
+            others = [asyncio.create_task(client.average()) for client in clients]
+            await asyncio.sleep(seconds)
+            assert reducer.status.members
+            averaging.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await averaging
+            tensor.fill_(-5.0)  # training goes on
+            await asyncio.gather(*others)
+            assert torch.equal(tensor, torch.full((8192,), -5.0))
 
     swarm.simulate(main())
