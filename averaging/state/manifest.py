@@ -23,6 +23,8 @@ from averaging.unpacking import unpack
 
 MAX_METADATA_BYTES = 16 << 20
 MAX_TENSORS = 100_000
+MAX_VERSION = 1 << 62
+"""Of a download; what follows it still fits into the messages, which hold 64 bits."""
 MAX_ITEMS = 1 << 20
 BASE_ITEMS, ITEMS_PER_TENSOR = 1 << 16, 256
 """Of the metadata, counted as in `unpacking`: so many for each averaged tensor, since its optimizer has its own."""
@@ -107,7 +109,9 @@ def read_manifest(packed: bytes, max_items: int) -> Manifest:
         raise StateError(f"its metadata is unreadable: {error}") from None
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise StateError(f"its metadata is unreadable: {type(error).__name__}: {error}") from None
-    if version < 0 or len(digests) != len(specs) or len(specs) > MAX_TENSORS:
+    if not 0 <= version <= MAX_VERSION:
+        raise StateError(f"its version is {version:.3g}; it must be from 0 to {MAX_VERSION:.3g}")
+    if len(digests) != len(specs) or len(specs) > MAX_TENSORS:
         raise StateError(f"its metadata tells {len(specs)} tensors and {len(digests)} digests")
     if len({name for name, _, _ in specs}) != len(specs):
         raise StateError("two of its tensors have the same name")

@@ -282,3 +282,11 @@ def test_an_only_donor_that_takes_longer_than_ever_is_waited_for(verify_donors: 
     seconds, donor = fetch_slowly(slow, ["x:1", "y:1"], verify_donors)
     assert donor == "x:1"
     assert seconds < 20
+
+
+@pytest.mark.parametrize("version", [-1, 2**63, 2**64 - 1, 1e300, float("inf")])
+def test_a_version_that_no_message_can_hold_is_refused(version: float) -> None:
+    first = next(pack(seal(state(1))))
+    told = msgpack.unpackb(first.metadata) | {"version": version}
+    with pytest.raises(StateError, match="its (version|metadata) is"):
+        StateReader(SCHEMA).feed(replace(first, metadata=msgpack.packb(told)))
