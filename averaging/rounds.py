@@ -293,6 +293,9 @@ def _why_failed(group: Group, endpoint: str, result: RoundResult, adopt: Adopt) 
     lost = {dropped.endpoint for dropped in result.dropped}
     if not result.heard and lost >= set(group.endpoints) - {endpoint}:
         return f"all other members were lost ({told})"
+    if not result.heard and lost:
+        # Such as of a client, who has to do with those that reduce and with nobody else.
+        return f"nothing came from any other member ({told})"
     if adopt is Adopt.WHOLE and result.kept_local:
         return f"{result.kept_local} elements have no average, since who had to reduce them was lost ({told})"
     return ""

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -262,3 +263,29 @@ def test_a_round_goes_on_though_the_disk_is_full(caplog: pytest.LogCaptureFixtur
     assert all(receipt.averaged for receipts in given for receipt in receipts)
     warnings = [record for record in caplog.records if "could not be written to /dev/full" in record.message]
     assert len(warnings) == 2  # one for each peer
+
+
+def test_clients_who_lose_their_only_reducer_have_averaged_nothing() -> None:
+    """They never hear of each other, so that neither is lost to the other."""
+    swarm = Swarm(3)
+
+    async def main() -> list[Receipt]:
+        async with AsyncExitStack() as stack:
+            peers = [
+                await stack.enter_async_context(swarm.peer("peer:1", [tensor], mode=mode, group_size=3))
+                for tensor, mode in zip(scalars(3, 3), [Mode.NODE, Mode.CLIENT, Mode.CLIENT], strict=True)
+            ]
+            reducer, *clients = [asyncio.create_task(peer.average()) for peer in peers]
+            while not all(peer.status.members for peer in peers[1:]):
+                await asyncio.wait({reducer}, timeout=0.001)
+            swarm.network.kill("peer:1")
+            reducer.cancel()
+            return await asyncio.gather(*clients)
+
+    for receipt in swarm.simulate(main()):
+        assert len(receipt.members) == 3
+        assert [lost.endpoint for lost in receipt.dropped] == ["peer:1"]
+        assert receipt.kept_local == 3
+        assert receipt.outcome is Outcome.FAILED
+        assert receipt.reason.startswith("nothing came from any other member (peer:1: ")
+        assert receipt.state_version == 0
