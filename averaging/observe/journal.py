@@ -98,7 +98,8 @@ def read(lines: Iterable[bytes]) -> Recorded:
 class Journal:
     """A file to which receipts are appended, each in one write. It never raises: a round matters more than its receipt.
 
-    What cannot be written is told once as a warning; the next receipt is tried all the same, as a disk may be freed.
+    What cannot be written is told once as a warning; the next receipt is tried all the same, as a disk may be freed. A
+    file that was moved away or removed, as logs are, is begun anew.
 
     Args:
         path: made if it is not there, with its first receipt; otherwise it is added to.
@@ -142,6 +143,8 @@ class Journal:
                 logger.warning("%s may lack the last receipts: %s", self._path, error.strerror)
 
     def _write(self, line: bytes) -> None:
+        if self._file is not None and not _is_at(self._path, self._file):
+            self.close()
         if self._file is None:
             self._file = os.open(self._path, FLAGS, 0o666)
             self._in_line = _ends_in_a_line(self._path)
@@ -150,6 +153,16 @@ class Journal:
         self._in_line = written < len(line) and line[written - 1 : written] != b"\n"
         if written < len(line):
             raise OSError(f"only {written} of {len(line)} bytes fit")
+
+
+def _is_at(path: Path, file: int) -> bool:
+    """Whether an open file is still the one at `path`, as far as can be told."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file))
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
 
 
 def _ends_in_a_line(path: Path) -> bool:

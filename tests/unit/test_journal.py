@@ -105,6 +105,22 @@ def test_every_receipt_is_in_the_file_at_once_and_files_are_added_to(tmp_path: P
         book.close()
 
 
+@pytest.mark.parametrize("moved", [True, False])
+def test_a_file_that_is_moved_away_or_removed_is_begun_anew(tmp_path: Path, moved: bool) -> None:
+    path, old = tmp_path / "receipts.jsonl", tmp_path / "receipts.jsonl.1"
+    book = Journal(path)
+    book.append(RECEIPT)
+    if moved:
+        path.rename(old)
+    else:
+        path.unlink()
+    book.append(RECEIPT)
+    book.append(RECEIPT)
+    book.close()
+    with path.open("rb") as file:
+        assert len(read(file).receipts) == 2
+
+
 def test_a_line_that_was_cut_off_spoils_no_further_one(tmp_path: Path) -> None:
     path = tmp_path / "receipts.jsonl"
     path.write_bytes(dumps(RECEIPT).encode()[:50])
