@@ -21,6 +21,8 @@ _COLUMNS = 1 << 16  # coordinates that are sorted at a time, which bounds the me
 
 _FEW = 32  # members
 
+_LEAST = 2.0**-64  # of the median weight; less would be 0 in float32, and who is left after trimming has a say
+
 _CLIP_STEPS = 30
 _CLIP_PRECISION = 1e-5  # of tau
 
@@ -76,12 +78,12 @@ def aggregate(aggregation: Aggregation, values: Sequence[torch.Tensor], weights:
 
 
 def cap_weights(weights: Sequence[float]) -> list[float]:
-    """Weights as they count: relative to their (lower) median, and none above it.
+    """Weights as they count: relative to their (lower) median, none above it, and none so small that it vanishes.
 
     As long as the false ones are a minority, that median is not above the largest honest weight.
     """
     median = sorted(weights)[(len(weights) - 1) // 2]
-    return [min(weight, median) / median for weight in weights]
+    return [max(_LEAST, min(weight, median) / median) for weight in weights]
 
 
 def centered_clip(values: Sequence[torch.Tensor], weights: Sequence[float], tau: float) -> torch.Tensor:
@@ -108,10 +110,11 @@ def centered_clip(values: Sequence[torch.Tensor], weights: Sequence[float], tau:
                 share = weight * (min(1.0, tau / distance) if distance else 1.0)
                 step.add_(pull, alpha=share)
                 total += share
-        if not total:
-            break
-        center.add_(step, alpha=1 / total)
-        if float(torch.linalg.vector_norm(step)) <= _CLIP_PRECISION * tau * total:
+        if not center.new_tensor(total):
+            break  # nobody pulls, as far as the dtype can tell
+        settled = float(torch.linalg.vector_norm(step)) <= _CLIP_PRECISION * tau * total
+        center.add_(step.div_(total))  # 1 / total can be more than float32 holds
+        if settled:
             break
     return center
 

@@ -89,7 +89,7 @@ def test_seven_false_ones_of_sixteen_at_tau_ten_shift_it_by_7_778() -> None:
 @pytest.mark.parametrize("rule", ["median", "trimmed:3", "clip:1"])
 @given(
     seed=st.integers(0, 2**32), false=st.sampled_from([1e6, -1e6, 3e38, float("inf"), float("nan")]),
-    claimed=st.sampled_from([1e-6, 1.0, 1e30]),
+    claimed=st.sampled_from([5e-324, 1e-300, 1e-6, 1.0, 1e30]),
 )  # fmt: skip
 def test_three_false_ones_of_eight_move_nothing_far_whatever_they_send_and_claim(
     rule: str, seed: int, false: float, claimed: float
@@ -116,6 +116,19 @@ def test_equal_contributions_are_kept(rule: str, value: float, count: int) -> No
 
 def test_no_weight_counts_for_more_than_the_median_one() -> None:
     assert cap_weights([1.0, 2.0, 4.0, 1e30, 1e-3]) == [0.5, 1.0, 1.0, 1.0, 5e-4]
+
+
+def test_who_is_left_after_trimming_has_a_say_however_small_a_weight_it_claims() -> None:
+    values = [torch.tensor([1.0, 9.0]), torch.tensor([2.0, 8.0]), torch.tensor([3.0, 7.0])]
+    result = aggregate(Aggregation(Kind.TRIMMED, 1.0), values, [1.0, 1e-300, 1.0])
+    assert result.tolist() == [2.0, 8.0]
+
+
+@pytest.mark.parametrize("tau", [1e-3, 1e-30])
+@pytest.mark.parametrize("weights", [[1.0, 1.0], [1e30, 1e-300]])
+def test_pulls_that_are_next_to_nothing_for_the_distance_are_no_error(tau: float, weights: list[float]) -> None:
+    result = aggregate(Aggregation(Kind.CLIP, tau), [torch.tensor([-1.0]), torch.tensor([3e38])], weights)
+    assert -1.0 <= result.item() <= 3e38
 
 
 def test_a_crowd_is_ordered_like_a_few() -> None:
