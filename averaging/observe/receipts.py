@@ -105,8 +105,8 @@ class Account:
         share: fraction of all elements that it reduces, from 0 to 1.
         bytes_sent: to it: parts for it to reduce, and averages that it had asked for, as packed for the wire.
         bytes_received: from it, likewise.
-        digest: of the averages that it reduced, 8 hex digits: equal at all who got them whole. Empty if not all of them
-            came, if it reduces nothing, or if replies are deltas, which differ from member to member.
+        digest: of the averages that it reduced, 16 hex digits: equal at all who got them whole. Empty if not all of
+            them came, if it reduces nothing, or if replies are deltas, which differ from member to member.
     """
 
     endpoint: str

@@ -15,6 +15,9 @@ from averaging.training import Training
 
 logger = logging.getLogger(__name__)
 
+MAX_SAMPLES = 2.0**53
+"""Of one member in one step; a history with infinitely many could be told to nobody."""
+
 
 class Together(Strategy):
     """A strategy in which peers make global steps together.
@@ -101,4 +104,6 @@ def _check_history(user: Mapping[str, Any], wanted: History) -> None:
 def gathered_samples(user: Any) -> float:
     """The samples that a member has told its group; 0 if it told something else."""
     samples = user.get("samples") if isinstance(user, dict) else None
-    return float(samples) if isinstance(samples, int | float) and not isinstance(samples, bool) and samples > 0 else 0.0
+    if not isinstance(samples, int | float) or isinstance(samples, bool):
+        return 0.0
+    return float(samples) if 0 < samples <= MAX_SAMPLES else 0.0

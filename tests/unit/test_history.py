@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from averaging.errors import StateError
 from averaging.strategies.history import History, Progress, look_around
+from averaging.strategies.together import gathered_samples
 
 A, B = History(3, 12.0, "aa"), History(3, 12.0, "bb")
 
@@ -99,3 +100,11 @@ def test_nobody_catches_up_with_a_client_and_a_client_gives_way() -> None:
     assert look_around(B, node).ahead == ()
     # The nodes may be about to finish the same step.
     assert look_around(B, told(**{"192.0.2.1:1": (History(2), 0.0)}), is_client=True).ahead == ()
+
+
+@pytest.mark.parametrize("told", [float("inf"), 1e308, float("nan"), -1.0, 2**64 - 1, True, "7", None])
+def test_no_member_can_make_a_history_that_nobody_reads(told: object) -> None:
+    samples = sum(gathered_samples(user) for user in ({"samples": told}, {"samples": told}, {"samples": 5}))
+    progress = Progress(History(3, 10.0, "aa").after(b"x" * 20, samples))
+    assert progress.history.samples == 5.0
+    assert Progress.unpack(progress.pack()) == progress
