@@ -104,6 +104,10 @@ class DecentralizedAverager(OptimizerWrapper):
             raise ConfigError("an auxiliary peer has nothing to train; start it as a Peer or with `averaging peer`")
         if not isinstance(strategy, Strategy):
             raise ConfigError(f"strategy must be one that was made, such as LocalSGD(every=50), not {strategy!r}")
+        if strategy._taken:
+            raise ConfigError(
+                f"{strategy!r} serves another averager, or one that was closed; make one for each averager"
+            )
         super().__init__(optimizer)
         self.strategy = strategy
         self.last_receipt: Receipt | None = None
@@ -135,6 +139,7 @@ class DecentralizedAverager(OptimizerWrapper):
         except BaseException:
             self._thread.close()
             raise
+        strategy._taken = True
 
     # As an optimizer
 

@@ -32,6 +32,8 @@ class Strategy(ABC):
         ConfigError: `max_norm` is not above 0.
     """
 
+    _taken = False  # an averager has been made with it
+
     def __init__(
         self,
         *,

@@ -94,6 +94,7 @@ class DiLoCo(Together):
 
     def start(self, training: Training) -> None:
         """Cuts the model into fragments, each with its outer optimizer."""
+        self._fragments = []  # those of an averager that could not start
         pieces = cut({name: tensor.numel() for name, tensor in training.parameters.items()}, self.fragments)
         for number, names in enumerate(pieces):
             parameters = {name: training.parameters[name] for name in names}

@@ -15,9 +15,18 @@ from typing import Any
 import pytest
 import torch
 
-from averaging import DecentralizedAverager, LocalSGD, Mode, Outcome, Receipt
+from averaging import (
+    DecentralizedAverager,
+    DiLoCo,
+    GradientAveraging,
+    LocalSGD,
+    Mode,
+    Outcome,
+    Receipt,
+    Strategy,
+)
 from averaging.discovery.memory import MemoryDiscovery, MemoryRegistry
-from averaging.errors import ClosedError, ConfigError, StateError, TensorError
+from averaging.errors import ClosedError, ConfigError, NoSeedAnsweredError, StateError, TensorError
 from averaging.transport.memory import MemoryNetwork
 
 Make = Callable[..., DecentralizedAverager]
@@ -412,6 +421,26 @@ def test_a_peer_that_fails_is_the_next_steps_error(make: Make, monkeypatch: pyte
     with pytest.raises(ClosedError, match="ended after ZeroDivisionError"):
         train(model, opt, 1)
     assert opt.local_step == 1
+
+
+@pytest.mark.parametrize("strategy", [LocalSGD(2), DiLoCo(2), GradientAveraging(8)])
+def test_a_strategy_serves_one_averager_and_another_only_if_that_could_not_start(
+    make: Make, strategy: Strategy
+) -> None:
+    def optimizer() -> torch.optim.Optimizer:
+        return torch.optim.SGD(linear().parameters(), lr=0.1)
+
+    with pytest.raises(ConfigError, match="without a dot"):
+        make(optimizer(), strategy=strategy, run_id="a.b")
+    with pytest.raises(NoSeedAnsweredError):
+        DecentralizedAverager(optimizer(), strategy=strategy, run_id="alone", join=["127.0.0.1:9"], join_timeout=0.01)
+    opt = make(optimizer(), strategy=strategy)
+    tensors = opt.state_dict()["averaging"]["strategy"]["tensors"]
+    assert len(tensors) == (2 if isinstance(strategy, DiLoCo) else 0)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"serves another averager, or one that was closed; make one for each"):
+            make(optimizer(), strategy=strategy)
+        opt.close()
 
 
 def test_it_starts_before_anything_runs_or_not_at_all(make: Make) -> None:
