@@ -85,6 +85,7 @@ class DiLoCo(Together):
         self._make_outer = outer
         self._fragments: list[_Fragment] = []
         self._pending: Future[Receipt] | None = None
+        self._loaded = False  # the anchors are those of a state, local steps may have been made from there
         self._discarded = False  # the local steps since the last global step are in others' result already
 
     def __repr__(self) -> str:
@@ -116,11 +117,23 @@ class DiLoCo(Together):
             self._fragments.append(_Fragment(number, parameters, anchors, changes, topic, outer))
 
     def joined(self, training: Training) -> None:
-        """A peer that begins a run, or has loaded the parameters of one, starts from what it holds."""
-        if self.history.step == 0:
-            for fragment in self._fragments:
-                fragment.anchor()
+        """A peer that begins a run, or has loaded parameters alone, starts from what it holds."""
+        if self.history.step == 0 and not self._loaded:
+            self._anchor()
         super().joined(training)
+
+    def step(
+        self, training: Training, closure: Callable[[], float] | None = None, batch_size: int | None = None
+    ) -> float | None:
+        """One local step; the first starts from what the model is then, loaded or averaged meanwhile."""
+        if training.local_step == self.history.step == 0:
+            with training.locked():
+                self._anchor()
+        return super().step(training, closure, batch_size)
+
+    def _anchor(self) -> None:
+        for fragment in self._fragments:
+            fragment.anchor()
 
     def after_step(self, training: Training) -> None:
         """Ends a round whose result is due, and begins one if it is time."""
@@ -215,7 +228,7 @@ class DiLoCo(Together):
             for fragment, anchors in zip(self._fragments, found, strict=True):
                 for name, anchor in anchors.items():
                     fragment.anchors[name].copy_(anchor)
-        self.history, self._turns.steps = history, since
+        self.history, self._turns.steps, self._loaded = history, since, True
 
 
 class _Fragment:

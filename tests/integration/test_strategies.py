@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 import time
@@ -314,6 +315,37 @@ def test_training_goes_on_during_a_round_with_delay(start: Start) -> None:
     step(run, 0, 5)
     with_others.join(PATIENCE)
     assert [opt.global_step for opt in run.averagers] == [1, 1]
+
+
+def test_peers_that_begin_with_their_own_parameters_are_equal_after_average_now(start: Start) -> None:
+    run = start()
+    for seed in (0, 9):  # nobody offers a state, as when all begin at the same moment
+        run.add(DiLoCo(2), SGD, model_of(seed), share_state=False, group_size=2)
+    run.meet()
+    assert not equal(*run.parameters())
+    run.each(lambda number: run.averagers[number].average_now())
+    assert equal(*run.parameters())
+    run.each(lambda number: steps(run, number, range(100 * number, 100 * number + 4)))
+    assert [opt.global_step for opt in run.averagers] == [2, 2]
+    assert equal(*run.parameters())
+
+
+@pytest.mark.parametrize("model_first", [True, False])
+def test_local_steps_before_the_first_global_one_are_in_a_checkpoint(start: Start, model_first: bool) -> None:
+    run = start()
+    original = run.add(DiLoCo(4), SGD)
+    steps(run, 0, range(3))
+    saved, weights = copy.deepcopy(original.state_dict()), copy.deepcopy(run.models[0].state_dict())
+    steps(run, 0, range(3, 6))
+    restored = run.add(DiLoCo(4), SGD, model_of(9), run_id="restored", join=[])
+    if model_first:
+        run.models[1].load_state_dict(weights)
+    restored.load_state_dict(saved)
+    if not model_first:
+        run.models[1].load_state_dict(weights)
+    steps(run, 1, range(3, 6))
+    assert original.global_step == restored.global_step == 1
+    assert equal(*run.parameters())
 
 
 def test_a_failed_round_leaves_all_as_it_is_and_the_next_turn_tries_again(start: Start) -> None:
