@@ -117,12 +117,18 @@ class Training:
         return time.time()
 
     def statistics(self) -> dict[str, torch.Tensor]:
-        """The optimizer's statistics of the shape of their parameter, such as momentum, by name."""
+        """The optimizer's statistics of the shape of their parameter, such as momentum, by name.
+
+        The number of steps is none, although it has the shape of a 0-dim parameter.
+        """
         return {
             f"{key}/{name}": value
             for name, parameter in self.parameters.items()
             for key, value in self.optimizer.state.get(parameter, {}).items()
-            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == parameter.shape
+            if isinstance(value, torch.Tensor)
+            and value.is_floating_point()
+            and value.shape == parameter.shape
+            and key != "step"
         }
 
     # Steps

@@ -26,7 +26,7 @@ class LocalSGD(Strategy):
     Args:
         every: local steps between two rounds, at least 1.
         statistics: whether the optimizer's statistics (momentum, second moments) are averaged along; else they stay
-            each peer's own.
+            each peer's own. Peers meet when all have the same ones: a parameter without a gradient so far has none.
         overlap: whether training goes on during the round. The change, the average minus what was sent, is added to the
             parameters when it is there; the training thread only copies.
         compression: see `Strategy`.
@@ -66,7 +66,7 @@ class LocalSGD(Strategy):
         return f"LocalSGD(every={self.every}{flags}{self._options()})"
 
     def start(self, training: Training) -> None:
-        """Statistics come into being with the first step of most optimizers, so what is averaged is settled then."""
+        """Statistics come into being with the first gradients, so what is averaged along is settled at each turn."""
         if not self.statistics:
             self._settle(training, training.tensors)
 
@@ -86,6 +86,8 @@ class LocalSGD(Strategy):
             self._apply(training, self._pending)
         if not self._turns.is_due(training.now(), training.awaited_until(topic)):
             return
+        if self.statistics:
+            topic = self._settle_anew(training, topic)
         if self.overlap:
             with torch.no_grad():
                 for buffer, tensor in zip(self._sent, self._averaged, strict=True):
@@ -120,6 +122,12 @@ class LocalSGD(Strategy):
             # Training waits for the round, so nobody looks at the tensors while some are averaged and some are not.
             self._topic = training.topic("", tensors, commits=True, in_place=True, **options)
         return self._topic
+
+    def _settle_anew(self, training: Training, topic: Topic) -> Topic:
+        """The topic as it must be now: statistics come with a parameter's first gradient, and some are replaced."""
+        present = training.tensors | training.statistics()
+        same = [id(tensor) for tensor in present.values()] == [id(tensor) for tensor in self._averaged]
+        return topic if same else self._settle(training, present)
 
     def _note(self, training: Training, receipt: Receipt) -> None:
         """What a peer has learnt alone is the run's state, too."""

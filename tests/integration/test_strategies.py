@@ -520,6 +520,35 @@ def test_the_optimizers_statistics_are_averaged_if_asked(start: Start) -> None:
     assert equal(*run.parameters())
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_statistics_that_come_later_are_averaged_from_then_on(start: Start, overlap: bool) -> None:
+    run = start()
+    for _ in range(2):
+        run.add(LocalSGD(2, statistics=True, overlap=overlap), partial(torch.optim.AdamW, lr=0.01), timeout=1.0)
+    run.meet()
+
+    def step_without_head(number: int, seed: int) -> None:
+        backward(run.models[number], batch_of(100 * number + seed, 4))
+        if number == 1:
+            for parameter in run.models[number][2].parameters():  # type: ignore[index]
+                parameter.grad = None
+        run.averagers[number].step()
+
+    def train(number: int) -> None:
+        for seed in range(2):
+            step_without_head(number, seed)
+        if overlap:  # the round has ended before the next turn
+            run.averagers[number].strategy.finish(run.averagers[number]._training)
+        steps(run, number, range(100 * number + 2, 100 * number + 4))
+        run.averagers[number].strategy.finish(run.averagers[number]._training)
+
+    run.each(train)
+    assert [(opt.last_receipt or Receipt(0, Outcome.FAILED)).averaged for opt in run.averagers] == [True, True]
+    first, second = (opt.state_dict()["state"] for opt in run.averagers)
+    for place in range(4):
+        torch.testing.assert_close(first[place]["exp_avg"], second[place]["exp_avg"])
+
+
 def test_a_slower_peer_comes_early_rather_than_too_late(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others wait until some moment; it would need longer for all its steps, so it joins before that."""
     run = start()
