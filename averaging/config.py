@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum, StrEnum
-from typing import TypeAlias, TypedDict, TypeVar
+from numbers import Integral, Real
+from typing import Any, TypeAlias, TypedDict, TypeVar
 
 from averaging.aggregation import parse_aggregation
 from averaging.errors import ConfigError
@@ -160,11 +161,10 @@ class PeerConfig:
     inspection: Inspection = Inspection.TOKEN
 
     def __post_init__(self) -> None:
+        self._check_types()
         self._read_names()
         if not self.run_id or "." in self.run_id or not self.run_id.isprintable():
             raise ConfigError(f"run id {self.run_id!r} must be printable, not empty, and without a dot")
-        if isinstance(self.join, str):
-            raise ConfigError(f"join must be a list of addresses, not the text {self.join!r}")
         parse_address(self.listen)
         if self.advertise is not None:
             parse_address(self.advertise)
@@ -195,6 +195,17 @@ class PeerConfig:
             raise ConfigError(f"part_size_bytes must be from 1 KiB to 256 MiB, not {self.part_size_bytes}")
         check_tls_files(self.tls_ca, self.tls_cert, self.tls_key)
 
+    def _check_types(self) -> None:
+        """What comes from a file or the environment is text: `insecure="no"` must not mean that it is."""
+        for name, (kinds, told) in _TYPES.items():
+            value = getattr(self, name)
+            if not isinstance(value, kinds):
+                raise ConfigError(f"{name} must be {told}, not {value!r:.200}")
+        if isinstance(self.join, str):
+            raise ConfigError(f"join must be a list of addresses, not the text {self.join!r}")
+        if not all(isinstance(seed, str) for seed in self.join):
+            raise ConfigError(f"join must be a list of addresses, each a text HOST:PORT, not {self.join!r:.200}")
+
     def _read_names(self) -> None:
         """A name is not the member it means: `"refuse"` is equal to `NonFinite.REFUSE`, but it is another object."""
         read = {
@@ -211,6 +222,25 @@ class PeerConfig:
     def is_closed(self) -> bool:
         """Whether only those take part in the run who have a certificate or a token."""
         return self.tls_cert is not None or self.token_file is not None
+
+
+_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
+    **dict.fromkeys(("run_id", "listen", "group_bits", "aggregation"), ((str,), "a text")),
+    "advertise": ((str, type(None)), "a text or None"),
+    "join": ((Collection,), "a list of addresses"),
+    **dict.fromkeys(
+        ("join_timeout", "matchmaking_time", "timeout", "part_timeout", "min_part_timeout"),
+        ((Real,), "a finite number of seconds above 0"),
+    ),
+    "bandwidth": ((Real, type(None)), "a number of bytes/s or None"),
+    **dict.fromkeys(
+        ("group_size", "min_group_size", "part_size_bytes", "verify_donors"), ((Integral,), "a whole number")
+    ),
+    **dict.fromkeys(("share_state", "in_place", "insecure"), ((bool,), "True or False")),
+    **dict.fromkeys(
+        ("receipts", "tls_ca", "tls_cert", "tls_key", "token_file"), ((str, os.PathLike, type(None)), "a path or None")
+    ),
+}
 
 
 def option_names() -> frozenset[str]:
@@ -260,11 +290,19 @@ def check_weight(weight: float) -> float:
     """Returns `weight` as a float.
 
     Raises:
-        ConfigError: it is negative, infinite or NaN.
+        ConfigError: it is negative, infinite, NaN, or no number.
     """
-    if not (math.isfinite(weight) and weight >= 0):
+    if not (is_finite(weight) and weight >= 0):
         raise ConfigError(f"weight must be finite and at least 0, not {weight!r}")
     return float(weight)
+
+
+def is_finite(value: Any) -> bool:
+    """Whether a value is a number, and neither NaN nor infinite."""
+    try:
+        return math.isfinite(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
 
 
 def parse_address(address: str) -> tuple[str, int]:

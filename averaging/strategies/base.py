@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from averaging.config import parse_compression
+from averaging.config import is_finite, parse_compression
 from averaging.errors import ConfigError, StateError
 from averaging.messages import CompressionType
 from averaging.state.snapshots import NO_EXTRAS, Extras
@@ -41,7 +40,7 @@ class Strategy(ABC):
         error_feedback: bool = False,
         max_norm: float | None = None,
     ) -> None:
-        if max_norm is not None and not (max_norm > 0 and math.isfinite(max_norm)):
+        if max_norm is not None and not (is_finite(max_norm) and max_norm > 0):
             raise ConfigError(f"max_norm must be finite and above 0, not {max_norm!r}")
         self.compression = None if compression is None else parse_compression(compression)
         self.error_feedback = error_feedback

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from averaging.config import is_finite
 from averaging.errors import ConfigError, StateError
 from averaging.messages import CompressionType
 from averaging.observe.receipts import Receipt
@@ -79,8 +80,13 @@ class DiLoCo(Together):
             raise ConfigError(
                 f"a fragment's round begins every {self._turns.every} steps, so delay must be less, not {delay}"
             )
-        if not 0 <= alpha <= 1:
+        if not (is_finite(alpha) and 0 <= alpha <= 1):
             raise ConfigError(f"alpha must be from 0 to 1, not {alpha!r}")
+        if not callable(outer):
+            raise ConfigError(
+                "outer must make an optimizer of a list of parameters, such as "
+                f"functools.partial(torch.optim.SGD, lr=0.7), not {outer!r:.200}"
+            )
         self.every, self.fragments, self.delay, self.alpha = every, fragments, delay, alpha
         self._make_outer = outer
         self._fragments: list[_Fragment] = []

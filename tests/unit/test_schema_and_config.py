@@ -135,11 +135,42 @@ def test_options_that_cannot_work_are_refused(options: dict[str, Any]) -> None:
         PeerConfig(**{"run_id": "run", **options})
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"run_id": 5},
+        {"listen": None},
+        {"listen": ("127.0.0.1", 0)},
+        {"join": None},
+        {"join": [("127.0.0.1", 4222)]},
+        {"join": (seed for seed in ["127.0.0.1:4222"])},
+        {"timeout": "60"},
+        {"matchmaking_time": None},
+        {"group_size": "4"},
+        {"group_size": 2.5},
+        {"group_size": float("nan")},
+        {"min_group_size": None},
+        {"part_size_bytes": 1.5e6},
+        {"verify_donors": "1"},
+        {"group_bits": 0},
+        {"bandwidth": "1e6"},
+        {"aggregation": None},
+        {"receipts": 5},
+        {"insecure": "no"},
+        {"share_state": "false"},
+        {"in_place": None},
+    ],
+)
+def test_an_option_of_another_type_is_refused_by_name(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"^{next(iter(options))} must be "):
+        PeerConfig(**{"run_id": "run", **options})
+
+
 def test_every_option_can_be_given_as_a_keyword() -> None:
     assert option_names() == PeerOptions.__optional_keys__
 
 
-@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf"), "1", None, 10**400])
 def test_a_weight_must_be_finite_and_not_negative(weight: float) -> None:
     with pytest.raises(ConfigError, match="weight"):
         check_weight(weight)
