@@ -17,9 +17,15 @@ from averaging.errors import AveragingError, ConfigError, StateError
 from averaging.group import Mode
 from averaging.observe.receipts import Receipt
 from averaging.observe.training import TrainingStatus
-from averaging.optimizer_state import load_optimizer, pack_optimizer, restored_on_error, set_initial_lr
+from averaging.optimizer_state import (
+    load_optimizer,
+    make_scheduler,
+    pack_optimizer,
+    restored_on_error,
+    set_initial_lr,
+)
 from averaging.optimizer_wrapper import OptimizerWrapper
-from averaging.parameters import named_parameters
+from averaging.parameters import named_buffers, named_parameters
 from averaging.peer import Peer
 from averaging.rounds import RoundOptions
 from averaging.running import DiscoveryFactory
@@ -108,12 +114,14 @@ class DecentralizedAverager(OptimizerWrapper):
             raise ConfigError(
                 f"{strategy!r} serves another averager, or one that was closed; make one for each averager"
             )
+        if not hasattr(optimizer, "param_groups"):
+            raise ConfigError(f"the first argument must be an optimizer, not {type(optimizer).__name__}")
         super().__init__(optimizer)
         self.strategy = strategy
         self.last_receipt: Receipt | None = None
         self._on_round = on_round
         parameters = named_parameters(optimizer)
-        buffers = {f"buffer/{name}": buffer for name, buffer in (buffers or {}).items()}
+        buffers = named_buffers({} if buffers is None else buffers)
         averaged = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
         self._kept = {name: buffer for name, buffer in buffers.items() if name not in averaged}
         self._peer = Peer(
@@ -128,7 +136,7 @@ class DecentralizedAverager(OptimizerWrapper):
             optimizer, parameters, averaged, self._peer, note=self._note, take_over=self._take_over
         )
         self.weight = weight  # checked by the property
-        self.scheduler = scheduler(optimizer) if scheduler else None
+        self.scheduler = None if scheduler is None else make_scheduler(scheduler, optimizer)
         strategy.start(self._training)
         self._thread = EventLoopThread(self._peer, f"the averager of run {run_id!r}")
         try:
@@ -163,10 +171,13 @@ class DecentralizedAverager(OptimizerWrapper):
 
         Raises:
             ConfigError: the strategy counts samples and was told none.
-            TensorError: there is NaN or infinity in what is to be averaged, or it has been moved.
+            TensorError: there is NaN or infinity in what is to be averaged, or it has been moved, or the inner
+                optimizer has another parameter now.
+            StateError: the inner optimizer keeps something that newcomers cannot be given.
             ClosedError: the averager was closed, or its thread has failed.
         """
         self._thread.check()
+        self._training.check_places()
         loss = self.strategy.step(self._training, closure, batch_size)
         self._drive_scheduler()
         return loss

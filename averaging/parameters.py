@@ -1,10 +1,13 @@
-"""The parameters of an optimizer by name."""
+"""The parameters of an optimizer and the buffers of a model by name."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
-from averaging.errors import TensorError
+from averaging.errors import ConfigError, TensorError
 
 
 def named_parameters(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -34,3 +37,19 @@ def named_parameters(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor
                 raise TensorError(f"two parameters of the optimizer are named {name!r}; give each its own name")
             named[name] = parameter
     return named
+
+
+def named_buffers(buffers: Any) -> dict[str, torch.Tensor]:
+    """The buffers that a user has given, under names that no parameter has.
+
+    Raises:
+        ConfigError: they are not tensors by name.
+    """
+    if not isinstance(buffers, Mapping):
+        raise ConfigError(
+            f"buffers must be tensors by name, such as dict(model.named_buffers()), not {type(buffers).__name__}"
+        )
+    for name, buffer in buffers.items():
+        if not isinstance(buffer, torch.Tensor):
+            raise ConfigError(f"buffer {name!r} must be a tensor, not {type(buffer).__name__}")
+    return {f"buffer/{name}": buffer for name, buffer in buffers.items()}

@@ -70,6 +70,7 @@ class Training:
         self._warned = ""
         self._alone = False
         self._places = {name: tensor.data_ptr() for name, tensor in self.tensors.items()}
+        self._groups = [len(group["params"]) for group in optimizer.param_groups]
         self._answers: dict[object, _Answers[Any]] = {}
         self._running: EventLoopThread | None = None
 
@@ -132,6 +133,21 @@ class Training:
         }
 
     # Steps
+
+    def check_places(self) -> None:
+        """Whether what is averaged is still what is trained: nothing moved since the start, and nothing added.
+
+        Raises:
+            TensorError: it is not.
+        """
+        for name, tensor in self.tensors.items():
+            if tensor.data_ptr() != self._places[name]:
+                raise TensorError(f"{name!r} has been moved in memory; move the model first, then make the averager")
+        if [len(group["params"]) for group in self.optimizer.param_groups] != self._groups:
+            raise TensorError(
+                "the inner optimizer has other parameters than when the averager was made, which is what is averaged; "
+                "add them before, or close this averager and make a new one"
+            )
 
     def evaluate(self, closure: Callable[[], float] | None) -> float | None:
         """Calls a closure, if there is one, with gradients on, as optimizers do."""
@@ -244,12 +260,8 @@ class Training:
 
     def _settle(self) -> None:
         """Makes sure that the peer's thread sees what the training thread has computed."""
-        devices = set()
-        for name, tensor in self.tensors.items():
-            if tensor.data_ptr() != self._places[name]:
-                raise TensorError(f"{name!r} has been moved in memory; move the model first, then make the averager")
-            devices.add(tensor.device)
-        for device in devices:
+        self.check_places()
+        for device in {tensor.device for tensor in self.tensors.values()}:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
 
@@ -370,10 +382,18 @@ def full_precision(tensor: torch.Tensor) -> torch.dtype:
 
 
 def clip(tensors: Iterable[torch.Tensor], max_norm: float) -> None:
-    """Scales tensors in place so that their joint norm is at most `max_norm`."""
+    """Scales tensors in place so that their joint norm is at most `max_norm`.
+
+    Raises:
+        TensorError: one of them is sparse.
+    """
     found = list(tensors)
     if not found:
         return
+    if any(tensor.layout is not torch.strided for tensor in found):
+        raise TensorError(
+            "a sparse gradient cannot be clipped; leave max_norm out, or use Embedding(..., sparse=False)"
+        )
     norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t.detach()).float() for t in found]))
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ does
     for tensor in found:

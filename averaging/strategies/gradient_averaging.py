@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -73,7 +74,17 @@ class GradientAveraging(Together):
         return self.history.step
 
     def start(self, training: Training) -> None:
-        """Makes the mean gradients, which are averaged, and, if there are buffers, averages those along."""
+        """Makes the mean gradients, which are averaged, and, if there are buffers, averages those along.
+
+        Raises:
+            ConfigError: the optimizer steps only with a closure, so the gradients are not there before its step.
+        """
+        closure = inspect.signature(training.optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise ConfigError(
+                f"{type(training.optimizer).__name__} evaluates the model during its step, so its gradients cannot be "
+                "gathered before; train with LocalSGD or DiLoCo"
+            )
         # The running mean over all samples so far, so that nothing is rescaled before or after a round.
         self._means = {
             name: torch.zeros_like(parameter, dtype=full_precision(parameter), requires_grad=False)

@@ -384,6 +384,35 @@ def test_a_model_that_was_moved_is_not_averaged_with_its_old_self(make: Make) ->
         opt.average_now()
 
 
+@pytest.mark.parametrize("strategy", [LocalSGD(9), LocalSGD(9, overlap=True), DiLoCo(9), GradientAveraging(99)])
+def test_that_it_was_moved_or_has_grown_is_the_next_steps_error(make: Make, strategy: Strategy) -> None:
+    model = linear()
+    opt = make(torch.optim.SGD(model.parameters(), lr=0.1), strategy=strategy)
+    backward(model)
+    opt.step(batch_size=4)
+    model.double()
+    with pytest.raises(TensorError, match=r"'group0.param0' has been moved"):
+        opt.step(batch_size=4)
+    assert opt.local_step == 1
+
+
+def test_a_parameter_that_the_inner_optimizer_was_given_later_is_the_next_steps_error(make: Make) -> None:
+    model = linear()
+    opt = make(torch.optim.SGD(model.parameters(), lr=0.1))
+    opt.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    with pytest.raises(TensorError, match="add them before, or close this averager and make a new one"):
+        opt.step()
+
+
+def test_sparse_gradients_cannot_be_clipped_and_are_told_so(make: Make) -> None:
+    model = torch.nn.Embedding(4, 3, sparse=True)
+    opt = make(torch.optim.SGD(model.parameters(), lr=0.1), strategy=LocalSGD(9, max_norm=1.0))
+    model(torch.tensor([1])).sum().backward()
+    with pytest.raises(TensorError, match="a sparse gradient cannot be clipped; leave max_norm out"):
+        opt.step()
+    assert opt.local_step == 0
+
+
 def test_a_state_that_cannot_travel_is_an_error_with_a_remedy(make: Make) -> None:
     model = linear()
     inner = torch.optim.SGD(model.parameters())
@@ -463,6 +492,21 @@ def test_it_starts_before_anything_runs_or_not_at_all(make: Make) -> None:
         make(torch.optim.SGD(params()), strategy=LocalSGD)
     with pytest.raises(ConfigError, match="weight"):
         make(torch.optim.SGD(params()), weight=float("nan"))
+    with pytest.raises(ConfigError, match="the first argument must be an optimizer, not Linear"):
+        make(linear())  # type: ignore[arg-type]
+    for buffers in (linear().named_buffers(), [torch.ones(1)]):
+        with pytest.raises(ConfigError, match=r"such as dict\(model.named_buffers\(\)\), not (generator|list)"):
+            make(torch.optim.SGD(params()), buffers=buffers)
+    with pytest.raises(ConfigError, match="buffer 'mean' must be a tensor, not NoneType"):
+        make(torch.optim.SGD(params()), buffers={"mean": None})
+    with pytest.raises(ConfigError, match="LBFGS evaluates the model during its step"):
+        make(torch.optim.LBFGS(params()), strategy=GradientAveraging(8))
+    inner = torch.optim.SGD(params(), lr=0.1)
+    with pytest.raises(ConfigError, match="StepLR; one that is made already is stepped by the training loop"):
+        make(inner, scheduler=torch.optim.lr_scheduler.StepLR(inner, 2))
+    for scheduler, made in ((torch.optim.lr_scheduler.ReduceLROnPlateau, "ReduceLROnPlateau"), (id, "int")):
+        with pytest.raises(ConfigError, match=f"cannot drive {made}; make it around the averager"):
+            make(inner, scheduler=scheduler)
     with pytest.raises(ConfigError, match="without a dot"):
         make(torch.optim.SGD(params()), run_id="a.b")
     with pytest.raises(TensorError, match="'group0.param1' does not require a gradient"):

@@ -170,7 +170,7 @@ def test_every_option_can_be_given_as_a_keyword() -> None:
     assert option_names() == PeerOptions.__optional_keys__
 
 
-@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf"), "1", None, 10**400])
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf"), "1", None, pytest.param(10**400, id="huge")])
 def test_a_weight_must_be_finite_and_not_negative(weight: float) -> None:
     with pytest.raises(ConfigError, match="weight"):
         check_weight(weight)
