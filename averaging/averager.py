@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -12,7 +13,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from averaging.background import EventLoopThread
-from averaging.config import PeerOptions, one_of
+from averaging.config import PeerOptions, is_finite, one_of
 from averaging.errors import AveragingError, ConfigError, StateError
 from averaging.group import Mode
 from averaging.observe.receipts import Receipt
@@ -242,7 +243,15 @@ class DecentralizedAverager(OptimizerWrapper):
         Args:
             count: peers, for example all that are to begin together.
             timeout: seconds.
+
+        Raises:
+            ConfigError: one of them is no number.
+            ClosedError: the averager was closed, or its thread has failed.
         """
+        if type(count) is not int:
+            raise ConfigError(f"count must be a whole number of peers, not {count!r}")
+        if not is_finite(timeout) and timeout != math.inf:
+            raise ConfigError(f"timeout must be a number of seconds, not {timeout!r}")
         return self._thread.run(self._peer.progress.others_tell(count - 1, timeout))
 
     @property

@@ -300,6 +300,15 @@ def test_who_starts_a_run_has_a_state_worth_downloading(make: Make) -> None:
     assert opt.status.peer.state_version == 1
 
 
+@pytest.mark.parametrize(("count", "timeout"), [("2", 1.0), (2.0, 1.0), (2, "1"), (2, None), (2, float("nan"))])
+def test_waiting_for_peers_wants_numbers(make: Make, count: Any, timeout: Any) -> None:
+    opt = make(torch.optim.SGD(linear().parameters()))
+    with pytest.raises(ConfigError, match="must be a"):
+        opt.wait_for_peers(count, timeout)
+    assert opt.wait_for_peers(1, float("inf"))
+    assert not opt.wait_for_peers(2, 0)
+
+
 def test_rounds_that_find_nobody_harm_nothing_and_warn_once(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     model, plain = linear(), linear()
     receipts: list[Receipt] = []
