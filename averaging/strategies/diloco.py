@@ -180,8 +180,11 @@ class DiLoCo(Together):
             self._end(training, self._pending)
 
     def _end(self, training: Training, pending: Future[Receipt]) -> None:
-        self._pending = None
-        receipt = training.receipt_of(pending)
+        try:
+            receipt = training.receipt_of(pending)
+        finally:
+            if pending.done():  # a KeyboardInterrupt ends the wait, not the round
+                self._pending = None
         if receipt.averaged:
             self._step(training, self._next_fragment, receipt)
         else:

@@ -317,6 +317,26 @@ def test_training_goes_on_during_a_round_with_delay(start: Start) -> None:
     assert [opt.global_step for opt in run.averagers] == [1, 1]
 
 
+@pytest.mark.parametrize("delay", [0, 1])
+def test_an_interrupt_ends_the_wait_for_a_round_and_not_the_round(
+    start: Start, monkeypatch: pytest.MonkeyPatch, delay: int
+) -> None:
+    run = start()
+    for _ in range(2):
+        run.add(DiLoCo(2, delay=delay), SGD)
+    run.meet()
+
+    def interrupted(begun: object) -> Receipt:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run.averagers[0]._training, "receipt_of", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            steps(run, 0, range(2 + delay))  # the other has not come yet
+    run.each(lambda number: steps(run, number, range(2 + delay if number else 1)))
+    assert [opt.global_step for opt in run.averagers] == [1, 1]
+
+
 def test_peers_that_begin_with_their_own_parameters_are_equal_after_average_now(start: Start) -> None:
     run = start()
     for seed in (0, 9):  # nobody offers a state, as when all begin at the same moment
