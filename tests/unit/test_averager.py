@@ -502,7 +502,7 @@ def test_it_starts_before_anything_runs_or_not_at_all(make: Make) -> None:
     with pytest.raises(ConfigError, match="weight"):
         make(torch.optim.SGD(params()), weight=float("nan"))
     with pytest.raises(ConfigError, match="the first argument must be an optimizer, not Linear"):
-        make(linear())  # type: ignore[arg-type]
+        make(linear())
     for buffers in (linear().named_buffers(), [torch.ones(1)]):
         with pytest.raises(ConfigError, match=r"such as dict\(model.named_buffers\(\)\), not (generator|list)"):
             make(torch.optim.SGD(params()), buffers=buffers)
