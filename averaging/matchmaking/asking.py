@@ -153,9 +153,12 @@ class Asking:
                 search.follow(leader)
                 try:
                     # The leader begins or disbands at its declared time, which is not after ours. A client's own may be
-                    # far off; it goes by the leader's.
-                    declared = min(own.expiration, asked.expiration) if request.client_mode else own.expiration
-                    patience = max(0.0, declared - self._clock()) + rules.CLOCK_TOLERANCE
+                    # far off; it goes by the leader's. If the clock was set back, the time until ours is no guide.
+                    if request.client_mode:
+                        patience = min(own.expiration, asked.expiration) - self._clock()
+                    else:
+                        patience = min(own.expiration - self._clock(), self._matchmaking_time)
+                    patience = max(0.0, patience) + rules.CLOCK_TOLERANCE
                     async with asyncio.timeout(patience):
                         answer = await anext(replies)
                     if answer.code is MessageCode.BEGIN_ALLREDUCE:

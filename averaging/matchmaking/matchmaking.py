@@ -125,12 +125,13 @@ class Matchmaking:
         self._search = search
         self._dropped = 0  # by the next search its own place may be taken again
         self._over.clear()
+        ends = self._ends_at(deadline)
         try:
-            while (group := await self._search_once(search, deadline)) is None:
+            while (group := await self._search_once(search, deadline, ends)) is None:
                 search.disband("")
                 if search.differing and search.seen <= search.differing.keys():
                     raise await self._differences.of(next(iter(search.differing)), search.differing)
-                if self._clock() >= deadline:
+                if self._clock() >= deadline or asyncio.get_running_loop().time() >= ends:
                     raise NoGroupError(search.explain(self.group_key, self._min_group_size) + self._left_out(search))
                 if not search.seen and self._dropped < len(self.group_bits):
                     self._dropped += 1
@@ -186,21 +187,25 @@ class Matchmaking:
         finally:
             search.release(request.endpoint, fate)
 
-    async def _search_once(self, search: Search, deadline: float) -> Group | None:
-        """One declaration: until a group is there, or the declared time is over and too few are there."""
-        expiration = min(self._clock() + self._matchmaking_time, deadline)
-        if search.state.member.mode is Mode.CLIENT:
-            expiration = deadline  # it declares nothing and asks anyone
-        else:
+    async def _search_once(self, search: Search, deadline: float, ends: float) -> Group | None:
+        """One declaration: until a group is there, or the declared time is over and too few are there.
+
+        The search ends at `deadline`, and should the clock be set back, when it is `ends` by the loop's time.
+        """
+        loop = asyncio.get_running_loop()
+        expiration = deadline = min(deadline, self._clock() + ends - loop.time())
+        if search.state.member.mode is not Mode.CLIENT:  # a client declares nothing and asks anyone
+            expiration = min(self._clock() + self._matchmaking_time, deadline)
             search.state.declared = expiration
             await self._declare_looking(search, True)
+        ends = self._ends_at(expiration)
         async with asyncio.TaskGroup() as tasks:
             asking = tasks.create_task(
                 self._asking.ask(search, Declaration(expiration, self._endpoint), self.group_key)
             )
             while search.group is None:
                 search.changed.clear()
-                remaining = expiration - self._clock()
+                remaining = min(expiration - self._clock(), ends - loop.time())
                 undecided = bool(search.asking or search.state.leader)
                 if not undecided and remaining <= 0:
                     if search.state.member.mode is Mode.CLIENT or not search.begin(self._min_group_size):
@@ -214,6 +219,10 @@ class Matchmaking:
                     continue
             asking.cancel()
         return search.group
+
+    def _ends_at(self, moment: float) -> float:
+        """The loop's time at which `moment` must have come; a clock that is set back would put it off."""
+        return asyncio.get_running_loop().time() + moment - self._clock() + rules.CLOCK_TOLERANCE
 
     async def _declare_looking(self, search: Search, looking: bool) -> None:
         if search.state.declared is None or search.state.declared <= self._clock():

@@ -1,0 +1,100 @@
+"""A wall clock that is set back while a group is looked for does not put off the end of the search."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator
+from typing import cast
+
+import pytest
+import torch
+
+from averaging import Mode, Outcome, Peer, Receipt
+from averaging.discovery.memory import MemoryDiscovery, MemoryRegistry
+from averaging.group import group_key, pack_gather
+from averaging.matchmaking import Matchmaking, NoGroupError
+from averaging.matchmaking.rules import CLOCK_TOLERANCE, pack_looking
+from averaging.messages import CompressionType, JoinRequest, MessageCode, MessageFromLeader
+from averaging.schema import Schema, TensorSpec
+from averaging.transport import virtual_time
+from averaging.transport.base import Transport
+from averaging.transport.memory import MemoryNetwork
+
+LEADER, ME = "192.0.2.1:1", "192.0.2.3:1"
+TIMEOUT, STEP = 10.0, 1800.0
+
+
+class Clock:
+    """The wall clock."""
+
+    behind = 0.0
+
+    def __call__(self) -> float:
+        return virtual_time.clock() - self.behind
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_a_search_ends_in_time(mode: Mode) -> None:
+    clock, rng = Clock(), random.Random(1)
+    registry = MemoryRegistry(clock=clock, rng=rng)
+    peer = Peer(
+        [torch.ones(2)],
+        run_id="run",
+        transport=MemoryNetwork(rng).transport(None if mode is Mode.CLIENT else ME),
+        discovery=lambda *_: MemoryDiscovery(registry),
+        clock=clock,
+        rng=rng,
+        mode=mode,
+        matchmaking_time=3.0,
+        timeout=TIMEOUT,
+    )
+
+    async def main() -> Receipt:
+        async with peer:
+            searching = asyncio.create_task(peer.average())
+            await asyncio.sleep(1.0)
+            clock.behind = STEP
+            return await searching
+
+    receipt = virtual_time.run(main())
+    assert receipt.outcome is Outcome.NO_GROUP
+    assert receipt.seconds < TIMEOUT + CLOCK_TOLERANCE + 0.1
+
+
+class SilentLeader:
+    """The network: who is asked to lead accepts, as the clock is set back, and is never heard again."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    async def join_group(self, endpoint: str, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
+        self._clock.behind = STEP
+        yield MessageFromLeader(MessageCode.ACCEPTED)
+        await asyncio.get_running_loop().create_future()
+
+
+def test_a_follower_waits_for_a_silent_leader_no_longer() -> None:
+    async def main() -> float:
+        clock, loop = Clock(), asyncio.get_running_loop()
+        registry = MemoryRegistry(clock=clock, rng=random.Random(1))
+        async with MemoryDiscovery(registry) as discovery:
+            await discovery.store(group_key("run", ""), LEADER, pack_looking(True), clock() + 1.0)
+            matchmaking = Matchmaking(
+                "run",
+                ME,
+                Schema((TensorSpec("w", "float32", (3,), CompressionType.NONE),), 1024),
+                cast(Transport, SilentLeader(clock)),
+                discovery,
+                group_size=4,
+                min_group_size=2,
+                matchmaking_time=3.0,
+                clock=clock,
+                rng=random.Random(2),
+            )
+            with pytest.raises(NoGroupError):
+                await matchmaking.find_group(pack_gather(1.0, None, Mode.NODE), clock() + TIMEOUT)
+            return loop.time()
+
+    # It may have begun to ask once more just before the end.
+    assert virtual_time.run(main()) < TIMEOUT + CLOCK_TOLERANCE + 3.0 + CLOCK_TOLERANCE
