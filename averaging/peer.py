@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 import time
@@ -93,7 +94,9 @@ class Peer:
         )
         self._discovery = discovery
         self._running: Running | None = None
-        self._averaging = False
+        self._averaging: asyncio.Timeout | None = None  # it has none, but for the end of this peer
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     def __repr__(self) -> str:
         running = self._running
@@ -123,10 +126,18 @@ class Peer:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        """Withdraws what it declared, lets calls in progress end for a moment, and closes all connections."""
+        """Ends an `average` in progress, withdraws what it declared, and closes all connections.
+
+        Calls of others that are in progress get a moment to end.
+        """
         running, self._running = self._running, None
         if running is not None:
-            await running.stack.aclose()
+            try:
+                if self._averaging is not None:
+                    self._averaging.reschedule(running.loop.time())
+                await self._idle.wait()
+            finally:
+                await running.stack.aclose()
 
     @property
     def run_id(self) -> str:
@@ -304,7 +315,7 @@ class Peer:
             ConfigError: a weight or a gather that cannot work.
             TensorError: NaN or infinity in a tensor, unless the peer allows them.
             RoundError: another `average` of this peer is in progress.
-            ClosedError: the peer is not running.
+            ClosedError: the peer is not running, or has been closed meanwhile.
         """
         running = self._entered
         weight = check_weight(weight)
@@ -312,19 +323,26 @@ class Peer:
             gathered = pack_gather(weight, self.config.bandwidth, self.config.mode, gather)
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        if self._averaging:
+        if self._averaging is not None:
             raise RoundError("another average() of this peer is in progress; await it first")
-        self._averaging = True
+        topic = topic or self._own
+        patience = self.config.timeout if patience is None else patience
+        self._averaging = until_closed = asyncio.timeout(None)
+        self._idle.clear()
         try:
-            topic = topic or self._own
-            patience = self.config.timeout if patience is None else patience
-            receipt = await running.rounds.attempt(
-                topic, gathered, phase=phase, enough=enough, patience=patience, overtaken=overtaken
-            )
+            async with until_closed:
+                receipt = await running.rounds.attempt(
+                    topic, gathered, phase=phase, enough=enough, patience=patience, overtaken=overtaken
+                )
             if topic.commits and receipt.averaged:
                 running.donors.notice.changed()
+        except TimeoutError:
+            if until_closed.expired():
+                raise ClosedError(f"{running.endpoint} was closed while it averaged") from None
+            raise
         finally:
-            self._averaging = False
+            self._averaging = None
+            self._idle.set()
         logger.info("%s", receipt)
         return receipt
 

@@ -268,6 +268,20 @@ async def test_only_one_average_at_a_time() -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_peer_that_is_closed_ends_its_average_first() -> None:
+    async with AsyncExitStack() as stack:
+        other = await enter(stack, {"w": torch.zeros(1)})
+        async with Peer({"w": torch.zeros(1)}, run_id="run", join=[other.endpoint], timeout=5.0) as peer:
+            averaging = asyncio.create_task(peer.average())
+            endpoint = peer.endpoint
+            await told(other, group_key("run", ""), endpoint)
+        assert averaging.done()
+        with pytest.raises(ClosedError, match="closed while it averaged"):
+            await averaging
+        assert endpoint not in other.peers
+
+
+@pytest.mark.asyncio
 async def test_outside_of_async_with_a_peer_says_so() -> None:
     peer = Peer({"w": torch.zeros(1)}, run_id="run")
     assert "not running" in repr(peer)
