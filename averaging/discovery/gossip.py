@@ -103,14 +103,14 @@ class GossipDiscovery:
         self._joining = Joining(self._members.seeds, self._exchange.compare, settings, rng)
         self._group = asyncio.TaskGroup()
         self._tasks: dict[asyncio.Task[None], None] = {}
-        self._entered = self._left = False
+        self._entered = self._leaving = self._left = False
         self._last_complaint = -math.inf
 
     # The contract of a discovery
 
     async def store(self, key: str, subkey: str, value: bytes, expiration: float) -> None:
         """See `Discovery.store`."""
-        if not self._entered or self._left:
+        if not self._entered or self._leaving:
             raise ClosedError("this peer is not in the run: enter its discovery with `async with` first")
         self._tell(self._board.write(key, subkey, value, expiration))
 
@@ -230,6 +230,7 @@ class GossipDiscovery:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Withdraws this peer's records, tells the others, for a second at most, and ends all tasks."""
+        self._leaving = True  # what were written from here on would outlive it
         try:
             for withdrawal in self._board.withdraw_all():
                 self._tell(withdrawal)
@@ -245,7 +246,7 @@ class GossipDiscovery:
     async def _stop(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._left = True
+        self._leaving = self._left = True
         self._board.close()
         self._followers.end()
         for task in list(self._tasks):
@@ -304,6 +305,8 @@ class GossipDiscovery:
         """Renews this peer's record before it expires. The exchanges spread it; a rumour does after a long sleep."""
         while True:
             await asyncio.sleep(self._settings.peer_refresh * self._rng.uniform(0.9, 1.0))
+            if self._leaving:
+                return
             expired = self._board.table().claim(self._peers_key, self._endpoint, self._author.owner) is None
             try:
                 record = self._write_presence()

@@ -456,6 +456,27 @@ def test_an_error_in_the_body_is_not_wrapped_and_a_cancellation_goes_through() -
     swarm.simulate(main())
 
 
+def test_nothing_is_written_any_more_by_a_peer_that_is_leaving() -> None:
+    """It would outlive the peer: the others would take it for one that is there."""
+    swarm = GossipSwarm(settings=GossipSettings(peer_refresh=0.3))
+
+    async def main() -> None:
+        await swarm.grow(3)
+        swarm.network.freeze("peer-2:1")  # so that it takes a while until all have been told
+        leaving, start = swarm["peer-1:1"], now()
+        stopping = asyncio.create_task(swarm.stop("peer-1:1"))
+        await until(lambda: "peer-1:1" not in members(leaving), 1.0)
+        with pytest.raises(ClosedError):
+            await leaving.store(KEY, "peer-1:1", b"", virtual_time.clock() + 60.0)
+        await stopping
+        assert now() - start > 0.5
+        assert "peer-1:1" not in members(leaving)
+        assert "peer-1:1" not in members(swarm["peer-0:1"])
+        swarm.network.thaw("peer-2:1")
+
+    swarm.simulate(main())
+
+
 def test_leaving_a_frozen_network_ends_in_time() -> None:
     swarm = GossipSwarm(22)
 
