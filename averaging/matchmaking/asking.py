@@ -126,7 +126,7 @@ class Asking:
         """A suggested leader, if this peer may go there: known to this run's discovery, and due to lead it."""
         if not suggested or suggested == self._endpoint or not self._discovery.names(suggested):
             return None
-        if self._conduct.excludes(suggested, self._clock()):
+        if self._conduct.excludes(suggested, self._clock()) or not rules.can_lead(suggested):
             return None
         entry = self._discovery.get(key).get(suggested)
         declaration = Declaration(entry.expiration if entry else own.expiration, suggested)

@@ -12,7 +12,7 @@ import msgpack
 from averaging.config import is_endpoint
 from averaging.discovery.base import Entry
 from averaging.errors import ProtocolViolationError
-from averaging.group import Group, Member, Mode, unpack_gather
+from averaging.group import CLIENT_PREFIX, Group, Member, Mode, unpack_gather
 from averaging.messages import JoinRequest, MessageCode, MessageFromLeader
 
 CLOCK_TOLERANCE = 3.0
@@ -147,6 +147,11 @@ class Attempt:
     retry_at: float | None
 
 
+def can_lead(endpoint: str) -> bool:
+    """Whether a peer of that name can be asked to lead; anybody may have named it, so it is no offence of its own."""
+    return is_endpoint(endpoint) and not endpoint.startswith(CLIENT_PREFIX)
+
+
 def next_to_ask(
     own: Declaration,
     entries: Mapping[str, Entry],
@@ -167,7 +172,7 @@ def next_to_ask(
     ):
         if candidate >= own or candidate.endpoint == own.endpoint or candidate.expiration <= now - CLOCK_TOLERANCE:
             continue
-        if candidate.endpoint in excluded:
+        if candidate.endpoint in excluded or not can_lead(candidate.endpoint):
             continue
         attempt = attempts.get(candidate.endpoint)
         if attempt is None or (attempt.expiration != candidate.expiration and attempt.retry_at is not None):

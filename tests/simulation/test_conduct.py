@@ -10,9 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from averaging import DropCode, NonFinite, Outcome, Peer, Receipt
+from averaging import DropCode, Mode, NonFinite, Outcome, Peer, Receipt
+from averaging.discovery.memory import MemoryDiscovery
+from averaging.group import group_key
 from averaging.matchmaking.conduct import FIRST_SECONDS
+from averaging.matchmaking.rules import pack_looking
 from averaging.messages import AveragingData, MessageCode
+from averaging.transport import virtual_time
 from tests.simulation.swarm import Swarm
 
 OPTIONS: dict[str, Any] = {
@@ -129,3 +133,21 @@ def test_who_refuses_this_peer_is_not_remembered_for_it(code: MessageCode) -> No
             assert peers[0].excluded == {}
 
     swarm.simulate(main())
+
+
+def test_a_client_is_not_to_blame_for_who_named_it_as_a_leader() -> None:
+    """Anybody can declare in its name, though it can never be asked."""
+    swarm = Swarm(1)
+    node = swarm.peer("peer:1", [torch.zeros(2)], **OPTIONS)
+    client = swarm.peer("", [torch.ones(2)], mode=Mode.CLIENT, **OPTIONS)
+
+    async def main() -> list[Receipt]:
+        async with node, client, MemoryDiscovery(swarm.registry) as liar:
+            await liar.store(group_key("run", ""), client.endpoint, pack_looking(True), virtual_time.clock() + 1.0)
+            averaging = asyncio.create_task(node.average())
+            await asyncio.sleep(0.5)
+            receipts = [await client.average(), await averaging]
+            assert node.excluded == {}
+            return receipts
+
+    assert [receipt.outcome for receipt in swarm.simulate(main())] == [Outcome.AVERAGED] * 2
