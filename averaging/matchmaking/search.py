@@ -63,7 +63,7 @@ class Search:
     def release(self, endpoint: str, fate: asyncio.Future[MessageFromLeader]) -> None:
         """Forgets a follower that went away before anything was decided."""
         if self._fates.get(endpoint) is fate:  # whether or not it is done: a cancelled wait cancels it too
-            del self._fates[endpoint], self.state.followers[endpoint]
+            del self._fates[endpoint], self.state.followers[endpoint], self._gathered[endpoint]
             self.changed.set()
 
     def begin(self, min_group_size: int) -> bool:
@@ -80,6 +80,7 @@ class Search:
         """Sends all followers away."""
         self._decide(MessageFromLeader(MessageCode.GROUP_DISBANDED, suggested_leader=suggested_leader))
         self.state.followers.clear()
+        self._gathered = {self.state.member.endpoint: self.gather}
         self.changed.set()
 
     def follow(self, leader: str) -> None:

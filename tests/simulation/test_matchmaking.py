@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import random
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing, suppress
 
 import pytest
 import torch
 
 from averaging import Mode, Outcome, Peer, Receipt
+from averaging.errors import PeerUnreachableError
+from averaging.group import pack_gather
+from averaging.messages import JoinRequest, MessageCode
+from averaging.transport import virtual_time
+from tests.simulation import leaks
 from tests.simulation.swarm import Swarm, groups_of, scalars, spread
 
 
@@ -121,6 +126,34 @@ def test_what_members_gather_is_in_every_receipt() -> None:
 
     for receipt in swarm.simulate(main()):
         assert receipt.gathered == {f"peer:{n + 1}": {"step": n} for n in range(3)}
+
+
+@pytest.mark.parametrize("patience", [0.1, 10.0])
+def test_what_those_gathered_who_come_and_go_is_not_kept(patience: float) -> None:
+    """It may be 64 KiB, and names cost nothing: a leader would run out of memory while it waits for its group."""
+    swarm = Swarm(1)
+    peer = swarm.peer("peer:1", [torch.zeros(2)], group_size=4, min_group_size=4, matchmaking_time=2.0)
+
+    async def join_and_go(number: int) -> None:
+        gather = pack_gather(1.0, None, Mode.NODE, bytes(1000))
+        request = JoinRequest(f"stranger:{number}", peer.schema.hash, virtual_time.clock() + 60.0, gather)
+        call = swarm.network.transport("stranger:1").join_group("peer:1", request)
+        with suppress(TimeoutError, PeerUnreachableError):
+            async with asyncio.timeout(patience), aclosing(call) as replies:
+                assert [reply.code async for reply in replies][1:] in ([], [MessageCode.GROUP_DISBANDED])
+
+    async def main() -> None:
+        async with peer:
+            averaging = asyncio.create_task(peer.average())
+            await asyncio.sleep(0.1)
+            for number in range(1, 9):
+                await join_and_go(number)
+            await asyncio.sleep(1.0)
+            kept = {path: size for path, size in leaks.sizes(peer).items() if path.endswith("._gathered")}
+            assert list(kept.values()) == [1]
+            averaging.cancel()
+
+    swarm.simulate(main())
 
 
 @pytest.mark.parametrize(("size", "count"), [(2, 16), (4, 64), (8, 64)])
