@@ -241,6 +241,7 @@ class _Call:
     def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         self.coroutine = coroutine
         self.result: Future[Any] = Future()
+        self.result.set_running_or_notify_cancel()  # who cancels it must not keep the thread from telling its end
         self.task: asyncio.Task[Any] | None = None
         self.given_up = False
 

@@ -133,6 +133,19 @@ def test_closing_ends_a_call_in_progress() -> None:
     assert room.happened == ["entered", "cancelled", "left"]
 
 
+def test_a_future_that_is_cancelled_keeps_no_other_call_from_its_end() -> None:
+    thread, happened, others = EventLoopThread(Room().context(), NAME), list[str](), 8
+    events = [threading.Event() for _ in range(others + 1)]
+    calls = [thread.start(wait_for_ever(started, happened)) for started in events]
+    for started in events:
+        started.wait()
+    assert not calls[0].cancel()  # the thread alone ends it
+    thread.close()
+    for call in calls:
+        assert isinstance(call.exception(timeout=1.0), ClosedError)
+    assert happened == ["cancelled"] * (others + 1)
+
+
 def test_a_failing_context_ends_the_call_in_progress_and_every_later_one(caplog: pytest.LogCaptureFixture) -> None:
     room, started = Room(), threading.Event()
     thread = EventLoopThread(room.context(), NAME)
