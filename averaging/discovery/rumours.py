@@ -135,21 +135,24 @@ class Rumours:
         """Sends parcels to `target`. One call to it is under way at a time; what comes meanwhile goes with the next."""
         line = self._lines.setdefault(target, _Line())
         line.waiting += parcels
-        async with line.call:
-            load, line.waiting = line.waiting, []
-            if not load:
-                return  # they went with others
-            try:
-                await self._push(
-                    target, [Rumour(r, parcel.start, parcel.end) for parcel in load for r in parcel.records]
-                )
-                return
-            except CALL_FAILURES as error:
-                logger.debug("%s did not take a rumour: %s", target, error)
-                self._members.suspect(target)
-            finally:
-                if not line.waiting and self._lines.get(target) is line:
-                    del self._lines[target]
+        try:
+            async with line.call:
+                load, line.waiting = line.waiting, []
+                if not load:
+                    return  # they went with others
+                try:
+                    await self._push(
+                        target, [Rumour(r, parcel.start, parcel.end) for parcel in load for r in parcel.records]
+                    )
+                    return
+                except CALL_FAILURES as error:
+                    logger.debug("%s did not take a rumour: %s", target, error)
+                    self._members.suspect(target)
+        finally:
+            # Who loses patience in the line takes its parcels along: nobody may come to that target any more.
+            line.waiting = [parcel for parcel in line.waiting if not any(parcel is own for own in parcels)]
+            if not line.waiting and not line.call.locked() and self._lines.get(target) is line:
+                del self._lines[target]
         await self._send(load)
 
     async def _push(self, target: str, rumours: list[Rumour]) -> None:

@@ -1,0 +1,53 @@
+"""Telling rumours to members that take their time."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+from averaging.discovery.members import Members
+from averaging.discovery.rumours import Rumours
+from averaging.discovery.settings import GossipSettings
+from averaging.discovery.spread import Branch
+from averaging.messages import Record, Refusal, Rumour
+from averaging.transport import virtual_time
+from averaging.transport.base import Transport
+from tests.simulation import leaks
+
+
+class Silent:
+    """The network and its members: nobody ever answers."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    async def push(self, endpoint: str, run_id: str, rumours: tuple[Rumour, ...]) -> tuple[Refusal, ...]:
+        self.asked.append(endpoint)
+        return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+
+    def branches(self, start: int, end: int, fanout: int) -> list[Branch]:
+        return [Branch(start, end, ("one:1", "other:1") if start == 1 else ("other:1",))]
+
+    def suspect(self, endpoint: str) -> None:
+        pass
+
+
+def test_a_rumour_that_was_given_up_in_the_line_behind_another_is_not_kept() -> None:
+    async def main() -> None:
+        silent, settings = Silent(), GossipSettings(push_timeout=2.0, rumour_patience=3.0)
+        rumours = Rumours(
+            cast(Transport, silent), "run", cast(Members, silent), settings, virtual_time.clock, lambda *_: None
+        )
+        before = leaks.sizes(rumours)
+        async with asyncio.TaskGroup() as tasks:
+            sending = tasks.create_task(rumours.run(tasks.create_task))
+            rumours.tell(Record("first", "me:1", b"", 1, virtual_time.clock() + 60.0), 1, 9)
+            await asyncio.sleep(1.5)
+            rumours.tell(Record("second", "me:1", b"", 1, virtual_time.clock() + 60.0), 11, 19)
+            await asyncio.sleep(10.0)
+            sending.cancel()
+        assert silent.asked == ["one:1", "other:1"]  # the first one waited there until its time was over
+        grown = leaks.sizes(rumours) - before
+        assert set(grown) == {"Rumours._told"}  # for as long as the records live
+
+    virtual_time.run(main())
