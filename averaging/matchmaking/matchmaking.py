@@ -125,13 +125,14 @@ class Matchmaking:
         self._search = search
         self._dropped = 0  # by the next search its own place may be taken again
         self._over.clear()
-        ends = self._ends_at(deadline)
+        loop, ends = asyncio.get_running_loop(), self._ends_at(deadline)
         try:
             while (group := await self._search_once(search, deadline, ends)) is None:
                 search.disband("")
                 if search.differing and search.seen <= search.differing.keys():
                     raise await self._differences.of(next(iter(search.differing)), search.differing)
-                if self._clock() >= deadline or asyncio.get_running_loop().time() >= ends:
+                now = self._clock()
+                if now >= min(deadline, now + ends - loop.time()):
                     raise NoGroupError(search.explain(self.group_key, self._min_group_size) + self._left_out(search))
                 if not search.seen and self._dropped < len(self.group_bits):
                     self._dropped += 1
