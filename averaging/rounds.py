@@ -121,6 +121,7 @@ class Rounds:
                 matchmaking_time=config.matchmaking_time,
                 group_bits=config.group_bits,
                 only_named=config.is_closed,
+                once=not lasting,
                 clock=self._clock,
                 rng=self._rng,
                 conduct=self.conduct,

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from averaging import Mode, Outcome, Peer, Receipt
+from averaging.discovery.records import Limits
 from averaging.errors import PeerUnreachableError
 from averaging.group import pack_gather
 from averaging.messages import JoinRequest, MessageCode
@@ -152,6 +153,24 @@ def test_what_those_gathered_who_come_and_go_is_not_kept(patience: float) -> Non
             kept = {path: size for path, size in leaks.sizes(peer).items() if path.endswith("._gathered")}
             assert list(kept.values()) == [1]
             averaging.cancel()
+
+    swarm.simulate(main())
+
+
+def test_a_key_for_every_step_does_not_use_up_a_peers_records() -> None:
+    """A peer may have a few hundred of them, and long declarations would outlive the steps in which they were made."""
+    swarm = Swarm(1)
+    swarm.registry.limits = Limits(records_per_owner=10)
+    peers = [swarm.peer(f"peer:{n + 1}", [torch.zeros(2)], group_size=2, matchmaking_time=60.0) for n in range(2)]
+
+    async def main() -> None:
+        async with peers[0], peers[1]:
+            topics = [peer.topic("gradients", {"w": torch.zeros(2)}) for peer in peers]
+            for step in range(30):
+                pairs = zip(peers, topics, strict=True)
+                receipts = await asyncio.gather(*(peer.average(topic, phase=str(step)) for peer, topic in pairs))
+                assert [receipt.outcome for receipt in receipts] == [Outcome.AVERAGED] * 2, f"step {step}"
+                await asyncio.sleep(2.0)
 
     swarm.simulate(main())
 
