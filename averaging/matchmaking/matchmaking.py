@@ -199,11 +199,13 @@ class Matchmaking:
         The search ends at `deadline`, and should the clock be set back, when it is `ends` by the loop's time.
         """
         loop = asyncio.get_running_loop()
-        expiration = deadline = min(deadline, self._clock() + ends - loop.time())
-        if search.state.member.mode is not Mode.CLIENT:  # a client declares nothing and asks anyone
-            expiration = min(self._clock() + self._matchmaking_time, deadline)
+        deadline = min(deadline, self._clock() + ends - loop.time())
+        expiration = min(self._clock() + self._matchmaking_time, deadline)
+        if search.state.member.mode is not Mode.CLIENT:
             search.state.declared = expiration
             await self._declare_looking(search, True)
+        elif self._dropped == len(self.group_bits):
+            expiration = deadline  # it declares nothing and asks anyone, and there is no other key to look under
         ends = self._ends_at(expiration)
         async with asyncio.TaskGroup() as tasks:
             asking = tasks.create_task(

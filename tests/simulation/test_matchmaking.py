@@ -206,12 +206,13 @@ def assert_grid_mixes(size: int, count: int, rounds: int, *, seed: int) -> None:
     torch.testing.assert_close(torch.stack(tensors).mean(dim=0), mean, rtol=1e-9, atol=1e-9)
 
 
-def test_the_first_bit_is_dropped_if_nobody_is_there() -> None:
+@pytest.mark.parametrize("mode", [Mode.NODE, Mode.CLIENT])
+def test_the_first_bit_is_dropped_if_nobody_is_there(mode: Mode) -> None:
     swarm = Swarm(2)
     tensors = scalars(2, 2)
     peers = [
-        swarm.peer(f"peer:{n + 1}", [tensors[n]], group_size=2, group_bits=bits, matchmaking_time=2.0)
-        for n, bits in enumerate(["0011", "1011"])
+        swarm.peer(f"peer:{n + 1}", [tensors[n]], group_size=2, group_bits=bits, matchmaking_time=2.0, mode=mode)
+        for n, (bits, mode) in enumerate([("0011", Mode.NODE), ("1011", mode)])
     ]
     for receipts in swarm.simulate(swarm.average_together(peers)):
         assert receipts[0].outcome is Outcome.AVERAGED
