@@ -134,7 +134,7 @@ class Matchmaking:
         try:
             while (group := await self._search_once(search, deadline, ends)) is None:
                 search.disband("")
-                if search.differing and search.seen <= search.differing.keys():
+                if search.seen and search.seen <= search.differing.keys():
                     raise await self._differences.of(next(iter(search.differing)), search.differing)
                 now = self._clock()
                 if now >= min(deadline, now + ends - loop.time()):

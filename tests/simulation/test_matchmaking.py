@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from averaging import Mode, Outcome, Peer, Receipt
+from averaging.config import PeerOptions
 from averaging.discovery.records import Limits
 from averaging.errors import PeerUnreachableError
 from averaging.group import pack_gather
+from averaging.matchmaking.rules import pack_looking
 from averaging.messages import JoinRequest, MessageCode
 from averaging.transport import virtual_time
 from tests.simulation import leaks
@@ -80,6 +82,28 @@ def test_peers_with_other_tensors_are_told_the_first_difference() -> None:
         assert receipts[0].outcome is Outcome.NO_GROUP
         assert "tensor 'tensor_1' is float32[" in receipts[0].reason
         assert receipts[0].seconds < 3.0  # it does not wait for the whole time-out
+
+
+def test_a_peer_with_other_tensors_that_has_left_does_not_end_the_search() -> None:
+    swarm = Swarm(1)
+    options: PeerOptions = {"group_size": 2, "matchmaking_time": 2.0, "timeout": 20.0}
+    other = swarm.peer("peer:1", [torch.zeros(4)], **options)
+    peer, late = (swarm.peer(f"peer:{n}", [torch.zeros(3)], **options) for n in (2, 3))
+
+    async def main() -> Receipt:
+        async with peer, late:
+            searching = asyncio.create_task(peer.average())
+            async with other:
+                await late.discovery.store("run.0b", late.endpoint, pack_looking(False), virtual_time.clock() + 3.0)
+                differing = asyncio.create_task(other.average())
+                await asyncio.sleep(1.0)
+                differing.cancel()
+            await asyncio.sleep(6.0)
+            await late.average()
+            return await searching
+
+    receipt = swarm.simulate(main())
+    assert receipt.outcome is Outcome.AVERAGED, receipt
 
 
 @pytest.mark.parametrize("seed", range(5))
