@@ -5,10 +5,15 @@ Nothing here imports torch or grpc before a command runs, so that `--help` answe
 
 from __future__ import annotations
 
+import io
+import sys
+from typing import Any
+
 import click
 
 from averaging.cli.ca import ca_group
 from averaging.cli.explain import explain_command
+from averaging.cli.failures import starting
 from averaging.cli.peer import peer_command
 from averaging.cli.state import state_command
 from averaging.cli.watch import watch_command
@@ -16,7 +21,16 @@ from averaging.cli.watch import watch_command
 CONTEXT = {"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 100}
 
 
-@click.group(context_settings=CONTEXT)
+class Commands(click.Group):
+    """The commands; a Ctrl+C at any moment ends each of them in one line."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs the command that is meant; its arguments are read here, too, which may import torch."""
+        with starting():
+            return super().invoke(ctx)
+
+
+@click.group(cls=Commands, context_settings=CONTEXT)
 @click.version_option(package_name="averaging", message="%(package)s %(version)s")
 def main() -> None:
     r"""Averages tensors between machines that nobody orchestrates.
@@ -47,6 +61,9 @@ def main() -> None:
     Exit codes: 0 done, 1 it could not be done, 2 wrong usage or unreadable input, 130 or 143 stopped by Ctrl+C or
     SIGTERM before it was done.
     """
+    # What others call themselves, and what they gather, may be in letters that the terminal's encoding lacks.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 main.add_command(peer_command)
@@ -55,6 +72,6 @@ main.add_command(watch_command)
 main.add_command(explain_command)
 main.add_command(ca_group)
 
-for _command in (main, *main.commands.values()):
+for _command in (main, *main.commands.values(), *ca_group.commands.values()):
     # Docstrings are raw, so that click does not see its mark of a paragraph that is left as it is: a backspace.
     _command.help = (_command.help or "").replace("\\b\n", "\b\n")

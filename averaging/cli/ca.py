@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import secrets
@@ -9,11 +10,11 @@ import shlex
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from averaging.cli.failures import NOT_DONE, WRONG_USAGE, Failure, failure_of, starting
+from averaging.cli.failures import NOT_DONE, WRONG_USAGE, Failure, failure_of, starting, write_line
 
 if TYPE_CHECKING:
     from averaging.ca import Issued
@@ -26,7 +27,19 @@ AUTHORITY = "ca"
 
 SECRET_MODE, PUBLIC_MODE = 0o600, 0o644
 
-DAYS = click.FloatRange(min=0, min_open=True, max=36500)
+
+class Days(click.FloatRange):
+    """Above 0 and at most a hundred years; NaN is neither below nor above anything."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Reads the number."""
+        days: float = super().convert(value, param, ctx)
+        if math.isnan(days):
+            self.fail(f"{value!r} is not a number.", param, ctx)
+        return days
+
+
+DAYS = Days(min=0, min_open=True, max=36500)
 DIRECTORY = click.Path(path_type=Path, file_okay=False)
 
 
@@ -72,7 +85,7 @@ def init_command(directory: Path, name: str, days: float, force: bool) -> None:
             raise failure_of(error) from None
         certificate, key = _write(directory, AUTHORITY, made, force=force)
         where = "" if directory == Path(AUTHORITY) else f" --directory {shlex.quote(str(directory))}"
-        click.echo(
+        _tell(
             f"wrote {certificate}: the authority's certificate, until {made.expires:%Y-%m-%d}; every peer needs it\n"
             f"wrote {key}: its private key; whoever has it can join the run under any name, so keep it here\n"
             "next, for each peer, with every host at which others reach it:\n"
@@ -123,13 +136,21 @@ def issue_command(
         options = ["--tls-ca", directory / f"{AUTHORITY}.pem", "--tls-cert", certificate, "--tls-key", key]
         place = "--client-mode --join HOST:PORT"
         if hosts:
-            place = f"--listen 0.0.0.0:4222 --advertise {_in_url(hosts[0])}:4222"
-        click.echo(
+            host = _in_url(hosts[0])
+            everywhere = "[::]" if host.startswith("[") else "0.0.0.0"  # noqa: S104 - only told
+            place = shlex.join(["--listen", f"{everywhere}:4222", "--advertise", f"{host}:4222"])
+        _tell(
             f"wrote {certificate}: certificate for {stands_for}, valid until {made.expires:%Y-%m-%d}\n"
             f"wrote {key}: its private key; only that peer may have it\n"
             f"next: copy these two and {directory / f'{AUTHORITY}.pem'} to the machine of {name}, and start it there:\n"
             f"  averaging peer FILE.safetensors --run-id RUN {place} {shlex.join(map(str, options))}"
         )
+
+
+def _tell(told: str) -> None:
+    """Tells what was done; that it cannot be told undoes nothing."""
+    if why_not := write_line(told):
+        click.echo(f"{why_not}; the files are written", err=True)
 
 
 def _read_authority(directory: Path) -> Issued:
@@ -149,7 +170,7 @@ def _read_authority(directory: Path) -> Issued:
 
 
 def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+    return f"[{host.strip('[]')}]" if ":" in host else host
 
 
 def _paths(directory: Path, name: str) -> tuple[Path, Path]:
@@ -165,7 +186,8 @@ def _write(directory: Path, name: str, made: Issued, *, force: bool) -> tuple[Pa
     certificate, key = _paths(directory, name)
     present = [str(path) for path in (certificate, key) if path.exists() or path.is_symlink()]
     if present and not force:
-        raise Failure(f"{' and '.join(present)} exist; give --force to replace, or another name", WRONG_USAGE)
+        another = "directory" if name == AUTHORITY else "name"
+        raise Failure(f"{' and '.join(present)} exist; give --force to replace, or another {another}", WRONG_USAGE)
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         _replace({key: (made.key, SECRET_MODE), certificate: (made.certificate, PUBLIC_MODE)})

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from averaging.cli.failures import WRONG_USAGE, Failure, starting
+from averaging.cli.failures import WRONG_USAGE, Failure, starting, write_line
 
 if TYPE_CHECKING:
     from averaging.observe.journal import Recorded
@@ -56,7 +56,8 @@ def explain_command(files: Sequence[Path], summary: bool) -> None:
 
         recorded = [(file, _read(file)) for file in files]
         for line in explain([one for _, found in recorded for one in found.receipts], summary_only=summary):
-            click.echo(line)
+            if why_not := write_line(line):
+                raise Failure(f"{why_not}; make room there")
         bad = sum([_tell_bad_lines(file, found) for file, found in recorded])
     if bad:
         what = "1 line that cannot be read is" if bad == 1 else f"{bad} lines that cannot be read are"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import click
@@ -37,13 +39,52 @@ class Stopped(Exception):  # noqa: N818 - it is no error
         self.number = number
 
 
+class Interrupt:
+    """What Ctrl+C does before the command takes care of signals itself.
+
+    An exception may be lost in the middle of an import: callbacks and C code pass over it. So it is noted as well.
+
+    Attributes:
+        came: whether there was one.
+    """
+
+    def __init__(self) -> None:
+        self.came = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Takes the signal."""
+        self.came = True
+        raise KeyboardInterrupt
+
+
 @contextmanager
 def starting() -> Iterator[None]:
-    """Turns a Ctrl+C that comes before the command takes care of signals itself into a `Failure`."""
+    """Turns a Ctrl+C that comes while the command does not take care of signals itself into a `Failure`."""
+    interrupt, before = Interrupt(), signal.getsignal(signal.SIGINT)
+    ours = before is signal.default_int_handler and threading.current_thread() is threading.main_thread()
+    if ours:
+        signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     except KeyboardInterrupt:
-        raise Failure("stopped by SIGINT before it began; nothing was written", SIGNALLED + signal.SIGINT) from None
+        # asyncio, which took care of signals, leaves Python's own handler behind.
+        ended = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        what = "as it ended" if ended else "before it began; nothing was written"
+        raise Failure(f"stopped by SIGINT {what}", SIGNALLED + signal.SIGINT) from None
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, before)
+
+
+def write_line(line: str) -> str:
+    """Writes to stdout; returns why that could not be done, as on a full disk, and nothing if it could."""
+    try:
+        click.echo(line)
+    except BrokenPipeError:
+        raise  # nobody reads on: click ends the command
+    except OSError as error:
+        return f"cannot write to stdout: {error.strerror}"
+    return ""
 
 
 def failure_of(error: AveragingError) -> Failure:

@@ -222,7 +222,7 @@ def peer_command(
     With --serve nothing is given up.
 
     Ctrl+C or SIGTERM lets a round in progress end, a second one does not. With --serve the exit code is 0 then; without
-    it 130 or 143, and nothing is written.
+    it 130 or 143, and nothing is written, unless all rounds were done.
 
     \b
     Exit codes: 0 done; 1 a round could not be done, nobody of --join answered, or the port is taken;
@@ -269,7 +269,7 @@ def _check(file: Path, output: Path | None, given: dict[str, Any]) -> None:
             f"--min-group-size {given['min_group_size']} is above --group-size {given['group_size']}: "
             "no group could begin."
         )
-    if given["receipts"]:
+    if given["receipts"] is not None:
         _check_receipts(given["receipts"])
     if output and not given.get("overwrite") and output.exists() and file.exists() and output.samefile(file):
         raise click.UsageError("--output is FILE itself; give --overwrite to replace it, or another name.")
@@ -281,6 +281,8 @@ def _check_receipts(path: Path) -> None:
     Raises:
         click.UsageError: there is no such directory, or the file is of another kind.
     """
+    if path.is_dir():  # click lets an empty name pass, which is the directory that the command runs in
+        raise click.UsageError(f"--receipts: {path} is a directory; give the name of a file.")
     if not path.parent.is_dir():
         raise click.UsageError(f"--receipts: there is no directory {path.parent}; make it first.")
     try:
@@ -316,7 +318,8 @@ def _run(file: Path, output: Path | None, given: dict[str, Any], report: Report)
     except Stopped as stopped:
         if not given["serve"]:
             rounds = f"{session.rounds} of {words.counted(given['rounds'] or 1, 'round')}"
-            message = f"stopped by {signals.name(stopped.number)} after {rounds}; nothing was written"
+            written = f"wrote {session.output}" if session.output else "nothing was written"
+            message = f"stopped by {signals.name(stopped.number)} after {rounds}; {written}"
             raise Failure(message, SIGNALLED + stopped.number) from None
     if session.unwritten:
         raise Failure(session.unwritten)

@@ -38,7 +38,8 @@ class Report:
                 click.echo(events.dumps(event))
             else:
                 self._console.print(words)
-            sys.stdout.flush()
+            if sys.stdout is not None:  # closed by whoever started the command
+                sys.stdout.flush()
         except BrokenPipeError:
             raise  # nobody reads on: click ends the command
         except OSError as error:
@@ -59,12 +60,12 @@ class Report:
     @asynccontextmanager
     async def waiting(self, describe: Callable[[], str]) -> AsyncIterator[None]:
         """Shows what is being waited for: on a terminal with a spinner, kept up to date, elsewhere once."""
-        if self._as_json or not self._console.is_terminal:
+        if self._as_json or not self._console.is_terminal or self._console.is_dumb_terminal:
             if not self._as_json:
                 self.tell({}, describe())
             yield
             return
-        spinner = Spinner("dots", Text(describe()))
+        spinner = Spinner("dots" if self._console.encoding.startswith("utf") else "line", Text(describe()))
 
         async def refresh() -> None:
             while True:

@@ -146,8 +146,11 @@ class Session:
         # Nobody else writes the tensors between two rounds, so they need no lock.
         self._writing = True
         self.written, self.unwritten = False, ""
+        write = asyncio.to_thread(self._output.write, self._document.tensors, self._document.metadata)
+        writing = asyncio.create_task(write)
+        cancelled = await _until_done(writing)
         try:
-            await asyncio.to_thread(self._output.write, self._document.tensors, self._document.metadata)
+            writing.result()
             self.written = True
         except NotWrittenError as error:
             if not self._plan.serve:
@@ -158,9 +161,22 @@ class Session:
             self._report.tell(events.unwritten(self.rounds - 1, str(self._output.path), error.message), told)
         finally:
             self._writing = False
+        if cancelled:
+            raise asyncio.CancelledError
 
     def _why_given_up(self, receipt: Receipt) -> str:
         told = words.not_averaged(self._name, receipt)
         if receipt.outcome is Outcome.FAILED:
             told += f" ({words.counted(self._plan.retries + 1, 'attempt')} failed in a row; --retries allows more)"
         return f"{told}. Nothing was written"
+
+
+async def _until_done(task: asyncio.Task[None]) -> bool:
+    """Waits for what goes on in a thread, where no cancellation reaches it; returns whether there was one meanwhile."""
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            cancelled = True
+    return cancelled

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from averaging.cli.failures import Stopped, failure_of, starting
+from averaging.cli.failures import Stopped, failure_of, starting, write_line
 from averaging.cli.options import address_to_dial
 from averaging.cli.security import credentials_of, security_options
 
@@ -46,8 +46,12 @@ def watch_command(address: str, last: int, rounds: int | None, as_json: bool, **
     """
     with starting():
         from averaging.cli import signals
+        from averaging.errors import AveragingError
 
-        credentials = credentials_of(given)
+        try:
+            credentials = credentials_of(given)
+        except AveragingError as error:
+            raise failure_of(error) from None
 
         async def watch(_: Stop) -> None:
             await _watch(address, credentials, last, rounds, as_json)
@@ -64,11 +68,14 @@ async def _watch(address: str, credentials: Credentials, last: int, rounds: int 
 
     transport = GrpcTransport(None, max_message_bytes=MAX_MESSAGE_BYTES, credentials=credentials, given=[address])
     await transport.bind()
-    told = 0
+    told, warned = 0, False
     try:
         async with aclosing(transport.watch_rounds(address, last)) as receipts:
             async for watched in receipts:
-                _tell(watched, as_json)
+                why_not = _tell(watched, as_json)
+                if why_not and not warned:
+                    warned = True
+                    click.echo(f"{why_not}; the command goes on. Make room there", err=True)
                 told += 1
                 if told == rounds:
                     break
@@ -78,11 +85,12 @@ async def _watch(address: str, credentials: Credentials, last: int, rounds: int 
         await transport.close()
 
 
-def _tell(watched: Watched, as_json: bool) -> None:
+def _tell(watched: Watched, as_json: bool) -> str:
+    """Tells one receipt; returns why it could not."""
     from averaging.observe.explain import Round, describe
     from averaging.observe.journal import dumps
     from averaging.observe.plain import counted
 
     if watched.skipped:
         click.echo(f"{counted(watched.skipped, 'receipt')} before the next came too fast and are missing", err=True)
-    click.echo(dumps(watched.receipt) if as_json else describe(Round((watched.receipt,))))
+    return write_line(dumps(watched.receipt) if as_json else describe(Round((watched.receipt,))))

@@ -304,6 +304,24 @@ def test_a_terminal_shows_progress(start: Start, files: list[Path]) -> None:
     assert b"Traceback" not in shown
 
 
+@pytest.mark.parametrize("odd", [{"TERM": "dumb"}, {"TERM": "xterm", "PYTHONIOENCODING": "latin-1"}], ids=str)
+def test_a_terminal_of_few_means_shows_what_is_waited_for(start: Start, files: list[Path], odd: dict[str, str]) -> None:
+    first = start("peer", files[0], *PAIR)
+    join = first.expect("ready")["join"]
+    master, slave = pty.openpty()
+    line = [sys.executable, "-m", "averaging", "peer", str(files[1]), *PAIR, "--join", join]
+    with subprocess.Popen(line, stdout=slave, stderr=slave, env=os.environ | odd) as process:
+        os.close(slave)
+        shown = b""
+        while chunk := read_terminal(master):
+            shown += chunk
+        assert process.wait(DEADLINE) == 0, shown
+    os.close(master)
+    assert b"looking for a group" in shown
+    assert f"averaged with {join} in".encode() in shown
+    assert b"Traceback" not in shown
+
+
 def read_terminal(master: int) -> bytes:
     """What came; nothing once all writers are gone, which Linux tells with an error."""
     try:

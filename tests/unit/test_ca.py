@@ -112,16 +112,19 @@ def test_the_commands_write_files_that_fit_and_say_what_comes_next(directory: Pa
     assert "--client-mode --join HOST:PORT --tls-ca ca/ca.pem --tls-cert ca/b.pem --tls-key ca/b.key" in told
     lifetime = read(directory, "b").certificate.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
     assert datetime.timedelta(days=1.9) < lifetime < datetime.timedelta(days=2)
-    assert "--advertise [2001:db8::7]:4222" in ca("issue", "c", "--host", "2001:db8::7").output
+    for name, host in (("c", "2001:db8::7"), ("d", "[2001:db8::7]")):
+        told = ca("issue", name, "--host", host).output
+        assert "--listen '[::]:4222' --advertise '[2001:db8::7]:4222' " in told  # quoted: some shells expand brackets
+    assert "--listen 0.0.0.0:4222 --advertise b:4222" in ca("issue", "e", "--host", "b").output
     assert "averaging ca issue NAME --directory other --host HOST" in ca("init", "--directory", "other").output
 
 
 def test_nothing_is_replaced_without_force(directory: Path) -> None:
     before = {path: path.read_bytes() for path in directory.iterdir()}
-    for arguments in (["init"], ["issue", "a", "--host", "x"]):
+    for arguments, other in ((["init"], "directory"), (["issue", "a", "--host", "x"], "name")):
         result = ca(*arguments)
         assert result.exit_code == 2
-        assert "exist; give --force to replace, or another name" in result.stderr
+        assert f"exist; give --force to replace, or another {other}" in result.stderr
     (directory / "b.key").write_bytes(b"precious")
     assert ca("issue", "b", "--host", "x").exit_code == 2
     assert {path: path.read_bytes() for path in directory.iterdir()} == before | {directory / "b.key": b"precious"}

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
@@ -20,7 +21,7 @@ from averaging.cli.failures import Failure, Stopped
 from averaging.cli.files import Document, Output
 from averaging.cli.report import Report
 from averaging.cli.session import Plan, Session
-from averaging.cli.signals import run
+from averaging.cli.signals import Stop, run
 from averaging.errors import TensorError
 from averaging.group import Mode
 from averaging.observe.receipts import Outcome, Receipt
@@ -210,6 +211,34 @@ def test_a_second_signal_ends_the_round(tmp_path: Path) -> None:
     with pytest.raises(Stopped):
         run(session.run)
     assert (session.rounds, session.output, peer.left) == (0, None, True)
+
+
+@pytest.mark.parametrize("serve", [False, True])
+def test_a_second_signal_while_the_result_is_written_does_not_deny_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, serve: bool
+) -> None:
+    write = Output.write
+
+    def while_writing(*arguments: Any) -> None:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGTERM)
+            asked.acquire(timeout=60)
+        write(*arguments)
+
+    request = Stop.request
+
+    def noted(stop: Stop, number: int) -> None:
+        request(stop, number)
+        asked.release()
+
+    asked = threading.Semaphore(0)
+    monkeypatch.setattr(Output, "write", while_writing)
+    monkeypatch.setattr(Stop, "request", noted)
+    session, peer = play([AVERAGED], tmp_path / "out", serve=serve)
+    with pytest.raises(Stopped):
+        run(session.run)
+    assert torch.equal(load_file(tmp_path / "out")["w"], torch.ones(2))
+    assert (session.output, peer.left) == (str(tmp_path / "out"), True)
 
 
 def test_a_cancellation_that_no_signal_caused_goes_on() -> None:

@@ -7,11 +7,13 @@ rights; /dev/full is a full disk for what is written to a stream.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
 import resource
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,8 @@ from averaging.cli.failures import Failure, Stopped
 from averaging.cli.files import Output
 from averaging.cli.report import Report
 from averaging.cli.signals import run
+from averaging.observe.book import Watched
+from averaging.observe.journal import dumps
 from averaging.observe.receipts import Receipt
 from examples import digits
 from tests.unit.test_cli_session import AVERAGED, ScriptedPeer, play, while_looking
@@ -122,6 +126,64 @@ def test_a_full_stdout_is_told_once_and_stops_nothing(
         with contextlib.suppress(OSError):
             full.close()
     assert told == "cannot write to stdout: No space left on device; the command goes on. Make room there\n"
+
+
+def test_a_full_stdout_of_the_other_commands_is_one_line(tmp_path: Path) -> None:
+    journal = tmp_path / "a.jsonl"
+    journal.write_text(dumps(AVERAGED) + "\n")
+    for command, code, told in (
+        (["explain", str(journal)], 1, "Error: cannot write to stdout: No space left on device; make room there\n"),
+        (["ca", "init", "--directory", str(tmp_path / "ca")], 0, "cannot write to stdout: No space left on device; "),
+    ):
+        with Path("/dev/full").open("w") as full:
+            line = [sys.executable, "-m", "averaging", *command]
+            result = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        assert (result.returncode, len(result.stderr.splitlines())) == (code, 1), result.stderr
+        assert result.stderr.startswith(told)
+
+
+def test_a_full_stdout_ends_no_watch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    class Transport:
+        def __init__(self, *arguments: object, **options: object) -> None: ...
+
+        async def bind(self) -> None: ...
+
+        async def close(self) -> None: ...
+
+        async def watch_rounds(self, address: str, last: int) -> AsyncIterator[Watched]:
+            for _ in range(3):
+                yield Watched(AVERAGED, 0)
+            told.append(address)
+
+    told: list[str] = []
+    monkeypatch.setattr("averaging.transport.grpc.GrpcTransport", Transport)
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        main(["watch", "127.0.0.1:1", "--json"], standalone_mode=False)
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            full.close()
+    assert told == ["127.0.0.1:1"]
+    message = "cannot write to stdout: No space left on device; the command goes on. Make room there\n"
+    assert capsys.readouterr().err == message
+
+
+def test_a_closed_stdout_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)  # as Python starts where nobody has opened one
+    Report(as_json=True).tell({"event": "round"}, "")
+    Report(as_json=False).tell({}, "words")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_letters_that_stdout_lacks_stop_nothing(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    with io.TextIOWrapper(written, encoding=encoding) as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        with contextlib.suppress(Failure):
+            main(["explain", "none"], standalone_mode=False)
+        Report(as_json=False).tell({}, "run \u2014")
+        assert written.getvalue() == b"run \\u2014\n"
+        monkeypatch.undo()
 
 
 def test_a_full_stderr_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
