@@ -24,6 +24,9 @@ FilePath: TypeAlias = "str | os.PathLike[str]"
 
 E = TypeVar("E", bound=Enum)
 
+MAX_RUN_ID_BYTES, MAX_GROUP_BITS = 128, 64
+"""Both stand in the keys of discovery, which have at most 256 bytes."""
+
 MAX_MATCHMAKING_TIME = 3000.0
 """Longest time of one declaration in seconds; discovery keeps no record longer than an hour."""
 
@@ -165,6 +168,11 @@ class PeerConfig:
         self._read_names()
         if not self.run_id or "." in self.run_id or not self.run_id.isprintable():
             raise ConfigError(f"run id {self.run_id!r} must be printable, not empty, and without a dot")
+        if len(self.run_id.encode()) > MAX_RUN_ID_BYTES:
+            raise ConfigError(
+                f"run id {self.run_id[:20]!r}… has {len(self.run_id.encode())} bytes of UTF-8; "
+                f"it may have {MAX_RUN_ID_BYTES}"
+            )
         parse_address(self.listen)
         if self.advertise is not None:
             parse_address(self.advertise)
@@ -186,6 +194,8 @@ class PeerConfig:
             raise ConfigError(f"group_size {self.group_size} is below min_group_size {self.min_group_size}")
         if set(self.group_bits) - {"0", "1"}:
             raise ConfigError(f"group_bits must be zeros and ones, not {self.group_bits!r}")
+        if len(self.group_bits) > MAX_GROUP_BITS:
+            raise ConfigError(f"group_bits may have {MAX_GROUP_BITS} digits, not {len(self.group_bits)}")
         if self.bandwidth is not None and not (math.isfinite(self.bandwidth) and self.bandwidth > 0):
             raise ConfigError(f"bandwidth must be finite and above 0 bytes/s, not {self.bandwidth!r}")
         parse_aggregation(self.aggregation)

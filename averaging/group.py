@@ -100,16 +100,21 @@ def pack_gather(weight: float, bandwidth: float | None, mode: Mode, user: Any = 
     """What a peer tells its group about itself: msgpack of [weight, bandwidth or nil, mode, user bytes].
 
     Raises:
-        ValueError: `user` is not something msgpack can pack, or the whole is over 64 KiB.
+        ValueError: `user` is not something msgpack can pack and others would read, or the whole is over 64 KiB.
     """
     try:
-        packed: bytes = msgpack.packb([float(weight), bandwidth, int(mode), msgpack.packb(user)])
+        said = msgpack.packb(user)
+        packed: bytes = msgpack.packb([float(weight), bandwidth, int(mode), said])
     except (TypeError, OverflowError) as error:
         raise ValueError(
             f"gather must be what msgpack can pack (numbers, strings, bytes, lists, dicts): {error}"
         ) from None
     if len(packed) > MAX_GATHER_BYTES:
         raise ValueError(f"gather is {len(packed)} bytes packed, more than the {MAX_GATHER_BYTES} allowed")
+    try:
+        unpack(said, MAX_GATHER_BYTES)
+    except ValueError as error:
+        raise ValueError(f"gather could not be read by others, who would take it for nothing: {error}") from None
     return packed
 
 

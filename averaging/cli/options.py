@@ -61,6 +61,8 @@ def run_id(value: str) -> str:
     """The name of a run."""
     if not value or not value.isprintable() or "." in value:
         raise click.BadParameter(f"{value!r} must be printable, not empty, and without a dot.")
+    if len(value.encode()) > 128:
+        raise click.BadParameter(f"{value[:20]!r}… is too long; it may have 128 bytes of UTF-8.")
     return value
 
 

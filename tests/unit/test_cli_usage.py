@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
 from dataclasses import MISSING, fields
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -18,6 +20,7 @@ from averaging.cli import main
 from averaging.cli.ca import ca_group
 from averaging.cli.failures import Failure, failure_of, starting
 from averaging.cli.peer import SHARED_OPTIONS, _join_command, peer_command
+from averaging.cli.signals import run
 from averaging.config import Inspection, PeerConfig
 from averaging.errors import ConfigError, ListenError, StateError
 from averaging.messages import COMPRESSIONS, CompressionType
@@ -43,11 +46,13 @@ WRONG_VALUES = [
     (["--join", "127.0.0.1:65536"], "--join", "give HOST:PORT"),
     (["--listen", "::1:4222"], "--listen", "give HOST:PORT"),
     (["--advertise", "http://example.org:4222"], "--advertise", "give HOST:PORT"),
+    (["--run-id", "é" * 65], "--run-id", "it may have 128 bytes"),
     (["--rounds", "0"], "--rounds", "x>=1"),
     (["--group-size", "1"], "--group-size", "x>=2"),
     (["--group-size", "3", "--min-group-size", "4"], "--min-group-size", "above --group-size"),
     (["--min-group-size", "1"], "--min-group-size", "x>=2"),
     (["--group-bits", "012"], "--group-bits", "zeros and ones"),
+    (["--group-bits", "01" * 33], "--group-bits", "64 digits, not 66"),
     (["--weight", "-1"], "--weight", "at least 0"),
     (["--weight", "nan"], "--weight", "not finite"),
     (["--weight", "inf"], "--weight", "not finite"),
@@ -66,6 +71,7 @@ WRONG_VALUES = [
     (["--gather", "NaN"], "--gather", "no number in JSON"),
     (["--gather", str(10**30)], "--gather", "msgpack can pack"),
     (["--gather", json.dumps("x" * 70_000)], "--gather", "allowed"),
+    (["--gather", "[" * 70 + "]" * 70], "--gather", "deeper than 64"),
     (["--client-mode"], "--client-mode", "needs --join"),
     (["--client-mode", "--join", "a:1", "--listen", "b:2"], "--client-mode", "leave --listen out"),
     (["--client-mode", "--join", "a:1", "--advertise", "b:2"], "--client-mode", "leave --advertise out"),
@@ -119,10 +125,15 @@ def test_a_wrong_option_is_named_with_its_remedy(
             "no directory nowhere; make it",
         ),
         (["peer", "a.safetensors", "--run-id", "demo", "--receipts", "."], "is a directory"),
+        (["peer", "a.safetensors", "--run-id", "demo", "--receipts", ""], "give the name of a file"),
         (["watch"], "Missing argument 'HOST:PORT'"),
         (["watch", "127.0.0.1:0"], "give the port"),
         (["watch", "127.0.0.1:1", "--rounds", "0"], "x>=1"),
+        (["watch", "127.0.0.1:1", "--tls-ca", "ca.pem"], "give --tls-cert and --tls-key as well"),
+        (["watch", "127.0.0.1:1", "--token-file", "nowhere/token"], "--token-file nowhere/token cannot be read"),
         (["explain"], "Missing argument 'RECEIPTS.jsonl..."),
+        (["ca", "init", "--days", "nan"], "--days"),
+        (["ca", "issue", "a", "--client-mode", "--days", "nan"], "is not a number"),
         (["average"], "No such command"),
     ],
     ids=str,
@@ -224,6 +235,39 @@ def test_ctrl_c_before_the_start_is_no_traceback() -> None:
     assert caught.value.exit_code == 130
 
 
+def test_ctrl_c_that_an_import_has_lost_still_ends_the_command() -> None:
+    async def begin(_: object) -> None:
+        raise AssertionError("it began")
+
+    def import_and_run() -> None:
+        with contextlib.suppress(KeyboardInterrupt):  # as C code and callbacks of the collector do
+            signal.raise_signal(signal.SIGINT)
+        run(begin)
+
+    with pytest.raises(Failure, match="SIGINT before it began"), starting():
+        import_and_run()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_while_arguments_are_read_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("averaging.config.parse_address", lambda _: signal.raise_signal(signal.SIGINT))
+    result = CliRunner().invoke(main, ["watch", "127.0.0.1:1"])
+    assert (result.exit_code, result.stdout) == (130, "")
+    assert result.stderr == "Error: stopped by SIGINT before it began; nothing was written\n"
+
+
+def test_ctrl_c_after_the_work_does_not_deny_it() -> None:
+    async def work(_: object) -> None:
+        return
+
+    def work_and_end() -> None:
+        run(work)
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(Failure, match="stopped by SIGINT as it ended$"), starting():
+        work_and_end()
+
+
 def test_the_package_offers_all_that_it_names() -> None:
     for name in averaging.__all__:
         assert getattr(averaging, name).__name__ == name
@@ -232,7 +276,7 @@ def test_the_package_offers_all_that_it_names() -> None:
         averaging.__getattr__("nothing_of_this_name")
 
 
-@pytest.mark.parametrize("command", ["", *main.commands])
+@pytest.mark.parametrize("command", ["", *main.commands, *(f"ca {name}" for name in ca_group.commands)])
 def test_help_keeps_the_lines_of_its_examples(command: str) -> None:
     result = CliRunner().invoke(main, [*command.split(), "--help"], terminal_width=100)
     assert result.exit_code == 0
