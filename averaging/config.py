@@ -92,7 +92,7 @@ class PeerConfig:
     """What a peer is told at its start. What is one of a few may be given by its name too, in capitals or not.
 
     Attributes:
-        run_id: peers with the same run average together; no dots.
+        run_id: peers with the same run average together; no dots, at most 128 bytes of UTF-8.
         listen: `host:port` to listen on; port 0 takes a free one. Not used in client mode.
         advertise: `host:port` at which others reach this peer, if it differs from `listen`; port 0 means the one taken.
         join: `host:port` of peers of the run, any of them; none starts a run of its own.
