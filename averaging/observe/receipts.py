@@ -80,7 +80,7 @@ class Dropped:
     def overdue(
         cls, endpoint: str, deed: str, waited: float, deadline: float, basis: str, *, after: str = ""
     ) -> Dropped:
-        """A member that let its deadline pass: `sent nothing for 4.1 s, deadline 4.0 s = 3 × its median`.
+        """A member that let its deadline pass: `sent nothing for 4.1 s, deadline 4.0 s = 4 × its median of 1 s`.
 
         Args:
             endpoint: the member.
