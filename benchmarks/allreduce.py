@@ -23,6 +23,7 @@ import asyncio
 import json
 import math
 import random
+import shutil
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -157,6 +158,8 @@ def main() -> None:
     options = parser.parse_args()
     if min(options.peers) < 2 or min(options.mib) < 1 or options.rounds < 1:
         parser.error("there must be at least 2 peers, 1 MiB and 1 round")
+    if options.hivemind and not shutil.which(options.hivemind):
+        parser.error(f"--hivemind {options.hivemind}: there is no such program")
     options.output.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = machine(ROOT) | {"rounds": options.rounds, "cases": []}
     for peers, mib, tensors, codec in product(options.peers, options.mib, options.tensors, options.codecs):

@@ -1,6 +1,6 @@
 """How fast a fresh record is everywhere, and what gossip costs.
 
-`python benchmarks/gossip.py` runs peers on loopback gRPC, all of them in this one process; `--simulate` runs them on
+`python -m benchmarks.gossip` runs peers on loopback gRPC, all of them in this one process; `--simulate` runs them on
 the memory network in virtual time, where a message takes 20 to 80 ms, and counts messages and bytes.
 """
 
@@ -224,10 +224,14 @@ def simulated(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--simulate", action="store_true", help="virtual time instead of real sockets")
-    parser.add_argument("--peers", type=int, nargs="+", help="sizes of the run")
-    parser.add_argument("--records", type=int, default=20, help="how many fresh records to time")
-    parser.add_argument("--seconds", type=float, default=20.0, help="how long to count bytes, in virtual time")
+    parser.add_argument("--peers", type=int, nargs="+", help="sizes of the run (8 64; simulated: 16 64 256 1024)")
+    parser.add_argument(
+        "--records", type=int, default=20, help="how many fresh records to time (20; simulated: 5 at most)"
+    )
+    parser.add_argument("--seconds", type=float, default=20.0, help="how long to count bytes, in virtual time (20)")
     options = parser.parse_args()
+    if min(options.peers or [2]) < 2 or options.records < 1 or not options.seconds > 0:
+        parser.error("there must be at least 2 peers and 1 record, and --seconds above 0")
     if options.simulate:
         print("peers  records  s to reach all     rumours  kB/s sent  calls/s  members   real s")
         print("                  median      max per record  per peer per peer  missing")

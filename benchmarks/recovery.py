@@ -17,6 +17,7 @@ import importlib
 import json
 import os
 import random
+import shutil
 import signal
 import statistics
 import sys
@@ -233,6 +234,10 @@ def main() -> None:
     parser.add_argument("--worker", choices=["averaging", "hivemind"], help=argparse.SUPPRESS)
     parser.add_argument("--join", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.kills < 1 or not options.matchmaking_time > 0:
+        parser.error("there must be at least 1 kill, and --matchmaking-time above 0")
+    if options.hivemind and not shutil.which(options.hivemind):
+        parser.error(f"--hivemind {options.hivemind}: there is no such program")
     if options.worker == "averaging":
         asyncio.run(averaging_worker(options.join, options.matchmaking_time))
     elif options.worker == "hivemind":
