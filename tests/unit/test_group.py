@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import msgpack
@@ -28,6 +29,13 @@ def test_gather_round_trip(weight: float, bandwidth: float | None, mode: Mode, u
     assert unpack_gather("h:1", packed) == Member("h:1", weight, bandwidth, mode, user)
     wrapped = msgpack.packb(msgpack.ExtType(0x40, packed))
     assert unpack_gather("h:1", wrapped) == unpack_gather("h:1", packed)
+
+
+@pytest.mark.parametrize("user", [{(1, 2): 3}, json.loads("[" * 70 + "]" * 70)], ids=["list as key", "too deep"])
+def test_what_others_would_not_read_is_refused(user: object) -> None:
+    assert unpack_gather("h:1", msgpack.packb([1, None, 0, msgpack.packb(user)])).user is None
+    with pytest.raises(ValueError, match="could not be read by others"):
+        pack_gather(1.0, None, Mode.NODE, user)
 
 
 @pytest.mark.parametrize("user", [b"\xc1", b"\x92\x01", b"\xff\xff", 7, "text", None])
