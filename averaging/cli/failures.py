@@ -71,6 +71,12 @@ def starting() -> Iterator[None]:
         ended = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         what = "as it ended" if ended else "before it began; nothing was written"
         raise Failure(f"stopped by SIGINT {what}", SIGNALLED + signal.SIGINT) from None
+    except ImportError:
+        handler = signal.getsignal(signal.SIGINT)
+        if not (isinstance(handler, Interrupt) and handler.came):
+            raise
+        # C code that is imported makes an error of its own of it.
+        raise Failure("stopped by SIGINT before it began; nothing was written", SIGNALLED + signal.SIGINT) from None
     finally:
         if ours:
             signal.signal(signal.SIGINT, before)

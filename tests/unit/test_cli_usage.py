@@ -249,6 +249,19 @@ def test_ctrl_c_that_an_import_has_lost_still_ends_the_command() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_ctrl_c_of_which_an_import_makes_its_own_error_is_no_traceback() -> None:
+    def import_from_c() -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        raise ImportError("numpy._core.multiarray failed to import")
+
+    with pytest.raises(Failure, match="SIGINT before it began") as caught, starting():
+        import_from_c()
+    assert caught.value.exit_code == 130
+    with pytest.raises(ImportError), starting():
+        raise ImportError("this one is missing")
+
+
 def test_ctrl_c_while_arguments_are_read_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("averaging.config.parse_address", lambda _: signal.raise_signal(signal.SIGINT))
     result = CliRunner().invoke(main, ["watch", "127.0.0.1:1"])
