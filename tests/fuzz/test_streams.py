@@ -151,10 +151,10 @@ class HostileLeader:
             yield AveragingData(MessageCode.AVERAGED_PART)
 
     def get_schema(self) -> Schema:
-        raise CallRefusedError("peer:0", "refused")
+        raise CallRefusedError("peer:3", "refused")
 
 
-names = st.sampled_from(["peer:0", "peer:0", "peer:1", "peer:1", "peer:2", *ENDPOINTS])
+names = st.sampled_from(["peer:3", "peer:3", "peer:1", "peer:1", "peer:2", *ENDPOINTS])
 SOUND_GATHER = pack_gather(1.0, None, Mode.NODE)
 LEADERS = st.builds(
     MessageFromLeader,
@@ -180,11 +180,11 @@ def test_a_hostile_leader(answers: list[Plan]) -> None:
         async with AsyncExitStack() as stack:
             for peer in peers:
                 await stack.enter_async_context(peer)
-            leader = swarm.network.transport("peer:0")
+            leader = swarm.network.transport("peer:3")
             await leader.serve(cast(Any, hostile), None)
             for _ in range(2):
                 now = virtual_time.clock()
-                await peers[0].discovery.store("run.0b", "peer:0", pack_looking(True), now + 1.0)
+                await peers[0].discovery.store("run.0b", "peer:3", pack_looking(True), now + 1.0)
                 async with asyncio.timeout(3 * 12.0):
                     for receipt in await asyncio.gather(*(peer.average() for peer in peers)):
                         assert receipt.outcome in Outcome
