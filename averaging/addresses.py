@@ -1,9 +1,12 @@
-"""Which hosts a peer may dial, and which hosts a certificate stands for. Pure."""
+"""Addresses: how they are written, which a peer may dial, and which a certificate stands for. Pure."""
 
 from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterable
+
+from averaging.errors import ConfigError
+from averaging.group import CLIENT_PREFIX
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -22,6 +25,36 @@ _METADATA = frozenset(
     )
 )
 """Where clouds hand out credentials to whoever asks from inside, besides the link-local 169.254.169.254."""
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """Splits `host:port`; an IPv6 host stands in brackets.
+
+    Raises:
+        ConfigError: it is not such an address.
+    """
+    host, colon, port = address.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    plain = bool(host) and not set(host) & set(" :/[]@")
+    # isdecimal alone would take digits of other scripts
+    numbered = port.isascii() and port.isdecimal() and len(port) <= 5 and int(port) <= 65535
+    if not colon or not (bracketed or plain) or not numbered or not host.isprintable():
+        raise ConfigError(
+            f"{address!r} is not an address; give HOST:PORT, for example 192.0.2.7:4222 or [2001:db8::7]:4222"
+        )
+    return host, int(port)
+
+
+def is_endpoint(name: str) -> bool:
+    """Whether `name` can be a peer's name on the wire: an address with a port, or a client's name."""
+    if len(name) > 256 or not name.isprintable():
+        return False
+    if name.startswith(CLIENT_PREFIX):
+        return True
+    try:
+        return parse_address(name)[1] > 0
+    except ConfigError:
+        return False
 
 
 def parse_ip(host: str) -> Address | None:

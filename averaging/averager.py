@@ -13,7 +13,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from averaging.background import EventLoopThread
-from averaging.config import PeerOptions, is_finite, one_of
+from averaging.config import PeerOptions
 from averaging.errors import AveragingError, ConfigError, StateError
 from averaging.group import Mode
 from averaging.observe.receipts import Receipt
@@ -35,6 +35,7 @@ from averaging.state.snapshots import Extras
 from averaging.strategies.base import Strategy, take_tensor
 from averaging.training import Training, on_loop
 from averaging.transport.base import Transport
+from averaging.values import is_finite, one_of
 
 logger = logging.getLogger(__name__)
 

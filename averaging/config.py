@@ -1,4 +1,4 @@
-"""What a peer can be told, checked once, and the addresses it is told."""
+"""What a peer can be told at its start, and whether that can work."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
-from enum import Enum, StrEnum
+from enum import StrEnum
 from numbers import Integral, Real
-from typing import Any, TypeAlias, TypedDict, TypeVar
+from typing import TypeAlias, TypedDict
 
+from averaging.addresses import parse_address
 from averaging.aggregation import parse_aggregation
 from averaging.errors import ConfigError
-from averaging.group import CLIENT_PREFIX, Mode
-from averaging.messages import COMPRESSIONS, CompressionType
+from averaging.group import Mode
+from averaging.messages import CompressionType
 from averaging.schema import ReplyForm
+from averaging.values import one_of, parse_compression
 
 DEFAULT_PART_SIZE_BYTES = 1 << 20
 """Smaller parts cost more per byte; larger ones gain nothing (docs/performance.md)."""
 
-
 FilePath: TypeAlias = "str | os.PathLike[str]"
-
-E = TypeVar("E", bound=Enum)
 
 MAX_RUN_ID_BYTES, MAX_GROUP_BITS = 128, 64
 """Both stand in the keys of discovery, which have at most 256 bytes."""
@@ -258,33 +257,6 @@ def option_names() -> frozenset[str]:
     return frozenset(field.name for field in fields(PeerConfig)) - {"run_id"}
 
 
-def one_of(kind: type[E], value: E | str, option: str) -> E:
-    """The member of `kind` that is meant, by itself or by its name, in capitals or not.
-
-    Raises:
-        ConfigError: there is no such member; the message names the option and lists them.
-    """
-    return _named({member.name.lower(): member for member in kind}, kind, value, option)
-
-
-def parse_compression(value: CompressionType | str) -> CompressionType:
-    """The code that is meant, by itself or by its name, in capitals or not, see `COMPRESSIONS`.
-
-    Raises:
-        ConfigError: there is no such code; the message lists them.
-    """
-    return _named(COMPRESSIONS, CompressionType, value, "compression")
-
-
-def _named(names: Mapping[str, E], kind: type[E], value: E | str, option: str) -> E:
-    if isinstance(value, kind):
-        return value
-    found = names.get(value.strip().lower()) if isinstance(value, str) else None
-    if found is None:
-        raise ConfigError(f"{option} must be one of {', '.join(names)}, not {value!r}")
-    return found
-
-
 def check_tls_files(ca: FilePath | None, cert: FilePath | None, key: FilePath | None) -> None:
     """Whether all files that TLS needs are given, or none of them.
 
@@ -294,52 +266,3 @@ def check_tls_files(ca: FilePath | None, cert: FilePath | None, key: FilePath | 
     missing = [name for name, file in (("tls_ca", ca), ("tls_cert", cert), ("tls_key", key)) if file is None]
     if 0 < len(missing) < 3:
         raise ConfigError(f"TLS needs tls_ca, tls_cert and tls_key together; give {' and '.join(missing)} as well")
-
-
-def check_weight(weight: float) -> float:
-    """Returns `weight` as a float.
-
-    Raises:
-        ConfigError: it is negative, infinite, NaN, or no number.
-    """
-    if not (is_finite(weight) and weight >= 0):
-        raise ConfigError(f"weight must be finite and at least 0, not {weight!r}")
-    return float(weight)
-
-
-def is_finite(value: Any) -> bool:
-    """Whether a value is a number, and neither NaN nor infinite."""
-    try:
-        return math.isfinite(value)
-    except (TypeError, ValueError, OverflowError):
-        return False
-
-
-def parse_address(address: str) -> tuple[str, int]:
-    """Splits `host:port`; an IPv6 host stands in brackets.
-
-    Raises:
-        ConfigError: it is not such an address.
-    """
-    host, colon, port = address.rpartition(":")
-    bracketed = host.startswith("[") and host.endswith("]")
-    plain = bool(host) and not set(host) & set(" :/[]@")
-    # isdecimal alone would take digits of other scripts
-    numbered = port.isascii() and port.isdecimal() and len(port) <= 5 and int(port) <= 65535
-    if not colon or not (bracketed or plain) or not numbered or not host.isprintable():
-        raise ConfigError(
-            f"{address!r} is not an address; give HOST:PORT, for example 192.0.2.7:4222 or [2001:db8::7]:4222"
-        )
-    return host, int(port)
-
-
-def is_endpoint(name: str) -> bool:
-    """Whether `name` can be a peer's name on the wire: an address with a port, or a client's name."""
-    if len(name) > 256 or not name.isprintable():
-        return False
-    if name.startswith(CLIENT_PREFIX):
-        return True
-    try:
-        return parse_address(name)[1] > 0
-    except ConfigError:
-        return False

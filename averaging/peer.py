@@ -12,7 +12,7 @@ from typing import Any, Self, Unpack
 
 import torch
 
-from averaging.config import PeerConfig, PeerOptions, check_weight
+from averaging.config import PeerConfig, PeerOptions
 from averaging.credentials import read_credentials
 from averaging.discovery.base import Discovery
 from averaging.errors import ClosedError, ConfigError, RoundError
@@ -31,6 +31,7 @@ from averaging.tensors import SharedTensors
 from averaging.topics import Adopt, Topic, make_topic
 from averaging.transport.base import Transport
 from averaging.transport.grpc import GrpcTransport
+from averaging.values import check_weight
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar, Unpack
 import torch
 
 from averaging.background import EventLoopThread
-from averaging.config import NonFinite, check_weight
+from averaging.config import NonFinite
 from averaging.errors import StateError, TensorError
 from averaging.group import Mode
 from averaging.messages import CompressionType
@@ -22,6 +22,7 @@ from averaging.peer import Peer
 from averaging.rounds import RoundOptions
 from averaging.state.packing import State
 from averaging.topics import Adopt, Topic
+from averaging.values import check_weight
 
 logger = logging.getLogger(__name__)
 

@@ -85,7 +85,7 @@ def group_bits(value: str) -> str:
 
 
 def _port(value: str) -> int:
-    from averaging.config import parse_address
+    from averaging.addresses import parse_address
     from averaging.errors import ConfigError
 
     try:

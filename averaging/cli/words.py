@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
-from averaging.config import parse_address
+from averaging.addresses import parse_address
 from averaging.group import CLIENT_PREFIX
 from averaging.observe.plain import counted as counted
 from averaging.observe.plain import printable as printable

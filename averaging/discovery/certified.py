@@ -20,8 +20,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, padding
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from averaging.addresses import covers
-from averaging.config import is_endpoint, parse_address
+from averaging.addresses import covers, is_endpoint, parse_address
 from averaging.credentials import PrivateKey, Tls, hosts_of, is_issued_by, validity_problem
 from averaging.discovery.identity import Ed25519Identity
 from averaging.group import CLIENT_PREFIX

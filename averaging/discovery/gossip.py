@@ -17,7 +17,7 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self
 
-from averaging.config import is_endpoint
+from averaging.addresses import is_endpoint
 from averaging.discovery.base import Entry
 from averaging.discovery.board import Board
 from averaging.discovery.exchange import Exchange

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from averaging.config import is_endpoint
+from averaging.addresses import is_endpoint
 from averaging.discovery.spread import RING, Branch, Ring
 from averaging.group import CLIENT_PREFIX
 

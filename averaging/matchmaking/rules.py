@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import msgpack
 
-from averaging.config import is_endpoint
+from averaging.addresses import is_endpoint
 from averaging.discovery.base import Entry
 from averaging.errors import ProtocolViolationError
 from averaging.group import CLIENT_PREFIX, Group, Member, Mode, unpack_gather

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from averaging.config import is_finite, parse_compression
 from averaging.errors import ConfigError, StateError
 from averaging.messages import CompressionType
 from averaging.state.snapshots import NO_EXTRAS, Extras
 from averaging.training import Training
+from averaging.values import is_finite, parse_compression
 
 
 class Strategy(ABC):

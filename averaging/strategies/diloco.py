@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from averaging.config import is_finite
 from averaging.errors import ConfigError, StateError
 from averaging.messages import CompressionType
 from averaging.observe.receipts import Receipt
@@ -21,6 +20,7 @@ from averaging.strategies.together import Together
 from averaging.strategies.turns import Turns, whole
 from averaging.topics import Adopt, Topic
 from averaging.training import Training, clip, full_precision
+from averaging.values import is_finite
 
 OuterFactory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 

@@ -15,7 +15,7 @@ from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from averaging.config import is_endpoint
+from averaging.addresses import is_endpoint
 from averaging.credentials import Credentials
 from averaging.errors import ClosedError, ConfigError, ListenError, PeerUnreachableError
 from averaging.messages import JoinRequest, MessageFromLeader

@@ -17,7 +17,7 @@ from typing import cast
 import grpc
 import pytest
 
-from averaging.config import parse_address
+from averaging.addresses import parse_address
 from averaging.errors import PeerUnreachableError, ProtocolViolationError
 from averaging.messages import AveragingData
 from averaging.transport.grpc import client as grpc_client

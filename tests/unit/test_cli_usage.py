@@ -263,7 +263,7 @@ def test_ctrl_c_of_which_an_import_makes_its_own_error_is_no_traceback() -> None
 
 
 def test_ctrl_c_while_arguments_are_read_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("averaging.config.parse_address", lambda _: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr("averaging.addresses.parse_address", lambda _: signal.raise_signal(signal.SIGINT))
     result = CliRunner().invoke(main, ["watch", "127.0.0.1:1"])
     assert (result.exit_code, result.stdout) == (130, "")
     assert result.stderr == "Error: stopped by SIGINT before it began; nothing was written\n"

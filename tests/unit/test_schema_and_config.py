@@ -12,24 +12,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from averaging.addresses import is_endpoint, parse_address
 from averaging.aggregation import Aggregation, Kind, parse_aggregation
-from averaging.config import (
-    Inspection,
-    NonFinite,
-    PeerConfig,
-    PeerOptions,
-    check_weight,
-    is_endpoint,
-    option_names,
-    parse_address,
-    parse_compression,
-)
+from averaging.config import Inspection, NonFinite, PeerConfig, PeerOptions, option_names
 from averaging.errors import ConfigError, TensorError
 from averaging.group import Mode
 from averaging.messages import CompressionType
 from averaging.schema import DTYPES, ReplyForm, Schema, TensorSpec, describe, first_difference
 from averaging.tensors import SharedTensors
 from averaging.topics import Adopt, make_topic
+from averaging.values import check_weight, parse_compression
 
 specs = st.builds(
     TensorSpec,

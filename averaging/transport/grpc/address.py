@@ -7,8 +7,7 @@ import errno
 import ipaddress
 import socket
 
-from averaging.addresses import is_loopback
-from averaging.config import parse_address
+from averaging.addresses import is_loopback, parse_address
 from averaging.errors import ConfigError, ListenError
 
 _REMEDIES = {

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import grpc
 
-from averaging.config import is_endpoint, parse_address
+from averaging.addresses import is_endpoint, parse_address
 from averaging.credentials import Credentials
 from averaging.errors import ClosedError, PeerUnreachableError, ProtocolViolationError
 from averaging.group import CLIENT_PREFIX

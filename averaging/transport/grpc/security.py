@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 import grpc
 
-from averaging.addresses import covers
-from averaging.config import Inspection, is_endpoint, parse_address
+from averaging.addresses import covers, is_endpoint, parse_address
+from averaging.config import Inspection
 from averaging.credentials import Credentials, Tls
 from averaging.errors import BusyError, ForeignEndpointError
 from averaging.group import CLIENT_PREFIX

@@ -5,8 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
-from averaging.addresses import is_loopback
-from averaging.config import parse_address
+from averaging.addresses import is_loopback, parse_address
 from averaging.credentials import Credentials
 from averaging.errors import ClosedError, ConfigError
 from averaging.group import CLIENT_PREFIX

@@ -1,0 +1,59 @@
+"""Values that users give, as options or as arguments: which of a few is meant, and whether a number is one. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any, TypeVar
+
+from averaging.errors import ConfigError
+from averaging.messages import COMPRESSIONS, CompressionType
+
+E = TypeVar("E", bound=Enum)
+
+
+def one_of(kind: type[E], value: E | str, option: str) -> E:
+    """The member of `kind` that is meant, by itself or by its name, in capitals or not.
+
+    Raises:
+        ConfigError: there is no such member; the message names the option and lists them.
+    """
+    return _named({member.name.lower(): member for member in kind}, kind, value, option)
+
+
+def parse_compression(value: CompressionType | str) -> CompressionType:
+    """The code that is meant, by itself or by its name, in capitals or not, see `COMPRESSIONS`.
+
+    Raises:
+        ConfigError: there is no such code; the message lists them.
+    """
+    return _named(COMPRESSIONS, CompressionType, value, "compression")
+
+
+def _named(names: Mapping[str, E], kind: type[E], value: E | str, option: str) -> E:
+    if isinstance(value, kind):
+        return value
+    found = names.get(value.strip().lower()) if isinstance(value, str) else None
+    if found is None:
+        raise ConfigError(f"{option} must be one of {', '.join(names)}, not {value!r}")
+    return found
+
+
+def check_weight(weight: float) -> float:
+    """Returns `weight` as a float.
+
+    Raises:
+        ConfigError: it is negative, infinite, NaN, or no number.
+    """
+    if not (is_finite(weight) and weight >= 0):
+        raise ConfigError(f"weight must be finite and at least 0, not {weight!r}")
+    return float(weight)
+
+
+def is_finite(value: Any) -> bool:
+    """Whether a value is a number, and neither NaN nor infinite."""
+    try:
+        return math.isfinite(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
