@@ -12,7 +12,7 @@ from typing import Any, Self, TypeGuard, Unpack, overload
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from averaging.background import EventLoopThread
+from averaging.background import EventLoopThread, on_loop
 from averaging.config import PeerOptions
 from averaging.errors import AveragingError, ConfigError, StateError
 from averaging.group import Mode
@@ -33,7 +33,7 @@ from averaging.running import DiscoveryFactory
 from averaging.state.packing import State
 from averaging.state.snapshots import Extras
 from averaging.strategies.base import Strategy, take_tensor
-from averaging.training import Training, on_loop
+from averaging.training import Training
 from averaging.transport.base import Transport
 from averaging.values import is_finite, one_of
 

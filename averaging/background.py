@@ -7,7 +7,7 @@ import atexit
 import logging
 import os
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, wait
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
@@ -233,6 +233,11 @@ class EventLoopThread:
             call.result.set_exception(error)
         else:
             call.result.set_result(task.result())
+
+
+async def on_loop(read: Callable[[], T]) -> T:
+    """Calls `read` in the event loop that awaits this."""
+    return read()
 
 
 class _Call:

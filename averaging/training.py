@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, Unpack
+from typing import Any, Unpack
 
 import torch
 
-from averaging.background import EventLoopThread
+from averaging.answers import Answers
+from averaging.arithmetic import clip
+from averaging.background import EventLoopThread, on_loop
 from averaging.config import NonFinite
 from averaging.errors import StateError, TensorError
 from averaging.group import Mode
@@ -25,14 +26,6 @@ from averaging.topics import Adopt, Topic
 from averaging.values import check_weight
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-MAX_ANSWERS = 64
-"""Questions whose last answer is kept; topics have a new phase with every step."""
-
-FRESH_SECONDS = 0.02
-"""What discovery says is asked for again after so long; else each step of a small model would wait for that thread."""
 
 TakeOver = Callable[[State], None]
 
@@ -72,7 +65,7 @@ class Training:
         self._alone = False
         self._places = {name: tensor.data_ptr() for name, tensor in self.tensors.items()}
         self._groups = [len(group["params"]) for group in optimizer.param_groups]
-        self._answers: dict[object, _Answers[Any]] = {}
+        self._answers = Answers()
         self._running: EventLoopThread | None = None
 
     def run_in(self, thread: EventLoopThread) -> None:
@@ -300,7 +293,7 @@ class Training:
         Args:
             wait: for the peer's thread; if not, what it has said when it was asked last may be returned.
         """
-        return self._recent("told", lambda: self._peer.progress.told, wait)
+        return self._answers.recent(self._thread, "told", lambda: self._peer.progress.told, wait=wait)
 
     def told_until(self, condition: Callable[[dict[str, bytes]], bool], seconds: float) -> dict[str, bytes]:
         """Waits until what the others tell fulfils `condition`, at most so long; returns what they tell."""
@@ -316,7 +309,8 @@ class Training:
 
         It does not wait for the peer's thread: what that has said when it was asked last is returned.
         """
-        return self._recent((topic.schema.topic, phase), lambda: self._peer.awaited_until(topic, phase), False)
+        what = (topic.schema.topic, phase)
+        return self._answers.recent(self._thread, what, lambda: self._peer.awaited_until(topic, phase), wait=False)
 
     def take_over(self, donors: Sequence[str], check: Callable[[Mapping[str, Any]], None]) -> None:
         """Downloads the state of the first of `donors` that delivers one, and takes all of it over.
@@ -343,59 +337,4 @@ class Training:
 
     def forget(self) -> None:
         """What the others have told is asked for anew."""
-        self._answers.clear()
-
-    def _recent(self, what: object, ask: Callable[[], T], wait: bool) -> T:
-        """What `ask` returns in the peer's thread; asked again after a while, waited for at the first time."""
-        now = time.monotonic()
-        kept: _Answers[T] | None = self._answers.get(what)
-        if kept is None:
-            kept = _Answers(now, self._thread.start(on_loop(ask)))
-            if len(self._answers) > MAX_ANSWERS:
-                self._answers.clear()
-            self._answers[what] = kept
-        elif kept.coming.done():
-            kept.latest = kept.coming
-            if now - kept.asked_at >= FRESH_SECONDS:
-                kept.asked_at, kept.coming = now, self._thread.start(on_loop(ask))
-        if wait or kept.latest is None:
-            kept.latest = kept.coming
-        return self._thread.wait(kept.latest)
-
-
-@dataclass(slots=True)
-class _Answers(Generic[T]):
-    """What the peer's thread has said last, and what it was asked since."""
-
-    asked_at: float
-    coming: Future[T]
-    latest: Future[T] | None = None
-
-
-async def on_loop(read: Callable[[], T]) -> T:
-    """Calls `read` in the event loop that awaits this."""
-    return read()
-
-
-def full_precision(tensor: torch.Tensor) -> torch.dtype:
-    """float32 for the half-precision dtypes, in which sums lose too much; else the tensor's own."""
-    return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
-
-
-def clip(tensors: Iterable[torch.Tensor], max_norm: float) -> None:
-    """Scales tensors in place so that their joint norm is at most `max_norm`.
-
-    Raises:
-        TensorError: one of them is sparse.
-    """
-    found = list(tensors)
-    if not found:
-        return
-    if any(tensor.layout is not torch.strided for tensor in found):
-        raise TensorError(
-            "a sparse gradient cannot be clipped; leave max_norm out, or use Embedding(..., sparse=False)"
-        )
-    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t.detach()).float() for t in found]))
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ does
-    for tensor in found:
-        tensor.detach().mul_(scale.to(tensor.device, tensor.dtype))
+        self._answers.forget()

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from averaging.arithmetic import clip, full_precision
 from averaging.errors import ConfigError, StateError
 from averaging.messages import CompressionType
 from averaging.observe.receipts import Receipt
@@ -19,7 +20,7 @@ from averaging.strategies.history import History, Others
 from averaging.strategies.together import Together
 from averaging.strategies.turns import Turns, whole
 from averaging.topics import Adopt, Topic
-from averaging.training import Training, clip, full_precision
+from averaging.training import Training
 from averaging.values import is_finite
 
 OuterFactory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]

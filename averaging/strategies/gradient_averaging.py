@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from averaging.arithmetic import clip, full_precision
 from averaging.errors import ConfigError, TensorError
 from averaging.messages import CompressionType
 from averaging.observe.receipts import Receipt
@@ -17,7 +18,7 @@ from averaging.strategies.history import History, Others
 from averaging.strategies.together import Together
 from averaging.tensors import all_finite
 from averaging.topics import Adopt
-from averaging.training import Training, clip, full_precision
+from averaging.training import Training
 
 WAITED_BATCHES = 2.0
 """How long a peer waits for the batches of others that complete the joined one, in times of its own last batch."""
