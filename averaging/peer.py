@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import random
 import time
@@ -15,12 +14,12 @@ import torch
 from averaging.config import PeerConfig, PeerOptions
 from averaging.credentials import read_credentials
 from averaging.discovery.base import Discovery
-from averaging.errors import ClosedError, ConfigError, RoundError
+from averaging.errors import ClosedError, ConfigError
 from averaging.group import Mode, pack_gather
-from averaging.matchmaking.rules import unpack_looking
 from averaging.messages import CompressionType
 from averaging.observe.receipts import DropCode, Receipt
 from averaging.observe.status import PeerStatus
+from averaging.one_average import OneAverage
 from averaging.progress import RunProgress
 from averaging.rounds import Overtaken
 from averaging.running import DiscoveryFactory, Running, start
@@ -95,15 +94,15 @@ class Peer:
         )
         self._discovery = discovery
         self._running: Running | None = None
-        self._averaging: asyncio.Timeout | None = None  # it has none, but for the end of this peer
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._one_average = OneAverage()
 
     def __repr__(self) -> str:
         running = self._running
         if running is None:
             return f"<Peer of run {self.run_id!r}, not running>"
-        doing = "averaging" if running.service.round else "looking for a group" if self._averaging else "idle"
+        doing = (
+            "averaging" if running.service.round else "looking for a group" if self._one_average.in_progress else "idle"
+        )
         return f"<Peer {running.endpoint} of run {self.run_id!r}, {doing}>"
 
     async def __aenter__(self) -> Self:
@@ -134,9 +133,7 @@ class Peer:
         running, self._running = self._running, None
         if running is not None:
             try:
-                if self._averaging is not None:
-                    self._averaging.reschedule(running.loop.time())
-                await self._idle.wait()
+                await self._one_average.close()
             finally:
                 await running.stack.aclose()
 
@@ -191,13 +188,7 @@ class Peer:
         Returns:
             The latest moment, in seconds since the epoch.
         """
-        key = self._entered.rounds.matchmaking(topic.at(phase), lasting=False).group_key
-        waiting = [
-            entry.expiration
-            for name, entry in self._entered.discovery.get(key).items()
-            if name != self.endpoint and unpack_looking(entry.value)
-        ]
-        return max(waiting, default=None)
+        return self._entered.rounds.matchmaking(topic.at(phase), lasting=False).awaited_until
 
     @property
     def status(self) -> PeerStatus:
@@ -324,26 +315,14 @@ class Peer:
             gathered = pack_gather(weight, self.config.bandwidth, self.config.mode, gather)
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        if self._averaging is not None:
-            raise RoundError("another average() of this peer is in progress; await it first")
         topic = topic or self._own
         patience = self.config.timeout if patience is None else patience
-        self._averaging = until_closed = asyncio.timeout(None)
-        self._idle.clear()
-        try:
-            async with until_closed:
-                receipt = await running.rounds.attempt(
-                    topic, gathered, phase=phase, enough=enough, patience=patience, overtaken=overtaken
-                )
-            if topic.commits and receipt.averaged:
-                running.donors.notice.changed()
-        except TimeoutError:
-            if until_closed.expired():
-                raise ClosedError(f"{running.endpoint} was closed while it averaged") from None
-            raise
-        finally:
-            self._averaging = None
-            self._idle.set()
+        async with self._one_average.until_closed(running.endpoint):
+            receipt = await running.rounds.attempt(
+                topic, gathered, phase=phase, enough=enough, patience=patience, overtaken=overtaken
+            )
+        if topic.commits and receipt.averaged:
+            running.donors.notice.changed()
         logger.info("%s", receipt)
         return receipt
 

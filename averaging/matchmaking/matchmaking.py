@@ -108,6 +108,16 @@ class Matchmaking:
         return (self._search.state.declared or 0.0) if self._search else 0.0
 
     @property
+    def awaited_until(self) -> float | None:
+        """Until when others have declared to wait under its key, seconds since the epoch; None if nobody has."""
+        waiting = [
+            entry.expiration
+            for name, entry in self._discovery.get(self.group_key).items()
+            if name != self._endpoint and rules.unpack_looking(entry.value)
+        ]
+        return max(waiting, default=None)
+
+    @property
     def leader(self) -> str:
         """Whom it follows; empty if nobody."""
         return self._search.state.leader if self._search else ""
