@@ -19,7 +19,8 @@ import averaging
 from averaging.cli import main
 from averaging.cli.ca import ca_group
 from averaging.cli.failures import Failure, failure_of, starting
-from averaging.cli.peer import SHARED_OPTIONS, _join_command, peer_command
+from averaging.cli.peer import peer_command
+from averaging.cli.peer_arguments import SHARED_OPTIONS, join_command
 from averaging.cli.signals import run
 from averaging.config import Inspection, PeerConfig
 from averaging.errors import ConfigError, ListenError, StateError
@@ -211,14 +212,14 @@ def test_the_command_that_joins_repeats_what_must_be_the_same() -> None:
         "peer",
         ["my model.safetensors", "--run-id", "demo", "--compression", "FLOAT16", "--group-size", "4", "--weight", "2"],
     )
-    command = _join_command(context.params["file"], context.params)
+    command = join_command(peer_command, context.params["file"], context.params)
     assert command == [
         *("averaging", "peer", "my model.safetensors", "--run-id", "demo"),
         *("--group-size", "4", "--compression", "float16"),
     ]
     assert {str(parameter.name) for parameter in peer_command.params} >= SHARED_OPTIONS
     context = peer_command.make_context("peer", ["a", "--run-id", "demo", "--tls-ca", "ca.pem", "--token-file", "t"])
-    command = _join_command(context.params["file"], context.params)
+    command = join_command(peer_command, context.params["file"], context.params)
     assert command[5:] == ["--tls-ca", "ca.pem", "--token-file", "t"]
 
 
