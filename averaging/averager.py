@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Self, TypeGuard, Unpack, overload
+from typing import Any, Self, Unpack, overload
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -18,24 +17,18 @@ from averaging.errors import AveragingError, ConfigError, StateError
 from averaging.group import Mode
 from averaging.observe.receipts import Receipt
 from averaging.observe.training import TrainingStatus
-from averaging.optimizer_state import (
-    load_optimizer,
-    make_scheduler,
-    pack_optimizer,
-    restored_on_error,
-    set_initial_lr,
-)
 from averaging.optimizer_wrapper import OptimizerWrapper
 from averaging.parameters import named_buffers, named_parameters
 from averaging.peer import Peer
 from averaging.rounds import RoundOptions
 from averaging.running import DiscoveryFactory
+from averaging.scheduler import drive, make_scheduler
 from averaging.state.packing import State
-from averaging.state.snapshots import Extras
-from averaging.strategies.base import Strategy, take_tensor
+from averaging.strategies.base import Strategy
 from averaging.training import Training
+from averaging.training_state import TrainingState
 from averaging.transport.base import Transport
-from averaging.values import is_finite, one_of
+from averaging.values import is_count, is_finite, one_of
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +105,7 @@ class DecentralizedAverager(OptimizerWrapper):
             raise ConfigError("an auxiliary peer has nothing to train; start it as a Peer or with `averaging peer`")
         if not isinstance(strategy, Strategy):
             raise ConfigError(f"strategy must be one that was made, such as LocalSGD(every=50), not {strategy!r}")
-        if strategy._taken:
+        if strategy.taken:
             raise ConfigError(
                 f"{strategy!r} serves another averager, or one that was closed; make one for each averager"
             )
@@ -125,31 +118,37 @@ class DecentralizedAverager(OptimizerWrapper):
         parameters = named_parameters(optimizer)
         buffers = named_buffers({} if buffers is None else buffers)
         averaged = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
-        self._kept = {name: buffer for name, buffer in buffers.items() if name not in averaged}
         self._peer = Peer(
             parameters | averaged,
             run_id=run_id,
-            extra_state=self._extra_state,
+            extra_state=lambda: self._training_state.shared(),
             transport=transport,
             discovery=discovery,
             **options,
         )
         self._training = Training(
-            optimizer, parameters, averaged, self._peer, note=self._note, take_over=self._take_over
+            optimizer,
+            parameters,
+            averaged,
+            self._peer,
+            note=self._note,
+            take_over=lambda state: self._training_state.take_over(state),
         )
         self.weight = weight  # checked by the property
         self.scheduler = None if scheduler is None else make_scheduler(scheduler, optimizer)
+        kept = {name: buffer for name, buffer in buffers.items() if name not in averaged}
+        self._training_state = TrainingState(self._training, strategy, self.scheduler, kept)
         strategy.start(self._training)
         self._thread = EventLoopThread(self._peer, f"the averager of run {run_id!r}")
         try:
             self._training.run_in(self._thread)
-            self._thread.run(_begin(self._peer, self._take_over))
+            self._thread.run(_begin(self._peer, self._training_state.take_over))
             strategy.joined(self._training)
             self._drive_scheduler()
         except BaseException:
             self._thread.close()
             raise
-        strategy._taken = True
+        strategy.taken = True
 
     # As an optimizer
 
@@ -185,42 +184,19 @@ class DecentralizedAverager(OptimizerWrapper):
         return loss
 
     def _drive_scheduler(self) -> None:
-        if self.scheduler is None:
-            return
-        with warnings.catch_warnings():
-            # A newcomer's schedule goes on where the run is, before the inner optimizer has made its first step.
-            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
-            while self.scheduler.last_epoch < self.strategy.schedule(self._training):
-                self.scheduler.step()
+        if self.scheduler is not None:
+            drive(self.scheduler, self.strategy.schedule(self._training))
 
     def _own_state(self) -> dict[str, Any]:
-        strategy = self.strategy.state()
-        scheduler = {} if self.scheduler is None else {"scheduler": self.scheduler.state_dict()}
-        return scheduler | {
-            "local_step": self.local_step,
-            "strategy": {
-                "tensors": {name: tensor.detach().clone() for name, tensor in strategy.tensors.items()},
-                "user": self._kind | dict(strategy.user),
-            },
-        }
+        return self._training_state.saved()
 
     def _load(self, inner: dict[str, Any], own: object) -> None:
         own = own if isinstance(own, dict) else {"local_step": own}
-        local_step, strategy, schedule = own.get("local_step"), own.get("strategy"), own.get("scheduler")
-        if not _is_count(local_step):
+        if not is_count(own.get("local_step")):
             raise ConfigError(f"the state dict has {own!r:.200} under {self.state_key!r}, not a step counter")
         self._thread.check()
-        with self._peer.tensors(), restored_on_error(self._inner):
-            self._inner.load_state_dict(inner)
-            if isinstance(strategy, dict):
-                try:
-                    self._check_kind(strategy.get("user", {}))
-                    self.strategy.load(strategy.get("tensors", {}), strategy.get("user", {}))
-                except StateError as error:
-                    raise ConfigError(f"the state dict is not of {self.strategy!r}: {error}") from error
-            if self.scheduler is not None and isinstance(schedule, dict):
-                self.scheduler.load_state_dict(schedule)
-            self._training.local_step = local_step
+        with self._peer.tensors():
+            self._training_state.load(inner, own)
         self._thread.run(self._peer.commit(self._peer.version))
         self.strategy.joined(self._training)
         self._drive_scheduler()
@@ -333,53 +309,10 @@ class DecentralizedAverager(OptimizerWrapper):
         finally:
             self.close()
 
-    @property
-    def _kind(self) -> dict[str, Any]:
-        return {"kind": type(self.strategy).__name__}
-
-    def _check_kind(self, strategy: Mapping[str, Any]) -> None:
-        """Whether a state is of the same kind of strategy; those of peers without one are taken, too."""
-        kind, ours = strategy.get("kind"), type(self.strategy).__name__
-        if kind not in (None, ours):
-            raise StateError(f"its strategy is {str(kind)[:100]}, here it is {ours}; use the same one")
-
     def _note(self, receipt: Receipt) -> None:
         self.last_receipt = receipt
         if self._on_round is not None:
             self._on_round(receipt)
-
-    # In the peer's thread, and in the training thread where it commits a state
-
-    def _extra_state(self) -> Extras:
-        tensors, packed = pack_optimizer(self._inner)
-        strategy = self.strategy.state()
-        user = {"local_step": self.local_step, "optimizer": packed, "strategy": self._kind | dict(strategy.user)}
-        return Extras({**tensors, **self._kept, **{f"strategy/{n}": t for n, t in strategy.tensors.items()}}, user)
-
-    def _take_over(self, state: State) -> None:
-        if state.version < 1:
-            raise StateError("its state has never been averaged and belongs to no run")
-        if "optimizer" not in state.user:
-            logger.warning("the state has no optimizer's in it; only the parameters are taken over")
-            return
-        local_step, strategy = state.user.get("local_step"), state.user.get("strategy", {})
-        if not _is_count(local_step) or not isinstance(strategy, dict):
-            raise StateError(f"its step counter is {local_step!r}")
-        kept = {name: take_tensor(state.tensors, name, buffer) for name, buffer in self._kept.items()}
-        of_strategy = {
-            name.removeprefix("strategy/"): tensor
-            for name, tensor in state.tensors.items()
-            if name.startswith("strategy/")
-        }
-        self._check_kind(strategy)
-        with restored_on_error(self._inner):
-            load_optimizer(self._inner, state.tensors, state.user["optimizer"])
-            self.strategy.load(of_strategy, strategy)
-        for name, tensor in kept.items():
-            self._kept[name].copy_(tensor)
-        self._training.local_step = local_step
-        if local_step:
-            set_initial_lr(self._inner)
 
 
 async def _begin(peer: Peer, take_over: Callable[[State], None]) -> None:
@@ -400,7 +333,3 @@ async def _begin(peer: Peer, take_over: Callable[[State], None]) -> None:
             "same moment, start one of them without `join`, or call average_now() before the first step",
             peer.run_id,
         )
-
-
-def _is_count(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from averaging.errors import ConfigError, StateError
+from averaging.errors import StateError
 
 PREFIX = "optimizer"
 """The names of the inner optimizer's tensors start so: `optimizer/0/exp_avg`."""
@@ -73,33 +72,6 @@ def restored_on_error(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     except BaseException:
         optimizer.__setstate__(before)
         raise
-
-
-def set_initial_lr(optimizer: torch.optim.Optimizer) -> None:
-    """Tells the groups their initial learning rate, which a scheduler wants to find if it does not begin at step 0."""
-    for group in optimizer.param_groups:
-        if (lr := group.get("lr")) is not None:
-            group.setdefault("initial_lr", lr.clone() if isinstance(lr, torch.Tensor) else lr)
-
-
-def make_scheduler(make: Any, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """The scheduler that the averager drives.
-
-    Raises:
-        ConfigError: `make` does not make one, or one that wants to be told a loss.
-    """
-    if not callable(make):
-        raise ConfigError(
-            "scheduler must make one of an optimizer, such as functools.partial(StepLR, step_size=30), not "
-            f"{type(make).__name__}; one that is made already is stepped by the training loop"
-        )
-    made = make(optimizer)
-    if not isinstance(made, LRScheduler) or isinstance(made, ReduceLROnPlateau):
-        raise ConfigError(
-            f"the averager cannot drive {type(made).__name__}; make it around the averager, and step it in the "
-            "training loop"
-        )
-    return made
 
 
 def _pack(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from averaging.errors import ConfigError
 from averaging.messages import COMPRESSIONS, CompressionType
@@ -57,3 +57,8 @@ def is_finite(value: Any) -> bool:
         return math.isfinite(value)
     except (TypeError, ValueError, OverflowError):
         return False
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """Whether a value is a whole number of at least 0."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -12,7 +12,7 @@ from averaging.errors import ConfigError, StateError
 from averaging.messages import CompressionType
 from averaging.state.snapshots import NO_EXTRAS, Extras
 from averaging.training import Training
-from averaging.values import is_finite, parse_compression
+from averaging.values import is_count, is_finite, parse_compression
 
 
 class Strategy(ABC):
@@ -27,11 +27,14 @@ class Strategy(ABC):
         error_feedback: whether what a lossy code loses is added to what is sent in the next round.
         max_norm: gradients are clipped to this norm before they are used; None leaves them.
 
+    Attributes:
+        taken: whether an averager has been made with it. The averager sets it, and no other one takes it then.
+
     Raises:
         ConfigError: `max_norm` is not above 0.
     """
 
-    _taken = False  # an averager has been made with it
+    taken = False
 
     def __init__(
         self,
@@ -140,6 +143,6 @@ def count_in(user: Mapping[str, Any], name: str) -> int:
         StateError: it is something else.
     """
     count = user.get(name, 0)
-    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+    if not is_count(count):
         raise StateError(f"the state has {count!r:.100} under {name!r}, not a number of steps")
     return count

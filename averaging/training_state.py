@@ -1,0 +1,137 @@
+"""What of a training travels beside the averaged tensors: newcomers are given it, checkpoints hold it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from averaging.errors import ConfigError, StateError
+from averaging.optimizer_state import load_optimizer, pack_optimizer, restored_on_error
+from averaging.scheduler import set_initial_lr
+from averaging.state.packing import State
+from averaging.state.snapshots import Extras
+from averaging.strategies.base import Strategy, take_tensor
+from averaging.training import Training
+from averaging.values import is_count
+
+logger = logging.getLogger(__name__)
+
+
+class TrainingState:
+    """The state of the inner optimizer, of the strategy and of the scheduler, the other buffers, and the step counter.
+
+    `shared` and `take_over` are called in the peer's thread, `shared` also in the training thread where that commits a
+    state; the rest in the training thread.
+
+    Args:
+        training: whose optimizer and step counter it is.
+        strategy: of the averager.
+        scheduler: that the averager drives, if there is one. Newcomers are not given its state: they drive their own.
+        buffers: of the model that are not averaged, by name.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        strategy: Strategy,
+        scheduler: LRScheduler | None,
+        buffers: Mapping[str, torch.Tensor],
+    ) -> None:
+        self._training, self._strategy, self._scheduler = training, strategy, scheduler
+        self._buffers = buffers
+
+    # For newcomers
+
+    def shared(self) -> Extras:
+        """What newcomers are given (not copied).
+
+        Raises:
+            StateError: the inner optimizer keeps something that cannot be given.
+        """
+        tensors, packed = pack_optimizer(self._training.optimizer)
+        strategy = self._strategy.state()
+        user = {
+            "local_step": self._training.local_step,
+            "optimizer": packed,
+            "strategy": self._kind | dict(strategy.user),
+        }
+        return Extras({**tensors, **self._buffers, **{f"strategy/{n}": t for n, t in strategy.tensors.items()}}, user)
+
+    def take_over(self, state: State) -> None:
+        """Takes over what another peer has `shared`. The caller holds the tensors' lock.
+
+        Raises:
+            StateError: it is malformed, or not of this run, optimizer or strategy; nothing was changed.
+        """
+        if state.version < 1:
+            raise StateError("its state has never been averaged and belongs to no run")
+        if "optimizer" not in state.user:
+            logger.warning("the state has no optimizer's in it; only the parameters are taken over")
+            return
+        local_step, strategy = state.user.get("local_step"), state.user.get("strategy", {})
+        if not is_count(local_step) or not isinstance(strategy, dict):
+            raise StateError(f"its step counter is {local_step!r}")
+        kept = {name: take_tensor(state.tensors, name, buffer) for name, buffer in self._buffers.items()}
+        of_strategy = {
+            name.removeprefix("strategy/"): tensor
+            for name, tensor in state.tensors.items()
+            if name.startswith("strategy/")
+        }
+        self._check_kind(strategy)
+        optimizer = self._training.optimizer
+        with restored_on_error(optimizer):
+            load_optimizer(optimizer, state.tensors, state.user["optimizer"])
+            self._strategy.load(of_strategy, strategy)
+        for name, tensor in kept.items():
+            self._buffers[name].copy_(tensor)
+        self._training.local_step = local_step
+        if local_step:
+            set_initial_lr(optimizer)
+
+    # For checkpoints
+
+    def saved(self) -> dict[str, Any]:
+        """What a checkpoint holds beside the model's and the inner optimizer's state dict (copied)."""
+        strategy = self._strategy.state()
+        scheduler = {} if self._scheduler is None else {"scheduler": self._scheduler.state_dict()}
+        return scheduler | {
+            "local_step": self._training.local_step,
+            "strategy": {
+                "tensors": {name: tensor.detach().clone() for name, tensor in strategy.tensors.items()},
+                "user": self._kind | dict(strategy.user),
+            },
+        }
+
+    def load(self, inner: dict[str, Any], saved: Mapping[str, Any]) -> None:
+        """Loads the inner optimizer's state dict and what was `saved`. The caller holds the tensors' lock.
+
+        Raises:
+            ConfigError: it is of another strategy; the inner optimizer is as it was.
+        """
+        strategy, schedule = saved.get("strategy"), saved.get("scheduler")
+        optimizer = self._training.optimizer
+        with restored_on_error(optimizer):
+            optimizer.load_state_dict(inner)
+            if isinstance(strategy, dict):
+                try:
+                    self._check_kind(strategy.get("user", {}))
+                    self._strategy.load(strategy.get("tensors", {}), strategy.get("user", {}))
+                except StateError as error:
+                    raise ConfigError(f"the state dict is not of {self._strategy!r}: {error}") from error
+            if self._scheduler is not None and isinstance(schedule, dict):
+                self._scheduler.load_state_dict(schedule)
+            self._training.local_step = saved["local_step"]
+
+    @property
+    def _kind(self) -> dict[str, Any]:
+        return {"kind": type(self._strategy).__name__}
+
+    def _check_kind(self, strategy: Mapping[str, Any]) -> None:
+        """Whether a state is of the same kind of strategy; those of peers without one are taken, too."""
+        kind, ours = strategy.get("kind"), type(self._strategy).__name__
+        if kind not in (None, ours):
+            raise StateError(f"its strategy is {str(kind)[:100]}, here it is {ours}; use the same one")
