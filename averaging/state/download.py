@@ -122,11 +122,17 @@ class _Download:
             cut = False
             try:
                 await self._read(donor, reader, self._on_progress, self._held.resume)
-                return reader.finish(), donor
+                state = reader.finish()
             except (TimeoutError, AveragingError) as error:
                 failures[donor] = self._reason(donor, error)
                 cut = isinstance(error, TimeoutError | TransportError)
-            logger.warning("could not download the state from %s", failures[donor])
+            else:
+                failures.pop(donor, None)
+                for failure in failures.values():
+                    logger.warning("could not download the state from %s; took that of %s", failure, donor)
+                return state, donor
+            # Not a warning: if all fail, the error tells it, to a caller who may try again and again.
+            logger.info("could not download the state from %s", failures[donor])
             if reader.spliced:  # who sent the wrong bytes is not known, so this one is asked for all of them
                 self._held = replace(self._held, cut=None)
                 waiting.insert(0, donor)

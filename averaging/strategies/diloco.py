@@ -200,6 +200,8 @@ class DiLoCo(Together):
 
     def _rejoin(self, training: Training, others: Others) -> None:
         """Catches up with those who are ahead, and puts the local steps that nobody has yet on top of their state."""
+        if not self._may_catch_up(others):
+            return
         own = [] if self._discarded else [fragment.local_steps() for fragment in self._fragments]
         if self._catch_up(training, others):
             with training.locked():

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Mapping
+from time import monotonic
 from typing import Any
 
 from averaging.errors import RoundError, StateError
+from averaging.messages import CompressionType
 from averaging.observe.receipts import Receipt
 from averaging.strategies.base import Strategy
 from averaging.strategies.history import History, Others, Progress, look_around
+from averaging.strategies.retries import Retries
 from averaging.training import Training
 
 logger = logging.getLogger(__name__)
@@ -32,6 +35,16 @@ class Together(Strategy):
     history = History()
     _partners: frozenset[str] = frozenset()
     _missing: Mapping[str, bytes] = {}  # who did not come to the last round, or was lost in it, and what it told then
+
+    def __init__(
+        self,
+        *,
+        compression: CompressionType | str | None = None,
+        error_feedback: bool = False,
+        max_norm: float | None = None,
+    ) -> None:
+        super().__init__(compression=compression, error_feedback=error_feedback, max_norm=max_norm)
+        self._retries = Retries()
 
     @property
     def global_step(self) -> int:
@@ -77,15 +90,23 @@ class Together(Strategy):
             told = [gathered_samples(receipt.gathered[member]) for member in receipt.members]
             self.history = self.history.after(receipt.group_id, sum(told))
 
+    def _may_catch_up(self, others: Others) -> bool:
+        """Whether it is not too soon after a failure."""
+        return self._retries.is_due(others.ahead, monotonic())
+
     def _catch_up(self, training: Training, others: Others) -> bool:
-        """Takes over the state of somebody who is ahead; whether that was possible."""
+        """Takes over the state of somebody who is ahead; whether that was possible, and was tried at all."""
+        if not self._may_catch_up(others):
+            return False
         own = self.history
         try:
             training.take_over(others.ahead, lambda user: _check_history(user, others.best))
         except (StateError, RoundError) as error:
             behind = f"{len(others.ahead)} peers are at global step {others.best.step}, this one at {own.step}"
             training.warn(behind, error)
+            self._retries.failed(others.ahead, monotonic())
             return False
+        self._retries.succeeded()
         logger.info("caught up from global step %d to %d", own.step, self.history.step)
         self._tell(training)
         return True

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from averaging import CompressionType, DiLoCo, GradientAveraging, LocalSGD, Mode, Outcome, Receipt
-from averaging.errors import ConfigError, StateError, TensorError
+from averaging.errors import ConfigError, PeerUnreachableError, StateError, TensorError
+from averaging.strategies.retries import FIRST_PAUSE
 from tests.integration.training import PATIENCE, Run, backward, batch_of, equal, model_of, parameters_of
 
 SGD = partial(torch.optim.SGD, lr=0.05)
@@ -127,6 +128,42 @@ def test_a_peer_that_missed_a_step_takes_over_the_state_of_another(start: Start)
     assert equal(run.parameters()[2], run.parameters()[0])
     run.each(lambda number: gather_until(run, number, 5))
     assert all(equal(run.parameters()[0], other) for other in run.parameters())
+
+
+def test_one_that_is_ahead_and_cannot_be_reached_is_told_of_once_and_not_asked_at_each_step(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now, asked = [0.0], []
+    monkeypatch.setattr("averaging.strategies.together.monotonic", lambda: now[0])
+    run = start()
+    for _ in range(3):
+        run.add(GradientAveraging(8), SGD, matchmaking_time=1.0)
+    run.meet()
+    late = run.averagers[2]
+    transport = late._peer._transport
+    reach = transport.download_state
+
+    async def refused(endpoint: str, resume: Any = None) -> Any:
+        asked.append(endpoint)
+        raise PeerUnreachableError(endpoint, "connection refused")
+        yield
+
+    monkeypatch.setattr(transport, "download_state", refused)
+    run.each(lambda number: gather_until(run, number, 1) if number < 2 else None)
+    run.heard(2, 1, of=2)
+    for seed in range(20):
+        step(run, 2, seed, batch_size=4)
+    ahead = {peer.endpoint for peer in run.averagers[:2]}
+    assert (len(asked), set(asked)) == (2, ahead)
+    now[0] += FIRST_PAUSE
+    step(run, 2, 20, batch_size=4)
+    assert len(asked) == 4
+    warnings = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+    assert len([told for told in warnings if "connection refused" in told]) == 1, warnings
+    monkeypatch.setattr(transport, "download_state", reach)
+    now[0] += 2 * FIRST_PAUSE
+    step(run, 2, 21, batch_size=4)
+    assert late.global_step == 1
 
 
 def test_a_client_trains_along(start: Start) -> None:
