@@ -31,7 +31,7 @@ class _Entry:
 
 
 class Conduct:
-    """Remembers offences. All times are seconds since the epoch.
+    """Remembers offences. All times are seconds since the epoch; if they step back, what is remembered goes with them.
 
     NaN and infinity are counted and cost a member the round; what breaks the protocol excludes it from the next ones
     for `FIRST_SECONDS`, and twice as long each further time.
@@ -39,11 +39,13 @@ class Conduct:
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
+        self._latest = 0.0  # moment that was told
 
     def note(self, endpoint: str, code: DropCode, now: float) -> None:
         """Remembers what a member did; codes that are no offence are passed over."""
         if code not in _OFFENCES:
             return
+        self._follow(now)
         self._forget(now)
         entry = self._entries.setdefault(endpoint, _Entry())
         entry.counts[code] += 1
@@ -61,17 +63,28 @@ class Conduct:
 
     def excludes(self, endpoint: str, now: float) -> bool:
         """Whether this peer forms no group with that one at present."""
+        self._follow(now)
         entry = self._entries.get(endpoint)
         return entry is not None and now < entry.excluded_until
 
     def excluded(self, now: float) -> dict[str, float]:
         """Until when each peer is excluded that is so at present."""
+        self._follow(now)
         return {name: entry.excluded_until for name, entry in self._entries.items() if now < entry.excluded_until}
 
     @property
     def counts(self) -> dict[str, Mapping[DropCode, int]]:
         """How often each member has done what."""
         return {name: dict(entry.counts) for name, entry in self._entries.items()}
+
+    def _follow(self, now: float) -> None:
+        """A clock that was set back must not lengthen an exclusion by as much."""
+        back = self._latest - now
+        self._latest = now
+        if back > 0:
+            for entry in self._entries.values():
+                entry.excluded_until -= back
+                entry.last -= back
 
     def _forget(self, now: float) -> None:
         old = [

@@ -23,6 +23,26 @@ def test_who_broke_the_protocol_is_excluded_and_each_time_for_longer() -> None:
         now += seconds
 
 
+@given(st.floats(1.0, 1e8), st.floats(0.0, 200.0))
+def test_a_clock_that_is_set_back_lengthens_no_exclusion(back: float, before: float) -> None:
+    """By no more than what has passed since the clock was looked at last."""
+    conduct, now = Conduct(), 1e9
+    conduct.note("a:1", VIOLATION, now)
+    assert conduct.excludes("a:1", now + before)
+    now += before - back
+    [left] = [until - now for until in conduct.excluded(now).values()]
+    assert abs(left - (FIRST_SECONDS - before)) < 0.001
+    assert conduct.excludes("a:1", now + FIRST_SECONDS - before - 1)
+    assert not conduct.excludes("a:1", now + FIRST_SECONDS - before + 1)
+
+
+def test_a_clock_that_is_set_back_and_forth_forgets_nothing_early() -> None:
+    conduct = Conduct()
+    for now in (1e9, 1e9 - 3600.0, 1e9):
+        conduct.note("a:1", NON_FINITE, now)
+    assert conduct.counts == {"a:1": {NON_FINITE: 3}}
+
+
 def test_nan_is_counted_and_excludes_from_nothing_further() -> None:
     conduct = Conduct()
     conduct.note("a:1", NON_FINITE, 5.0)
