@@ -9,9 +9,10 @@ from importlib import metadata
 
 from averaging.allreduce import AllReduce
 from averaging.config import PeerConfig
-from averaging.deadlines import Deadlines
+from averaging.deadlines import Deadline, Deadlines
 from averaging.discovery.base import Discovery
 from averaging.errors import BusyError, ProtocolViolationError, TransportError
+from averaging.fair_timeout import FairTimeout
 from averaging.matchmaking import Matchmaking
 from averaging.messages import AveragingData, DownloadData, JoinRequest, MessageCode, MessageFromLeader, Resume
 from averaging.observe.book import ReceiptBook, Watched
@@ -81,7 +82,7 @@ class PeerService:
 
     async def _serve_sender(self, messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
         try:
-            async with asyncio.timeout(self._config.part_timeout):
+            async with self._part_timeout():
                 first = await anext(messages, None)
         except TimeoutError:
             return
@@ -151,11 +152,15 @@ class PeerService:
         """The round of that group, waiting while one is being assembled."""
         if not self._is_current(group_id) and self.matchmaking is not None:
             try:
-                async with asyncio.timeout(self._config.part_timeout):
+                async with self._part_timeout():
                     await self.matchmaking.assembling()
             except TimeoutError:
                 return None
         return self.round if self._is_current(group_id) else None
+
+    def _part_timeout(self) -> FairTimeout:
+        """Time in which this peer was suspended is not held against a sender."""
+        return FairTimeout(Deadline(self._config.part_timeout, "part_timeout"), self.deadlines.lower)
 
     def _is_current(self, group_id: bytes) -> bool:
         return self.round is not None and self.round.group.group_id == group_id

@@ -1,9 +1,12 @@
-"""A sender that takes no replies holds the round up for a moment only."""
+"""A sender that takes no replies holds the round up for a moment only; a suspended reducer blames no sender."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+
+import pytest
+import torch
 
 from averaging.allreduce import RoundResult
 from averaging.allreduce.partition import partition, shares
@@ -11,7 +14,9 @@ from averaging.compression import encode
 from averaging.group import Member, Mode
 from averaging.messages import AveragingData, CompressionType, MessageCode
 from averaging.transport import virtual_time
+from averaging.transport.virtual_time import VirtualTimeLoop
 from tests.simulation.rounds import PART_TIMEOUT, ROUND_SECONDS, OneRound, Simulation
+from tests.simulation.swarm import Swarm
 
 NODES = ["peer:1", "peer:2"]
 STUCK = "client::1"
@@ -51,3 +56,39 @@ def test_a_sender_that_takes_no_replies_is_given_up() -> None:
         assert "took no reply" in dropped.reason
         assert result.kept_local == 0
         assert sum(part.numel for part, _ in result.parts) == 2000
+
+
+@pytest.mark.parametrize("suspended", [0.0, 60.0])
+def test_a_reducer_that_was_suspended_still_waits_for_the_first_message(suspended: float) -> None:
+    swarm = Swarm(1)
+
+    async def main() -> list[MessageCode]:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+
+        async def messages() -> AsyncGenerator[AveragingData, None]:
+            await asyncio.sleep(0.5)
+            loop._jumping.jumped += suspended
+            await asyncio.sleep(0.05)
+            yield AveragingData(MessageCode.PART_FOR_AVERAGING, bytes(20), "peer:2")
+
+        async with swarm.peer("peer:1", [torch.ones(3)], part_timeout=1.0) as peer:
+            return [reply.code async for reply in peer._entered.service.aggregate_part(messages())]
+
+    assert swarm.simulate(main()) == [MessageCode.BAD_GROUP_ID]
+
+
+def test_a_sender_that_opens_a_stream_and_sends_nothing_is_not_waited_for_longer() -> None:
+    swarm = Swarm(1)
+
+    async def main() -> float:
+        async def messages() -> AsyncGenerator[AveragingData, None]:
+            await asyncio.Event().wait()
+            yield AveragingData()
+
+        async with swarm.peer("peer:1", [torch.ones(3)], part_timeout=1.0) as peer:
+            began = asyncio.get_running_loop().time()
+            assert [reply async for reply in peer._entered.service.aggregate_part(messages())] == []
+            return asyncio.get_running_loop().time() - began
+
+    assert swarm.simulate(main()) == pytest.approx(1.0, abs=0.2)
