@@ -156,6 +156,7 @@ class Rounds:
 
         Raises:
             TensorError: NaN or infinity in a tensor, unless the peer allows them.
+            Exception: what `overtaken` raised.
         """
         loop, schema = asyncio.get_running_loop(), topic.at(phase)
         self._attempts += 1
@@ -188,18 +189,24 @@ class Rounds:
         attempt.enter("looking")
         matchmaking = self._service.matchmaking = self.matchmaking(schema, lasting=schema == topic.schema)
         watching: asyncio.Task[None] | None = None
+        failures: list[Exception] = []
         try:
             async with asyncio.timeout(None) as limit:
                 if overtaken is not None:
-                    watching = asyncio.create_task(self._watch(overtaken, lambda: limit.reschedule(loop.time())))
+                    watching = asyncio.create_task(
+                        self._watch(overtaken, failures, lambda: limit.reschedule(loop.time()))
+                    )
                 group = attempt.group = await matchmaking.find_group(gathered, self._clock() + patience, enough)
         except (NoGroupError, SchemaMismatchError) as error:
             return self._receipt(attempt, Outcome.NO_GROUP, str(error))
         except TimeoutError:
-            return self._receipt(attempt, Outcome.NO_GROUP, "the others have gone on without this peer")
+            if not failures:
+                return self._receipt(attempt, Outcome.NO_GROUP, "the others have gone on without this peer")
         finally:
             if watching is not None:
                 watching.cancel()
+        if failures:
+            raise failures[0]
         # No await from here until the round is known: its members' parts may come at any moment.
         attempt.enter("preparing")
         attempt.begun = loop.time()
@@ -224,12 +231,17 @@ class Rounds:
         self._service.rounds += outcome is Outcome.AVERAGED
         return self._receipt(attempt, outcome, reason)
 
-    async def _watch(self, overtaken: Overtaken, give_up: Callable[[], None]) -> None:
-        async with aclosing(self._progress.watch()) as changes:
-            async for told in changes:
-                if overtaken(told):
-                    give_up()
-                    return
+    async def _watch(self, overtaken: Overtaken, failures: list[Exception], give_up: Callable[[], None]) -> None:
+        """Gives up when the others have gone on, or when asking for that fails, which is added to `failures`."""
+        try:
+            async with aclosing(self._progress.watch()) as changes:
+                async for told in changes:
+                    if overtaken(told):
+                        give_up()
+                        return
+        except Exception as error:
+            failures.append(error)
+            give_up()
 
     def _new_round(self, attempt: _Attempt, topic: Topic, schema: Schema, group: Group) -> AllReduce:
         tensors = topic.tensors.flat()

@@ -34,7 +34,8 @@ class RoundResult:
         dropped: members that were lost, in the order in which they were.
         kept_local: elements without a reply, which keep their local values.
         encoded: the parts that arrived from another member; the rest of those in `parts` this one has reduced.
-        heard: whether a part or an average of another member is in it.
+        heard: whether a part or an average of another member is in it; never where nothing came to an average, as of
+            members without a weight.
         accounts: of every member, in the group's order.
         straggler: see `Receipt`.
         digest: see `Receipt`.
@@ -71,6 +72,7 @@ class Outcome:
     Attributes:
         arrived: the parts whose average, or delta, is in.
         dropped: who was lost, by name.
+        averaged: whether there is an average of anything.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Outcome:
         senders = [member.endpoint for member in group.members if own and member.sends and member.endpoint != endpoint]
         self._lag = Lag(senders, len(own), ahead)
         self.arrived: set[Part] = set()
+        self.averaged = False
         self._adopt = adopt
         self._kept: dict[Part, torch.Tensor] = {}
         self.dropped: dict[str, Dropped] = {}
@@ -126,6 +129,7 @@ class Outcome:
     def put(self, part: Part, values: torch.Tensor) -> None:
         """The average of a part is in, or its delta."""
         self.arrived.add(part)
+        self.averaged = True
         if self._adopt is None or not self._adopt(part, values):
             self._kept[part] = values
 
@@ -149,7 +153,7 @@ class Outcome:
             dropped=tuple(self.dropped.values()),
             kept_local=sum(part.numel for part in wanted if part not in self.arrived),
             encoded=frozenset(self.arrived - set(self._parts_of[self._endpoint])),
-            heard=bool(self._received),
+            heard=self.averaged and bool(self._received),
             bytes_sent=self._sent.total(),
             bytes_received=self._received.total(),
             accounts=self._accounts(digests),

@@ -257,7 +257,9 @@ class Reducing:
             if average is None:
                 for sender, _ in waiting:
                     sender.replies.put_nowait(AveragingData(code=MessageCode.INTERNAL_ERROR))
-            elif self._schema.reply is ReplyForm.DELTA:
+                continue
+            self._outcome.averaged = True
+            if self._schema.reply is ReplyForm.DELTA:
                 self._answer_with_deltas(part, average, local, waiting)
             else:
                 self._answer_with_average(part, average, local, waiting)

@@ -19,7 +19,9 @@ from averaging.messages import AveragingData, CompressionType
 from averaging.observe.explain import describe, merge
 from averaging.observe.journal import read
 from averaging.observe.receipts import DropCode, Outcome, Receipt, Role
+from averaging.rounds import _why_failed
 from averaging.schema import ReplyForm
+from averaging.topics import Adopt
 from averaging.transport import virtual_time
 from tests.simulation.rounds import PART_TIMEOUT, Simulation
 from tests.simulation.swarm import Swarm, scalars
@@ -289,3 +291,37 @@ def test_clients_who_lose_their_only_reducer_have_averaged_nothing() -> None:
         assert receipt.outcome is Outcome.FAILED
         assert receipt.reason.startswith("nothing came from any other member (peer:1: ")
         assert receipt.state_version == 0
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_members_without_a_weight_who_lose_all_that_have_one_have_averaged_nothing(mode: Mode) -> None:
+    other = "client::1" if mode is Mode.CLIENT else "peer:2"
+    members = [Member("peer:1", weight=0.0), Member(other, weight=0.0, mode=mode), Member("peer:3")]
+    simulation = Simulation(1, members, [(400,)])
+
+    async def kill(tasks: dict[str, asyncio.Task[RoundResult]]) -> None:
+        simulation.network.kill("peer:3")
+        await simulation.cancel(tasks["peer:3"])
+
+    virtual_time.run(simulation.run(kill))
+    for name in ("peer:1", other):
+        reason = _why_failed(simulation.group, name, simulation.results[name], Adopt.AVERAGE)
+        assert reason.startswith("all other members were lost (peer:3: ")
+
+
+def test_a_question_that_fails_while_a_group_is_looked_for_is_the_attempts_error(tmp_path: Path) -> None:
+    swarm, file = Swarm(8), tmp_path / "receipts.jsonl"
+
+    def overtaken(told: object) -> bool:
+        raise ZeroDivisionError("in overtaken")
+
+    async def main() -> None:
+        async with swarm.peer("peer:1", [torch.ones(3)], receipts=file, timeout=3.0) as peer:
+            with pytest.raises(ZeroDivisionError, match="in overtaken"):
+                await peer.average(overtaken=overtaken)
+            assert asyncio.get_running_loop().time() < 1.0
+
+    swarm.simulate(main())
+    with file.open("rb") as lines:
+        [receipt] = read(lines).receipts
+    assert (receipt.outcome, receipt.reason) == (Outcome.FAILED, "ZeroDivisionError: in overtaken")
