@@ -56,6 +56,7 @@ class _Sender:
 
 
 _NOTHING = torch.empty(0)
+_NO_AVERAGE = AveragingData(code=MessageCode.INTERNAL_ERROR)
 _Waiting = Sequence[tuple[_Sender, _Delivered]]
 
 
@@ -254,13 +255,13 @@ class Reducing:
                 for sender in self._senders.values()
                 if number in sender.delivered
             ]
-            if average is None:
+            if average is None or not self._is_sound("the average", number, average):
                 for sender, _ in waiting:
-                    sender.replies.put_nowait(AveragingData(code=MessageCode.INTERNAL_ERROR))
+                    sender.replies.put_nowait(_NO_AVERAGE)
                 continue
             self._outcome.averaged = True
             if self._schema.reply is ReplyForm.DELTA:
-                self._answer_with_deltas(part, average, local, waiting)
+                self._answer_with_deltas(number, average, local, waiting)
             else:
                 self._answer_with_average(part, average, local, waiting)
 
@@ -282,15 +283,37 @@ class Reducing:
             sender.replies.put_nowait(replies[delivered.compression])
 
     def _answer_with_deltas(
-        self, part: Part, average: torch.Tensor, local: torch.Tensor | None, waiting: _Waiting
+        self, number: int, average: torch.Tensor, local: torch.Tensor | None, waiting: _Waiting
     ) -> None:
+        part = self._parts[number]
         spec = self._schema.tensors[part.tensor]
+        may_overflow = spec.torch_dtype == torch.float16  # a look at all deltas of other dtypes would cost too much
         if local is not None:
-            self._outcome.put(part, average - local)
+            own = _as_sent(average - local, spec.torch_dtype, CompressionType.NONE)
+            if not may_overflow or self._is_sound("this peer's own delta", number, own):
+                self._outcome.put(part, own)
         for sender, delivered in waiting:
             delta = _as_sent(average - delivered.values, spec.torch_dtype, delivered.compression)
-            reply = encode(delta, delivered.compression)
-            sender.replies.put_nowait(AveragingData(MessageCode.AVERAGED_PART, tensor_part=reply))
+            reply = _NO_AVERAGE
+            if not may_overflow or self._is_sound("a delta", number, delta):
+                wire = encode(delta, delivered.compression)
+                reply = AveragingData(MessageCode.AVERAGED_PART, tensor_part=wire)
+            sender.replies.put_nowait(reply)
+
+    def _is_sound(self, what: str, number: int, result: torch.Tensor) -> bool:
+        """Whether a result may be adopted and answered: that of finite contributions can overflow."""
+        if self._non_finite is NonFinite.ALLOW or all_finite(result):
+            return True
+        logger.warning(
+            "group %s: %s of part %d of %s overflows %s, though what was sent is finite; the part keeps its local "
+            "values. Look for values that have grown too large",
+            self._outcome.group_id.hex()[:8],
+            what,
+            number,
+            self._me.endpoint,
+            str(result.dtype).removeprefix("torch."),
+        )
+        return False
 
 
 def _as_sent(values: torch.Tensor, dtype: torch.dtype, compression: CompressionType) -> torch.Tensor:

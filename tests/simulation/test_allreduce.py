@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from averaging.compression import encode
 from averaging.errors import RoundError
 from averaging.group import Member, Mode
 from averaging.messages import AveragingData, CompressionType, MessageCode
+from averaging.observe.receipts import DropCode
 from averaging.schema import ReplyForm
 from averaging.transport import virtual_time
 from tests.simulation.rounds import PART_TIMEOUT, Simulation
@@ -178,6 +180,42 @@ def test_a_member_that_leaves_tells_the_others(seed: int) -> None:
     assert took < PART_TIMEOUT  # nobody waited for a deadline
     for name in ("peer:1", "peer:2"):
         between_the_means(simulation, name, ["peer:1", "peer:2"])
+
+
+def overflowing(simulation: Simulation, values: Sequence[float]) -> None:
+    """Puts large values into one element of the shard of the first member."""
+    for (name, tensors), value in zip(simulation.tensors.items(), values, strict=True):
+        tensors[0][0] = simulation.before[name][0][0] = value
+
+
+@pytest.mark.parametrize(
+    ("reply", "dtype", "values"),
+    [
+        (ReplyForm.AVERAGE, torch.float32, (3e38, 3e38, 1e38)),
+        (ReplyForm.DELTA, torch.float32, (3e38, 3e38, 1e38)),
+        (ReplyForm.DELTA, torch.float16, (6e4, 6e4, -6e4)),
+        (ReplyForm.DELTA, torch.float16, (-6e4, 6e4, 6e4)),
+    ],
+)
+def test_a_sum_that_overflows_is_neither_adopted_nor_an_innocent_reducers_offence(
+    reply: ReplyForm, dtype: torch.dtype, values: Sequence[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    simulation = Simulation(1, nodes(3), [(400,)], reply=reply, dtype=dtype)
+    overflowing(simulation, values)
+    virtual_time.run(simulation.run())
+    told = [record.getMessage() for record in caplog.records if "overflows" in record.getMessage()]
+    assert told
+    assert all(f"of part 0 of peer:1 overflows {str(dtype).removeprefix('torch.')}" in message for message in told)
+    for name, result in simulation.results.items():
+        assert all(dropped.code is DropCode.INTERNAL_ERROR for dropped in result.dropped)
+        assert bool(torch.isfinite(simulation.tensors[name][0]).all())
+    assert any(result.dropped or result.kept_local for result in simulation.results.values())
+    # The other shards are averaged.
+    for tensors in simulation.tensors.values():
+        tolerance = TOLERANCE[dtype]
+        torch.testing.assert_close(
+            tensors[0][200:].double(), simulation.mean()[0][200:], rtol=tolerance, atol=tolerance
+        )
 
 
 @pytest.mark.parametrize("seed", range(40))
