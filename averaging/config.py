@@ -101,7 +101,7 @@ class PeerConfig:
         min_group_size: it begins with so many when its leader's waiting time is over.
         group_bits: first group key, zeros and ones; empty puts all peers of the run under one key.
         matchmaking_time: seconds a peer waits in one declaration before it begins with those who are there.
-        timeout: seconds for a whole attempt, matchmaking and all-reduce; no attempt takes longer.
+        timeout: seconds for finding a group, and as many again for the all-reduce with it.
         part_timeout: seconds without any progress after which a member is given up in a round, at the latest: what is
             learned of each member makes it less (docs/reliability.md).
         min_part_timeout: but not less than this, unless part_timeout is.

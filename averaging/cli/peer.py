@@ -88,7 +88,7 @@ SECONDS = finite(above=0)
     "--matchmaking-time", default=5.0, type=SECONDS, metavar="SECONDS", help="How long a leader waits for a full group."
 )
 @click.option(
-    "--timeout", default=60.0, type=SECONDS, metavar="SECONDS", help="For a whole attempt: finding a group, averaging."
+    "--timeout", default=60.0, type=SECONDS, metavar="SECONDS", help="For finding a group, and again for averaging."
 )
 @click.option(
     "--part-timeout",
