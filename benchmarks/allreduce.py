@@ -154,7 +154,9 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=7, help="after the warm-up (7)")
     parser.add_argument("--hivemind", metavar="PYTHON", help="interpreter of an environment with hivemind, see above")
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks"), help="folder of the results")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/benchmarks"), help="folder of the results (runs/benchmarks)"
+    )
     options = parser.parse_args()
     if min(options.peers) < 2 or min(options.mib) < 1 or options.rounds < 1:
         parser.error("there must be at least 2 peers, 1 MiB and 1 round")

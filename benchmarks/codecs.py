@@ -133,7 +133,9 @@ def main() -> None:
     parser.add_argument("--codes", nargs="+", choices=names, default=names, help="which ones (all)")
     parser.add_argument("--mib", type=int, default=32, help="MiB of float32 to pack in one pass (32)")
     parser.add_argument("--passes", type=int, default=5, help="of which the best counts (5)")
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks"), help="folder of the results")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/benchmarks"), help="folder of the results (runs/benchmarks)"
+    )
     options = parser.parse_args()
     if options.mib < 4 or options.passes < 1:
         parser.error("there must be at least 4 MiB and 1 pass")

@@ -2,8 +2,8 @@
 
 `python -m benchmarks.convergence` trains a small byte-level transformer on the Python standard library's sources: once
 in one process with the joined batch, else in four processes that average over loopback gRPC. It writes the raw results
-and the curves into `docs/results/`, and the page `docs/results.md`. A case that is there already is not trained again,
-unless it is named: `--cases diloco-50,diloco-100`.
+and the curves into a folder, and beside it the page. A case that is there already is not trained again, unless it is
+named: `--cases diloco-50,diloco-100`. The recorded results are renewed with `--output docs/results`.
 """
 
 from __future__ import annotations
@@ -140,7 +140,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000, help="of a batch of each peer, in every case (1000)")
     parser.add_argument("--cases", help="names with commas between, trained again if they are there; all that lack")
-    parser.add_argument("--output", type=Path, default=Path("docs/results"), help="folder; the page is beside it")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("runs/benchmarks/convergence"),
+        help="folder; the page is beside it (runs/benchmarks/convergence)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the model and of the order of its text (0)")
     options = parser.parse_args()
     recipe = Recipe(steps=options.steps, seed=options.seed)

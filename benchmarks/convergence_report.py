@@ -72,7 +72,8 @@ def page(results: Mapping[str, Any], folder: Path) -> str:
     any_case = next(iter(cases.values()))
     parts = [
         "# What averaging costs in loss, and saves in bytes",
-        "This page is written by `python -m benchmarks.convergence`; do not edit it. The raw results are in "
+        f"This page is written by `python -m benchmarks.convergence --output {folder.as_posix()}`; do not edit it. "
+        "The raw results are in "
         f"[convergence.json]({folder.name}/convergence.json).",
         f"A byte-level transformer ({any_case['parameters']:,} parameters: {size['layers']} layers of width "
         f"{size['width']}, context {size['context']}) learns the sources of the Python standard library. "

@@ -147,7 +147,9 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=20, help="steps between two rounds (20)")
     parser.add_argument("--rounds", type=int, default=2, help="in a block (2)")
     parser.add_argument("--blocks", type=int, default=5, help="of each kind, after the warm-up (5)")
-    parser.add_argument("--output", type=Path, default=Path("runs/benchmarks"), help="folder of the results")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/benchmarks"), help="folder of the results (runs/benchmarks)"
+    )
     options = parser.parse_args()
     if min(options.width, options.rounds, options.blocks) < 1 or options.every <= TAIL:
         parser.error(f"everything must be at least 1, and --every more than {TAIL}")

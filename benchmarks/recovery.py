@@ -230,7 +230,9 @@ def main() -> None:
     parser.add_argument("--matchmaking-time", type=float, default=1.0, help="seconds, of both systems (1)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and victims (0)")
     parser.add_argument("--hivemind", metavar="PYTHON", help="interpreter of an environment with hivemind")
-    parser.add_argument("--output", type=Path, default=Path("runs/benchmarks"), help="folder of the results")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/benchmarks"), help="folder of the results (runs/benchmarks)"
+    )
     parser.add_argument("--worker", choices=["averaging", "hivemind"], help=argparse.SUPPRESS)
     parser.add_argument("--join", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()

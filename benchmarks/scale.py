@@ -86,7 +86,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20, help="of real peers in each pattern (20)")
     parser.add_argument("--turns", type=int, default=2, help="rounds of simulated peers (2)")
     parser.add_argument("--seconds", type=float, default=5.0, help="for which real peers are left idle (5)")
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks"), help="folder of the results")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/benchmarks"), help="folder of the results (runs/benchmarks)"
+    )
     options = parser.parse_args()
     if options.rounds < 1 or options.turns < 1 or min([2, *options.real]) < 2:
         parser.error("there must be at least 2 peers and 1 round")

@@ -247,7 +247,9 @@ def main() -> None:
     parser.add_argument(
         "--congestion", metavar="NAME", help="TCP's congestion control at the peers, as cubic or bbr (the machine's)"
     )
-    parser.add_argument("--output", type=Path, default=Path("runs/benchmarks"), help="folder of wan.json")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/benchmarks"), help="folder of wan.json (runs/benchmarks)"
+    )
     options = parser.parse_args()
     if options.rounds < 1 or min(options.mib or [1]) < 1:
         parser.error("there must be at least 1 MiB and 1 round")

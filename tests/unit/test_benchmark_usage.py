@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentParser
+from pathlib import Path
 
 import pytest
 
-from benchmarks import allreduce, gossip, recovery
+from benchmarks import allreduce, codecs, convergence, gossip, overlap, recovery, scale, wan
 
 
 @pytest.mark.parametrize(
@@ -40,3 +42,18 @@ def test_a_wrong_argument_is_told(
         benchmark.main()  # type: ignore[attr-defined]
     assert caught.value.code == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("benchmark", [allreduce, codecs, convergence, overlap, recovery, scale, wan])
+def test_recorded_results_are_overwritten_only_on_purpose(benchmark: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    class ParsedError(Exception):
+        pass
+
+    def parse(parser: ArgumentParser) -> None:
+        raise ParsedError(parser.get_default("output"))
+
+    monkeypatch.setattr(ArgumentParser, "parse_args", parse)
+    with pytest.raises(ParsedError) as caught:
+        benchmark.main()  # type: ignore[attr-defined]
+    (output,) = caught.value.args
+    assert Path("runs/benchmarks") in (output, *output.parents)
