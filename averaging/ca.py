@@ -26,6 +26,11 @@ from averaging.errors import ConfigError
 BACKDATED = datetime.timedelta(hours=1)
 """Certificates are valid from so long ago on: the clocks of machines differ."""
 
+_REMEDY = (
+    "put ca.pem and ca.key back as they were made together, or make another authority (averaging ca init --force), "
+    "of which then every peer needs ca.pem and a new certificate"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Issued:
@@ -96,9 +101,9 @@ def _load(authority: Issued) -> tuple[x509.Certificate, ec.EllipticCurvePrivateK
         certificate = x509.load_pem_x509_certificate(authority.certificate)
         key = load_pem_private_key(authority.key, None)
     except (ValueError, TypeError):
-        raise ConfigError("the authority's certificate or its key is unreadable") from None
+        raise ConfigError(f"the authority's certificate or its key is unreadable; {_REMEDY}") from None
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
-        raise ConfigError("the authority's key is not that of its certificate")
+        raise ConfigError(f"the authority's key is not that of its certificate; {_REMEDY}")
     return certificate, key
 
 

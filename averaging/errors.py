@@ -44,7 +44,7 @@ class TransportError(AveragingError):
     """
 
     def __init__(self, endpoint: str, reason: str) -> None:
-        super().__init__(f"{endpoint}: {reason}")
+        super().__init__(_of(endpoint, reason))
         self.endpoint = endpoint
         self.reason = reason
 
@@ -97,7 +97,7 @@ class NoSeedAnsweredError(DiscoveryError):
     """
 
     def __init__(self, reasons: Mapping[str, str], seconds: float) -> None:
-        told = "; ".join(f"{seed}: {reason}" for seed, reason in reasons.items())
+        told = "; ".join(_of(seed, reason) for seed, reason in reasons.items())
         super().__init__(
             f"none of the {len(reasons)} peers to join answered within {seconds:g} s ({told}). "
             "Check the addresses and that a peer of this run is up; without --join this peer starts a run of its own."
@@ -111,3 +111,8 @@ class StateError(AveragingError):
 
 class ClosedError(AveragingError):
     """The peer is not running: it was not entered with `async with`, or has been closed."""
+
+
+def _of(endpoint: str, reason: str) -> str:
+    """What became of a call, with the peer's endpoint once: its own words may begin with it."""
+    return reason if reason.startswith(f"{endpoint} ") else f"{endpoint}: {reason}"

@@ -166,7 +166,10 @@ def _read_authority(directory: Path) -> Issued:
             WRONG_USAGE,
         ) from None
     except OSError as error:
-        raise Failure(f"{error.filename} cannot be read: {error.strerror}", NOT_DONE) from None
+        raise Failure(
+            f"{error.filename} cannot be read: {error.strerror}; make it readable, or do this as the user who made it",
+            NOT_DONE,
+        ) from None
 
 
 def _in_url(host: str) -> str:

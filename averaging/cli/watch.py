@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from averaging.cli.failures import Stopped, failure_of, starting, write_line
+from averaging.cli.failures import Failure, Stopped, failure_of, starting, write_line
 from averaging.cli.options import address_to_dial
 from averaging.cli.security import credentials_of, security_options
 
@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from averaging.observe.book import Watched
 
 MAX_MESSAGE_BYTES = 16 << 20
+
+WITHOUT_REMEDY = frozenset(
+    {"connection refused", "unknown host", "no answer to the connection", "no route to the host", "network unreachable"}
+)
+"""Reasons of the transport that do not say themselves what to do."""
 
 
 @click.command("watch", context_settings={"max_content_width": 100})
@@ -63,9 +68,11 @@ def watch_command(address: str, last: int, rounds: int | None, as_json: bool, **
 
 
 async def _watch(address: str, credentials: Credentials, last: int, rounds: int | None, as_json: bool) -> None:
-    from averaging.errors import AveragingError
+    from averaging.errors import AveragingError, PeerUnreachableError
     from averaging.transport.grpc import GrpcTransport
 
+    if not as_json:
+        click.echo(f"watching the rounds of {address}: a line as each ends; Ctrl+C ends this", err=True)
     transport = GrpcTransport(None, max_message_bytes=MAX_MESSAGE_BYTES, credentials=credentials, given=[address])
     await transport.bind()
     told, warned = 0, False
@@ -79,6 +86,10 @@ async def _watch(address: str, credentials: Credentials, last: int, rounds: int 
                 told += 1
                 if told == rounds:
                     break
+    except PeerUnreachableError as error:
+        remedy = "; check the address, and that a peer is up there" if error.reason in WITHOUT_REMEDY else ""
+        failure = failure_of(error)
+        raise Failure(failure.message + remedy, failure.exit_code) from None
     except AveragingError as error:
         raise failure_of(error) from None
     finally:

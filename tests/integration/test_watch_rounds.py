@@ -138,4 +138,6 @@ def test_a_watcher_of_nobody(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "averaging", "watch", "127.0.0.1:1"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False)
     assert (result.returncode, result.stdout) == (1, "")
-    assert "127.0.0.1:1: connection refused" in result.stderr
+    told, error = result.stderr.splitlines()
+    assert told == "watching the rounds of 127.0.0.1:1: a line as each ends; Ctrl+C ends this"
+    assert error.endswith("127.0.0.1:1: connection refused; check the address, and that a peer is up there")

@@ -312,6 +312,7 @@ def test_seeds_that_all_fail_are_named_with_the_reasons_in_time() -> None:
             "other:1": "other:1 belongs to run 'another', not to 'run'",
             "frozen:1": "no answer",
         }
+        assert "dead:1: connection refused; other:1 belongs to run 'another', not to 'run'; " in str(caught.value)
         del swarm.hosts["a:1"]
         # What had been started is over: nobody asks any more.
         calls = swarm.network.calls["exchange"]

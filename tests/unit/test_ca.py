@@ -89,9 +89,12 @@ def test_what_is_no_host_is_refused(host: str) -> None:
 @pytest.mark.parametrize(
     ("authority", "words"),
     [
-        (Issued(b"", b""), "unreadable"),
-        (Issued(AUTHORITY.certificate, b"x"), "unreadable"),
-        (Issued(AUTHORITY.certificate, make_authority("x", NOW, 1).key), "is not that of its certificate"),
+        (Issued(b"", b""), "unreadable; put ca.pem and ca.key back"),
+        (Issued(AUTHORITY.certificate, b"x"), "unreadable; put ca.pem and ca.key back"),
+        (
+            Issued(AUTHORITY.certificate, make_authority("x", NOW, 1).key),
+            "is not that of its certificate; put ca.pem and ca.key back",
+        ),
     ],
 )
 def test_an_authority_that_is_none(authority: Issued, words: str) -> None:
