@@ -59,3 +59,24 @@ def test_a_constant_input_arrives_in_the_mean(code: CompressionType) -> None:
         feedback.sent(inputs, [part], [])
     once = (decode(encode(tensor, code)) - tensor).abs().max().item()
     assert (total / 50 - tensor).abs().max().item() <= max(once / 5, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("code", LOSSY)
+def test_residuals_are_not_lost_where_they_are_added_to_half_precision(
+    code: CompressionType, dtype: torch.dtype
+) -> None:
+    """A residual is a rounding error or less of what it is added to; that rounding comes back, too."""
+    generator = torch.Generator().manual_seed(0)
+    feedback = Feedback(describe(["w"], [torch.empty(300, dtype=dtype)], compression=code, part_size_bytes=4096))
+    put_in, sent = torch.zeros(300, dtype=torch.float64), torch.zeros(300, dtype=torch.float64)
+    for round_ in range(100):
+        tensor = torch.randn(300, generator=generator).to(dtype)
+        inputs = feedback.inputs([tensor])
+        assert inputs[0].dtype is dtype
+        first, second = Part(0, 0, 200), Part(0, 200, 300)
+        feedback.sent(inputs, [first, second], []) if round_ % 3 else feedback.sent(inputs, [first], [second])
+        sent[:200] += decode(encode(inputs[0][:200], code))
+        sent[200:] += decode(encode(inputs[0][200:], code)) if round_ % 3 else inputs[0][200:]
+        put_in += tensor
+    torch.testing.assert_close(sent + feedback.residuals[0], put_in, rtol=0, atol=1e-4)
