@@ -159,8 +159,7 @@ class GradientAveraging(Together):
             self._present[name] = False
 
     def _global_step(self, training: Training, together: tuple[str, ...]) -> None:
-        if self.max_norm is not None:
-            clip(self._means.values(), self.max_norm)
+        scale = None if self.max_norm is None else clip(self._means.values(), self.max_norm)
         lacking = {number for number, here in enumerate(self._present.values()) if not here}
         receipt: Receipt | None = None
         if together:
@@ -173,6 +172,7 @@ class GradientAveraging(Together):
                 overtaken=self._overtaken(training),
             )
             if not receipt.averaged:
+                self._unclip(scale)
                 return
             for member in receipt.members:
                 lacking &= _numbers(receipt.gathered[member], "lacking")
@@ -183,6 +183,12 @@ class GradientAveraging(Together):
             training.optimizer.step()
             self._advance(training, receipt, self._gathered)
             self._forget_gradients()
+
+    def _unclip(self, scale: torch.Tensor | None) -> None:
+        """The batch goes on, and it is the mean of all of it that is clipped."""
+        if scale is not None and scale > 0:
+            for mean in self._means.values():
+                mean.div_(scale.to(mean.device, mean.dtype))
 
     def state(self) -> Extras:
         """The history."""

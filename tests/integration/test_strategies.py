@@ -6,7 +6,7 @@ import copy
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 
 from averaging import CompressionType, DiLoCo, GradientAveraging, LocalSGD, Mode, Outcome, Receipt
 from averaging.errors import ConfigError, PeerUnreachableError, StateError, TensorError
+from averaging.strategies.history import Progress
 from averaging.strategies.retries import FIRST_PAUSE
 from tests.integration.training import PATIENCE, Run, backward, batch_of, equal, model_of, parameters_of
 
@@ -260,6 +261,35 @@ def test_clipping_bounds_what_is_averaged(start: Start) -> None:
     step(run, 0, 0, batch_size=4)
     moved = torch.cat([(a - b).flatten() for a, b in zip(run.parameters()[0], before, strict=True)])
     assert moved.norm() == pytest.approx(0.01, rel=1e-3)
+
+
+def test_what_is_gathered_after_a_failed_round_is_clipped_as_one_batch(start: Start) -> None:
+    run = start()
+    for _ in range(2):
+        run.add(GradientAveraging(8, max_norm=0.01), partial(torch.optim.SGD, lr=1.0), matchmaking_time=0.3)
+    run.meet()
+    step(run, 1, 1, batch_size=4)
+
+    def gathered(told: Mapping[str, bytes]) -> bool:
+        return any(one is not None and one.samples == 4 for one in map(Progress.unpack, told.values()))
+
+    assert gathered(run.averagers[0]._training.told_until(gathered, PATIENCE))
+    run.averagers[0]._training.forget()
+    step(run, 0, 2, batch_size=4)  # the batch is complete, but the other one does not come
+    assert run.averagers[0].last_receipt is not None
+    assert (run.averagers[0].last_receipt.outcome, run.averagers[0].status.samples) == (Outcome.NO_GROUP, 4.0)
+    run.averagers[1].close()
+    run.averagers[0]._training.forget()
+    step(run, 0, 3, batch_size=4)
+    assert run.averagers[0].global_step == 1
+
+    plain = model_of(0)
+    inputs, targets = (torch.cat(tensors) for tensors in zip(batch_of(2, 4), batch_of(3, 4), strict=True))
+    backward(plain, (inputs, targets))
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+    partial(torch.optim.SGD, lr=1.0)(plain.parameters()).step()
+    for ours, theirs in zip(run.parameters()[0], parameters_of(plain), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_buffers_are_averaged_along_and_counters_reach_newcomers(
