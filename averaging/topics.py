@@ -25,7 +25,8 @@ class Adopt(Enum):
     AVERAGE = "average"
     """They hold the average; parts whose reducer was lost keep their values."""
     WHOLE = "whole"
-    """They hold the average of all parts; if a single one is missing nothing is written, and the round has failed."""
+    """They hold the average of all parts, the same at all members whatever the peer's reply form; if a single one is
+    missing nothing is written, and the round has failed."""
     CHANGE = "change"
     """They hold the average minus what they held: 0 in parts whose reducer was lost."""
 
@@ -39,7 +40,7 @@ class Topic:
         schema: of the tensors; its `topic` names them, empty for the peer's own.
         adopt: what becomes of them.
         commits: whether the result is a new version of the state that others download.
-        feedback: what lossy codes lost so far; None if that is not kept.
+        feedback: what lossy codes lost so far; None if that is not kept, or stays in the tensors as with deltas.
         in_place: whether averages may be written as they arrive, see `PeerConfig`.
     """
 
@@ -97,20 +98,24 @@ def make_topic(
         ConfigError: there is no such `adopt` or `compression`.
         TensorError: a tensor that cannot be averaged.
     """
+    how = one_of(Adopt, adopt, "adopt")
+    # Deltas leave each member a little apart from the others.
+    reply = ReplyForm.AVERAGE if how is Adopt.WHOLE else config.reply
     schema = describe(
         tensors.names,
         tensors.tensors,
         compression=config.compression if compression is None else parse_compression(compression),
         part_size_bytes=config.part_size_bytes,
-        reply=config.reply,
+        reply=reply,
         topic=name,
         aggregation=parse_aggregation(config.aggregation),
     )
     return Topic(
         tensors,
         schema,
-        one_of(Adopt, adopt, "adopt"),
+        how,
         commits,
-        Feedback(schema) if error_feedback else None,
+        # A delta is relative to what was sent, so what a code has lost stays in the tensors themselves.
+        Feedback(schema) if error_feedback and reply is ReplyForm.AVERAGE else None,
         config.in_place if in_place is None else in_place,
     )

@@ -472,6 +472,18 @@ def test_int8_with_error_feedback_stays_close_to_the_exact_run(start: Start) -> 
     assert 0 < off < 0.02 * moved
 
 
+@pytest.mark.parametrize("strategy", [partial(GradientAveraging, 8), partial(DiLoCo, 1)], ids=["gradients", "DiLoCo"])
+def test_equal_histories_mean_equal_parameters_whatever_reducers_answer(
+    start: Start, strategy: Callable[..., GradientAveraging | DiLoCo]
+) -> None:
+    run = start()
+    for _ in range(2):
+        run.add(strategy(compression="int8"), SGD, reply="delta")
+    run.meet()
+    run.each(lambda number: gather_until(run, number, 4))
+    assert equal(*run.parameters())
+
+
 def test_a_run_goes_on_from_a_checkpoint(start: Start, tmp_path: Any) -> None:
     adam = partial(torch.optim.AdamW, lr=0.01)
     run = start()

@@ -215,6 +215,22 @@ def test_so_may_what_becomes_of_a_topic_and_how_it_travels() -> None:
         make_topic(config, tensors, adopt="add")
 
 
+def test_where_all_must_hold_the_same_nobody_is_answered_with_deltas() -> None:
+    config, tensors = PeerConfig(run_id="run", reply=ReplyForm.DELTA), SharedTensors([torch.ones(2)])
+    replies = {how: make_topic(config, tensors, adopt=how).schema.reply for how in Adopt}
+    assert replies == {
+        Adopt.AVERAGE: ReplyForm.DELTA,
+        Adopt.WHOLE: ReplyForm.AVERAGE,
+        Adopt.CHANGE: ReplyForm.DELTA,
+    }
+
+
+def test_what_a_delta_leaves_in_the_tensors_is_not_kept_once_more() -> None:
+    config, tensors = PeerConfig(run_id="run", reply=ReplyForm.DELTA), SharedTensors([torch.ones(2)])
+    kept = {how: make_topic(config, tensors, adopt=how, error_feedback=True).feedback is not None for how in Adopt}
+    assert kept == {Adopt.AVERAGE: False, Adopt.WHOLE: True, Adopt.CHANGE: False}
+
+
 def test_compressions_have_short_names_too() -> None:
     assert parse_compression("FP16") is CompressionType.FLOAT16
     assert parse_compression("bf16") is CompressionType.BFLOAT16
