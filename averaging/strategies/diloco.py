@@ -92,6 +92,7 @@ class DiLoCo(Together):
         self._make_outer = outer
         self._fragments: list[_Fragment] = []
         self._pending: Future[Receipt] | None = None
+        self._begun = History()  # where the pending round began
         self._loaded = False  # the anchors are those of a state, local steps may have been made from there
         self._discarded = False  # the local steps since the last global step are in others' result already
 
@@ -170,6 +171,7 @@ class DiLoCo(Together):
         if not together:
             self._step(training, fragment, None)
             return
+        self._begun = self.history
         self._pending = training.begin(
             fragment.topic,
             phase=self.history.phase,
@@ -186,6 +188,8 @@ class DiLoCo(Together):
         finally:
             if pending.done():  # a KeyboardInterrupt ends the wait, not the round
                 self._pending = None
+        if self.history != self._begun:
+            return  # a checkpoint has been loaded meanwhile, and the result is of other parameters
         if receipt.averaged:
             self._step(training, self._next_fragment, receipt)
         else:
@@ -241,6 +245,7 @@ class DiLoCo(Together):
                 for name, anchor in anchors.items():
                     fragment.anchors[name].copy_(anchor)
         self.history, self._turns.steps, self._loaded = history, since, True
+        self._discarded = False
 
 
 class _Fragment:
