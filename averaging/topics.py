@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -50,6 +50,15 @@ class Topic:
     commits: bool = True
     feedback: Feedback | None = None
     in_place: bool = False
+
+    def sending_exactly(self, names: Collection[str]) -> Topic:
+        """The same topic where the tensors of these names are not compressed. Nothing has been sent in it yet."""
+        specs = (
+            replace(spec, compression=CompressionType.NONE) if spec.name in names else spec
+            for spec in self.schema.tensors
+        )
+        schema = replace(self.schema, tensors=tuple(specs))
+        return replace(self, schema=schema, feedback=None if self.feedback is None else Feedback(schema))
 
     def at(self, phase: str) -> Schema:
         """The schema of one phase: peers in different phases do not meet."""

@@ -27,8 +27,10 @@ class LocalSGD(Strategy):
         every: local steps between two rounds, at least 1.
         statistics: whether the optimizer's statistics (momentum, second moments) are averaged along; else they stay
             each peer's own. Peers meet when all have the same ones: a parameter without a gradient so far has none.
+            They are never compressed: what a code makes of a small second moment, the optimizer divides by.
         overlap: whether training goes on during the round. The change, the average minus what was sent, is added to the
-            parameters when it is there; the training thread only copies.
+            parameters when it is there; the training thread only copies. Of a second moment so much of it is added as
+            would be left by now.
         compression: see `Strategy`.
         error_feedback: see `Strategy`.
         max_norm: of the gradients of each step, see `Strategy`.
@@ -54,7 +56,9 @@ class LocalSGD(Strategy):
         self._topic: Topic | None = None
         self._averaged: list[torch.Tensor] = []
         self._sent: list[torch.Tensor] = []
+        self._before: dict[int, torch.Tensor] = {}  # what was sent of second moments, by their place in _averaged
         self._pending: Future[Receipt] | None = None
+        self._replaced = False  # the parameters have been loaded since the pending round began
 
     @property
     def every(self) -> int:
@@ -92,6 +96,12 @@ class LocalSGD(Strategy):
             with torch.no_grad():
                 for buffer, tensor in zip(self._sent, self._averaged, strict=True):
                     buffer.copy_(tensor)
+            self._before = {
+                place: self._sent[place].clone()
+                for place in range(len(training.tensors), len(self._sent))
+                if bool((self._sent[place] >= 0).all())
+            }
+            self._replaced = False
             self._pending = training.begin(topic)
         else:
             self._note(training, training.average(topic))
@@ -102,8 +112,9 @@ class LocalSGD(Strategy):
         return Extras({}, {"since": self._turns.steps})
 
     def load(self, tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None:
-        """Takes over how far it was."""
+        """Takes over how far it was; a change that is on its way is of other parameters, and not added."""
         self._turns.steps = count_in(user, "since")
+        self._replaced = True
 
     def finish(self, training: Training) -> None:
         """Waits for the change that is on its way."""
@@ -121,6 +132,7 @@ class LocalSGD(Strategy):
         else:
             # Training waits for the round, so nobody looks at the tensors while some are averaged and some are not.
             self._topic = training.topic("", tensors, commits=True, in_place=True, **options)
+        self._topic = self._topic.sending_exactly(tensors.keys() - training.tensors.keys())
         return self._topic
 
     def _settle_anew(self, training: Training, topic: Topic) -> Topic:
@@ -139,8 +151,21 @@ class LocalSGD(Strategy):
         self._pending = None
         receipt = training.receipt_of(pending)
         self._note(training, receipt)
-        if not receipt.averaged:
+        if not receipt.averaged or self._replaced:
             return
         with training.replacing(), torch.no_grad():
-            for tensor, change in zip(self._averaged, self._sent, strict=True):
-                tensor.add_(change.to(tensor.device))
+            for place, (tensor, change) in enumerate(zip(self._averaged, self._sent, strict=True)):
+                if place in self._before:
+                    _add_to_moment(tensor, change.to(tensor.device), self._before[place].to(tensor.device))
+                else:
+                    tensor.add_(change.to(tensor.device))
+
+
+def _add_to_moment(moment: torch.Tensor, change: torch.Tensor, before: torch.Tensor) -> None:
+    """Adds a late change to a second moment so that it stays at least 0.
+
+    A moment that was `before` has decayed since, and the change would have decayed with it: no more than
+    `moment / before` of it is left, since squares of gradients only add to it.
+    """
+    left = torch.where(before > moment, moment / before, 1.0)
+    moment.add_(change * left).clamp_(min=0)

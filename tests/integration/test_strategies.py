@@ -525,6 +525,38 @@ def test_a_schedule_goes_on_from_a_checkpoint(start: Start, tmp_path: Any) -> No
     assert restarted.param_groups[0]["lr"] == pytest.approx(0.0005)
 
 
+@pytest.mark.parametrize("strategy", [partial(LocalSGD, 2, overlap=True), partial(DiLoCo, 2, delay=1)])
+def test_a_result_that_comes_after_a_checkpoint_was_loaded_is_not_put_on_top(
+    start: Start, strategy: Callable[[], LocalSGD | DiLoCo]
+) -> None:
+    run = start()
+    for _ in range(2):
+        run.add(strategy(), partial(torch.optim.SGD, lr=1.0), torch.nn.Linear(1, 1, bias=False))
+    run.meet()
+    opt, model = run.averagers[0], run.models[0]
+
+    def together(number: int) -> None:
+        for _ in range(2):
+            pushed(run, number, float(number))
+        run.averagers[number].strategy.finish(run.averagers[number]._training)
+
+    run.each(together)
+    saved, weights = copy.deepcopy(opt.state_dict()), copy.deepcopy(model.state_dict())
+    run.each(together)
+    for _ in range(2):
+        pushed(run, 0, 5.0)  # the round has begun
+    opt.load_state_dict(saved)
+    model.load_state_dict(weights)
+    for _ in range(2):
+        pushed(run, 1, 7.0)
+    steps_before = opt.global_step
+    opt.strategy.finish(opt._training)
+    assert opt.last_receipt is not None
+    assert opt.last_receipt.averaged
+    assert opt.global_step == steps_before
+    assert torch.equal(parameters_of(model)[0], weights["weight"])
+
+
 def test_a_checkpoint_of_another_strategy_is_refused_and_changes_nothing(start: Start) -> None:
     run = start()
     opt = run.add(DiLoCo(3), SGD)
@@ -621,6 +653,56 @@ def test_the_optimizers_statistics_are_averaged_if_asked(start: Start) -> None:
         for name in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(first[place][name], second[place][name])
     assert equal(*run.parameters())
+
+
+def pushed(run: Run, number: int, gradient: float) -> None:
+    """One step of a peer whose model is one tensor, with that gradient everywhere."""
+    (weight,) = run.models[number].parameters()
+    weight.grad = torch.full_like(weight, gradient)
+    run.averagers[number].step()
+
+
+def test_a_second_moment_stays_positive_when_a_change_comes_late(start: Start) -> None:
+    run = start()
+    adam = partial(torch.optim.Adam, lr=0.01, betas=(0.9, 0.95))
+    for _ in range(2):
+        run.add(LocalSGD(2, overlap=True, statistics=True), adam, torch.nn.Linear(3, 1, bias=False))
+    run.meet()
+    for gradient in [10.0] * 2 + [0.0] * 20:  # the second of these begins the round, and does not wait for the other
+        pushed(run, 0, gradient)
+    for _ in range(2):
+        pushed(run, 1, 1e-3)
+    for opt in run.averagers:
+        opt.strategy.finish(opt._training)
+        assert opt.last_receipt is not None
+        assert opt.last_receipt.averaged
+    (state,) = run.averagers[0].state_dict()["state"].values()
+    # What 20 steps without a gradient leave of the mean of both.
+    mean = (0.05 + 0.05 * 0.95) * (100 + 1e-6) / 2
+    torch.testing.assert_close(state["exp_avg_sq"], torch.full((1, 3), mean * 0.95**20))
+
+
+def test_statistics_are_not_compressed(start: Start) -> None:
+    """A code with one scale for large and small ones makes 0 of a small second moment, by which Adam divides."""
+    run = start()
+    for _ in range(2):
+        torch.manual_seed(0)
+        strategy = LocalSGD(2, statistics=True, compression="int8", error_feedback=True)
+        run.add(strategy, partial(torch.optim.Adam, lr=0.01, betas=(0.9, 0.95)), torch.nn.Embedding(6, 4))
+    run.meet()
+
+    def train(number: int) -> None:
+        for turn in range(40):  # some rows are seen by one of them alone, and not any more
+            run.models[number].zero_grad()
+            rows = torch.tensor([number, 2, 3] if turn < 2 else [2, 3])
+            loss: torch.Tensor = run.models[number](rows).pow(2).sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+            run.averagers[number].step()
+
+    before = run.parameters()[0][0]
+    run.each(train)
+    for (after,) in run.parameters():
+        assert (after - before).abs().max() < 0.6
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -1,0 +1,43 @@
+"""What a late average does to second moments."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from averaging.strategies.local_sgd import _add_to_moment
+
+
+@given(
+    before=st.floats(0, 1e6, width=32),
+    other=st.floats(0, 1e6, width=32),
+    gradients=st.lists(st.floats(-1e3, 1e3, width=32), max_size=8),
+    decay=st.floats(0, 1),
+)
+def test_a_second_moment_is_at_least_0_and_at_most_what_the_whole_change_makes_of_it(
+    before: float, other: float, gradients: list[float], decay: float
+) -> None:
+    sent = torch.tensor([before])
+    moment = sent.clone()
+    for gradient in gradients:
+        moment = decay * moment + (1 - decay) * gradient**2
+    change = (sent + other) / 2 - sent
+    result = moment.clone()
+    _add_to_moment(result, change, sent)
+    assert result >= 0
+    assert min(moment, moment + change) <= result + 1e-3
+    assert result <= max(moment, moment + change) + 1e-3
+
+
+def test_a_second_moment_that_has_only_decayed_is_the_mean_decayed() -> None:
+    sent = torch.tensor([4.0, 1.0, 0.0])
+    moment = 0.25 * sent
+    _add_to_moment(moment, torch.tensor([-3.0, 2.0, 0.0]), sent)
+    assert moment.tolist() == [0.25, 0.75, 0.0]
+
+
+def test_a_sum_of_squares_gets_the_whole_change() -> None:
+    sent, total = torch.tensor([4.0, 0.0]), torch.tensor([5.0, 1.0])
+    _add_to_moment(total, torch.tensor([-3.0, 2.0]), sent)
+    assert total.tolist() == [2.0, 3.0]
