@@ -291,10 +291,8 @@ class _Fragment:
             for name, parameter in self.parameters.items():
                 self.anchors[name].grad = None
                 result = self.anchors[name].to(parameter.device, parameter.dtype)
-                if alpha:
-                    parameter.mul_(alpha).add_(result, alpha=1 - alpha)
-                else:
-                    parameter.copy_(result)
+                # Where both are equal, so is the mixture, to the bit: what nobody trains has no pseudo-gradient.
+                parameter.lerp_(result, 1 - alpha)
 
     @torch.no_grad()
     def local_steps(self) -> dict[str, torch.Tensor]:

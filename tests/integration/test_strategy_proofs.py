@@ -124,6 +124,19 @@ def test_streaming_diloco_is_the_papers(start: Callable[[], Run]) -> None:
     assert not equal(run.parameters()[0], run.parameters()[1])
 
 
+def test_what_nobody_trains_stays_where_it_is_when_results_are_mixed_in(start: Callable[[], Run]) -> None:
+    """A rounding error would be a pseudo-gradient, of which an outer optimizer such as Adam makes a full step."""
+    run = start()
+    for _ in range(2):
+        model = model_of(0)
+        model.register_parameter("idle", torch.nn.Parameter(torch.linspace(-1, 1, 101)))
+        run.add(DiLoCo(2, outer=partial(torch.optim.Adam, lr=0.01), delay=1, alpha=0.6), PlainSGD, model)
+    run.meet()
+    train_apart(run, 24)
+    for model in run.models:
+        assert torch.equal(model.get_parameter("idle"), torch.linspace(-1, 1, 101))
+
+
 class Logged(GradientAveraging):
     """Notes which batches went into which global step."""
 
