@@ -23,12 +23,25 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload([*FORKED.values(), "torch._dynamo"])  # which an optimizer imports
 
 
+class End:
+    """An end of a pipe that travels with the request for a process, so that none stays here if that dies at once.
+
+    A `DupFd` made before would be a copy that waits here to be fetched, and keeps whoever reads from the pipe waiting.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _same, (DupFd(self._number),)
+
+
 class ForkedProcess:
     """As far as it is used here, what `subprocess.Popen` is, for `python -m module arguments…`."""
 
     def __init__(self, module: str, *arguments: str, env: Mapping[str, str] | None) -> None:
         (stdin, to_stdin), (from_stdout, stdout), (from_stderr, stderr) = os.pipe(), os.pipe(), os.pipe()
-        ends = [DupFd(end) for end in (stdin, stdout, stderr)]
+        ends = [End(end) for end in (stdin, stdout, stderr)]
         self._process = _CONTEXT.Process(target=_run, args=(ends, module, arguments, dict(env or os.environ)))
         self._process.start()
         for end in (stdin, stdout, stderr):
@@ -57,6 +70,10 @@ class ForkedProcess:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+def _same(end: Any) -> Any:
+    return end
 
 
 def _run(ends: list[Any], module: str, arguments: tuple[str, ...], env: dict[str, str]) -> None:

@@ -66,6 +66,8 @@ class JsonProcess:
         code = self._process.wait(timeout)
         for reader in self._readers:
             reader.join(timeout)
+            # To close a pipe that a thread reads would wait for that without end.
+            assert not reader.is_alive(), f"it has ended, and another process holds its output open; {self._told()}"
         while not self._events.empty():
             if (event := self._events.get_nowait()) is not None:
                 self.seen.append(event)
