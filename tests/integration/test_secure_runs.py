@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -120,7 +121,9 @@ def test_three_processes_average_and_strangers_get_nothing(directory: Path, star
     (directory / "wrong").write_text("0123456789abcdef0123456789abcdef\n")
     (directory / "wrong").chmod(0o600)
     common = ("--run-id", "demo", "--group-size", "3", "--min-group-size", "3", "--matchmaking-time", "20")
-    first = start("peer", "a.safetensors", *common, *files_of("a"), "--output", "a-mean.safetensors")
+    # It serves: it is there for as long as the strangers take, and looks on until the others come.
+    serving = (*common, "--serve", "--rounds", "1")
+    first = start("peer", "a.safetensors", *serving, *files_of("a"), "--output", "a-mean.safetensors")
     endpoint = first.expect("ready")["endpoint"]
 
     foreign = [word.replace("ca/", "foreign/") for word in files_of("a")]
@@ -148,6 +151,8 @@ def test_three_processes_average_and_strangers_get_nothing(directory: Path, star
         start("peer", "c.safetensors", *common, "--join", endpoint, *files_of("c"), "--output", "c-mean.safetensors"),
         start("peer", "b.safetensors", *common, "--join", endpoint, *files_of("b"), "--client-mode"),
     ]
+    first.expect("serving")
+    first.signal(signal.SIGTERM)
     for process in (first, *others):
         assert process.wait() == 0, process.stderr
         assert process.stderr == ""
