@@ -148,3 +148,10 @@ def all_expect(processes: Sequence[JsonProcess], event: str, timeout: float = DE
 def averaging_process(*arguments: str) -> JsonProcess:
     """`averaging …` with --json."""
     return JsonProcess("python", "-m", "averaging", *arguments, "--json")
+
+
+def averaging_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """`averaging …`, which tells no JSON, to its end. Not from several threads: all processes are of one list."""
+    with JsonProcess("python", "-m", "averaging", *arguments) as process:
+        code = process.wait()
+        return subprocess.CompletedProcess(process.arguments, code, "".join(process.other_lines), process.stderr)

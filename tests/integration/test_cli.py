@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from tests.integration.processes import DEADLINE, JsonProcess, averaging_process
+from tests.integration.processes import DEADLINE, JsonProcess, averaging_command, averaging_process
 
 Start = Callable[..., JsonProcess]
 PAIR = ("--run-id", "demo", "--group-size", "2")
@@ -63,8 +63,7 @@ def out(path: Path) -> Path:
 
 def command(*arguments: str | Path | float) -> subprocess.CompletedProcess[str]:
     """Runs `averaging …` to its end."""
-    line = [sys.executable, "-m", "averaging", *map(str, arguments)]
-    return subprocess.run(line, capture_output=True, text=True, timeout=DEADLINE, check=False)
+    return averaging_command(*map(str, arguments))
 
 
 def test_two_peers_average_their_files(start: Start, files: list[Path]) -> None:
@@ -269,8 +268,7 @@ def test_a_donor_that_goes_silent(tmp_path: Path) -> None:
 
 
 def test_lines_for_people(start: Start, files: list[Path]) -> None:
-    first = start("peer", files[0], *PAIR)
-    join = first.expect("ready")["join"]
+    join = start("peer", files[0], *PAIR, "--serve").expect("ready")["join"]
     result = command("peer", files[1], *PAIR, "--join", join, "--output", out(files[1]))
     assert (result.returncode, result.stderr) == (0, "")
     lines = result.stdout.splitlines()
@@ -282,8 +280,7 @@ def test_lines_for_people(start: Start, files: list[Path]) -> None:
 
 
 def test_a_terminal_shows_progress(start: Start, files: list[Path]) -> None:
-    first = start("peer", files[0], *PAIR)
-    join = first.expect("ready")["join"]
+    join = start("peer", files[0], *PAIR, "--serve").expect("ready")["join"]
     master, slave = pty.openpty()
     with subprocess.Popen(
         [sys.executable, "-m", "averaging", "peer", str(files[1]), *PAIR, "--join", join, "-v"],
@@ -306,8 +303,7 @@ def test_a_terminal_shows_progress(start: Start, files: list[Path]) -> None:
 
 @pytest.mark.parametrize("odd", [{"TERM": "dumb"}, {"TERM": "xterm", "PYTHONIOENCODING": "latin-1"}], ids=str)
 def test_a_terminal_of_few_means_shows_what_is_waited_for(start: Start, files: list[Path], odd: dict[str, str]) -> None:
-    first = start("peer", files[0], *PAIR)
-    join = first.expect("ready")["join"]
+    join = start("peer", files[0], *PAIR, "--serve").expect("ready")["join"]
     master, slave = pty.openpty()
     line = [sys.executable, "-m", "averaging", "peer", str(files[1]), *PAIR, "--join", join]
     with subprocess.Popen(line, stdout=slave, stderr=slave, env=os.environ | odd) as process:

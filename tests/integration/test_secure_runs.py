@@ -9,7 +9,6 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from averaging import DecentralizedAverager, LocalSGD
 from averaging.errors import NoSeedAnsweredError
-from tests.integration.processes import DEADLINE, JsonProcess, averaging_process
+from tests.integration.processes import DEADLINE, JsonProcess, averaging_command, averaging_process
 
 ROOT = Path(__file__).parents[2]
 GRPCURL = str(Path(sysconfig.get_path("scripts")) / "grpcurl")
@@ -68,11 +67,6 @@ def start() -> Iterator[Start]:
         yield lambda *arguments: stack.enter_context(averaging_process(*arguments))
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "averaging", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False)
-
-
 def joining(endpoint: str, words: list[str]) -> list[str]:
     """A command with the endpoint of a running peer in the place of the example's."""
     return [word.replace("127.0.0.1:4222", endpoint) for word in words]
@@ -100,7 +94,7 @@ def test_the_commands_of_the_security_page_work(directory: Path, start: Start, m
     (_, *peer), (_, *download) = (commands(block)[0] for block in (serve, state))
     serving = start("peer", "../a.safetensors", *peer[2:])
     endpoint = serving.expect("ready")["endpoint"]
-    result = run(*joining(endpoint, download))
+    result = averaging_command(*joining(endpoint, download))
     assert result.returncode == 0, result.stderr
     assert load_file(page / "now.safetensors")["w"].tolist() == [1.0] * 1000
     script = grpcurl.replace("a.example.org:4222", endpoint).replace("grpcurl ", f"{shlex.quote(GRPCURL)} ")
@@ -114,10 +108,10 @@ def test_the_commands_of_the_security_page_work(directory: Path, start: Start, m
 
 
 def test_three_processes_average_and_strangers_get_nothing(directory: Path, start: Start) -> None:
-    assert run("ca", "issue", "c", "--host", "127.0.0.1").returncode == 0
-    assert run("ca", "issue", "elsewhere", "--host", "198.51.100.7").returncode == 0
+    assert averaging_command("ca", "issue", "c", "--host", "127.0.0.1").returncode == 0
+    assert averaging_command("ca", "issue", "elsewhere", "--host", "198.51.100.7").returncode == 0
     for arguments in (["init"], ["issue", "a", "--host", "127.0.0.1"]):
-        assert run("ca", *arguments, "--directory", "foreign").returncode == 0
+        assert averaging_command("ca", *arguments, "--directory", "foreign").returncode == 0
     (directory / "wrong").write_text("0123456789abcdef0123456789abcdef\n")
     (directory / "wrong").chmod(0o600)
     common = ("--run-id", "demo", "--group-size", "3", "--min-group-size", "3", "--matchmaking-time", "20")
@@ -137,12 +131,11 @@ def test_three_processes_average_and_strangers_get_nothing(directory: Path, star
     ]
     state = ("state", endpoint, "--output", "stolen.safetensors")
     peer = ("peer", "b.safetensors", *common, "--join", endpoint, "--join-timeout", "1")
-    with ThreadPoolExecutor(4) as pool:
-        tried = [(pool.submit(run, *command, *options), told) for options, told in cases for command in (state, peer)]
-        for future, told in tried:
-            assert future.result().returncode == 1
-            assert told in future.result().stderr
-    result = run("peer", "b.safetensors", *common, "--join", endpoint, *files_of("elsewhere"))
+    strangers = [(start(*command, *options), told) for options, told in cases for command in (state, peer)]
+    for process, told in strangers:
+        assert process.wait() == 1
+        assert told in process.stderr
+    result = averaging_command("peer", "b.safetensors", *common, "--join", endpoint, *files_of("elsewhere"))
     assert result.returncode == 2
     assert "stands for 198.51.100.7, and others are to reach this peer at 127.0.0.1" in result.stderr
     assert not (directory / "stolen.safetensors").exists()
@@ -202,7 +195,7 @@ def test_averagers_take_the_same_options(directory: Path) -> None:
             **options,  # type: ignore[arg-type]
         )
 
-    assert run("ca", "issue", "c", "--host", "127.0.0.1").returncode == 0
+    assert averaging_command("ca", "issue", "c", "--host", "127.0.0.1").returncode == 0
     with averager("a", [], token_file="token") as first:
         with pytest.raises(NoSeedAnsweredError, match="give token_file"):
             averager("c", [first.endpoint])
