@@ -47,8 +47,8 @@ class JsonProcess:
     def stderr(self) -> str:
         return "".join(self._errors)
 
-    def expect(self, event: str, timeout: float = DEADLINE) -> dict[str, Any]:
-        """The next event of that name; others before it are passed over (they stay in `seen`)."""
+    def expect(self, event: str | None, timeout: float = DEADLINE) -> dict[str, Any]:
+        """The next event of that name, None for without one; others before are passed over (they stay in `seen`)."""
         deadline = time.monotonic() + timeout
         while True:
             try:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import signal
 import subprocess
-import sys
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from averaging.errors import CallRefusedError
 from averaging.observe import book
 from averaging.observe.journal import loads, read
 from tests.integration.grpc_fakes import RECEIPT, FakePeer, client, serving
-from tests.integration.processes import DEADLINE, JsonProcess, all_expect, averaging_process
+from tests.integration.processes import DEADLINE, JsonProcess, averaging_command, averaging_process
 
 
 @pytest.mark.asyncio
@@ -67,8 +66,7 @@ async def test_a_slow_watcher_is_told_what_it_missed() -> None:
 
 
 def explain(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "averaging", "explain", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False)
+    return averaging_command("explain", *map(str, arguments))
 
 
 def test_peers_write_receipts_that_explain_tells(tmp_path: Path) -> None:
@@ -90,7 +88,9 @@ def test_peers_write_receipts_that_explain_tells(tmp_path: Path) -> None:
         ):
             rounds = [second.expect("round") for _ in range(2)]
             assert second.wait() == 0
-            all_expect([first], "serving")
+            first.expect("serving")
+            for _ in range(2):
+                watching.expect(None)
             first.signal(signal.SIGINT)
             assert first.wait() == 0
             assert watching.wait() == 0
@@ -135,8 +135,7 @@ def test_an_averager_writes_receipts_too(tmp_path: Path) -> None:
 
 
 def test_a_watcher_of_nobody(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "averaging", "watch", "127.0.0.1:1"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False)
+    result = averaging_command("watch", "127.0.0.1:1")
     assert (result.returncode, result.stdout) == (1, "")
     told, error = result.stderr.splitlines()
     assert told == "watching the rounds of 127.0.0.1:1: a line as each ends; Ctrl+C ends this"
