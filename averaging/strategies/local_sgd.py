@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -56,6 +56,7 @@ class LocalSGD(Strategy):
         self._topic: Topic | None = None
         self._averaged: list[torch.Tensor] = []
         self._sent: list[torch.Tensor] = []
+        self._kinds: dict[str, list[int]] = {}  # places in _averaged of each kind of statistics
         self._before: dict[int, torch.Tensor] = {}  # what was sent of second moments, by their place in _averaged
         self._pending: Future[Receipt] | None = None
         self._replaced = False  # the parameters have been loaded since the pending round began
@@ -96,11 +97,7 @@ class LocalSGD(Strategy):
             with torch.no_grad():
                 for buffer, tensor in zip(self._sent, self._averaged, strict=True):
                     buffer.copy_(tensor)
-            self._before = {
-                place: self._sent[place].clone()
-                for place in range(len(training.tensors), len(self._sent))
-                if bool((self._sent[place] >= 0).all())
-            }
+            self._before = {place: self._sent[place].clone() for place in _moments(self._kinds, self._sent)}
             self._replaced = False
             self._pending = training.begin(topic)
         else:
@@ -123,6 +120,10 @@ class LocalSGD(Strategy):
 
     def _settle(self, training: Training, tensors: dict[str, torch.Tensor]) -> Topic:
         self._averaged = list(tensors.values())
+        self._kinds = {}
+        for place, name in enumerate(tensors):
+            if name not in training.tensors:
+                self._kinds.setdefault(name.partition("/")[0], []).append(place)
         options: dict[str, Any] = {"compression": self.compression, "error_feedback": self.error_feedback}
         if self.overlap:
             # Under the run's own key: those who do not overlap, and auxiliaries, average with those who do.
@@ -159,6 +160,15 @@ class LocalSGD(Strategy):
                     _add_to_moment(tensor, change.to(tensor.device), self._before[place].to(tensor.device))
                 else:
                     tensor.add_(change.to(tensor.device))
+
+
+def _moments(kinds: Mapping[str, Sequence[int]], sent: Sequence[torch.Tensor]) -> list[int]:
+    """Places of second moments: of the kinds of statistics of which nothing is below 0 in any parameter's.
+
+    A single parameter's momentum may well be above 0, all of it.
+    """
+    found = [places for places in kinds.values() if all(bool((sent[place] >= 0).all()) for place in places)]
+    return [place for places in found for place in places]
 
 
 def _add_to_moment(moment: torch.Tensor, change: torch.Tensor, before: torch.Tensor) -> None:

@@ -133,8 +133,8 @@ def test_what_nobody_trains_stays_where_it_is_when_results_are_mixed_in(start: C
         run.add(DiLoCo(2, outer=partial(torch.optim.Adam, lr=0.01), delay=1, alpha=0.6), PlainSGD, model)
     run.meet()
     train_apart(run, 24)
-    for model in run.models:
-        assert torch.equal(model.get_parameter("idle"), torch.linspace(-1, 1, 101))
+    for trained in run.models:
+        assert torch.equal(trained.get_parameter("idle"), torch.linspace(-1, 1, 101))
 
 
 class Logged(GradientAveraging):

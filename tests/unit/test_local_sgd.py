@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.strategies.local_sgd import _add_to_moment
+from averaging.strategies.local_sgd import _add_to_moment, _moments
 
 
 @given(
@@ -41,3 +41,8 @@ def test_a_sum_of_squares_gets_the_whole_change() -> None:
     sent, total = torch.tensor([4.0, 0.0]), torch.tensor([5.0, 1.0])
     _add_to_moment(total, torch.tensor([-3.0, 2.0]), sent)
     assert total.tolist() == [2.0, 3.0]
+
+
+def test_a_momentum_that_is_above_0_in_one_parameter_is_no_second_moment() -> None:
+    sent = [torch.ones(2), torch.tensor([-1.0, 2.0]), torch.tensor([1.0, 4.0]), torch.tensor(3.0), torch.tensor(9.0)]
+    assert _moments({"exp_avg": [1, 3], "exp_avg_sq": [2, 4]}, sent) == [2, 4]
