@@ -35,6 +35,31 @@ async def test_headers_that_are_too_large_are_refused() -> None:
 
 
 @pytest.mark.asyncio
+async def test_what_grpc_itself_compressed_is_not_unpacked() -> None:
+    async with serving(FakePeer()) as (_, endpoint), grpc.aio.insecure_channel(endpoint) as channel:
+        call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(methods.GET_SCHEMA.path)
+        await call(b"")
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await call(bytes(4096), compression=grpc.Compression.Gzip)
+    assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_neither_side_unpacks() -> None:
+    for told in (options.server_options(1 << 20), options.channel_options(1 << 20)):
+        assert dict(told)["grpc.compression_enabled_algorithms_bitset"] == 1
+
+
+@pytest.mark.asyncio
+async def test_a_request_longer_than_its_method_needs_is_refused() -> None:
+    request = b"\xfa\x7f" + bytes([0x80, 0x80, 0x10]) + bytes(1 << 18)  # a field that nobody knows
+    async with serving(FakePeer()) as (_, endpoint), grpc.aio.insecure_channel(endpoint) as channel:
+        call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(methods.GET_SCHEMA.path)
+        with pytest.raises(grpc.aio.AioRpcError, match="at most 65536 are taken") as raised:
+            await call(request)
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.asyncio
 async def test_a_connection_carries_so_many_calls_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "MAX_STREAMS", 4)
     peer = FakePeer()

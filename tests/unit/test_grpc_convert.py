@@ -223,3 +223,79 @@ def test_an_unknown_outcome() -> None:
 def test_an_impossible_schema(schema: status_pb2.Schema, words: str) -> None:
     with pytest.raises(ProtocolViolationError, match=words):
         decode_schema(schema.SerializeToString())
+
+
+MANY = 1 << 20
+TENSOR = runtime_pb2.Tensor(size=[1] * MANY)
+
+
+@pytest.mark.parametrize(
+    ("method", "raw"),
+    [
+        (methods.PUSH, b"\x12\0" * MANY),
+        (methods.EXCHANGE, b"\x22\0" * (MANY // 4)),
+        (methods.SUBSCRIBE, b"\x22\0" * (MANY // 4)),
+        (methods.AGGREGATE_PART, averaging_pb2.AveragingData(tensor_part=TENSOR).SerializeToString()),
+    ],
+    ids=["rumours", "digest", "subscription", "dimensions"],
+)
+def test_what_a_request_repeats_is_counted_before_it_is_taken(method: Method[Any, Any], raw: bytes) -> None:
+    with pytest.raises(ProtocolViolationError, match=r"a message with \d+ .*; at most \d+ are taken"):
+        method.read_request(raw)
+
+
+@pytest.mark.parametrize(
+    ("method", "raw"),
+    [
+        (methods.JOIN_GROUP, b"\x22\0" * MANY),
+        (methods.JOIN_GROUP, b"\x2a\0" * MANY),
+        (methods.AGGREGATE_PART, averaging_pb2.AveragingData(tensor_part=TENSOR).SerializeToString()),
+        (methods.DOWNLOAD_STATE, averaging_pb2.DownloadData(tensor_part=TENSOR).SerializeToString()),
+        (methods.EXCHANGE, b"\x0a\0" * MANY),
+        (methods.EXCHANGE, gossip_pb2.ExchangeReply(wanted=[1] * (MANY // 8)).SerializeToString()),
+        (methods.PUSH, b"\x0a\0" * (MANY // 2)),
+        (methods.SUBSCRIBE, b"\x0a\0" * MANY),
+        (methods.LIST_RECORDS, b"\x0a\0" * MANY),
+        (
+            methods.GET_SCHEMA,
+            b"\x22\x07average" + b"\x12\0" * MANY,
+        ),
+    ],
+)
+def test_what_a_reply_repeats_is_counted_before_it_is_taken(method: Method[Any, Any], raw: bytes) -> None:
+    with pytest.raises(ProtocolViolationError, match=r"a message with \d+ .*; at most \d+ are taken"):
+        method.read_reply(raw)
+
+
+@pytest.mark.parametrize("method", [method for method in METHODS if method.max_request_bytes is not None])
+def test_requests_are_no_longer_than_they_can_be(method: Method[Any, Any]) -> None:
+    # Of a field that nobody knows: what is read of it does not count.
+    raw = b"\xfa\x7f" + bytes([0x80, 0x80, 0x80, 0x03]) + bytes(6 << 20)
+    with pytest.raises(ProtocolViolationError, match=r"a message of \d+ bytes in .*; at most \d+ are taken"):
+        method.read_request(raw)
+
+
+def test_the_largest_of_discovery_fit() -> None:
+    record = Record(
+        key="k" * 256,
+        subkey="s" * 256,
+        value=bytes(1024),
+        version=2**63 - 1,
+        expiration=1.0,
+        withdrawn=True,
+        owner=bytes(32),
+        signature=bytes(64 + 4096),
+        claimed=2**63 - 1,
+    )
+    request = ("r" * 128, (Rumour(record, 2**64 - 1, 2**64 - 1),) * 1024)
+    assert methods.PUSH.read_request(methods.PUSH.encode_request(request)) == request
+    refusals = (Refusal("k" * 256, "s" * 256, "r" * 256),) * 1024
+    assert methods.PUSH.read_reply(methods.PUSH.encode_reply(refusals)) == refusals
+    reply = ExchangeReply((record,) * 128, (2**64 - 1,) * (1 << 15))
+    assert methods.EXCHANGE.read_reply(methods.EXCHANGE.encode_reply(reply)) == reply
+    assert methods.SUBSCRIBE.read_reply(methods.SUBSCRIBE.encode_reply((record,) * 1024)) == (record,) * 1024
+    digest = Digest("r" * 128, "e" * 256, 2**64 - 1, ((2**64 - 1, 2**63 - 1),) * (1 << 15), True)
+    for method in (methods.EXCHANGE, methods.SUBSCRIBE):
+        assert method.read_request(method.encode_request(digest)) == digest
+    request_to_join = JoinRequest("e" * 300, bytes(32), 1.0, bytes(64 << 10), True)
+    assert methods.JOIN_GROUP.read_request(methods.JOIN_GROUP.encode_request(request_to_join)) == request_to_join

@@ -28,7 +28,7 @@ async def call_unary(channels: Channels, endpoint: str, method: Method[Request, 
         start: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = line.channel.unary_unary(method.path)
         with calling(endpoint):
             raw = await line.watch(start(method.encode_request(request), metadata=channels.metadata))
-        return read_reply(endpoint, method.decode_reply, raw)
+        return read_reply(endpoint, method.read_reply, raw)
 
 
 async def call_stream(
@@ -45,7 +45,7 @@ async def call_stream(
         replies = aiter(call)
         try:
             while (raw := await _next(endpoint, call, replies)) is not None:
-                yield read_reply(endpoint, method.decode_reply, raw)
+                yield read_reply(endpoint, method.read_reply, raw)
         finally:
             call.cancel()
             await _close(replies)
@@ -62,7 +62,7 @@ async def call_both_ways(
         upload = _Upload(call, method.encode_request, messages)
         try:
             while (raw := await _next(endpoint, call, replies)) is not None:
-                yield read_reply(endpoint, method.decode_reply, raw)
+                yield read_reply(endpoint, method.read_reply, raw)
         except PeerUnreachableError:
             if upload.failure is not None:
                 raise upload.failure from None

@@ -6,6 +6,7 @@ Only this module and `convert_status` know the generated classes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeAlias, TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -26,6 +27,7 @@ from averaging.messages import (
     WireTensor,
 )
 from averaging.transport.grpc import bulk
+from averaging.transport.grpc.counts import MAX_DIMENSIONS, MAX_MEMBERS, MAX_RECORDS, MAX_RUMOURS, few
 from averaging.wire import averaging_pb2, gossip_pb2, runtime_pb2
 
 M = TypeVar("M", bound=Message)
@@ -107,8 +109,8 @@ def decode_message_from_leader(raw: bytes) -> MessageFromLeader:
         _code(wire.code),
         wire.group_id,
         wire.suggested_leader,
-        tuple(wire.ordered_group_endpoints),
-        tuple(wire.gathered),
+        tuple(few(wire.ordered_group_endpoints, MAX_MEMBERS, "members")),
+        tuple(few(wire.gathered, MAX_MEMBERS, "members")),
     )
 
 
@@ -171,7 +173,7 @@ def _tensor_from_wire(wire: runtime_pb2.Tensor, buffer: Buffer) -> WireTensor:
         raise ProtocolViolationError(f"a tensor in {wire.chunks} chunks")
     return WireTensor(
         buffer=buffer,
-        size=tuple(wire.size),
+        size=tuple(few(wire.size, MAX_DIMENSIONS, "dimensions")),
         dtype=wire.dtype,
         compression=wire.compression,
         chunks=wire.chunks,
@@ -196,7 +198,7 @@ def encode_digest(digest: Digest) -> bytes:
 def decode_digest(raw: bytes) -> Digest:
     """Digest."""
     wire = parse(gossip_pb2.Digest(), raw)
-    entries = tuple((entry.id, entry.version) for entry in wire.entries)
+    entries = tuple((entry.id, entry.version) for entry in few(wire.entries, MAX_RECORDS, "entries"))
     return Digest(wire.run_id, wire.endpoint, wire.state_hash, entries, wire.complete)
 
 
@@ -209,7 +211,8 @@ def encode_exchange_reply(reply: ExchangeReply) -> bytes:
 def decode_exchange_reply(raw: bytes) -> ExchangeReply:
     """ExchangeReply."""
     wire = parse(gossip_pb2.ExchangeReply(), raw)
-    return ExchangeReply(tuple(map(_record_from_wire, wire.records)), tuple(wire.wanted), wire.differs)
+    wanted = tuple(few(wire.wanted, MAX_RECORDS, "ids"))
+    return ExchangeReply(_records_from_wire(wire.records), wanted, wire.differs)
 
 
 def encode_rumours(request: tuple[str, tuple[Rumour, ...]]) -> bytes:
@@ -229,7 +232,7 @@ def encode_rumours(request: tuple[str, tuple[Rumour, ...]]) -> bytes:
 def decode_rumours(raw: bytes) -> tuple[str, tuple[Rumour, ...]]:
     """Rumours: (run id, rumours)."""
     wire = parse(gossip_pb2.Rumours(), raw)
-    if not all(rumour.HasField("record") for rumour in wire.rumours):
+    if not all(rumour.HasField("record") for rumour in few(wire.rumours, MAX_RUMOURS, "rumours")):
         raise ProtocolViolationError("a rumour without a record")
     rumours = (
         Rumour(_record_from_wire(rumour.record), rumour.range_start, rumour.range_end) for rumour in wire.rumours
@@ -246,7 +249,7 @@ def encode_refusals(refusals: tuple[Refusal, ...]) -> bytes:
 def decode_refusals(raw: bytes) -> tuple[Refusal, ...]:
     """PushReply."""
     wire = parse(gossip_pb2.PushReply(), raw)
-    return tuple(Refusal(one.key, one.subkey, one.reason) for one in wire.refused)
+    return tuple(Refusal(one.key, one.subkey, one.reason) for one in few(wire.refused, MAX_RUMOURS, "refusals"))
 
 
 def encode_records(records: tuple[Record, ...]) -> bytes:
@@ -256,7 +259,7 @@ def encode_records(records: tuple[Record, ...]) -> bytes:
 
 def decode_records(raw: bytes) -> tuple[Record, ...]:
     """Records."""
-    return tuple(map(_record_from_wire, parse(gossip_pb2.Records(), raw).records))
+    return _records_from_wire(parse(gossip_pb2.Records(), raw).records)
 
 
 def encode_key(key: str) -> bytes:
@@ -281,6 +284,10 @@ def _record_to_wire(record: Record) -> gossip_pb2.Record:
         signature=record.signature,
         claimed=record.claimed,
     )
+
+
+def _records_from_wire(wires: Sequence[gossip_pb2.Record]) -> tuple[Record, ...]:
+    return tuple(map(_record_from_wire, few(wires, MAX_RECORDS, "records")))
 
 
 def _record_from_wire(wire: gossip_pb2.Record) -> Record:

@@ -10,6 +10,7 @@ from averaging.observe.status import PeerStatus
 from averaging.schema import DTYPES, ReplyForm, Schema, TensorSpec
 from averaging.transport.grpc.convert import parse
 from averaging.transport.grpc.convert_receipts import receipt_from_wire, receipt_to_wire
+from averaging.transport.grpc.counts import MAX_DIMENSIONS, MAX_TENSORS, few
 from averaging.wire import status_pb2
 
 _PHASES = frozenset(Phase)
@@ -104,7 +105,13 @@ def decode_schema(raw: bytes) -> Schema:
         aggregation = parse_aggregation(wire.aggregation) if wire.aggregation else MEAN
     except ConfigError:
         raise ProtocolViolationError(f"a schema with the unknown aggregation {wire.aggregation!r}") from None
-    schema = Schema(tuple(map(_spec_from_wire, wire.tensors)), wire.part_size_bytes, reply, wire.topic, aggregation)
+    schema = Schema(
+        tuple(map(_spec_from_wire, few(wire.tensors, MAX_TENSORS, "tensors"))),
+        wire.part_size_bytes,
+        reply,
+        wire.topic,
+        aggregation,
+    )
     if wire.schema_hash != schema.hash:
         raise ProtocolViolationError("a schema that does not match its own hash; that peer runs other software")
     return schema
@@ -119,4 +126,4 @@ def _spec_from_wire(wire: status_pb2.TensorSpec) -> TensorSpec:
         raise ProtocolViolationError(
             f"a schema in which tensor {wire.name!r} has the unknown compression {wire.compression!r}"
         ) from None
-    return TensorSpec(wire.name, wire.dtype, tuple(wire.shape), compression)
+    return TensorSpec(wire.name, wire.dtype, tuple(few(wire.shape, MAX_DIMENSIONS, "dimensions")), compression)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from averaging.transport.grpc import convert, convert_receipts, convert_status
+from averaging.transport.grpc import convert, convert_receipts, convert_status, counts
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
@@ -22,7 +22,12 @@ STATUS = "averaging.v1.Status"
 
 @dataclass(frozen=True, slots=True)
 class Method(Generic[Request, Reply]):
-    """One method of a service."""
+    """One method of a service.
+
+    Attributes:
+        max_request_bytes: a longer request is refused before it is decoded; None is as long as messages may be.
+        max_reply_bytes: likewise.
+    """
 
     service: str
     name: str
@@ -30,6 +35,24 @@ class Method(Generic[Request, Reply]):
     decode_request: Callable[[bytes], Request]
     encode_reply: Callable[[Reply], bytes]
     decode_reply: Callable[[bytes], Reply]
+    max_request_bytes: int | None = counts.SMALL_BYTES
+    max_reply_bytes: int | None = None
+
+    def read_request(self, raw: bytes) -> Request:
+        """Decodes a request of another peer's.
+
+        Raises:
+            ProtocolViolationError: it is too long, or malformed.
+        """
+        return self.decode_request(counts.short(raw, self.max_request_bytes, self.path))
+
+    def read_reply(self, raw: bytes) -> Reply:
+        """Decodes a reply of another peer's.
+
+        Raises:
+            ProtocolViolationError: it is too long, or malformed.
+        """
+        return self.decode_reply(counts.short(raw, self.max_reply_bytes, self.path))
 
     @property
     def path(self) -> str:
@@ -44,6 +67,7 @@ JOIN_GROUP = Method(
     convert.decode_join_request,
     convert.encode_message_from_leader,
     convert.decode_message_from_leader,
+    max_request_bytes=counts.JOIN_BYTES,
 )
 AGGREGATE_PART = Method(
     AVERAGING,
@@ -52,6 +76,7 @@ AGGREGATE_PART = Method(
     convert.decode_averaging_data,
     convert.encode_averaging_data,
     convert.decode_averaging_data,
+    max_request_bytes=None,
 )
 DOWNLOAD_STATE = Method(
     AVERAGING,
@@ -68,6 +93,8 @@ EXCHANGE = Method(
     convert.decode_digest,
     convert.encode_exchange_reply,
     convert.decode_exchange_reply,
+    max_request_bytes=counts.DIGEST_BYTES,
+    max_reply_bytes=counts.RECORDS_BYTES,
 )
 PUSH = Method(
     GOSSIP,
@@ -76,6 +103,8 @@ PUSH = Method(
     convert.decode_rumours,
     convert.encode_refusals,
     convert.decode_refusals,
+    max_request_bytes=counts.RECORDS_BYTES,
+    max_reply_bytes=counts.REFUSALS_BYTES,
 )
 SUBSCRIBE = Method(
     GOSSIP,
@@ -84,6 +113,8 @@ SUBSCRIBE = Method(
     convert.decode_digest,
     convert.encode_records,
     convert.decode_records,
+    max_request_bytes=counts.DIGEST_BYTES,
+    max_reply_bytes=counts.RECORDS_BYTES,
 )
 LIST_RECORDS = Method(
     GOSSIP,

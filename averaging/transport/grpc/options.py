@@ -40,6 +40,9 @@ MAX_CALLS_PER_HOST = 1024
 WRITE_SECONDS, WRITE_BYTES_PER_SECOND = 60.0, 16 << 10
 """A caller that takes no message in this time, or takes it more slowly, is given up."""
 
+UNCOMPRESSED = 1
+"""Of the ways in which gRPC itself could compress whole messages: none. Tensors have codecs of their own."""
+
 Options = list[tuple[str, int]]
 
 
@@ -76,6 +79,8 @@ def _common(max_message_bytes: int) -> Options:
     return [
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
+        # Else 34 KiB of gzip, which gRPC unpacks by itself, would become 34 MiB here, as often as somebody likes.
+        ("grpc.compression_enabled_algorithms_bitset", UNCOMPRESSED),
         # Up to the first they pass, above the second they do not, and between the two chance decides.
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),

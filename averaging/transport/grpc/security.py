@@ -140,10 +140,10 @@ class Callers:
         """
         claim = _CLAIMS.get(method) if self._authenticated else None
         if claim is None:
-            return method.decode_request
+            return method.read_request
 
         def decode(raw: bytes) -> Request:
-            request = method.decode_request(raw)
+            request = method.read_request(raw)
             check_claim(claim(request), certified_hosts(context))
             return request
 
