@@ -7,7 +7,8 @@ import os
 import re
 import secrets
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -188,12 +189,13 @@ def _write(directory: Path, name: str, made: Issued, *, force: bool) -> tuple[Pa
     """
     certificate, key = _paths(directory, name)
     present = [str(path) for path in (certificate, key) if path.exists() or path.is_symlink()]
+    another = "directory" if name == AUTHORITY else "name"
     if present and not force:
-        another = "directory" if name == AUTHORITY else "name"
         raise Failure(f"{' and '.join(present)} exist; give --force to replace, or another {another}", WRONG_USAGE)
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _replace({key: (made.key, SECRET_MODE), certificate: (made.certificate, PUBLIC_MODE)})
+        with nullcontext() if force else _taken(key, another):
+            _replace({key: (made.key, SECRET_MODE), certificate: (made.certificate, PUBLIC_MODE)})
     except OSError as error:
         raise Failure(
             f"{error.filename or directory} cannot be written: {error.strerror}; nothing was replaced. Make room "
@@ -201,6 +203,26 @@ def _write(directory: Path, name: str, made: Issued, *, force: bool) -> tuple[Pa
             NOT_DONE,
         ) from None
     return certificate, key
+
+
+@contextmanager
+def _taken(path: Path, another: str) -> Iterator[None]:
+    """Takes the place of a file that is about to be written, so that of two commands at once only one goes on.
+
+    Raises:
+        Failure: the other one was first.
+    """
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, SECRET_MODE))
+    except FileExistsError:
+        raise Failure(
+            f"another command has just made {path}; give --force to replace it, or another {another}", WRONG_USAGE
+        ) from None
+    try:
+        yield
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
 
 
 def _replace(contents: Mapping[Path, tuple[bytes, int]]) -> None:

@@ -139,6 +139,17 @@ def test_nothing_is_replaced_without_force(directory: Path) -> None:
         read(directory)
 
 
+def test_who_comes_between_the_look_and_the_writing_is_not_overwritten(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "exists", lambda _: False)  # the look was before the other wrote
+    before = (directory / "a.key").read_bytes()
+    result = ca("issue", "a", "--host", "x")
+    assert result.exit_code == 2
+    assert "another command has just made" in result.stderr
+    assert (directory / "a.key").read_bytes() == before
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
