@@ -291,8 +291,11 @@ class _Fragment:
             for name, parameter in self.parameters.items():
                 self.anchors[name].grad = None
                 result = self.anchors[name].to(parameter.device, parameter.dtype)
-                # Where both are equal, so is the mixture, to the bit: what nobody trains has no pseudo-gradient.
-                parameter.lerp_(result, 1 - alpha)
+                if alpha:
+                    # Where both are equal, so is the mixture, to the bit: what nobody trains has no pseudo-gradient.
+                    parameter.lerp_(result, 1 - alpha)
+                else:
+                    parameter.copy_(result)  # also over infinity and NaN, of which no mixture gets rid
 
     @torch.no_grad()
     def local_steps(self) -> dict[str, torch.Tensor]:

@@ -1,0 +1,30 @@
+"""What a global step makes of the model."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+import pytest
+import torch
+
+from averaging.strategies.diloco import _Fragment
+
+
+def fragment(parameter: torch.Tensor, anchor: list[float], change: list[float]) -> _Fragment:
+    anchors = {"w": torch.nn.Parameter(torch.tensor(anchor))}
+    outer = torch.optim.SGD(anchors.values(), lr=0.5)
+    return _Fragment(0, {"w": parameter}, anchors, {"w": torch.tensor(change)}, cast(Any, None), outer)
+
+
+@pytest.mark.parametrize(("alpha", "expected"), [(0.0, [3.0, 6.0]), (0.25, [3.25, 5.5]), (1.0, [4.0, 4.0])])
+def test_the_model_is_mixed_with_the_result(alpha: float, expected: list[float]) -> None:
+    parameter = torch.tensor([4.0, 4.0])
+    fragment(parameter, anchor=[4.0, 4.0], change=[2.0, -4.0]).step(alpha)
+    assert parameter.tolist() == expected
+
+
+def test_a_model_that_went_astray_meanwhile_is_back_at_the_result_where_nothing_is_mixed() -> None:
+    parameter = torch.tensor([math.nan, math.inf])
+    fragment(parameter, anchor=[4.0, 4.0], change=[2.0, -4.0]).step(0.0)
+    assert parameter.tolist() == [3.0, 6.0]
