@@ -34,6 +34,8 @@ def check(file: Path, output: Path | None, given: dict[str, Any]) -> None:
             raise click.UsageError("--client-mode needs --join: nobody could ever reach this peer otherwise.")
     if given["auxiliary"] and output:
         raise click.UsageError("--auxiliary takes no result, so there is nothing to write; leave --output out.")
+    if given["overwrite"] and not output:
+        raise click.UsageError("--overwrite is about --output, and nothing is to be written; add --output FILE.")
     if given["min_group_size"] > given["group_size"]:
         raise click.UsageError(
             f"--min-group-size {given['min_group_size']} is above --group-size {given['group_size']}: "
@@ -41,7 +43,7 @@ def check(file: Path, output: Path | None, given: dict[str, Any]) -> None:
         )
     if given["receipts"] is not None:
         _check_receipts(given["receipts"])
-    if output and not given.get("overwrite") and output.exists() and file.exists() and output.samefile(file):
+    if output and not given["overwrite"] and output.exists() and file.exists() and output.samefile(file):
         raise click.UsageError("--output is FILE itself; give --overwrite to replace it, or another name.")
 
 

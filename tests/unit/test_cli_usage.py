@@ -50,6 +50,7 @@ WRONG_VALUES = [
     (["--run-id", "é" * 65], "--run-id", "it may have 128 bytes"),
     (["--rounds", "0"], "--rounds", "x>=1"),
     (["--group-size", "1"], "--group-size", "x>=2"),
+    (["--overwrite"], "--overwrite", "add --output FILE"),
     (["--group-size", "3", "--min-group-size", "4"], "--min-group-size", "above --group-size"),
     (["--min-group-size", "1"], "--min-group-size", "x>=2"),
     (["--group-bits", "012"], "--group-bits", "zeros and ones"),
