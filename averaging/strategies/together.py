@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from time import monotonic
 from typing import Any
 
 from averaging.errors import RoundError, StateError
-from averaging.messages import CompressionType
 from averaging.observe.receipts import Receipt
 from averaging.strategies.base import Strategy
 from averaging.strategies.history import History, Others, Progress, look_around
@@ -36,15 +36,9 @@ class Together(Strategy):
     _partners: frozenset[str] = frozenset()
     _missing: Mapping[str, bytes] = {}  # who did not come to the last round, or was lost in it, and what it told then
 
-    def __init__(
-        self,
-        *,
-        compression: CompressionType | str | None = None,
-        error_feedback: bool = False,
-        max_norm: float | None = None,
-    ) -> None:
-        super().__init__(compression=compression, error_feedback=error_feedback, max_norm=max_norm)
-        self._retries = Retries()
+    @cached_property
+    def _retries(self) -> Retries:
+        return Retries()
 
     @property
     def global_step(self) -> int:
