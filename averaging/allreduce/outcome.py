@@ -65,7 +65,7 @@ class Outcome:
     Args:
         endpoint: the member.
         parts_of: what each member reduces, by name.
-        ahead: see `stragglers.Lag`.
+        reach: of this member's own shard, see `pace.reach`.
         alike: whether all members get the same averages, so that these are worth a digest.
         adopt: tried with each as it comes; None keeps all until the end.
 
@@ -81,7 +81,7 @@ class Outcome:
         endpoint: str,
         parts_of: Mapping[str, Sequence[Part]],
         *,
-        ahead: int,
+        reach: Sequence[int],
         alike: bool,
         adopt: Adopting | None = None,
     ) -> None:
@@ -90,7 +90,7 @@ class Outcome:
         self._sends = group.members[group.index(endpoint)].sends
         own = parts_of[endpoint]
         senders = [member.endpoint for member in group.members if own and member.sends and member.endpoint != endpoint]
-        self._lag = Lag(senders, len(own), ahead)
+        self._lag = Lag(senders, reach)
         self.arrived: set[Part] = set()
         self.averaged = False
         self._adopt = adopt

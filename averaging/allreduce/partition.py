@@ -103,6 +103,12 @@ def partition(schema: Schema, shares: Sequence[float]) -> list[list[Part]]:
     return result
 
 
+def packed_sizes(schema: Schema, parts: Sequence[Part]) -> list[int]:
+    """Bytes of each part's values on the wire, in round numbers."""
+    per_element = [bytes_per_element(spec.compression, spec.torch_dtype) for spec in schema.tensors]
+    return [int(part.numel * per_element[part.tensor]) for part in parts]
+
+
 def _bandwidths(members: Sequence[Member]) -> list[float]:
     """Of the reducing members, the unknown ones filled in, scaled to below 1; all 0 if nobody told one.
 

@@ -15,6 +15,7 @@ import torch
 
 from averaging.allreduce.losses import ANSWERS, code_of
 from averaging.allreduce.outcome import Outcome
+from averaging.allreduce.pace import Pace
 from averaging.allreduce.partition import Part
 from averaging.allreduce.robust import reducer_for
 from averaging.allreduce.watch import Overdue, Watch
@@ -30,11 +31,6 @@ from averaging.tensors import all_finite
 
 logger = logging.getLogger("averaging.allreduce")
 
-READ_AHEAD = 8
-"""Parts of one sender that may be in a reducer's hands before it has taken the reply to the first of them.
-
-This bounds what a round holds beyond the tensors; the sender is held back by the transport's flow control."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Delivered:
@@ -48,8 +44,10 @@ class _Delivered:
 class _Sender:
     """One sender's stream."""
 
+    pace: Pace
+    """How far its parts are read ahead of the replies it has taken. This bounds what a round holds beyond the tensors,
+    however much it sends: the transport's flow control holds it back then."""
     replies: asyncio.Queue[AveragingData] = field(default_factory=asyncio.Queue)
-    room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(READ_AHEAD))
     opened: bool = False
     done: asyncio.Event = field(default_factory=asyncio.Event)
     delivered: dict[int, _Delivered] = field(default_factory=dict)  # its parts that await their average
@@ -70,6 +68,7 @@ class Reducing:
         tensors: flat CPU tensors, one per tensor of the schema; read, never written.
         outcome: where averages, bytes and losses are noted.
         watch: keeps the deadlines; a sender that lets one pass is given up.
+        reach: how many of its parts are read of a sender that has been answered so many, see `pace.reach`.
     """
 
     def __init__(
@@ -82,6 +81,7 @@ class Reducing:
         outcome: Outcome,
         *,
         watch: Watch,
+        reach: Sequence[int],
         non_finite: NonFinite,
     ) -> None:
         self._me = me
@@ -91,7 +91,7 @@ class Reducing:
         self._outcome = outcome
         self._watch = watch
         self._non_finite = non_finite
-        self._senders = {member.endpoint: _Sender() for member in senders}
+        self._senders = {member.endpoint: _Sender(Pace(reach)) for member in senders}
         weights = {member.endpoint: member.weight for member in senders}
         self._reducer = reducer_for(schema.aggregation, [part.numel for part in parts], weights)
         self._over = False
@@ -162,7 +162,7 @@ class Reducing:
                 self._watch.begin(name, Phase.TAKING, untaken)
                 yield reply
                 self._watch.end(name, Phase.TAKING)
-                sender.room.release()
+                sender.pace.answered()
         finally:
             # The verdict first: gRPC may cancel a call once more while it waits below.
             if handed_over == len(self._parts):
@@ -181,7 +181,7 @@ class Reducing:
         overdue = self._overdue(name, Phase.PART, "sent nothing")
         try:
             for number in range(len(self._parts)):
-                await sender.room.acquire()
+                await sender.pace.wait(number)
                 if number and not sender.done.is_set():
                     self._watch.begin(name, Phase.PART, overdue)
                     message = await anext(messages, None)

@@ -12,8 +12,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 import torch
 
 from averaging.allreduce.outcome import Adopting, Outcome, RoundResult
-from averaging.allreduce.partition import Part, partition, shares
-from averaging.allreduce.reducing import READ_AHEAD, Reducing
+from averaging.allreduce.pace import bytes_ahead, reach
+from averaging.allreduce.partition import Part, packed_sizes, partition, shares
+from averaging.allreduce.reducing import Reducing
 from averaging.allreduce.sending import Sending
 from averaging.allreduce.watch import Watch
 from averaging.compression import bytes_per_element
@@ -61,15 +62,17 @@ class AllReduce:
         parts_of = dict(zip(group.endpoints, partition(schema, shares(group.members)), strict=True))
         own = parts_of[endpoint]
         self._reducers = {name: parts for name, parts in parts_of.items() if me.sends and parts and name != endpoint}
+        ahead = bytes_ahead(schema.part_size_bytes, sum(map(bool, parts_of.values())) - 1)
+        own_reach = reach(packed_sizes(schema, own), ahead)
         alike = schema.reply is ReplyForm.AVERAGE
-        self._outcome = Outcome(group, endpoint, parts_of, ahead=max(1, READ_AHEAD - 1), alike=alike, adopt=adopt)
+        self._outcome = Outcome(group, endpoint, parts_of, reach=own_reach, alike=alike, adopt=adopt)
         senders = [member for member in group.members if own and member.sends and member is not me]
         self._watch = Watch(deadlines, size_class(_packed(schema), len(group.members)), len(senders))
         self._sending = Sending(
-            endpoint, schema, tensors, transport, self._outcome, watch=self._watch, non_finite=non_finite
+            endpoint, schema, tensors, transport, self._outcome, watch=self._watch, ahead=ahead, non_finite=non_finite
         )
         self._reducing = Reducing(
-            me, senders, own, schema, tensors, self._outcome, watch=self._watch, non_finite=non_finite
+            me, senders, own, schema, tensors, self._outcome, watch=self._watch, reach=own_reach, non_finite=non_finite
         )
 
     async def run(self, deadline: float) -> RoundResult:

@@ -11,7 +11,8 @@ import torch
 
 from averaging.allreduce.losses import ANSWERS, code_of
 from averaging.allreduce.outcome import Outcome
-from averaging.allreduce.partition import Part
+from averaging.allreduce.pace import PATIENCE_SECONDS, Pace, reach
+from averaging.allreduce.partition import Part, packed_sizes
 from averaging.allreduce.silence import Silence
 from averaging.allreduce.watch import Watch
 from averaging.compression import decode, encode
@@ -34,6 +35,7 @@ class Sending:
         tensors: flat CPU tensors, one per tensor of the schema; read, never written.
         outcome: where averages, bytes and losses are noted.
         watch: keeps the deadlines.
+        ahead: see `pace.bytes_ahead`.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Sending:
         outcome: Outcome,
         *,
         watch: Watch,
+        ahead: int,
         non_finite: NonFinite,
     ) -> None:
         self._endpoint = endpoint
@@ -53,11 +56,13 @@ class Sending:
         self._transport = transport
         self._outcome = outcome
         self._watch = watch
+        self._ahead = ahead
         self._non_finite = non_finite
 
     async def send_to(self, name: str, parts: Sequence[Part]) -> Dropped | None:
         """Sends `name` its parts and collects their averages, until all are in or it is lost; why it was, if so."""
         received = 0
+        pace = Pace(reach(packed_sizes(self._schema, parts), self._ahead), PATIENCE_SECONDS)
         answer = MessageCode.AVERAGED_PART
 
         def done() -> str:
@@ -65,7 +70,7 @@ class Sending:
 
         try:
             async with asyncio.timeout(None) as limit, Silence(name, self._transport, self._watch, limit) as silence:
-                outgoing = self._messages(name, parts, silence.progress)
+                outgoing = self._messages(name, parts, pace, silence.progress)
                 async with aclosing(self._transport.aggregate_part(name, outgoing)) as replies:
                     # Read on after the last reply, to the end of the stream: closing it early would look like a loss.
                     async for reply in replies:
@@ -74,6 +79,7 @@ class Sending:
                         answer = reply.code
                         self._read(name, parts[received], reply)
                         received += 1
+                        pace.answered()
                         silence.progress()
             lost = Dropped(name, f"ended its stream after {done()}", DropCode.CONNECTION_LOST)
         except TimeoutError:
@@ -89,10 +95,11 @@ class Sending:
         return lost
 
     async def _messages(
-        self, name: str, parts: Sequence[Part], progress: Callable[[], None]
+        self, name: str, parts: Sequence[Part], pace: Pace, progress: Callable[[], None]
     ) -> AsyncGenerator[AveragingData, None]:
         """One stream to a reducer; only its first message says who sends what."""
         for number, part in enumerate(parts):
+            await pace.wait(number)
             progress()
             values = self._tensors[part.tensor][part.start : part.stop]
             wire = encode(values, self._schema.tensors[part.tensor].compression)

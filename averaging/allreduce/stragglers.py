@@ -6,7 +6,7 @@ together even if one of them sets the pace for all. What tells is how long every
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from averaging.observe.receipts import Straggler
 
@@ -22,16 +22,16 @@ class Lag:
 
     Args:
         senders: by name.
-        parts: of the shard; each sender delivers all of them in order.
-        ahead: a sender that is so many parts ahead of another is far ahead of it.
+        reach: how far a sender of the shard may get while another one has delivered so many parts, see `pace.reach`.
+            Each delivers all of them in order.
 
     Attributes:
-        seconds: by sender, for so long all others were done or far ahead of it.
+        seconds: by sender, for so long all others were done or as far ahead of it as they may be.
     """
 
-    def __init__(self, senders: Iterable[str], parts: int, ahead: int) -> None:
+    def __init__(self, senders: Iterable[str], reach: Sequence[int]) -> None:
         self._next = dict.fromkeys(senders, 0)
-        self._parts, self._ahead = parts, ahead
+        self._reach = reach
         self._slowest, self._since = "", 0.0
         self.seconds: dict[str, float] = {}
 
@@ -55,9 +55,9 @@ class Lag:
         if len(self._next) < 2:
             return ""  # ahead of nobody
         name = min(self._next, key=lambda name: self._next[name])
-        far = min(self._next[name] + self._ahead, self._parts)
-        waits = self._next[name] < self._parts and all(
-            reached >= far for other, reached in self._next.items() if other != name
+        at = self._next[name]
+        waits = at < self._reach[-1] and all(
+            reached >= self._reach[at] for other, reached in self._next.items() if other != name
         )
         return name if waits else ""
 

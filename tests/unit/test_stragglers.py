@@ -22,7 +22,7 @@ events = st.lists(st.tuples(st.sampled_from(SENDERS), st.sampled_from(["part"] *
 def test_the_lag_is_the_time_in_which_all_others_were_done_or_far_ahead(
     happened: list[tuple[str, str]], parts: int, ahead: int
 ) -> None:
-    lag = Lag(SENDERS, parts, ahead)
+    lag = Lag(SENDERS, [min(done + ahead, parts) for done in range(parts + 1)])
     reached = dict.fromkeys(SENDERS, 0)
     expected = dict.fromkeys(SENDERS, 0)
     for moment, (name, what) in enumerate(happened):
