@@ -105,8 +105,13 @@ def partition(schema: Schema, shares: Sequence[float]) -> list[list[Part]]:
 
 def packed_sizes(schema: Schema, parts: Sequence[Part]) -> list[int]:
     """Bytes of each part's values on the wire, in round numbers."""
-    per_element = [bytes_per_element(spec.compression, spec.torch_dtype) for spec in schema.tensors]
-    return [int(part.numel * per_element[part.tensor]) for part in parts]
+    per_element = [_per_element(spec) for spec in schema.tensors]
+    return [part.numel * per_element[part.tensor] for part in parts]
+
+
+def packed_size(schema: Schema) -> int:
+    """Bytes of all tensors on the wire, likewise."""
+    return sum(spec.numel * _per_element(spec) for spec in schema.tensors)
 
 
 def _bandwidths(members: Sequence[Member]) -> list[float]:
@@ -150,7 +155,12 @@ def _ends(shares: Sequence[float], total: int) -> np.ndarray[tuple[int], np.dtyp
 
 def _part_length(schema: Schema, spec: TensorSpec) -> int:
     """Elements of a part of this tensor."""
-    length = int(schema.part_size_bytes / bytes_per_element(spec.compression, spec.torch_dtype))
+    length = schema.part_size_bytes // _per_element(spec)
     if length < 1:
         raise ConfigError(f"no element of {spec} fits into a part of {schema.part_size_bytes} bytes; make parts larger")
     return length
+
+
+def _per_element(spec: TensorSpec) -> int:
+    """Bytes on the wire."""
+    return bytes_per_element(spec.compression, spec.torch_dtype)

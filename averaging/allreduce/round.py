@@ -13,11 +13,10 @@ import torch
 
 from averaging.allreduce.outcome import Adopting, Outcome, RoundResult
 from averaging.allreduce.pace import bytes_ahead, reach
-from averaging.allreduce.partition import Part, packed_sizes, partition, shares
+from averaging.allreduce.partition import Part, packed_size, packed_sizes, partition, shares
 from averaging.allreduce.reducing import Reducing
 from averaging.allreduce.sending import Sending
 from averaging.allreduce.watch import Watch
-from averaging.compression import bytes_per_element
 from averaging.config import NonFinite
 from averaging.deadlines import Deadlines, size_class
 from averaging.errors import RoundError
@@ -67,7 +66,7 @@ class AllReduce:
         alike = schema.reply is ReplyForm.AVERAGE
         self._outcome = Outcome(group, endpoint, parts_of, reach=own_reach, alike=alike, adopt=adopt)
         senders = [member for member in group.members if own and member.sends and member is not me]
-        self._watch = Watch(deadlines, size_class(_packed(schema), len(group.members)), len(senders))
+        self._watch = Watch(deadlines, size_class(packed_size(schema), len(group.members)), len(senders))
         self._sending = Sending(
             endpoint, schema, tensors, transport, self._outcome, watch=self._watch, ahead=ahead, non_finite=non_finite
         )
@@ -115,8 +114,3 @@ class AllReduce:
     ) -> AsyncGenerator[AveragingData, None]:
         """Serves one sender's stream, of which `first` has been read already."""
         return self._reducing.serve(first, messages)
-
-
-def _packed(schema: Schema) -> int:
-    """Bytes of all tensors on the wire."""
-    return int(sum(spec.numel * bytes_per_element(spec.compression, spec.torch_dtype) for spec in schema.tensors))

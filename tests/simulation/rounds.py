@@ -23,6 +23,11 @@ PART_TIMEOUT = 1.0
 ROUND_SECONDS = 30.0
 
 
+def assert_close(tensors: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float) -> None:
+    for tensor, wanted in zip(tensors, expected, strict=True):
+        torch.testing.assert_close(tensor.double(), wanted, rtol=tolerance, atol=tolerance)
+
+
 class OneRound:
     """A peer that serves nothing but one round."""
 
@@ -106,13 +111,15 @@ class Simulation:
             )
 
     async def run(self, disturb: Callable[[dict[str, asyncio.Task[RoundResult]]], object] | None = None) -> None:
-        """Runs all members' rounds; `results` and `failures` tell how each ended."""
+        """Runs all members' rounds; `results` and `failures` tell how each ended, `seconds` how long all took."""
         for name, transport in self.transports.items():
             await transport.serve(OneRound(self.rounds[name]), None)
-        deadline = asyncio.get_running_loop().time() + ROUND_SECONDS
+        began = asyncio.get_running_loop().time()
+        deadline = began + ROUND_SECONDS
         tasks = {name: asyncio.create_task(round_.run(deadline)) for name, round_ in self.rounds.items()}
         disturbing = asyncio.ensure_future(disturb(tasks)) if disturb else None  # type: ignore[call-overload]
         ended = await asyncio.gather(*tasks.values(), return_exceptions=True)
+        self.seconds = asyncio.get_running_loop().time() - began
         if disturbing is not None:
             await disturbing
         self.results: dict[str, RoundResult] = {}
@@ -138,3 +145,17 @@ class Simulation:
     async def cancel(self, task: asyncio.Task[RoundResult]) -> None:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+    def slow_down(self, name: str, seconds: float) -> None:
+        """Each message of a sender takes so long."""
+        transport = self.transports[name]
+        call = transport.aggregate_part
+
+        async def slowly(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
+            async for message in messages:
+                await asyncio.sleep(seconds)
+                yield message
+
+        transport.aggregate_part = lambda endpoint, messages: call(  # type: ignore[method-assign]
+            endpoint, slowly(messages)
+        )

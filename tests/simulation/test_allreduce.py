@@ -18,18 +18,13 @@ from averaging.messages import AveragingData, CompressionType, MessageCode
 from averaging.observe.receipts import DropCode
 from averaging.schema import ReplyForm
 from averaging.transport import virtual_time
-from tests.simulation.rounds import PART_TIMEOUT, Simulation
+from tests.simulation.rounds import PART_TIMEOUT, Simulation, assert_close
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 1e-6, torch.float64: 1e-12}
 
 
 def nodes(count: int) -> list[Member]:
     return [Member(f"peer:{port + 1}") for port in range(count)]
-
-
-def assert_close(tensors: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float) -> None:
-    for tensor, wanted in zip(tensors, expected, strict=True):
-        torch.testing.assert_close(tensor.double(), wanted, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))

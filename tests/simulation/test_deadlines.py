@@ -122,20 +122,6 @@ def dead_leader(simulation: Simulation) -> object:
     return die
 
 
-def slow(simulation: Simulation, each: float) -> None:
-    """The victim sends one part after the other, with a pause before each."""
-    call = simulation.transports[VICTIM].aggregate_part
-
-    async def slowly(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
-        async for message in messages:
-            await asyncio.sleep(each)
-            yield message
-
-    simulation.transports[VICTIM].aggregate_part = lambda endpoint, messages: call(  # type: ignore[method-assign]
-        endpoint, slowly(messages)
-    )
-
-
 @pytest.mark.parametrize("client", [False, True])
 @pytest.mark.parametrize("when", SILENT)
 def test_who_goes_silent_costs_about_a_round_more(when: str, client: bool) -> None:
@@ -213,7 +199,7 @@ def test_a_newcomer_that_is_far_slower_than_the_others_is_in_after_a_few_rounds(
         rounds.members.append(newcomer)
         dropped = []
         for _ in range(12):
-            results = await rounds.one(lambda simulation: slow(simulation, 5 * LOWER), may_fail={VICTIM})
+            results = await rounds.one(lambda simulation: simulation.slow_down(VICTIM, 5 * LOWER), may_fail={VICTIM})
             dropped.append(any(lost.endpoint == VICTIM for result in results.values() for lost in result.dropped))
         assert dropped[0]
         assert not any(dropped[6:])
@@ -242,7 +228,7 @@ def test_one_link_that_gets_three_times_slower_is_kept(seconds: float) -> None:
     async def main() -> None:
         rounds = Rounds(3)
         for each in [seconds] * USUAL + [3 * seconds] * USUAL:
-            results = await rounds.one(lambda simulation, each=each: slow(simulation, each))  # type: ignore[misc]
+            results = await rounds.one(lambda simulation, each=each: simulation.slow_down(VICTIM, each))  # type: ignore[misc]
             assert all(not result.dropped for result in results.values())
 
     virtual_time.run(main())

@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +16,7 @@ from averaging.allreduce.pace import LEAST_PARTS, PATIENCE_SECONDS, bytes_ahead,
 from averaging.group import Member
 from averaging.messages import AveragingData
 from averaging.transport import memory, virtual_time
-from tests.simulation.rounds import ROUND_SECONDS, Simulation
+from tests.simulation.rounds import ROUND_SECONDS, Simulation, assert_close
 
 NODES = [Member(f"peer:{number}") for number in range(1, 5)]
 SLOW = "peer:4"
@@ -30,13 +29,9 @@ def only_senders_hold_themselves_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "WINDOW", 1000)
 
 
-def is_mean(simulation: Simulation) -> bool:
-    expected = simulation.mean()
-    return all(
-        torch.allclose(tensor.double(), wanted, atol=1e-6)
-        for tensors in simulation.tensors.values()
-        for tensor, wanted in zip(tensors, expected, strict=True)
-    )
+def assert_mean(simulation: Simulation) -> None:
+    for tensors in simulation.tensors.values():
+        assert_close(tensors, simulation.mean(), 1e-6)
 
 
 class Account:
@@ -81,7 +76,7 @@ def test_nobody_sends_more_than_is_allowed_before_it_is_answered(pause: float) -
     simulation = Simulation(1, NODES, [(2000,)])
     account = Account(simulation, pause)
     virtual_time.run(simulation.run())
-    assert is_mean(simulation)
+    assert_mean(simulation)
     assert len(account.most) == 12
     quick = {most for (name, _), most in account.most.items() if name != SLOW}
     assert quick == {LEAST_PARTS}
@@ -106,14 +101,9 @@ def test_a_reducer_that_answers_only_when_it_has_all_gets_all() -> None:
                 yield reply
 
     simulation.rounds[SLOW].aggregate_part = at_the_end  # type: ignore[method-assign]
-
-    async def main() -> float:
-        began = asyncio.get_running_loop().time()
-        await simulation.run()
-        return asyncio.get_running_loop().time() - began
-
-    assert PATIENCE_SECONDS < virtual_time.run(main()) < PATIENCE_SECONDS + 1.0
-    assert is_mean(simulation)
+    virtual_time.run(simulation.run())
+    assert PATIENCE_SECONDS < simulation.seconds < PATIENCE_SECONDS + 1.0
+    assert_mean(simulation)
     assert not any(result.dropped for result in simulation.results.values())
 
 
@@ -121,37 +111,19 @@ def test_a_reducer_that_answers_only_when_it_has_all_gets_all() -> None:
 def test_who_sets_the_pace_by_a_little_did_not_hold_the_round_back(pause: float, named: bool) -> None:
     """The others take 10 ms for each part, and are held back to the slow one's pace after a few."""
     simulation = Simulation(3, NODES, [(4000,)], latency=(0.001, 0.001))
-    for name, transport in simulation.transports.items():
-        _delay(transport, pause if name == SLOW else 0.010)
+    for name in simulation.transports:
+        simulation.slow_down(name, pause if name == SLOW else 0.010)
     virtual_time.run(simulation.run())
     for name, result in simulation.results.items():
         if name != SLOW:
             assert (result.straggler is not None) == named, result.straggler
 
 
-def _delay(transport: memory.MemoryTransport, seconds: float) -> None:
-    call = transport.aggregate_part
-
-    async def slowly(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
-        async for message in messages:
-            await asyncio.sleep(seconds)
-            yield message
-
-    transport.aggregate_part = lambda endpoint, messages: call(  # type: ignore[method-assign]
-        endpoint, slowly(messages)
-    )
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_is_lost_every_round_ends(seed: int) -> None:
     simulation = Simulation(seed, NODES, [(2000,)], loss=0.003)
-
-    async def main() -> float:
-        began = asyncio.get_running_loop().time()
-        await simulation.run()
-        return asyncio.get_running_loop().time() - began
-
-    assert virtual_time.run(main()) < ROUND_SECONDS
+    virtual_time.run(simulation.run())
+    assert simulation.seconds < ROUND_SECONDS
     assert not simulation.failures
 
 
@@ -159,14 +131,9 @@ def test_small_parts_do_not_wait_for_each_other() -> None:
     """As those of a model's many biases on a long link: what counts is bytes."""
     simulation = Simulation(4, NODES, [(16,), *[(1,)] * 400], latency=(0.2, 0.2))
     account = Account(simulation, 0.0)
-
-    async def main() -> float:
-        began = asyncio.get_running_loop().time()
-        await simulation.run()
-        return asyncio.get_running_loop().time() - began
-
-    assert virtual_time.run(main()) < 2.0  # 100 parts of 4 bytes to each, and 3 · 64 bytes under way
-    assert is_mean(simulation)
+    virtual_time.run(simulation.run())
+    assert simulation.seconds < 2.0  # 100 parts of 4 bytes to each, and 3 · 64 bytes under way
+    assert_mean(simulation)
     assert max(account.most.values()) == LEAST_PARTS * 64 // 4
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import torch
 from averaging.allreduce import RoundResult
 from averaging.errors import TensorError
 from averaging.group import Member, Mode
-from averaging.messages import AveragingData, CompressionType
+from averaging.messages import CompressionType
 from averaging.observe.explain import describe, merge
 from averaging.observe.journal import read
 from averaging.observe.receipts import DropCode, Outcome, Receipt, Role
@@ -160,26 +160,11 @@ def test_numbers_that_are_none_have_their_own_code() -> None:
         assert "sent NaN or infinity in part 0" in dropped.reason
 
 
-def slow_down(simulation: Simulation, name: str, seconds: float) -> None:
-    """Each message of a sender takes so long."""
-    transport = simulation.transports[name]
-    send = transport.aggregate_part
-
-    async def slowly(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
-        async for message in messages:
-            await asyncio.sleep(seconds)
-            yield message
-
-    transport.aggregate_part = lambda endpoint, messages: send(  # type: ignore[method-assign]
-        endpoint, slowly(messages)
-    )
-
-
 @pytest.mark.parametrize("elements", [100, 2000])  # parts that are all read ahead, and many more
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_slow_sender_is_the_straggler(count: int, elements: int) -> None:
     simulation = Simulation(count, nodes(count), [(elements,)])
-    slow_down(simulation, "peer:2", 0.2)
+    simulation.slow_down("peer:2", 0.2)
     virtual_time.run(simulation.run())
     assert all(not result.dropped for result in simulation.results.values())
     for name, result in simulation.results.items():
