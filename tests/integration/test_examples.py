@@ -17,7 +17,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from examples import digits, diloco, three_lines
+from examples import ddp, digits, diloco, three_lines
 
 ROOT = Path(__file__).parents[2]
 
@@ -125,6 +125,17 @@ def test_three_lines_find_each_other_and_leave_in_order_after_ctrl_c() -> None:
                 assert example.end(130).endswith("Stopped.\n")
 
 
+def test_machines_of_one_process_each_average(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in told.items():  # as torchrun tells it
+        monkeypatch.setenv(name, value)
+    with Example("ddp", "--steps=100", "--wait-for=2") as founder:
+        endpoint = founder.read_until("--join ").split("--join ")[1]
+        with Example("ddp", "--steps=100", "--wait-for=2", "--join", endpoint) as newcomer:
+            for printed in (newcomer.end(0), founder.end(0)):
+                assert re.search(r"step 100: loss 0\.\d+, averaged 2 times, 1 other machines", printed)
+
+
 def test_ctrl_c_ends_all_peers_that_were_started() -> None:
     with Example("digits", "--peers=2", "--steps=1000000") as example:
         example.read_until("Global step")
@@ -177,6 +188,7 @@ Main = Callable[[list[str]], None]
         (diloco.main, "--alpha 2", "alpha must be from 0 to 1"),
         (diloco.main, "--compression zip", "invalid choice: 'zip'"),
         (diloco.main, "--run-id a.b", "without a dot"),
+        (ddp.main, "", "start it with torchrun"),
         (three_lines.main, "--join nowhere", "'nowhere' is not an address; give HOST:PORT"),
     ],
 )

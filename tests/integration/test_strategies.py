@@ -709,7 +709,7 @@ def test_statistics_are_not_compressed(start: Start) -> None:
 def test_statistics_that_come_later_are_averaged_from_then_on(start: Start, overlap: bool) -> None:
     run = start()
     for _ in range(2):
-        run.add(LocalSGD(2, statistics=True, overlap=overlap), partial(torch.optim.AdamW, lr=0.01), timeout=1.0)
+        run.add(LocalSGD(2, statistics=True, overlap=overlap), partial(torch.optim.AdamW, lr=0.01), timeout=2.0)
     run.meet()
 
     def step_without_head(number: int, seed: int) -> None:
@@ -719,15 +719,18 @@ def test_statistics_that_come_later_are_averaged_from_then_on(start: Start, over
                 parameter.grad = None
         run.averagers[number].step()
 
-    def train(number: int) -> None:
+    def apart(number: int) -> None:
         for seed in range(2):
             step_without_head(number, seed)
         if overlap:  # the round has ended before the next turn
             run.averagers[number].strategy.finish(run.averagers[number]._training)
+
+    def together(number: int) -> None:
         steps(run, number, range(100 * number + 2, 100 * number + 4))
         run.averagers[number].strategy.finish(run.averagers[number]._training)
 
-    run.each(train)
+    run.each(apart)
+    run.each(together)  # both begin it when both rounds have failed
     assert [(opt.last_receipt or Receipt(0, Outcome.FAILED)).averaged for opt in run.averagers] == [True, True]
     first, second = (opt.state_dict()["state"] for opt in run.averagers)
     for place in range(4):
