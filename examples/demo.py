@@ -52,7 +52,10 @@ def main() -> None:
         sys.exit(
             f"this Python has only {len(files)} sources of its library to learn from; run the demo with another one"
         )
-    options.output.mkdir(parents=True, exist_ok=True)
+    try:
+        options.output.mkdir(parents=True, exist_ok=True)
+    except OSError as unmade:
+        sys.exit(f"{options.output} cannot be made: {unmade.strerror}; give --output another folder")
     # Piped, nobody's width is known: lines and tables are as long as they are.
     console = Console(width=None if sys.stdout.isatty() else 100)
     record = Record(options.steps)
@@ -60,8 +63,10 @@ def main() -> None:
     try:
         asyncio.run(Conductor(options, divide(files, options.peers).parts, record, view).conduct())
         plot = options.output / "losses.png"
+        drawn = False
         try:
             draw(record, plot)
+            drawn = True
         except OSError as unwritten:  # the training is done, and the verdict does not hang on the picture
             console.print(
                 f"{plot} could not be written: {unwritten.strerror}; make room there", style="red", markup=False
@@ -77,7 +82,7 @@ def main() -> None:
             console.print(str(error), style="red", markup=False, highlight=False)
         sys.exit(1)
     verdict = judge(record)
-    view.summarise(verdict, str(plot))
+    view.summarise(verdict, str(plot) if drawn else None)
     sys.exit(0 if verdict.good else 1)
 
 
@@ -134,7 +139,11 @@ class Conductor:
         common = {"part": member.part, "peers": options.peers, "steps": options.steps, "every": options.every}
         common |= {"seed": options.seed, "recipe": "quick" if options.quick else "full"}
         log = options.output / f"{member.name.replace(' ', '-')}.log"
-        with log.open("w") as stderr:
+        try:
+            stderr = log.open("w")
+        except OSError as error:
+            raise ProcessError(f"{log} cannot be written: {error.strerror}; give --output another folder") from None
+        with stderr:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "examples.train"),
                 *(f"--{name}={value}" for name, value in common.items()),

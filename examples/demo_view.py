@@ -102,8 +102,8 @@ class View:
             )
         return table
 
-    def summarise(self, verdict: Verdict, plot: str) -> None:
-        """Prints the results, and what follows from them."""
+    def summarise(self, verdict: Verdict, plot: str | None) -> None:
+        """Prints the results, what follows from them, and where the curves are, if they could be drawn."""
         record, console = self._record, self._console
         table = Table(title="Loss on held-out text, in bits per byte", title_justify="left")
         table.add_column("process", no_wrap=True)
@@ -130,7 +130,8 @@ class View:
         else:
             self._print("The peers do NOT hold the same bytes after the last average.", "bold red")
         self._print(str(verdict), "bold green" if verdict.good else "bold red")
-        self._print(f"Curves: {plot}")
+        if plot is not None:
+            self._print(f"Curves: {plot}")
         self._print(f"Took {self.elapsed} min.")
 
     def _print(self, line: str, style: str = "") -> None:

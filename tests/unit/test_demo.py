@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from examples import demo
 from examples.demo_record import Member, Record, judge
 from examples.sources import divide
 
@@ -78,3 +82,57 @@ def test_parts_and_held_out_text_are_disjoint_and_about_equal(tmp_path: Path, pa
     assert all(tuple(sorted(block)) == block for block in sources.parts)
     sizes = [sum(path.stat().st_size for path in block) for block in sources.parts]
     assert max(sizes) - min(sizes) <= 2 * 13
+
+
+Demo = Callable[[str], tuple[object, str]]
+"""Runs the demo with a command line; returns its exit code, or its last word, and what it has printed."""
+
+
+@pytest.fixture
+def run_demo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Demo:
+    def run(arguments: str) -> tuple[object, str]:
+        monkeypatch.setattr(sys, "argv", ["demo", *arguments.split()])
+        with pytest.raises(SystemExit) as ended:
+            demo.main()
+        printed = capsys.readouterr()
+        return ended.value.code, printed.out + printed.err
+
+    return run
+
+
+def test_a_folder_that_cannot_be_made_is_told(run_demo: Demo, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for output in (tmp_path / "file", tmp_path / "file" / "folder"):
+        code, _ = run_demo(f"--quick --output {output}")
+        assert str(code).startswith(f"{output} cannot be made: ")
+        assert str(code).endswith("; give --output another folder")
+
+
+def test_logs_that_cannot_be_written_are_told(run_demo: Demo, tmp_path: Path) -> None:
+    for name in ("alone", "peer-1"):
+        (tmp_path / f"{name}.log").mkdir()
+    code, printed = run_demo(f"--quick --output {tmp_path}")
+    assert code == 1
+    assert ".log cannot be written: Is a directory; give --output another folder" in " ".join(printed.split())
+
+
+def test_no_curves_are_named_that_could_not_be_drawn(
+    run_demo: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Trained:
+        def __init__(self, options: object, parts: object, record: Record, view: object) -> None:
+            self.record = record
+
+        async def conduct(self) -> None:
+            self.record.members += record((2.4, "a")).members
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(demo, "Conductor", Trained)
+    monkeypatch.setattr(demo, "draw", full)
+    code, printed = run_demo(f"--quick --output {tmp_path}")
+    assert code == 0
+    assert "could not be written" in printed
+    assert "The averaged model is better" in printed
+    assert "Curves: " not in printed
