@@ -58,10 +58,13 @@ def main() -> None:
         sys.exit(f"{options.output} cannot be made: {unmade.strerror}; give --output another folder")
     # Piped, nobody's width is known: lines and tables are as long as they are.
     console = Console(width=None if sys.stdout.isatty() else 100)
+    parts = divide(files, options.peers).parts
+    if not all(parts):
+        sys.exit(f"there is too little text for {options.peers} peers; give --peers a smaller number")
     record = Record(options.steps)
     view = View(record, console)
     try:
-        asyncio.run(Conductor(options, divide(files, options.peers).parts, record, view).conduct())
+        asyncio.run(Conductor(options, parts, record, view).conduct())
         plot = options.output / "losses.png"
         drawn = False
         try:
@@ -205,8 +208,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="folder for plot and logs (runs/demo)")
     parser.add_argument("--no-kill", dest="kill", action="store_false", help="kill nobody")
     options = parser.parse_args()
-    options.steps = options.steps or (200 if options.quick else 700)
-    options.every = options.every or (10 if options.quick else 20)
+    if options.steps is None:
+        options.steps = 200 if options.quick else 700
+    if options.every is None:
+        options.every = 10 if options.quick else 20
     if options.peers < 2:
         parser.error("--peers must be at least 2")
     if options.steps < 10 or options.every < 1:

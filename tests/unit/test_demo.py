@@ -100,6 +100,26 @@ def run_demo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     return run
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("--steps 0", "--steps must be at least 10"),
+        ("--every 0", "--every at least 1"),
+        ("--peers 1", "--peers must be at least 2"),
+        ("--peers 500", "too little text for 500 peers; give --peers a smaller number"),
+    ],
+)
+def test_what_cannot_work_is_told_before_anything_starts(
+    run_demo: Demo, arguments: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def begin(*_: object) -> None:
+        raise AssertionError("it began")
+
+    monkeypatch.setattr(demo, "Conductor", begin)
+    code, printed = run_demo(f"--quick --output {tmp_path} {arguments}")
+    assert told in f"{code} {printed}"
+
+
 def test_a_folder_that_cannot_be_made_is_told(run_demo: Demo, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for output in (tmp_path / "file", tmp_path / "file" / "folder"):
