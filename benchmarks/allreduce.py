@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import math
 import random
 import shutil
@@ -35,6 +34,7 @@ from typing import Any
 
 from benchmarks.allreduce_report import draw, machine, show
 from benchmarks.allreduce_worker import error_bound
+from benchmarks.output import make_folder, write
 from benchmarks.workers import ROOT, Worker, WorkerError, all_of, crew, say
 
 HIVEMIND_CODECS = ("none", "fp16")
@@ -162,7 +162,7 @@ def main() -> None:
         parser.error("there must be at least 2 peers, 1 MiB and 1 round")
     if options.hivemind and not shutil.which(options.hivemind):
         parser.error(f"--hivemind {options.hivemind}: there is no such program")
-    options.output.mkdir(parents=True, exist_ok=True)
+    make_folder(parser, options.output)
     results: dict[str, Any] = machine(ROOT) | {"rounds": options.rounds, "cases": []}
     for peers, mib, tensors, codec in product(options.peers, options.mib, options.tensors, options.codecs):
         case = Case(peers, mib, tensors, codec)
@@ -172,7 +172,7 @@ def main() -> None:
         if options.hivemind and codec in HIVEMIND_CODECS:
             pythons["hivemind"] = options.hivemind
         results["cases"].append(asyncio.run(measure(case, pythons, options.rounds)) | {"title": str(case)})
-        (options.output / "allreduce.json").write_text(json.dumps(results, indent=1) + "\n")
+        write(options.output / "allreduce.json", results)
     draw(results, options.output / "allreduce.png")
     sound = show(results)
     if not options.hivemind:

@@ -14,7 +14,6 @@ works on one part while another is on its way, as in this library's rounds when 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +28,7 @@ from averaging.compression import bytes_per_element, decode, encode
 from averaging.config import DEFAULT_PART_SIZE_BYTES
 from averaging.messages import CompressionType
 from benchmarks.allreduce_report import machine
+from benchmarks.output import make_folder, write
 from benchmarks.workers import ROOT, say
 
 FLOAT_BYTES = 4
@@ -139,6 +139,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.mib < 4 or options.passes < 1:
         parser.error("there must be at least 4 MiB and 1 pass")
+    make_folder(parser, options.output)
     threads = list(dict.fromkeys((1, torch.get_num_threads())))
     results: dict[str, Any] = machine(ROOT) | {"torch": torch.__version__, "mib": options.mib, "codes": []}
     try:
@@ -147,8 +148,7 @@ def main() -> None:
             results["codes"].append(measure(CompressionType[name.upper()], threads, options.mib, options.passes))
     except KeyboardInterrupt:
         sys.exit(130)
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "codecs.json").write_text(json.dumps(results, indent=1) + "\n")
+    write(options.output / "codecs.json", results)
     show(results)
 
 

@@ -31,6 +31,7 @@ from averaging import DiLoCo, GradientAveraging, LocalSGD
 from averaging.messages import CompressionType
 from benchmarks.convergence_report import draw, page
 from benchmarks.convergence_train import Case, PeerProcess, Recipe, Trained, held_out, new_model, train_alone
+from benchmarks.output import make_folder, write
 from examples.language_model import read, windows
 
 CURVE, JUDGED = 256, 2048
@@ -151,7 +152,7 @@ def main() -> None:
     recipe = Recipe(steps=options.steps, seed=options.seed)
     known = cases(recipe)
     output: Path = options.output
-    output.mkdir(parents=True, exist_ok=True)
+    make_folder(parser, output)
     raw = output / "convergence.json"
     settings = json.loads(json.dumps(asdict(recipe)))
     results: dict[str, Any] = {"recipe": settings, "cases": {}}
@@ -169,7 +170,7 @@ def main() -> None:
         measured = measure(recipe, train(recipe, name, case), text)
         results["cases"][name] = {"title": case.title, "lr": case.lr} | measured | provenance()
         results["cases"] = {name: results["cases"][name] for name in known if name in results["cases"]}
-        raw.write_text(json.dumps(results, indent=1) + "\n")
+        write(raw, results)
         say(name, f"{measured['loss']:.4f} bits per byte, {measured['seconds']:.0f} s")
     draw(results, output)
     output.with_suffix(".md").write_text(page(results, output))

@@ -14,7 +14,6 @@ The exit code is 1 if a round failed. The results go to `overlap.json`.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import statistics
@@ -29,6 +28,7 @@ import torch
 
 from averaging import DecentralizedAverager, LocalSGD, Receipt
 from benchmarks.allreduce_report import machine
+from benchmarks.output import make_folder, write
 
 ROOT = Path(__file__).parent.parent
 
@@ -153,12 +153,12 @@ def main() -> None:
     options = parser.parse_args()
     if min(options.width, options.rounds, options.blocks) < 1 or options.every <= TAIL:
         parser.error(f"everything must be at least 1, and --every more than {TAIL}")
+    make_folder(parser, options.output)
     pairs = measure(options.width, options.every, options.rounds, options.blocks)
     counted = [pair for pair in pairs if not pair["warm_up"]]
     beyond = [factor / explained for factor, explained in map(slowdown, counted)]
-    options.output.mkdir(parents=True, exist_ok=True)
     path = options.output / "overlap.json"
-    path.write_text(json.dumps(machine(ROOT) | {"pairs": pairs}, indent=1) + "\n")
+    write(path, machine(ROOT) | {"pairs": pairs})
     print(
         f"A step takes {statistics.median(slowdown(pair)[0] for pair in counted):.3f} times as long while averaging "
         f"goes on; beyond what its CPU explains: {statistics.median(beyond):.3f} times ({min(beyond):.3f} to "

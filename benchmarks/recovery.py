@@ -27,6 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from benchmarks.output import make_folder, write
 from benchmarks.workers import ENVIRONMENT, ROOT
 
 ELEMENTS = 4 << 20
@@ -245,6 +246,7 @@ def main() -> None:
     elif options.worker == "hivemind":
         hivemind_worker(options.join, options.matchmaking_time)
     else:
+        make_folder(parser, options.output)
         compare(options)
 
 
@@ -259,8 +261,7 @@ def compare(options: argparse.Namespace) -> None:
         for failure in done["failures"]:
             print(f"{system}: {failure}", flush=True)
     print(table(results["systems"], options.kills), flush=True)
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "recovery.json").write_text(json.dumps(results, indent=1) + "\n")
+    write(options.output / "recovery.json", results)
     sys.exit(1 if results["systems"]["averaging"]["failures"] else 0)
 
 

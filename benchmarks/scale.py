@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.allreduce_report import machine
+from benchmarks.output import make_folder, write
 from benchmarks.scale_peers import measure
 from benchmarks.scale_report import draw, show
 from benchmarks.scale_simulation import in_child
@@ -97,11 +97,11 @@ def main() -> None:
             parser.error(
                 f"{peers}: with a key for each group of 8 the number of peers must be a power of 2, at least 8"
             )
-    options.output.mkdir(parents=True, exist_ok=True)
+    make_folder(parser, options.output)
     results: dict[str, Any] = machine(ROOT) | {"real": [], "simulated": [], "rumours": []}
     try:
         for _ in run(options, results):
-            (options.output / "scale.json").write_text(json.dumps(results, indent=1) + "\n")
+            write(options.output / "scale.json", results)
     except KeyboardInterrupt:
         say("ended by Ctrl+C; what was measured is in scale.json")
         sys.exit(130)

@@ -43,6 +43,7 @@ from typing import Any
 from benchmarks.allreduce import one_round
 from benchmarks.allreduce_report import machine
 from benchmarks.allreduce_worker import error_bound
+from benchmarks.output import make_folder, write
 from benchmarks.wan_limits import MIB, SETTINGS, WIRE, Setting, best_shares, equal_shares, limit
 from benchmarks.wan_links import LinkError, Links, check_tools
 from benchmarks.wan_report import show
@@ -233,7 +234,7 @@ async def run(options: argparse.Namespace, name: str, links: Links, results: dic
         done = await bench.measure(entries(setting, options.codecs), mib, options.rounds, rates)
         case = {"setting": name, "title": f"{setting}, {mib} MiB", "uneven": setting.uneven}
         results["cases"].append(case | {"calibration": calibration} | done)
-        (options.output / "wan.json").write_text(json.dumps(results, indent=1) + "\n")
+        write(options.output / "wan.json", results)
 
 
 def main() -> None:
@@ -256,7 +257,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl+C: what was set up is removed
     try:
         check_tools()
-        options.output.mkdir(parents=True, exist_ok=True)
+        make_folder(parser, options.output)
         results: dict[str, Any] = machine(ROOT) | {"rounds": options.rounds, "cases": []}
         for name in options.settings:
             with Links(SETTINGS[name], options.congestion) as links:
