@@ -69,7 +69,7 @@ class Recorded:
     Attributes:
         receipts: in the file's order.
         bad: the numbers of the lines that cannot be read, counted from 1, and why.
-        cut_off: whether the last line has no end and cannot be read, as when its writer was killed or the disk full.
+        cut_off: whether the last line is only the beginning of one, as when its writer was killed or the disk full.
     """
 
     receipts: list[Receipt]
@@ -88,11 +88,22 @@ def read(lines: Iterable[bytes]) -> Recorded:
         try:
             receipts.append(loads(line))
         except ValueError as error:
-            if line.endswith(b"\n"):
-                bad[number] = str(error)
+            if _is_cut_off(line):
+                cut_off = True
             else:
-                cut_off = True  # only a last line can be without an end
+                bad[number] = str(error)
     return Recorded(receipts, bad, cut_off)
+
+
+def _is_cut_off(line: bytes) -> bool:
+    """Whether a line is the beginning of an object; what has no end need not be, other files end like that too."""
+    if line.endswith(b"\n") or not line.startswith(b"{"):
+        return False
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return True
+    return False
 
 
 class Journal:

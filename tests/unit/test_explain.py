@@ -214,7 +214,7 @@ def test_bad_lines_are_told_with_their_numbers_and_the_rest_is_explained(tmp_pat
     assert "\x1b" not in result.stderr
 
 
-@pytest.mark.parametrize("content", ['{"event": "ready"}\n{"event": "done"}\n', "\x00\x01\n"])
+@pytest.mark.parametrize("content", ['{"event": "ready"}\n{"event": "done"}\n', "\x00\x01\n", "\x00\x01", "{}"])
 def test_what_is_no_file_of_receipts(tmp_path: Path, content: str) -> None:
     file = tmp_path / "other"
     file.write_text(content)
