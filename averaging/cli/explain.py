@@ -72,6 +72,8 @@ def _read(path: Path) -> Recorded:
     """
     from averaging.observe.journal import read
 
+    if str(path) == "-" and sys.stdin is None:
+        raise Failure("stdin is closed; pipe receipts into this command, or give a file of them", WRONG_USAGE)
     try:
         if str(path) == "-":
             found = read(sys.stdin.buffer)
