@@ -56,6 +56,8 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("--peers starts peers that find each other here: leave --join, --advertise and --save out")
     if options.save and not options.save.parent.is_dir():
         parser.error(f"there is no folder {options.save.parent} to save the model in")
+    if options.save and options.save.is_dir():
+        parser.error(f"--save {options.save} is a folder; give the name of a file")
     with in_order(parser):
         if options.peers:
             start_peers(options)

@@ -133,7 +133,10 @@ class Board:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError:
                 sys.exit("--tensorboard needs one more package: python -m pip install 'averaging[examples]'")
-            self._writer = SummaryWriter(folder / f"{socket.gethostname()}-{os.getpid()}")
+            try:
+                self._writer = SummaryWriter(folder / f"{socket.gethostname()}-{os.getpid()}")
+            except OSError as error:
+                sys.exit(f"nothing can be written to {folder}: {error.strerror}; give --tensorboard another folder")
 
     def note_round(self, receipt: Receipt) -> None:
         """Called with the receipt of every round."""

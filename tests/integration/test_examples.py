@@ -180,6 +180,7 @@ Main = Callable[[list[str]], None]
         (digits.main, "--batch-size many", "--batch-size: must be a whole number above 0, not 'many'"),
         (digits.main, "--peers 2 --join 127.0.0.1:1", "leave --join, --advertise and --save out"),
         (digits.main, "--save nowhere/model", "there is no folder nowhere"),
+        (digits.main, "--save .", "--save . is a folder; give the name of a file"),
         (digits.main, "--client-mode", "--client-mode needs --join"),
         (digits.main, "--listen 0.0.0.0:0", "others cannot dial"),
         (diloco.main, "--every 20 --fragments 3", "every must be a multiple of fragments"),
@@ -219,6 +220,13 @@ def test_a_missing_package_is_named_with_its_remedy(
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(SystemExit, match=re.escape("python -m pip install 'averaging[examples]'")):
         main(arguments)
+
+
+@pytest.mark.usefixtures("threads_as_they_were")
+def test_a_folder_for_tensorboard_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match="file: .*; give --tensorboard another folder"):
+        diloco.main([f"--tensorboard={tmp_path / 'file'}", "--steps=1"])
 
 
 def test_the_commands_of_the_readme_are_understood(capsys: pytest.CaptureFixture[str]) -> None:
