@@ -236,7 +236,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--recipe", choices=sorted(RECIPES), default="full", help="size of the model and so on (full)")
     parser.add_argument("--join", nargs="*", default=[], metavar="HOST:PORT", help="peers of the run; none starts one")
     parser.add_argument("--alone", action="store_true", help="average with nobody")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if not 1 <= options.part <= options.peers:
+        parser.error(f"--part must be from 1 to --peers, which is {options.peers}")
+    if options.steps < 1 or options.every < 1:
+        parser.error("--steps and --every must be at least 1")
+    return options
 
 
 if __name__ == "__main__":

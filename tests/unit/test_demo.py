@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from examples import demo
+from examples import demo, train
 from examples.demo_record import Member, Record, judge
 from examples.sources import divide
 
@@ -118,6 +118,17 @@ def test_what_cannot_work_is_told_before_anything_starts(
     monkeypatch.setattr(demo, "Conductor", begin)
     code, printed = run_demo(f"--quick --output {tmp_path} {arguments}")
     assert told in f"{code} {printed}"
+
+
+@pytest.mark.parametrize("arguments", ["--part 0", "--part 5", "--peers 0", "--every 0", "--steps 0"])
+def test_a_process_of_the_demo_refuses_what_cannot_work(
+    arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train", *arguments.split()])
+    with pytest.raises(SystemExit) as ended:
+        train.parse_arguments()
+    assert ended.value.code == 2
+    assert "must be" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_made_is_told(run_demo: Demo, tmp_path: Path) -> None:
