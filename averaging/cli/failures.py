@@ -18,6 +18,13 @@ if TYPE_CHECKING:
 NOT_DONE, WRONG_USAGE, SIGNALLED = 1, 2, 128
 """Exit codes; a command that a signal ends early exits with `SIGNALLED` plus the signal's number."""
 
+WITHOUT_REMEDY = frozenset(
+    {"connection refused", "unknown host", "no answer to the connection", "no route to the host", "network unreachable"}
+)
+"""Reasons of the transport that do not say themselves what to do."""
+
+CHECK_ADDRESS = "check the address, and that a peer is up there"
+
 
 class Failure(click.ClickException):
     """Ends a command: click prints the message to stderr and exits with `exit_code`."""

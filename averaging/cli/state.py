@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from averaging.cli.failures import SIGNALLED, Failure, Stopped, failure_of, starting
+from averaging.cli.failures import (
+    CHECK_ADDRESS,
+    SIGNALLED,
+    WITHOUT_REMEDY,
+    Failure,
+    Stopped,
+    failure_of,
+    starting,
+)
 from averaging.cli.options import address_to_dial, finite
 from averaging.cli.security import credentials_of, security_options
 
@@ -178,7 +186,10 @@ async def _download(
                 on_progress=on_progress,
             )
         except AveragingError as error:
-            raise failure_of(error) from None
+            failure = failure_of(error)
+            unreached = any(f": {reason}" in failure.message for reason in WITHOUT_REMEDY)
+            remedy = f"; {CHECK_ADDRESS}" if unreached else ""
+            raise Failure(failure.message + remedy, failure.exit_code) from None
         finally:
             await transport.close()
     return state

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from averaging.cli.failures import Failure, Stopped, failure_of, starting, write_line
+from averaging.cli.failures import CHECK_ADDRESS, WITHOUT_REMEDY, Failure, Stopped, failure_of, starting, write_line
 from averaging.cli.options import address_to_dial
 from averaging.cli.security import credentials_of, security_options
 
@@ -17,11 +17,6 @@ if TYPE_CHECKING:
     from averaging.observe.book import Watched
 
 MAX_MESSAGE_BYTES = 16 << 20
-
-WITHOUT_REMEDY = frozenset(
-    {"connection refused", "unknown host", "no answer to the connection", "no route to the host", "network unreachable"}
-)
-"""Reasons of the transport that do not say themselves what to do."""
 
 
 @click.command("watch", context_settings={"max_content_width": 100})
@@ -87,7 +82,7 @@ async def _watch(address: str, credentials: Credentials, last: int, rounds: int 
                 if told == rounds:
                     break
     except PeerUnreachableError as error:
-        remedy = "; check the address, and that a peer is up there" if error.reason in WITHOUT_REMEDY else ""
+        remedy = f"; {CHECK_ADDRESS}" if error.reason in WITHOUT_REMEDY else ""
         failure = failure_of(error)
         raise Failure(failure.message + remedy, failure.exit_code) from None
     except AveragingError as error:

@@ -254,6 +254,7 @@ def test_no_peer_to_download_from(tmp_path: Path) -> None:
     result = command("state", "127.0.0.1:1", "--output", tmp_path / "none")
     assert result.returncode == 1
     assert "127.0.0.1:1: connection refused" in result.stderr
+    assert result.stderr.endswith("nothing was changed; check the address, and that a peer is up there\n")
     assert "Traceback" not in result.stderr
 
 
