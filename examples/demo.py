@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import io
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -47,6 +48,8 @@ class ProcessError(Exception):
 def main() -> None:
     """Runs the demo; exits with 1 unless the averaged model is better and all peers hold the same bytes."""
     options = parse_arguments()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # not every terminal's encoding has "…"
     files = standard_library()
     if len(files) < ENOUGH_FILES:
         sys.exit(

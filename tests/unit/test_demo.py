@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from examples import demo, train
 from examples.demo_record import Member, Record, judge
+from examples.demo_view import View
 from examples.sources import divide
 
 
@@ -147,16 +149,33 @@ def test_logs_that_cannot_be_written_are_told(run_demo: Demo, tmp_path: Path) ->
     assert ".log cannot be written: Is a directory; give --output another folder" in " ".join(printed.split())
 
 
+class Trained:
+    """Stands in for the conductor of processes that have been trained."""
+
+    def __init__(self, options: object, parts: object, record: Record, view: View) -> None:
+        self.record, self.view = record, view
+
+    async def conduct(self) -> None:
+        self.record.members += record((2.4, "a")).members
+        self.view.say("one … other")
+
+
+def test_a_terminal_whose_encoding_lacks_a_letter_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
+    monkeypatch.setattr(sys, "stdout", printed)
+    monkeypatch.setattr(sys, "argv", ["demo", "--quick", f"--output={tmp_path}"])
+    monkeypatch.setattr(demo, "Conductor", Trained)
+    monkeypatch.setattr(demo, "draw", lambda *_: None)
+    with pytest.raises(SystemExit) as ended:
+        demo.main()
+    assert ended.value.code == 0
+    printed.seek(0)
+    assert "one \\u2026 other" in printed.read()
+
+
 def test_no_curves_are_named_that_could_not_be_drawn(
     run_demo: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Trained:
-        def __init__(self, options: object, parts: object, record: Record, view: object) -> None:
-            self.record = record
-
-        async def conduct(self) -> None:
-            self.record.members += record((2.4, "a")).members
-
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
