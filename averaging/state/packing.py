@@ -7,7 +7,7 @@ schema's order; whatever the application adds (optimizer statistics, say) follow
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,13 +37,16 @@ class State:
     user: Mapping[str, Any] = field(default_factory=dict)
 
 
-def check_state(tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None:
-    """Whether a state could be packed.
+def check_state(averaged: Collection[str], tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None:
+    """Whether a state of the averaged tensors and further ones could be packed.
 
     Raises:
-        StateError: a tensor of a dtype that cannot travel, or a user dict that msgpack cannot pack.
+        StateError: a tensor of the name of an averaged one, or of a dtype that cannot travel, or a user dict that
+            msgpack cannot pack.
     """
     for name, tensor in tensors.items():
+        if name in averaged:  # newcomers would take it for the averaged one
+            raise StateError(f"state tensor {name!r} has the name of an averaged one; give it another")
         if tensor.dtype not in DTYPE_NAMES:
             raise StateError(f"state tensor {name!r} is {tensor.dtype}; {', '.join(STATE_DTYPES)} can be shared")
     try:

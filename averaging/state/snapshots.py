@@ -65,7 +65,7 @@ class Snapshots:
         """
         if self.shared:
             extras = self._extras()
-            check_state(extras.tensors, extras.user)
+            check_state(self._tensors.names, extras.tensors, extras.user)
             self._committed_extras = extras
         self._copy = self._sealed = None
         self.version = max(version, self.version)

@@ -168,6 +168,13 @@ async def test_if_the_application_cannot_take_the_state_nothing_changes() -> Non
 
 
 @pytest.mark.asyncio
+async def test_what_is_shared_besides_may_not_take_the_name_of_an_averaged_tensor() -> None:
+    async with AsyncExitStack() as stack:
+        with pytest.raises(StateError, match="'w' has the name of an averaged one"):
+            await enter(stack, {"w": torch.zeros(3)}, extra_state=lambda: Extras({"w": torch.ones(3)}, {}))
+
+
+@pytest.mark.asyncio
 async def test_nobody_to_download_from() -> None:
     async with AsyncExitStack() as stack:
         peer = await enter(stack, {"w": torch.zeros(1)})
