@@ -357,6 +357,7 @@ class Peer:
             self.schema,
             silence=self.config.part_timeout,
             deadlines=self._entered.service.deadlines,
+            declared={name: version for version, name in self.donors},
             verify_donors=self.config.verify_donors,
         )
 

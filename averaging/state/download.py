@@ -42,6 +42,7 @@ async def download(
     *,
     silence: float,
     deadlines: Deadlines | None = None,
+    declared: Mapping[str, float] | None = None,
     max_bytes: int | None = None,
     verify_donors: int = 1,
     on_progress: Callable[[StateReader], object] = lambda _: None,
@@ -58,6 +59,8 @@ async def download(
         schema: of this peer's tensors; None takes any.
         silence: seconds without a message after which a donor is given up.
         deadlines: the learned ones that take its place, kept from one download to the next.
+        declared: versions of the donors' states, as discovery tells them. Who turns out to have an earlier one was
+            started anew since, and is asked again only after all others.
         max_bytes: see `StateReader`.
         verify_donors: so many donors must announce the same version and digests of the averaged tensors (of all, if
             there is no schema) before one of them is believed.
@@ -71,7 +74,7 @@ async def download(
     """
     if deadlines is None:
         deadlines = Deadlines(silence, silence, "timeout")
-    download = _Download(transport, schema, deadlines, max_bytes, on_progress)
+    download = _Download(transport, schema, deadlines, declared or {}, max_bytes, on_progress)
     if verify_donors <= 1:
         return await download.load(donors)
     for _ in range(ATTEMPTS - 1):
@@ -102,10 +105,12 @@ class _Download:
         transport: Transport,
         schema: Schema | None,
         deadlines: Deadlines,
+        declared: Mapping[str, float],
         max_bytes: int | None,
         on_progress: Callable[[StateReader], object],
     ) -> None:
         self._transport, self._schema, self._max_bytes = transport, schema, max_bytes
+        self._declared = dict(declared)
         self._patience = Patience(deadlines)
         self._on_progress = on_progress
         self._held = Held()
@@ -116,7 +121,8 @@ class _Download:
         waiting, tries = list(donors), Counter[str]()
         while waiting:
             donor = waiting.pop(0)
-            reader = StateReader(self._schema, self._max_bytes, self._held, expected)
+            at_least = self._declared.pop(donor, 0.0)
+            reader = StateReader(self._schema, self._max_bytes, self._held, expected, at_least)
             before = self._held.nbytes
             tries[donor] += 1
             cut = False
@@ -140,7 +146,7 @@ class _Download:
             # Of two states the one of which there is more.
             self._held = max(self._held, reader.held, key=lambda held: held.nbytes)
             worthwhile = self._held.nbytes > before or self._patience.owes(donor)
-            if cut and worthwhile and tries[donor] < TRIES:
+            if reader.outdated or (cut and worthwhile and tries[donor] < TRIES):
                 waiting.append(donor)
         raise _LostError(_told(failures.values()))
 

@@ -96,12 +96,14 @@ class StateReader:
         max_bytes: what the state may hold at most; if None, `MAX_GROWTH` times the bytes of the schema plus 64 MiB.
         held: what need not be read again where a state has the very same; its cut tensor is written on.
         expected: refuses any other state.
+        at_least: refuses a state of a version below that.
 
     Attributes:
         version: of the state, as announced.
         received: bytes of tensors so far, with those that were left out.
         spliced: whether a tensor of which the first bytes were held did not match its digest. Nothing is wrong with the
             donor then, as far as can be told.
+        outdated: whether the version that is announced is below `at_least`.
 
     Raises:
         StateError: from every method, if the state is not what it says or not what is needed.
@@ -113,14 +115,16 @@ class StateReader:
         max_bytes: int | None = None,
         held: Held | None = None,
         expected: Fingerprint | None = None,
+        at_least: float = 0.0,
     ) -> None:
         self._schema = schema
-        self._before, self._expected = held or Held(), expected
+        self._before, self._expected, self._at_least = held or Held(), expected, at_least
         own_bytes = schema.nbytes if schema else 0
         self._max_bytes = MAX_GROWTH * own_bytes + (64 << 20) if max_bytes is None else max_bytes
         self.version = 0
         self.received = 0
         self.spliced = False
+        self.outdated = False
         self._user: Mapping[str, Any] = {}
         self._announced: tuple[Described, ...] = ()
         self._done: list[torch.Tensor] = []
@@ -186,6 +190,10 @@ class StateReader:
     def _read_metadata(self, packed: bytes) -> None:
         manifest = read_manifest(packed, max_items(self._schema))
         self.version, self._user, self._announced = manifest.version, manifest.user, manifest.tensors
+        self.outdated = float(self.version) < self._at_least  # a float is what discovery tells
+        if self.outdated:
+            declared = f"{self._at_least:.0f} as it has declared"
+            raise StateError(f"it has version {self.version}, not {declared}; it was probably started anew")
         self._check_announced()
         if manifest.skipped:
             self._skip(manifest.skipped)

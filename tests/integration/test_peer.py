@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from itertools import product
 from typing import Any
 
+import msgpack
 import pytest
 import torch
 
@@ -172,6 +174,24 @@ async def test_what_is_shared_besides_may_not_take_the_name_of_an_averaged_tenso
     async with AsyncExitStack() as stack:
         with pytest.raises(StateError, match="'w' has the name of an averaged one"):
             await enter(stack, {"w": torch.zeros(3)}, extra_state=lambda: Extras({"w": torch.ones(3)}, {}))
+
+
+@pytest.mark.asyncio
+async def test_a_donor_that_was_killed_and_started_anew_is_not_taken_for_its_earlier_self() -> None:
+    mine = {"w": torch.zeros(1)}
+    async with AsyncExitStack() as stack:
+        founder = await enter(stack, {"w": torch.full((1,), 2.0)})
+        await founder.commit(5)
+        anew = await enter(stack, {"w": torch.full((1,), -1.0)}, join=[founder.endpoint])
+        newcomer = await enter(stack, mine, join=[founder.endpoint])
+        # What its earlier self declared holds until it expires.
+        await anew.discovery.store(donors_key("run"), anew.endpoint, msgpack.packb(6.0), time.time() + 60)
+        async with asyncio.timeout(60), aclosing(newcomer.discovery.watch(donors_key("run"))) as changes:
+            async for _ in changes:
+                if newcomer.donors == [(6.0, anew.endpoint), (5.0, founder.endpoint)]:
+                    break
+        assert (await newcomer.download_state()).version == 5
+    assert mine["w"].item() == 2.0
 
 
 @pytest.mark.asyncio

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -58,13 +58,16 @@ class Donors:
                 raise PeerUnreachableError(endpoint, "connection lost")
             yield message
 
-    async def fetch(self, schema: Schema | None = SCHEMA, verify_donors: int = 1) -> tuple[State, str]:
+    async def fetch(
+        self, schema: Schema | None = SCHEMA, verify_donors: int = 1, declared: Mapping[str, float] | None = None
+    ) -> tuple[State, str]:
         readers: list[StateReader] = []
         return await download(
             cast(Any, self),
             list(self.states),
             schema,
             silence=5.0,
+            declared=declared,
             verify_donors=verify_donors,
             on_progress=readers.append,
         )
@@ -119,6 +122,18 @@ async def test_one_that_ends_too_early_on_purpose_is_not_asked_again() -> None:
     with pytest.raises(StateError, match="ended after 2 of 5"):
         await donors.fetch()
     assert donors.calls == ["x:1"]
+
+
+@pytest.mark.asyncio
+async def test_one_that_was_started_anew_since_it_declared_its_version_comes_after_all_others() -> None:
+    donors = Donors({"x:1": [state(1, version=0)], "y:1": [state(2, version=3)]})
+    found, donor = await donors.fetch(declared={"x:1": 4.0, "y:1": 3.0})
+    assert (donor, donors.calls) == ("y:1", ["x:1", "y:1"])
+    assert equal(found, state(2, version=3))
+    donors.cuts = {"y:1": [0]}
+    found, donor = await donors.fetch(declared={"x:1": 4.0, "y:1": 3.0})
+    assert donor == "x:1"
+    assert equal(found, state(1, version=0))
 
 
 @pytest.mark.asyncio
