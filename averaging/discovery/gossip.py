@@ -288,8 +288,8 @@ class GossipDiscovery:
         now = self._clock()
         for refusal in refusals:
             own = self._board.table().claim(refusal.key, refusal.subkey, self._author.owner)
-            # The board itself reports a place that somebody else holds, and expired ones end by themselves.
-            if own is None or refusal.reason in (Reason.FOREIGN, Reason.EXPIRED):
+            # The board itself reports a place that somebody else holds.
+            if own is None or refusal.reason == Reason.FOREIGN:
                 continue
             if now - self._last_complaint >= _COMPLAINT_PERIOD:
                 self._last_complaint = now

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from averaging.discovery.members import Members
+from averaging.discovery.records import Reason
 from averaging.discovery.settings import CALL_FAILURES, GossipSettings
 from averaging.messages import Record, Refusal, Rumour
 from averaging.transport.base import Transport
@@ -43,7 +44,7 @@ class Rumours:
 
     Args:
         clock: seconds since the epoch.
-        on_refused: is told who refused which records.
+        on_refused: is told who refused which records, but for those that had expired by then.
     """
 
     def __init__(
@@ -158,7 +159,16 @@ class Rumours:
     async def _push(self, target: str, rumours: list[Rumour]) -> None:
         size = self._settings.rumours_per_push
         for first in range(0, len(rumours), size):
+            load = tuple(rumours[first : first + size])
             async with asyncio.timeout(self._settings.push_timeout):
-                refused = await self._transport.push(target, self._run_id, tuple(rumours[first : first + size]))
-            if refused:
+                refused = await self._transport.push(target, self._run_id, load)
+            if refused := self._without_expired(refused, load):
                 self._on_refused(target, refused)
+
+    def _without_expired(self, refused: tuple[Refusal, ...], load: tuple[Rumour, ...]) -> tuple[Refusal, ...]:
+        """The refusals but those of records that have expired on their way; of others it is a matter of the clocks."""
+        if not refused:
+            return ()
+        still = self._clock() + self._settings.limits.clock_tolerance
+        on_the_way = {(one.record.key, one.record.subkey) for one in load if one.record.expiration <= still}
+        return tuple(one for one in refused if one.reason != Reason.EXPIRED or (one.key, one.subkey) not in on_the_way)

@@ -78,6 +78,7 @@ class GossipSwarm:
         run_id: str = RUN,
         identity: Identity | None = None,
         join_timeout: float = 10.0,
+        clock: Callable[[], float] = virtual_time.clock,
     ) -> Host:
         """Starts a peer; None starts a client. It has not joined yet."""
         transport = (LossyTransport if self.network.loss else MemoryTransport)(self.network, endpoint)
@@ -88,7 +89,7 @@ class GossipSwarm:
             join=join,
             join_timeout=join_timeout,
             identity=identity or UnsignedIdentity(self.rng),
-            clock=virtual_time.clock,
+            clock=clock,
             rng=random.Random(self.rng.getrandbits(64)),
             settings=self.settings,
         )

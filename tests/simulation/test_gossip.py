@@ -552,6 +552,29 @@ def test_a_peer_is_told_that_others_refuse_its_records(caplog: pytest.LogCapture
     swarm.simulate(main())
 
 
+@pytest.mark.parametrize(("ahead", "told"), [(-600.0, [Reason.EXPIRED]), (0.0, [])])
+def test_a_peer_is_told_that_its_clock_is_behind_and_not_that_a_record_was_late(
+    caplog: pytest.LogCaptureFixture, ahead: float, told: list[Reason]
+) -> None:
+    swarm = GossipSwarm(31, latency=(0.01, 0.02))
+    caplog.set_level(logging.WARNING)
+
+    async def main() -> None:
+        await joined(swarm.start("peer-0:1"))
+        await joined(swarm.start("peer-1:1", ["peer-0:1"], clock=lambda: virtual_time.clock() + ahead))
+        await asyncio.sleep(11)  # since the last complaint, about its presence
+        caplog.clear()
+        now = virtual_time.clock() + ahead
+        await swarm["peer-1:1"].store(KEY, "a:1", b"", now + 0.01)
+        await asyncio.sleep(0.008)  # it is on its way, and has expired when it arrives
+        await swarm["peer-1:1"].store(KEY, "a:1", b"", now + 60)
+        await asyncio.sleep(1)
+
+    swarm.simulate(main())
+    found = [one.message for one in caplog.records if "refuses this peer's record of 'a:1'" in one.message]
+    assert [reason for message in found for reason in Reason if message.endswith(reason)] == told
+
+
 def test_records_over_the_bounds_are_refused_and_live_ones_stay() -> None:
     swarm = GossipSwarm(24, settings=GossipSettings(limits=Limits(records=20, records_per_owner=10)))
 
