@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from averaging.deadlines import Deadlines
 from averaging.errors import AveragingError, StateError, TransportError
-from averaging.messages import Resume
+from averaging.messages import DownloadData, Resume
 from averaging.schema import Schema
 from averaging.state.packing import State
 from averaging.state.patience import Patience
@@ -195,7 +195,8 @@ class _Download:
             aclosing(self._transport.download_state(donor, resume)) as messages,
         ):
             async for message in messages:
-                silence.heard()
+                if not count or _brings_something(message):
+                    silence.heard()
                 reader.feed(message)
                 on_progress(reader)
                 count += 1
@@ -205,6 +206,12 @@ class _Download:
     def _reason(self, donor: str, error: Exception) -> str:
         reason = str(error)
         return reason if reason.startswith(donor) else f"{donor}: {reason}"
+
+
+def _brings_something(message: DownloadData) -> bool:
+    """Whether it is one of a finite number: a donor could send others for ever."""
+    piece = message.tensor_part
+    return piece is not None and bool(piece.dtype or len(piece.buffer))
 
 
 def _told(failures: Iterable[str]) -> str:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from averaging.deadlines import ENOUGH, Deadlines
 from averaging.errors import PeerUnreachableError, StateError
-from averaging.messages import DownloadData, Resume
+from averaging.messages import DownloadData, Resume, WireTensor
 from averaging.schema import Schema, describe
 from averaging.state.download import TRIES, choose, download
 from averaging.state.packing import State, pack, seal
@@ -319,3 +319,22 @@ def test_a_version_that_no_message_can_hold_is_refused(version: float) -> None:
     told = msgpack.unpackb(first.metadata) | {"version": version}
     with pytest.raises(StateError, match="its (version|metadata) is"):
         StateReader(SCHEMA).feed(replace(first, metadata=msgpack.packb(told)))
+
+
+@pytest.mark.parametrize("nothing", [DownloadData(), DownloadData(tensor_part=WireTensor(b""))])
+def test_a_donor_that_goes_on_sending_nothing_is_silent(nothing: DownloadData) -> None:
+    class Idle:
+        async def download_state(self, endpoint: str, resume: Resume | None) -> AsyncGenerator[DownloadData, None]:
+            first = next(iter(pack(seal(state(1)))))
+            assert first.tensor_part is not None
+            yield replace(first, tensor_part=replace(first.tensor_part, buffer=b"", chunks=2**31 - 1))
+            while True:
+                await asyncio.sleep(0.5)
+                yield nothing
+
+    async def main() -> None:
+        async with asyncio.timeout(100):
+            await download(cast(Any, Idle()), ["x:1"], SCHEMA, silence=5.0)
+
+    with pytest.raises(StateError, match=r"x:1: silent for 5 s"):
+        virtual_time.run(main())
