@@ -126,6 +126,10 @@ class Outcome:
         if self._alike:
             self._digests[name].add(buffer)
 
+    def has_heard(self, name: str) -> bool:
+        """Whether a part or an average of that member is in."""
+        return name in self._received
+
     def put(self, part: Part, values: torch.Tensor) -> None:
         """The average of a part is in, or its delta."""
         self.arrived.add(part)

@@ -207,7 +207,10 @@ class Reducing:
     def _overdue(self, name: str, phase: Phase, deed: str) -> Overdue:
         def overdue(waited: float, deadline: Deadline) -> None:
             self._watch.missed(name, phase)
-            self._drop(Dropped.overdue(name, deed, waited, deadline.seconds, deadline.basis))
+            answering = phase is Phase.OPENING and self._outcome.has_heard(name)
+            # As of a peer behind a firewall, to which nobody else's receipt says so.
+            after = f"answering this peer all the same; can it reach {self._me.endpoint}?" if answering else ""
+            self._drop(Dropped.overdue(name, deed, waited, deadline.seconds, deadline.basis, after=after))
 
         return overdue
 

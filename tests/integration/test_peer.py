@@ -73,6 +73,26 @@ async def test_clients_and_auxiliaries_in_all_mixes(clients: int, auxiliaries: i
         assert tensor.tolist() == [pytest.approx(expected)] * 1000
 
 
+@pytest.mark.asyncio
+async def test_a_peer_that_others_cannot_dial_is_told_so_as_well_as_they() -> None:
+    async with AsyncExitStack() as stack:
+        options: dict[str, Any] = {"group_size": 2, "part_size_bytes": 1024, "part_timeout": 1.0}
+        founder = await enter(stack, {"w": torch.zeros(1000)}, **options)
+        hidden = await enter(
+            stack, {"w": torch.ones(1000)}, join=[founder.endpoint], advertise="127.0.0.1:1", insecure=True, **options
+        )
+        leading = asyncio.create_task(founder.average())
+        await told(hidden, group_key("run", ""), founder.endpoint)  # so that it asks, and need not be asked
+        [by_hidden] = await average(hidden)
+        async with asyncio.timeout(60):
+            by_founder = await leading
+        [lost] = by_founder.dropped
+        assert lost.reason.startswith("connection refused")
+        [lost] = by_hidden.dropped
+        assert lost.reason.startswith("sent nothing")
+        assert lost.reason.endswith("can it reach 127.0.0.1:1?")
+
+
 def awkward(seed: int) -> dict[str, torch.Tensor]:
     """Tensors of all shapes, dtypes and layouts that can be averaged."""
     random = torch.Generator().manual_seed(seed)
