@@ -23,7 +23,7 @@ from averaging.discovery.board import Board
 from averaging.discovery.exchange import Exchange
 from averaging.discovery.followers import Followers
 from averaging.discovery.identity import Author, Ed25519Identity, Identity
-from averaging.discovery.joining import Joining
+from averaging.discovery.joining import SAME_NAME, Joining
 from averaging.discovery.members import Members
 from averaging.discovery.records import Reason
 from averaging.discovery.rumours import Rumours
@@ -153,6 +153,9 @@ class GossipDiscovery:
     async def exchange(self, digest: Digest) -> AsyncGenerator[ExchangeReply, None]:
         """See `GossipService.exchange`."""
         self._admit(digest.run_id)
+        if digest.endpoint == self._endpoint:  # who has asked only itself has joined nobody
+            self._joining.called_by_itself()
+            raise CallRefusedError(self._endpoint, SAME_NAME)
         self._joining.called_by(digest.endpoint)
         self._members.trust(digest.endpoint)
         async with aclosing(self._exchange.answer(digest)) as replies:

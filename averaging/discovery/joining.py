@@ -10,6 +10,9 @@ from typing import Any
 from averaging.discovery.settings import CALL_FAILURES, GossipSettings
 from averaging.errors import NoSeedAnsweredError, TransportError
 
+SAME_NAME = "it has the name of the peer that asks"
+"""What a peer answers that is asked in its own name: by itself, under another address, or by one that took its name."""
+
 
 class Joining:
     """The seeds and what they said.
@@ -30,6 +33,12 @@ class Joining:
         self._rng = rng
         self._reasons = dict.fromkeys(seeds, "no answer")
         self._calls = {seed: asyncio.Event() for seed in seeds}
+        self._has_asked_itself = False
+        self._own: set[str] = set()  # seeds that are this very peer
+
+    def called_by_itself(self) -> None:
+        """This peer was called in its own name: one of the seeds may be another address of its own."""
+        self._has_asked_itself = True
 
     def called_by(self, endpoint: str) -> None:
         """`endpoint` called this peer: if it is a seed, it is up now, and there is no need to wait."""
@@ -61,6 +70,11 @@ class Joining:
                 await self._ask(seed)
             except CALL_FAILURES as error:
                 self._reasons[seed] = error.reason if isinstance(error, TransportError) else str(error) or "no answer"
+                if self._has_asked_itself and self._reasons[seed].endswith(SAME_NAME):
+                    self._own.add(seed)
+                    if self._own == self._reasons.keys():  # as if none had been given
+                        answered.set()
+                    return
             else:
                 answered.set()
                 return

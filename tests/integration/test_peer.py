@@ -24,6 +24,7 @@ from averaging.errors import (
     TensorError,
 )
 from averaging.group import donors_key, group_key
+from tests.integration.fault_proxy import free_port
 
 
 async def enter(stack: AsyncExitStack, tensors: Mapping[str, torch.Tensor], **options: Any) -> Peer:
@@ -350,6 +351,19 @@ async def test_seeds_that_do_not_answer_are_named() -> None:
         with pytest.raises(NoSeedAnsweredError) as raised:
             await enter(stack, {"w": torch.zeros(1)}, join=["127.0.0.1:9", "localhost:19"], join_timeout=1.0)
     assert set(raised.value.reasons) == {"127.0.0.1:9", "localhost:19"}
+
+
+@pytest.mark.asyncio
+async def test_who_reaches_only_itself_under_another_name_has_joined_nobody() -> None:
+    port = free_port()
+    own = f"localhost:{port}"
+    options: dict[str, Any] = {"listen": f"127.0.0.1:{port}", "join_timeout": 1.0}
+    async with AsyncExitStack() as stack:
+        with pytest.raises(NoSeedAnsweredError, match="it has the name of the peer that asks"):
+            await enter(stack, {"w": torch.zeros(1)}, join=[own, "127.0.0.1:9"], **options)
+        founder = await enter(stack, {"w": torch.zeros(1)}, join=[own], **options)  # as without anybody to join
+        other = await enter(stack, {"w": torch.zeros(1)}, join=[founder.endpoint])
+        assert other.peers >= {founder.endpoint}
 
 
 @pytest.mark.asyncio
