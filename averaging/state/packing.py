@@ -41,14 +41,16 @@ def check_state(averaged: Collection[str], tensors: Mapping[str, torch.Tensor], 
     """Whether a state of the averaged tensors and further ones could be packed.
 
     Raises:
-        StateError: a tensor of the name of an averaged one, or of a dtype that cannot travel, or a user dict that
-            msgpack cannot pack.
+        StateError: a tensor of the name of an averaged one, or of a dtype or a layout that cannot travel, or a user
+            dict that msgpack cannot pack.
     """
     for name, tensor in tensors.items():
         if name in averaged:  # newcomers would take it for the averaged one
             raise StateError(f"state tensor {name!r} has the name of an averaged one; give it another")
         if tensor.dtype not in DTYPE_NAMES:
             raise StateError(f"state tensor {name!r} is {tensor.dtype}; {', '.join(STATE_DTYPES)} can be shared")
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            raise StateError(f"state tensor {name!r} has no dense values; give one that has, such as its `to_dense()`")
     try:
         msgpack.packb(dict(user))
     except (TypeError, ValueError, OverflowError) as error:

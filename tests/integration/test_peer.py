@@ -198,6 +198,14 @@ async def test_what_is_shared_besides_may_not_take_the_name_of_an_averaged_tenso
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("extra", [torch.eye(3).to_sparse(), torch.ones(3, device="meta")])
+async def test_what_cannot_travel_is_refused_before_anybody_asks_for_it(extra: torch.Tensor) -> None:
+    async with AsyncExitStack() as stack:
+        with pytest.raises(StateError, match="'e' has no dense values"):
+            await enter(stack, {"w": torch.zeros(3)}, extra_state=lambda: Extras({"e": extra}, {}))
+
+
+@pytest.mark.asyncio
 async def test_a_donor_that_was_killed_and_started_anew_is_not_taken_for_its_earlier_self() -> None:
     mine = {"w": torch.zeros(1)}
     async with AsyncExitStack() as stack:
