@@ -14,10 +14,12 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from averaging.ca import Issued, issue, make_authority
 from averaging.credentials import Tls
+from averaging.discovery.board import Board
 from averaging.discovery.certified import MAX_PROOF_BYTES, CertifiedIdentity
 from averaging.discovery.identity import Author, Ed25519Identity, Identity
 from averaging.discovery.records import Limits, Reason
 from averaging.discovery.table import RecordTable
+from averaging.errors import DiscoveryError
 from averaging.messages import Record
 
 NOW = datetime.datetime.now(datetime.UTC)
@@ -97,6 +99,13 @@ def test_who_has_no_certificate_of_the_run_writes_nothing() -> None:
     assert not READER.verify("run", record(Ed25519Identity(), "a:1"))
     assert not identity("b", now=T + 2 * 86400).verify("run", record(identity("a"), "a:1")), "it has expired"
     assert not identity("b", now=T - 7200).verify("run", record(identity("a"), "a:1")), "it is not valid yet"
+
+
+def test_whose_certificate_has_expired_reads_so_when_it_writes() -> None:
+    later = T + 2 * 86400
+    board = Board(Author("run", identity("a", now=later), Limits()), Limits(), lambda: later)
+    with pytest.raises(DiscoveryError, match="expired"):
+        board.write("run.peers", "a:1", b"", later + 30)
 
 
 def test_a_proof_is_of_one_owner_and_one_run() -> None:
