@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -112,17 +112,20 @@ class DiLoCo(Together):
                 for name, parameter in parameters.items()
             }
             changes = {name: torch.zeros_like(anchor, requires_grad=False) for name, anchor in anchors.items()}
-            # Buffers are averaged as they are, with the last fragment.
+            # Buffers are averaged as they are, with the last fragment; as copies, since a result that came between
+            # forward and backward would change what autograd has kept.
             buffers = training.buffers if number == len(pieces) - 1 else {}
+            averages = {name: buffer.detach().to("cpu", copy=True) for name, buffer in buffers.items()}
             topic = training.topic(
                 f"pseudogradient-{number}of{len(pieces)}",
-                changes | buffers,
+                changes | averages,
                 adopt=Adopt.WHOLE,
                 compression=self.compression,
                 error_feedback=self.error_feedback,
             )
             outer = self._make_outer(list(anchors.values()))
-            self._fragments.append(_Fragment(number, parameters, anchors, changes, topic, outer))
+            copied = [(buffer, averages[name]) for name, buffer in buffers.items()]
+            self._fragments.append(_Fragment(number, parameters, anchors, changes, topic, outer, copied))
 
     def joined(self, training: Training) -> None:
         """A peer that begins a run, or has loaded parameters alone, starts from what it holds."""
@@ -255,6 +258,7 @@ class _Fragment:
         parameters: of the model, trained by the inner optimizer.
         anchors: what they were after the last global step, on the CPU.
         changes: anchors minus parameters; after a round, the average of all peers'.
+        buffers: of the model, each with its copy; after a round that holds the average of all peers'.
     """
 
     def __init__(
@@ -265,9 +269,10 @@ class _Fragment:
         changes: dict[str, torch.Tensor],
         topic: Topic,
         outer: torch.optim.Optimizer,
+        buffers: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
     ) -> None:
         self.number = number
-        self.parameters, self.anchors, self.changes = parameters, anchors, changes
+        self.parameters, self.anchors, self.changes, self.buffers = parameters, anchors, changes, buffers
         self.topic, self.outer = topic, outer
 
     @torch.no_grad()
@@ -278,12 +283,14 @@ class _Fragment:
 
     @torch.no_grad()
     def measure(self) -> None:
-        """Computes the pseudo-gradient."""
+        """Computes the pseudo-gradient, and copies the buffers."""
         for name, parameter in self.parameters.items():
             torch.sub(self.anchors[name], parameter.to("cpu", self.anchors[name].dtype), out=self.changes[name])
+        for buffer, copied in self.buffers:
+            copied.copy_(buffer)
 
     def step(self, alpha: float) -> None:
-        """The outer step, and the model's way back to its result."""
+        """The outer step, and the model's way back to its result and to the averaged buffers."""
         for name, anchor in self.anchors.items():
             anchor.grad = self.changes[name]
         self.outer.step()
@@ -296,6 +303,8 @@ class _Fragment:
                     parameter.lerp_(result, 1 - alpha)
                 else:
                     parameter.copy_(result)  # also over infinity and NaN, of which no mixture gets rid
+            for buffer, average in self.buffers:
+                buffer.copy_(average)
 
     @torch.no_grad()
     def local_steps(self) -> dict[str, torch.Tensor]:

@@ -384,6 +384,32 @@ def test_training_goes_on_during_a_round_with_delay(start: Start) -> None:
     assert [opt.global_step for opt in run.averagers] == [1, 1]
 
 
+def test_a_result_that_comes_between_forward_and_backward_leaves_the_buffers_alone(start: Start) -> None:
+    run = start()
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3))
+        run.add(DiLoCo(2, delay=1), SGD, model, buffers=dict(model.named_buffers()))
+    run.meet()
+    there = threading.Barrier(2)
+
+    def train(number: int) -> None:
+        steps(run, number, range(100 * number, 100 * number + 2))
+        there.wait(PATIENCE)
+        model, opt = run.models[number], run.averagers[number]
+        inputs, targets = batch_of(100 * number + 2, 4)
+        loss: torch.Tensor = (model(inputs) - targets).pow(2).mean()
+        pending = opt.strategy._pending  # type: ignore[attr-defined]
+        assert opt._thread.wait(pending).averaged
+        loss.backward()  # type: ignore[no-untyped-call]
+        opt.step()
+
+    run.each(train)
+    assert [opt.global_step for opt in run.averagers] == [1, 1]
+    first, second = (dict(model.named_buffers())["1.running_var"] for model in run.models)
+    assert torch.equal(first, second)
+
+
 @pytest.mark.parametrize("delay", [0, 1])
 def test_an_interrupt_ends_the_wait_for_a_round_and_not_the_round(
     start: Start, monkeypatch: pytest.MonkeyPatch, delay: int
