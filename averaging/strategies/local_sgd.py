@@ -29,8 +29,8 @@ class LocalSGD(Strategy):
             each peer's own. Peers meet when all have the same ones: a parameter without a gradient so far has none.
             They are never compressed: what a code makes of a small second moment, the optimizer divides by.
         overlap: whether training goes on during the round. The change, the average minus what was sent, is added to the
-            parameters when it is there; the training thread only copies. Of a second moment so much of it is added as
-            would be left by now.
+            parameters when it is there; the training thread only copies. Of a second moment, and of a buffer that is a
+            running variance, so much of it is added as would be left by now.
         compression: see `Strategy`.
         error_feedback: see `Strategy`.
         max_norm: of the gradients of each step, see `Strategy`.
@@ -56,7 +56,7 @@ class LocalSGD(Strategy):
         self._topic: Topic | None = None
         self._averaged: list[torch.Tensor] = []
         self._sent: list[torch.Tensor] = []
-        self._kinds: dict[str, list[int]] = {}  # places in _averaged of each kind of statistics
+        self._kinds: dict[str, list[int]] = {}  # places in _averaged of each kind of statistics and buffers
         self._before: dict[int, torch.Tensor] = {}  # what was sent of second moments, by their place in _averaged
         self._pending: Future[Receipt] | None = None
         self._replaced = False  # the parameters have been loaded since the pending round began
@@ -122,8 +122,9 @@ class LocalSGD(Strategy):
         self._averaged = list(tensors.values())
         self._kinds = {}
         for place, name in enumerate(tensors):
-            if name not in training.tensors:
-                self._kinds.setdefault(name.partition("/")[0], []).append(place)
+            if name not in training.parameters:
+                kind = name.rpartition(".")[2] if name in training.buffers else name.partition("/")[0]
+                self._kinds.setdefault(kind, []).append(place)
         options: dict[str, Any] = {"compression": self.compression, "error_feedback": self.error_feedback}
         if self.overlap:
             # Under the run's own key: those who do not overlap, and auxiliaries, average with those who do.
@@ -156,7 +157,7 @@ class LocalSGD(Strategy):
             return
         with training.replacing(), torch.no_grad():
             for place, (tensor, change) in enumerate(zip(self._averaged, self._sent, strict=True)):
-                if place in self._before:
+                if place in self._before and bool((tensor >= 0).all()):
                     _add_to_moment(tensor, change.to(tensor.device), self._before[place].to(tensor.device))
                 else:
                     tensor.add_(change.to(tensor.device))
@@ -165,7 +166,7 @@ class LocalSGD(Strategy):
 def _moments(kinds: Mapping[str, Sequence[int]], sent: Sequence[torch.Tensor]) -> list[int]:
     """Places of second moments: of the kinds of statistics of which nothing is below 0 in any parameter's.
 
-    A single parameter's momentum may well be above 0, all of it.
+    A single parameter's momentum may well be above 0, all of it. The running variances of a model are a kind, too.
     """
     found = [places for places in kinds.values() if all(bool((sent[place] >= 0).all()) for place in places)]
     return [place for places in found for place in places]

@@ -708,6 +708,32 @@ def test_a_second_moment_stays_positive_when_a_change_comes_late(start: Start) -
     torch.testing.assert_close(state["exp_avg_sq"], torch.full((1, 3), mean * 0.95**20))
 
 
+def test_a_running_variance_stays_positive_when_a_change_comes_late(start: Start) -> None:
+    """Below 0 its root is NaN, in evaluation."""
+    run = start()
+    for variance in (100.0, 0.0):
+        model = torch.nn.Sequential(torch.nn.Linear(3, 1, bias=False))
+        model.register_buffer("running_var", torch.zeros(3))
+        model.register_buffer("running_mean", torch.zeros(3))
+        run.add(LocalSGD(2, overlap=True), SGD, model, buffers=dict(model.named_buffers()))
+        model.get_buffer("running_var").fill_(variance)
+        model.get_buffer("running_mean").copy_(variance * torch.tensor([1.0, -1.0, 0.0]))
+    run.meet()
+    buffers = dict(run.models[0].named_buffers())
+    for _ in range(2):
+        pushed(run, 0, 0.0)  # the second of these begins the round, and does not wait for the other
+    buffers["running_var"].mul_(0.1)
+    buffers["running_mean"].mul_(0.1)
+    for _ in range(2):
+        pushed(run, 1, 0.0)
+    for opt in run.averagers:
+        opt.strategy.finish(opt._training)
+        assert opt.last_receipt is not None
+        assert opt.last_receipt.averaged
+    torch.testing.assert_close(buffers["running_var"], torch.full((3,), 5.0))  # what is left by now of the mean
+    torch.testing.assert_close(buffers["running_mean"], torch.tensor([-40.0, 40.0, 0.0]))  # the whole change
+
+
 def test_statistics_are_not_compressed(start: Start) -> None:
     """A code with one scale for large and small ones makes 0 of a small second moment, by which Adam divides."""
     run = start()
