@@ -67,6 +67,7 @@ class Training:
         self._groups = [len(group["params"]) for group in optimizer.param_groups]
         self._answers = Answers()
         self._running: EventLoopThread | None = None
+        self._whole = self.topic("", self.tensors, commits=True)
 
     def run_in(self, thread: EventLoopThread) -> None:
         """From now on the peer lives in `thread`."""
@@ -198,8 +199,11 @@ class Training:
         error_feedback: bool = False,
         in_place: bool | None = None,
     ) -> Topic:
-        """Something that can be averaged, see `Peer.topic`."""
-        return self._peer.topic(
+        """Something that can be averaged, see `Peer.topic`; what has the name of a buffer is never compressed.
+
+        Running variances and constants of a model are not what codes with one scale for large and small are for.
+        """
+        made = self._peer.topic(
             name,
             tensors,
             adopt=adopt,
@@ -208,6 +212,8 @@ class Training:
             error_feedback=error_feedback,
             in_place=in_place,
         )
+        exact = tensors.keys() & self.buffers.keys()
+        return made.sending_exactly(exact) if exact else made
 
     def average(self, topic: Topic | None = None, **options: Unpack[RoundOptions]) -> Receipt:
         """Averages a topic with a group, and waits for the end of the round.
@@ -248,7 +254,7 @@ class Training:
                 "patience": 0.0 if alone else patience,
             }
             chosen.update(options)
-            return await self._peer.average(topic, **chosen)
+            return await self._peer.average(topic or self._whole, **chosen)
 
         return average()
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from averaging import CompressionType, DiLoCo, GradientAveraging, LocalSGD, Mode, Outcome, Receipt
+from averaging import CompressionType, DiLoCo, GradientAveraging, LocalSGD, Mode, Outcome, Receipt, Strategy
 from averaging.errors import ConfigError, PeerUnreachableError, StateError, TensorError
 from averaging.strategies.history import Progress
 from averaging.strategies.retries import FIRST_PAUSE
@@ -317,6 +317,39 @@ def test_buffers_are_averaged_along_and_counters_reach_newcomers(
     add(GradientAveraging(8))
     (donor,) = [name for name in counted if f"took over the state of {name}," in caplog.text]
     assert dict(run.models[2].named_buffers())["1.num_batches_tracked"].item() == counted[donor]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [partial(GradientAveraging, 8), partial(DiLoCo, 2), partial(LocalSGD, 2), partial(LocalSGD, 2, overlap=True), None],
+)
+def test_buffers_are_not_compressed(start: Start, strategy: Callable[..., Strategy] | None) -> None:
+    """A code with one scale for large and small ones makes 0 of a small variance, by whose root one divides."""
+    run = start()
+    constants = 10.0 ** -torch.arange(5.0)
+    for _ in range(2):
+        model: torch.nn.Module = model_of(0)
+        model.register_buffer("constants", constants.clone())
+        buffers = dict(model.named_buffers())
+        chosen = LocalSGD(9) if strategy is None else strategy(compression="int8", error_feedback=True)
+        run.add(chosen, SGD, model, buffers=buffers, compression="int8", group_size=2)
+    run.meet()
+
+    def train(number: int) -> None:
+        opt = run.averagers[number]
+        if strategy is None:
+            opt.average_now()
+        elif isinstance(opt.strategy, GradientAveraging):
+            gather_until(run, number, 1)
+        else:
+            steps(run, number, range(2))
+            opt.strategy.finish(opt._training)
+
+    run.each(train)
+    for opt, model in zip(run.averagers, run.models, strict=True):
+        assert opt.last_receipt is not None
+        assert opt.last_receipt.averaged
+        torch.testing.assert_close(model.get_buffer("constants"), constants, rtol=1e-6, atol=0)
 
 
 # DiLoCo
