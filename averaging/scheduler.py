@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau
 
 from averaging.errors import ConfigError
 
@@ -36,8 +36,16 @@ def drive(scheduler: LRScheduler, steps: int) -> None:
     with warnings.catch_warnings():
         # A newcomer's schedule goes on where the run is, before the inner optimizer has made its first step.
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
-        while scheduler.last_epoch < steps:
+        while _steps_of(scheduler) < steps:
             scheduler.step()
+
+
+def _steps_of(scheduler: Any) -> int:
+    """How many it has made; a ChainedScheduler does not count, but each of those that it chains makes every step."""
+    while isinstance(scheduler, ChainedScheduler):
+        scheduler = scheduler._schedulers[0]
+    made: int = scheduler.last_epoch
+    return made
 
 
 def set_initial_lr(optimizer: torch.optim.Optimizer) -> None:

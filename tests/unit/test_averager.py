@@ -175,6 +175,27 @@ def test_schedulers_drive_it_as_they_drive_the_inner_optimizer(
     assert len(set(rates[0])) > 2
 
 
+def test_a_chained_scheduler_is_driven_too_and_goes_on_from_a_checkpoint(make: Make) -> None:
+    def chained(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.ChainedScheduler:
+        warm = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=0.1, total_iters=2)
+        return torch.optim.lr_scheduler.ChainedScheduler(
+            [warm, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)], optimizer
+        )
+
+    plain = torch.optim.SGD(linear().parameters(), lr=1.0)
+    expected = chained(plain)
+    model = linear()
+    opt = make(torch.optim.SGD(model.parameters(), lr=1.0), scheduler=chained)
+    for _ in range(4):
+        train(model, opt, 1)
+        plain.step()
+        expected.step()
+        assert opt.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
+    again = make(torch.optim.SGD(linear().parameters(), lr=1.0), scheduler=chained)
+    again.load_state_dict(opt.state_dict())
+    assert again.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
+
+
 def test_a_grad_scaler_leaves_out_steps_with_infinite_gradients(make: Make) -> None:
     model = linear()
     opt = make(torch.optim.SGD(model.parameters(), lr=0.1))
