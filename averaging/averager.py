@@ -272,6 +272,8 @@ class DecentralizedAverager(OptimizerWrapper):
     def average_now(self, *, weight: float | None = None, gather: Any = None) -> Receipt:
         """Averages the parameters with a group now, whatever the strategy, and waits for the end of the round.
 
+        A round of the strategy's that is in progress, with `overlap` or `delay`, is waited for first.
+
         Args:
             weight: of this peer in this round; the attribute `weight` if None.
             gather: handed to all members of the group, see `Peer.average`.
@@ -285,6 +287,8 @@ class DecentralizedAverager(OptimizerWrapper):
             TensorError: there is NaN or infinity in what is to be averaged, or it has been moved.
             ClosedError: the averager was closed, or its thread has failed.
         """
+        self._thread.check()
+        self.strategy.finish(self._training)
         config = self._peer.config
         options: RoundOptions = {"gather": gather, "enough": config.group_size, "patience": config.timeout}
         if weight is not None:

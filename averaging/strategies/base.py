@@ -107,7 +107,7 @@ class Strategy(ABC):
         return
 
     def finish(self, training: Training) -> None:
-        """Called before the peer leaves: waits for what is still in progress, or gives it up."""
+        """Called before the peer leaves and before `average_now`: waits for what is in progress, or gives it up."""
         return
 
     def _options(self) -> str:

@@ -476,6 +476,24 @@ def test_peers_that_begin_with_their_own_parameters_are_equal_after_average_now(
     assert equal(*run.parameters())
 
 
+@pytest.mark.parametrize("strategy", [partial(LocalSGD, 2, overlap=True), partial(DiLoCo, 2, delay=1)])
+def test_average_now_waits_for_the_round_in_progress_first(start: Start, strategy: Callable[[], Strategy]) -> None:
+    run = start()
+    for _ in range(2):
+        run.add(strategy(), SGD, group_size=2)
+    run.meet()
+
+    def train(number: int) -> Receipt:
+        steps(run, number, range(100 * number, 100 * number + 2))  # the second of these begins a round
+        return run.averagers[number].average_now()
+
+    assert [receipt.averaged for receipt in run.each(train)] == [True, True]
+    assert equal(*run.parameters())
+    for opt in run.averagers:
+        opt.strategy.finish(opt._training)  # nothing comes later
+    assert equal(*run.parameters())
+
+
 @pytest.mark.parametrize("model_first", [True, False])
 def test_local_steps_before_the_first_global_one_are_in_a_checkpoint(start: Start, model_first: bool) -> None:
     run = start()
