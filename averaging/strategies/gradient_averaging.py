@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -167,7 +167,7 @@ class GradientAveraging(Together):
                 self._topic,
                 phase=self.history.phase,
                 weight=self._gathered,
-                gather={"samples": self._gathered, "lacking": sorted(lacking)},
+                gather={"samples": self._gathered, "lacking": _bitmap(lacking, len(self._present))},
                 enough=len(together) + 1,
                 overtaken=self._overtaken(training),
             )
@@ -212,7 +212,17 @@ def _check_gradient(name: str, gradient: torch.Tensor, allows_non_finite: bool) 
         )
 
 
+def _bitmap(numbers: Collection[int], count: int) -> bytes:
+    """Which of so many numbers are there, one bit each: of a large model a list would be too long for a gather."""
+    bits = bytearray(-(-count // 8))
+    for number in numbers:
+        bits[number // 8] |= 1 << number % 8
+    return bytes(bits)
+
+
 def _numbers(user: Any, key: str) -> set[int]:
-    """The whole numbers that a member has told its group under `key`; none if it told something else."""
+    """The numbers that a member has told its group as a bitmap under `key`; none if it told something else."""
     told = user.get(key) if isinstance(user, dict) else None
-    return {number for number in told if isinstance(number, int)} if isinstance(told, list) else set()
+    if not isinstance(told, bytes):
+        return set()
+    return {8 * place + bit for place, byte in enumerate(told) for bit in range(8) if byte >> bit & 1}

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from averaging import CompressionType, DiLoCo, GradientAveraging, LocalSGD, Mode, Outcome, Receipt, Strategy
+from averaging import CompressionType, DiLoCo, GradientAveraging, LocalSGD, Mode, Outcome, Receipt, Strategy, group
 from averaging.errors import ConfigError, PeerUnreachableError, StateError, TensorError
 from averaging.strategies.history import Progress
 from averaging.strategies.retries import FIRST_PAUSE
@@ -199,6 +199,27 @@ def test_parameters_for_which_nobody_has_a_gradient_are_passed_over(start: Start
     after = run.parameters()[0]
     assert torch.equal(after[0], before[0])
     assert all(not torch.equal(after[place], before[place]) for place in (1, 2, 3))
+    assert equal(*run.parameters())
+
+
+def test_most_of_a_model_of_many_tensors_may_lack_gradients(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the experts of a mixture do. Who lacks which must fit into a gather."""
+    monkeypatch.setattr(group, "MAX_GATHER_BYTES", 256)
+    run = start()
+    adam = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
+    for _ in range(2):
+        run.add(GradientAveraging(2), adam, torch.nn.ParameterList([torch.ones(1) for _ in range(600)]))
+    run.meet()
+
+    def train(number: int) -> None:
+        while not run.averagers[number].global_step:
+            parameters = list(run.models[number].parameters())
+            parameters[200 * number + 100].grad = torch.ones(1)
+            run.averagers[number].step(batch_size=1)
+
+    run.each(train)
+    changed = [place for place, parameter in enumerate(run.parameters()[0]) if parameter.item() != 1]
+    assert changed == [100, 300]
     assert equal(*run.parameters())
 
 
