@@ -229,6 +229,7 @@ class DecentralizedAverager(OptimizerWrapper):
             raise ConfigError(f"count must be a whole number of peers, not {count!r}")
         if not is_finite(timeout) and timeout != math.inf:
             raise ConfigError(f"timeout must be a number of seconds, not {timeout!r}")
+        self._thread.check()
         return self._thread.run(self._peer.progress.others_tell(count - 1, timeout))
 
     @property

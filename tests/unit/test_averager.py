@@ -464,9 +464,10 @@ def test_closed_it_says_so_and_the_inner_optimizer_trains_on(make: Make) -> None
         lambda: opt.peers,
         lambda: opt.status,
         lambda: opt.endpoint,
+        lambda: opt.wait_for_peers(2, 1.0),
     ]
     for use in uses:
-        with pytest.raises(ClosedError):
+        with pytest.raises(ClosedError, match="the averager of run 'alone' has been closed"):
             use()
     assert opt.state_dict()["averaging"]["local_step"] == 2
     train(model, opt.optimizer, 1)
