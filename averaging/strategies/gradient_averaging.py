@@ -163,16 +163,19 @@ class GradientAveraging(Together):
         lacking = {number for number, here in enumerate(self._present.values()) if not here}
         receipt: Receipt | None = None
         if together:
-            receipt = training.average(
-                self._topic,
-                phase=self.history.phase,
-                weight=self._gathered,
-                gather={"samples": self._gathered, "lacking": _bitmap(lacking, len(self._present))},
-                enough=len(together) + 1,
-                overtaken=self._overtaken(training),
-            )
+            try:
+                receipt = training.average(
+                    self._topic,
+                    phase=self.history.phase,
+                    weight=self._gathered,
+                    gather={"samples": self._gathered, "lacking": _bitmap(lacking, len(self._present))},
+                    enough=len(together) + 1,
+                    overtaken=self._overtaken(training),
+                )
+            finally:  # also after a KeyboardInterrupt
+                if receipt is None or not receipt.averaged:
+                    self._unclip(scale)
             if not receipt.averaged:
-                self._unclip(scale)
                 return
             for member in receipt.members:
                 lacking &= _numbers(receipt.gathered[member], "lacking")

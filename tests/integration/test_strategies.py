@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -284,7 +285,10 @@ def test_clipping_bounds_what_is_averaged(start: Start) -> None:
     assert moved.norm() == pytest.approx(0.01, rel=1e-3)
 
 
-def test_what_is_gathered_after_a_failed_round_is_clipped_as_one_batch(start: Start) -> None:
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_what_is_gathered_after_a_failed_round_is_clipped_as_one_batch(
+    start: Start, monkeypatch: pytest.MonkeyPatch, interrupted: bool
+) -> None:
     run = start()
     for _ in range(2):
         run.add(GradientAveraging(8, max_norm=0.01), partial(torch.optim.SGD, lr=1.0), matchmaking_time=0.3)
@@ -296,9 +300,16 @@ def test_what_is_gathered_after_a_failed_round_is_clipped_as_one_batch(start: St
 
     assert gathered(run.averagers[0]._training.told_until(gathered, PATIENCE))
     run.averagers[0]._training.forget()
-    step(run, 0, 2, batch_size=4)  # the batch is complete, but the other one does not come
-    assert run.averagers[0].last_receipt is not None
-    assert (run.averagers[0].last_receipt.outcome, run.averagers[0].status.samples) == (Outcome.NO_GROUP, 4.0)
+    if interrupted:
+        with monkeypatch.context() as patch:
+            patch.setattr(run.averagers[0]._training, "average", Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                step(run, 0, 2, batch_size=4)
+    else:
+        step(run, 0, 2, batch_size=4)  # the batch is complete, but the other one does not come
+        assert run.averagers[0].last_receipt is not None
+        assert run.averagers[0].last_receipt.outcome is Outcome.NO_GROUP
+    assert run.averagers[0].status.samples == 4.0
     run.averagers[1].close()
     run.averagers[0]._training.forget()
     step(run, 0, 3, batch_size=4)
