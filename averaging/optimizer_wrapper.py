@@ -83,7 +83,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict` returned here, or the state dict of an inner optimizer; that leaves the step counter.
 
-        Newcomers get this state from now on.
+        Newcomers get this state from now on, with the parameters that are there: load those first.
 
         Raises:
             ConfigError: the step counter is not one.
