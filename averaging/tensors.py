@@ -185,8 +185,8 @@ class SharedTensors:
                 place = (~torch.isfinite(tensor.cpu().reshape(-1))).nonzero()[0].item()
                 value = tensor.cpu().reshape(-1)[int(place)].item()
                 raise TensorError(
-                    f"tensor {name!r} holds {value} at flat index {place}; repair it, or allow it with "
-                    "non_finite='allow' and let it spread to all members"
+                    f"tensor {name!r} holds {value} at flat index {place}; repair it, leave it out if it is meant to, "
+                    "as a mask is, or allow it with non_finite='allow' and let it spread to all members"
                 )
 
 

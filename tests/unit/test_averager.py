@@ -406,6 +406,13 @@ def test_nan_is_refused_by_the_parameters_name(make: Make) -> None:
         opt.average_now()
 
 
+def test_a_mask_among_the_buffers_is_to_be_left_out(make: Make) -> None:
+    model = linear()
+    opt = make(torch.optim.SGD(model.parameters()), buffers={"mask": torch.full((2, 2), -torch.inf).triu(1)})
+    with pytest.raises(TensorError, match=r"'buffer/mask' holds -inf at flat index 1; .*leave it out"):
+        opt.average_now()
+
+
 def test_a_model_that_was_moved_is_not_averaged_with_its_old_self(make: Make) -> None:
     model = linear()
     opt = make(torch.optim.SGD(model.parameters()))
