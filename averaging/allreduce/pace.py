@@ -18,7 +18,8 @@ LEAST_PARTS = 3
 """Whole parts to each reducer in any case: one on its way there, one that is averaged, one whose average comes back."""
 
 PATIENCE_SECONDS = 1.0
-"""A reducer that answers nothing for so long is sent the rest all the same: it may answer only when it has it all."""
+"""No part is held back for longer, not even while smaller ones are answered; the rest is sent all the same then. A
+reducer may answer only when it has it all, or give up a sender that delivers nothing."""
 
 
 def bytes_ahead(part_bytes: int, reducers: int) -> int:
@@ -50,7 +51,7 @@ class Pace:
 
     Args:
         reach: see above.
-        patience: seconds after which nothing is held back any longer; None never.
+        patience: seconds for which one part is held back at most, and then no other any longer; None for ever.
     """
 
     def __init__(self, reach: Sequence[int], patience: float | None = None) -> None:

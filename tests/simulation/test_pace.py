@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from averaging.allreduce import pace
-from averaging.allreduce.pace import LEAST_PARTS, PATIENCE_SECONDS, bytes_ahead, reach
+from averaging.allreduce.pace import LEAST_PARTS, PATIENCE_SECONDS, Pace, bytes_ahead, reach
 from averaging.group import Member
 from averaging.messages import AveragingData
 from averaging.transport import memory, virtual_time
@@ -105,6 +105,20 @@ def test_a_reducer_that_answers_only_when_it_has_all_gets_all() -> None:
     assert PATIENCE_SECONDS < simulation.seconds < PATIENCE_SECONDS + 1.0
     assert_mean(simulation)
     assert not any(result.dropped for result in simulation.results.values())
+
+
+@pytest.mark.parametrize("pause", [0.05, 0.4])
+def test_no_part_is_held_back_for_longer_than_patience_though_small_ones_are_answered(pause: float) -> None:
+    async def held_back() -> float:
+        stream = Pace(reach([1] * 20 + [10], 20), PATIENCE_SECONDS)  # the last one fits when half of them are answered
+        loop = asyncio.get_running_loop()
+        for number in range(10):
+            loop.call_later(pause * (number + 1), stream.answered)
+        began = loop.time()
+        await stream.wait(20)
+        return loop.time() - began
+
+    assert virtual_time.run(held_back()) == pytest.approx(min(10 * pause, PATIENCE_SECONDS))
 
 
 @pytest.mark.parametrize(("pause", "named"), [(0.012, False), (0.1, True)])
