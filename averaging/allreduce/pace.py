@@ -27,7 +27,8 @@ def bytes_ahead(part_bytes: int, reducers: int) -> int:
 
     Args:
         part_bytes: of a part on the wire, at most.
-        reducers: in the group, besides the member.
+        reducers: in the group, besides a member that reduces. One that does not, a client for example, has one more of
+            them, and with that up to twice `AHEAD_BYTES` under way.
     """
     return max(LEAST_PARTS * part_bytes, AHEAD_BYTES // max(1, reducers))
 
