@@ -74,9 +74,8 @@ def main() -> None:
             draw(record, plot)
             drawn = True
         except OSError as unwritten:  # the training is done, and the verdict does not hang on the picture
-            console.print(
-                f"{plot} could not be written: {unwritten.strerror}; make room there", style="red", markup=False
-            )
+            told = f"{plot} could not be written: {unwritten.strerror}; make room there"
+            console.print(told, style="red", markup=False, soft_wrap=True)
     except KeyboardInterrupt:
         console.print("Stopped; all processes have ended.")
         sys.exit(130)
@@ -85,7 +84,7 @@ def main() -> None:
         if failed is None or unforeseen is not None:
             raise
         for error in failed.exceptions:
-            console.print(str(error), style="red", markup=False, highlight=False)
+            console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(1)
     verdict = judge(record)
     view.summarise(verdict, str(plot) if drawn else None)
