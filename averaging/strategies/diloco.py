@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -16,10 +16,11 @@ from averaging.observe.receipts import Receipt
 from averaging.optimizer_state import load_optimizer, pack_optimizer
 from averaging.state.snapshots import Extras
 from averaging.strategies.base import count_in, take_tensor
+from averaging.strategies.fragment import Fragment, cut
 from averaging.strategies.history import History, Others
 from averaging.strategies.together import Together
 from averaging.strategies.turns import Turns, whole
-from averaging.topics import Adopt, Topic
+from averaging.topics import Adopt
 from averaging.training import Training
 from averaging.values import is_finite
 
@@ -90,7 +91,7 @@ class DiLoCo(Together):
             )
         self.every, self.fragments, self.delay, self.alpha = every, fragments, delay, alpha
         self._make_outer = outer
-        self._fragments: list[_Fragment] = []
+        self._fragments: list[Fragment] = []
         self._pending: Future[Receipt] | None = None
         self._begun = History()  # where the pending round began
         self._loaded = False  # the anchors are those of a state, local steps may have been made from there
@@ -125,7 +126,7 @@ class DiLoCo(Together):
             )
             outer = self._make_outer(list(anchors.values()))
             copied = [(buffer, averages[name]) for name, buffer in buffers.items()]
-            self._fragments.append(_Fragment(number, parameters, anchors, changes, topic, outer, copied))
+            self._fragments.append(Fragment(number, parameters, anchors, changes, topic, outer, copied))
 
     def joined(self, training: Training) -> None:
         """A peer that begins a run, or has loaded parameters alone, starts from what it holds."""
@@ -166,7 +167,7 @@ class DiLoCo(Together):
         if self._pending is not None:
             self._end(training, self._pending)
 
-    def _begin(self, training: Training, fragment: _Fragment, together: int) -> None:
+    def _begin(self, training: Training, fragment: Fragment, together: int) -> None:
         fragment.measure()
         if self.max_norm is not None:
             clip(fragment.changes.values(), self.max_norm)
@@ -198,7 +199,7 @@ class DiLoCo(Together):
         else:
             self._discarded = bool(receipt.group_id)
 
-    def _step(self, training: Training, fragment: _Fragment, receipt: Receipt | None) -> None:
+    def _step(self, training: Training, fragment: Fragment, receipt: Receipt | None) -> None:
         with training.replacing():
             fragment.step(self.alpha)
             self._advance(training, receipt, training.weight)
@@ -217,7 +218,7 @@ class DiLoCo(Together):
             self._discarded = False
 
     @property
-    def _next_fragment(self) -> _Fragment:
+    def _next_fragment(self) -> Fragment:
         return self._fragments[self.history.step % len(self._fragments)]
 
     def state(self) -> Extras:
@@ -249,99 +250,3 @@ class DiLoCo(Together):
                     fragment.anchors[name].copy_(anchor)
         self.history, self._turns.steps, self._loaded = history, since, True
         self._discarded = False
-
-
-class _Fragment:
-    """A piece of the model with its outer state.
-
-    Attributes:
-        parameters: of the model, trained by the inner optimizer.
-        anchors: what they were after the last global step, on the CPU.
-        changes: anchors minus parameters; after a round, the average of all peers'.
-        buffers: of the model, each with its copy; after a round that holds the average of all peers'.
-    """
-
-    def __init__(
-        self,
-        number: int,
-        parameters: dict[str, torch.Tensor],
-        anchors: dict[str, torch.nn.Parameter],
-        changes: dict[str, torch.Tensor],
-        topic: Topic,
-        outer: torch.optim.Optimizer,
-        buffers: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
-    ) -> None:
-        self.number = number
-        self.parameters, self.anchors, self.changes, self.buffers = parameters, anchors, changes, buffers
-        self.topic, self.outer = topic, outer
-
-    @torch.no_grad()
-    def anchor(self) -> None:
-        """Starts from what the model is now."""
-        for name, parameter in self.parameters.items():
-            self.anchors[name].copy_(parameter)
-
-    @torch.no_grad()
-    def measure(self) -> None:
-        """Computes the pseudo-gradient, and copies the buffers."""
-        for name, parameter in self.parameters.items():
-            torch.sub(self.anchors[name], parameter.to("cpu", self.anchors[name].dtype), out=self.changes[name])
-        for buffer, copied in self.buffers:
-            copied.copy_(buffer)
-
-    def step(self, alpha: float) -> None:
-        """The outer step, and the model's way back to its result and to the averaged buffers."""
-        for name, anchor in self.anchors.items():
-            anchor.grad = self.changes[name]
-        self.outer.step()
-        with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                self.anchors[name].grad = None
-                result = self.anchors[name].to(parameter.device, parameter.dtype)
-                if alpha:
-                    # Where both are equal, so is the mixture, to the bit: what nobody trains has no pseudo-gradient.
-                    parameter.lerp_(result, 1 - alpha)
-                else:
-                    parameter.copy_(result)  # also over infinity and NaN, of which no mixture gets rid
-            for buffer, average in self.buffers:
-                buffer.copy_(average)
-
-    @torch.no_grad()
-    def local_steps(self) -> dict[str, torch.Tensor]:
-        """What the local steps since the last global step have changed."""
-        return {
-            name: parameter.to("cpu", self.anchors[name].dtype) - self.anchors[name]
-            for name, parameter in self.parameters.items()
-        }
-
-    @torch.no_grad()
-    def rebase(self, steps: Mapping[str, torch.Tensor]) -> None:
-        """Puts local steps on top of the model after the last global step."""
-        for name, parameter in self.parameters.items():
-            parameter.copy_(self.anchors[name] + steps[name])
-
-
-def cut(sizes: Mapping[str, int], pieces: int) -> list[list[str]]:
-    """Cuts tensors, in order, into pieces of about equal size; each has one tensor at least.
-
-    Args:
-        sizes: elements of each tensor, by name.
-        pieces: how many.
-
-    Raises:
-        ConfigError: there are fewer tensors than pieces.
-    """
-    if len(sizes) < pieces:
-        raise ConfigError(f"{len(sizes)} tensors cannot be cut into {pieces} fragments; use at most {len(sizes)}")
-    names, total = list(sizes), sum(sizes.values())
-    result: list[list[str]] = []
-    seen = 0
-    for place, name in enumerate(names):
-        left = len(names) - place
-        open_pieces = pieces - len(result)
-        # A new piece begins where its share begins, or where there are only as many tensors left as pieces.
-        if not result or (open_pieces and (seen * pieces >= len(result) * total or left <= open_pieces)):
-            result.append([])
-        result[-1].append(name)
-        seen += sizes[name]
-    return result

@@ -8,13 +8,13 @@ from typing import Any, cast
 import pytest
 import torch
 
-from averaging.strategies.diloco import _Fragment
+from averaging.strategies.fragment import Fragment
 
 
-def fragment(parameter: torch.Tensor, anchor: list[float], change: list[float]) -> _Fragment:
+def fragment(parameter: torch.Tensor, anchor: list[float], change: list[float]) -> Fragment:
     anchors = {"w": torch.nn.Parameter(torch.tensor(anchor))}
     outer = torch.optim.SGD(anchors.values(), lr=0.5)
-    return _Fragment(0, {"w": parameter}, anchors, {"w": torch.tensor(change)}, cast(Any, None), outer)
+    return Fragment(0, {"w": parameter}, anchors, {"w": torch.tensor(change)}, cast(Any, None), outer)
 
 
 @pytest.mark.parametrize(("alpha", "expected"), [(0.0, [3.0, 6.0]), (0.25, [3.25, 5.5]), (1.0, [4.0, 4.0])])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from averaging.strategies.diloco import cut
+from averaging.strategies.fragment import cut
 from averaging.strategies.turns import Turns
 
 
