@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +15,8 @@ from averaging import DecentralizedAverager, Strategy
 from averaging.strategies.history import Progress
 
 T = TypeVar("T")
+
+SGD = partial(torch.optim.SGD, lr=0.05)
 
 PATIENCE = 100.0
 """Seconds after which a test that waits for a peer fails."""
@@ -113,3 +116,31 @@ class Run:
         """Ends all peers."""
         for averager in self.averagers:
             averager.close()
+
+
+Start = Callable[[], Run]
+
+
+def step(run: Run, number: int, seed: int, samples: int = 4, **options: Any) -> None:
+    backward(run.models[number], batch_of(seed, samples))
+    run.averagers[number].step(**options)
+
+
+def steps(run: Run, number: int, seeds: Iterable[int]) -> None:
+    for seed in seeds:
+        step(run, number, seed)
+
+
+def gather_until(run: Run, number: int, global_step: int, samples: int = 4) -> None:
+    """Steps of GradientAveraging until this peer has made so many global ones."""
+    seed = 0
+    while (run.averagers[number].global_step or 0) < global_step:
+        seed += 1
+        step(run, number, 1000 * number + seed, samples, batch_size=samples)
+
+
+def pushed(run: Run, number: int, gradient: float) -> None:
+    """One step of a peer whose model is one tensor, with that gradient everywhere."""
+    (weight,) = run.models[number].parameters()
+    weight.grad = torch.full_like(weight, gradient)
+    run.averagers[number].step()

@@ -1,0 +1,207 @@
+"""LocalSGD around its arithmetic: late changes, statistics, slower peers."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from functools import partial
+
+import pytest
+import torch
+
+from averaging import DiLoCo, LocalSGD, Outcome, Receipt
+from tests.integration.training import (
+    PATIENCE,
+    SGD,
+    Start,
+    backward,
+    batch_of,
+    equal,
+    model_of,
+    pushed,
+    step,
+    steps,
+)
+
+
+def test_overlap_adds_the_change_when_it_arrives(start: Start) -> None:
+    """Two peers at 1 and 3 meet at 2; what they do meanwhile is kept."""
+    run = start()
+    for value in (1.0, 3.0):
+        model = torch.nn.Linear(1, 1, bias=False)
+        opt = run.add(LocalSGD(2, overlap=True), partial(torch.optim.SGD, lr=1.0), model)
+        with torch.no_grad():
+            model.weight.fill_(value)
+        assert opt.local_step == 0
+    run.meet()
+
+    def move(number: int, gradient: float) -> None:
+        weight = next(run.models[number].parameters())
+        weight.grad = torch.full_like(weight, gradient)
+        run.averagers[number].step()
+
+    for _ in range(2):
+        move(0, 0.0)  # the second of these begins the round, and does not wait for the other peer
+    move(0, -10.0)
+    assert next(run.models[0].parameters()).item() == 11.0
+    for _ in range(2):
+        move(1, 0.0)
+    for opt in run.averagers:
+        opt.strategy.finish(opt._training)
+    assert [next(model.parameters()).item() for model in run.models] == [12.0, 2.0]
+    assert all(opt.last_receipt is not None and opt.last_receipt.averaged for opt in run.averagers)
+
+
+def test_a_newcomer_gets_what_a_peer_has_learnt_alone(start: Start) -> None:
+    run = start()
+    run.add(LocalSGD(4), SGD)
+    steps(run, 0, range(8))
+    learnt = run.parameters()[0]
+    steps(run, 0, range(8, 10))
+    newcomer = run.add(LocalSGD(4), SGD, model_of(3))
+    assert newcomer.local_step == 8
+    assert equal(run.parameters()[1], learnt)
+
+
+def test_the_optimizers_statistics_are_averaged_if_asked(start: Start) -> None:
+    adam = partial(torch.optim.AdamW, lr=0.01)
+    run = start()
+    for _ in range(2):
+        run.add(LocalSGD(3, statistics=True), adam)
+    run.meet()
+    run.each(lambda number: steps(run, number, range(100 * number, 100 * number + 3)))
+    first, second = (opt.state_dict()["state"] for opt in run.averagers)
+    for place in range(4):
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(first[place][name], second[place][name])
+    assert equal(*run.parameters())
+
+
+def test_a_second_moment_stays_positive_when_a_change_comes_late(start: Start) -> None:
+    run = start()
+    adam = partial(torch.optim.Adam, lr=0.01, betas=(0.9, 0.95))
+    for _ in range(2):
+        run.add(LocalSGD(2, overlap=True, statistics=True), adam, torch.nn.Linear(3, 1, bias=False))
+    run.meet()
+    for gradient in [10.0] * 2 + [0.0] * 20:  # the second of these begins the round, and does not wait for the other
+        pushed(run, 0, gradient)
+    for _ in range(2):
+        pushed(run, 1, 1e-3)
+    for opt in run.averagers:
+        opt.strategy.finish(opt._training)
+        assert opt.last_receipt is not None
+        assert opt.last_receipt.averaged
+    (state,) = run.averagers[0].state_dict()["state"].values()
+    # What 20 steps without a gradient leave of the mean of both.
+    mean = (0.05 + 0.05 * 0.95) * (100 + 1e-6) / 2
+    torch.testing.assert_close(state["exp_avg_sq"], torch.full((1, 3), mean * 0.95**20))
+
+
+def test_a_running_variance_stays_positive_when_a_change_comes_late(start: Start) -> None:
+    """Below 0 its root is NaN, in evaluation."""
+    run = start()
+    for variance in (100.0, 0.0):
+        model = torch.nn.Sequential(torch.nn.Linear(3, 1, bias=False))
+        model.register_buffer("running_var", torch.zeros(3))
+        model.register_buffer("running_mean", torch.zeros(3))
+        run.add(LocalSGD(2, overlap=True), SGD, model, buffers=dict(model.named_buffers()))
+        model.get_buffer("running_var").fill_(variance)
+        model.get_buffer("running_mean").copy_(variance * torch.tensor([1.0, -1.0, 0.0]))
+    run.meet()
+    buffers = dict(run.models[0].named_buffers())
+    for _ in range(2):
+        pushed(run, 0, 0.0)  # the second of these begins the round, and does not wait for the other
+    buffers["running_var"].mul_(0.1)
+    buffers["running_mean"].mul_(0.1)
+    for _ in range(2):
+        pushed(run, 1, 0.0)
+    for opt in run.averagers:
+        opt.strategy.finish(opt._training)
+        assert opt.last_receipt is not None
+        assert opt.last_receipt.averaged
+    torch.testing.assert_close(buffers["running_var"], torch.full((3,), 5.0))  # what is left by now of the mean
+    torch.testing.assert_close(buffers["running_mean"], torch.tensor([-40.0, 40.0, 0.0]))  # the whole change
+
+
+def test_statistics_are_not_compressed(start: Start) -> None:
+    """A code with one scale for large and small ones makes 0 of a small second moment, by which Adam divides."""
+    run = start()
+    for _ in range(2):
+        torch.manual_seed(0)
+        strategy = LocalSGD(2, statistics=True, compression="int8", error_feedback=True)
+        run.add(strategy, partial(torch.optim.Adam, lr=0.01, betas=(0.9, 0.95)), torch.nn.Embedding(6, 4))
+    run.meet()
+
+    def train(number: int) -> None:
+        for turn in range(40):  # some rows are seen by one of them alone, and not any more
+            run.models[number].zero_grad()
+            rows = torch.tensor([number, 2, 3] if turn < 2 else [2, 3])
+            loss: torch.Tensor = run.models[number](rows).pow(2).sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+            run.averagers[number].step()
+
+    before = run.parameters()[0][0]
+    run.each(train)
+    for (after,) in run.parameters():
+        assert (after - before).abs().max() < 0.6
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_statistics_that_come_later_are_averaged_from_then_on(start: Start, overlap: bool) -> None:
+    run = start()
+    for _ in range(2):
+        run.add(LocalSGD(2, statistics=True, overlap=overlap), partial(torch.optim.AdamW, lr=0.01), timeout=2.0)
+    run.meet()
+
+    def step_without_head(number: int, seed: int) -> None:
+        backward(run.models[number], batch_of(100 * number + seed, 4))
+        if number == 1:
+            for parameter in run.models[number][2].parameters():  # type: ignore[index]
+                parameter.grad = None
+        run.averagers[number].step()
+
+    def apart(number: int) -> None:
+        for seed in range(2):
+            step_without_head(number, seed)
+        if overlap:  # the round has ended before the next turn
+            run.averagers[number].strategy.finish(run.averagers[number]._training)
+
+    def together(number: int) -> None:
+        steps(run, number, range(100 * number + 2, 100 * number + 4))
+        run.averagers[number].strategy.finish(run.averagers[number]._training)
+
+    run.each(apart)
+    run.each(together)  # both begin it when both rounds have failed
+    assert [(opt.last_receipt or Receipt(0, Outcome.FAILED)).averaged for opt in run.averagers] == [True, True]
+    first, second = (opt.state_dict()["state"] for opt in run.averagers)
+    for place in range(4):
+        torch.testing.assert_close(first[place]["exp_avg"], second[place]["exp_avg"])
+
+
+def test_a_slower_peer_comes_early_rather_than_too_late(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait until some moment; it would need longer for all its steps, so it joins before that."""
+    run = start()
+    for every in (2, 1000):
+        run.add(LocalSGD(every), SGD, matchmaking_time=20.0)
+    run.meet()
+    now = [1000.0]
+    slow = run.averagers[1]._training
+    monkeypatch.setattr(slow, "now", lambda: now[0])
+    monkeypatch.setattr(slow, "awaited_until", lambda topic, phase="": now[0] + 5.0)
+    waiting = threading.Thread(target=steps, args=(run, 0, range(2)))
+    waiting.start()
+    for seed in range(2):  # two, to know how long a step takes
+        step(run, 1, 50 + seed)
+        now[0] += 1.0
+    waiting.join(PATIENCE)
+    assert equal(*run.parameters())
+
+
+def test_nobody_hears_a_complaint_of_a_peer_that_averages(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    run = start()
+    for _ in range(2):
+        run.add(DiLoCo(2), SGD)
+    run.meet()
+    with caplog.at_level(logging.WARNING, "averaging"):
+        run.each(lambda number: steps(run, number, range(8)))
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("averaging")] == []
