@@ -188,11 +188,11 @@ def _write(directory: Path, name: str, made: Issued, *, force: bool) -> tuple[Pa
         Failure: a file exists and may not be replaced, or cannot be written.
     """
     certificate, key = _paths(directory, name)
-    present = [str(path) for path in (certificate, key) if path.exists() or path.is_symlink()]
     another = "directory" if name == AUTHORITY else "name"
-    if present and not force:
-        raise Failure(f"{' and '.join(present)} exist; give --force to replace, or another {another}", WRONG_USAGE)
     try:
+        present = [str(path) for path in (certificate, key) if path.exists() or path.is_symlink()]
+        if present and not force:
+            raise Failure(f"{' and '.join(present)} exist; give --force to replace, or another {another}", WRONG_USAGE)
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with nullcontext() if force else _taken(key, another):
             _replace({key: (made.key, SECRET_MODE), certificate: (made.certificate, PUBLIC_MODE)})

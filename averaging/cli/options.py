@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import click
 
@@ -30,6 +31,27 @@ def finite(*, above: float = -math.inf, at_least: float = -math.inf) -> Callable
         return read
 
     return number
+
+
+class PathToLookAt(click.Path):
+    """Where a file is or may be made; one at which the system will not even look is refused with its reason.
+
+    Until Python 3.14 `Path.exists` and its like raise there: no permission, too long a name, links in a circle.
+    """
+
+    def __init__(self, *, dir_okay: bool = True) -> None:
+        super().__init__(path_type=Path, dir_okay=dir_okay)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """Looks there."""
+        path = cast(Path, super().convert(value, param, ctx))
+        try:
+            path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            pass  # which is told later, with what to do
+        except OSError as error:
+            self.fail(f"{str(path)!r} cannot be looked at ({error.strerror}); give another name.", param, ctx)
+        return path
 
 
 def address(value: str) -> str:

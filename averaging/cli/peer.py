@@ -9,6 +9,7 @@ import click
 
 from averaging.cli.failures import SIGNALLED, WRONG_USAGE, Failure, Stopped, failure_of, starting
 from averaging.cli.options import (
+    PathToLookAt,
     address,
     address_to_dial,
     aggregation,
@@ -30,7 +31,7 @@ SECONDS = finite(above=0)
 
 
 @click.command("peer", context_settings={"max_content_width": 100})
-@click.argument("file", type=click.Path(path_type=Path), metavar="FILE.safetensors")
+@click.argument("file", type=PathToLookAt(), metavar="FILE.safetensors")
 @click.option("--run-id", type=run_id, required=True, help="Peers with the same run average together; no dots.")
 @click.option(
     "--join",
@@ -61,7 +62,7 @@ SECONDS = finite(above=0)
 )
 @click.option(
     "--output",
-    type=click.Path(path_type=Path),
+    type=PathToLookAt(),
     metavar="OUT.safetensors",
     help="Where to write the average once all rounds are done; with --serve after each of them.",
 )
@@ -170,7 +171,7 @@ SECONDS = finite(above=0)
 )
 @click.option(
     "--receipts",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=PathToLookAt(dir_okay=False),
     metavar="FILE.jsonl",
     help="Append the receipt of every attempt, one line of JSON each; `averaging explain` tells them in words.",
 )

@@ -16,7 +16,7 @@ from averaging.cli.failures import (
     failure_of,
     starting,
 )
-from averaging.cli.options import address_to_dial, finite
+from averaging.cli.options import PathToLookAt, address_to_dial, finite
 from averaging.cli.security import credentials_of, security_options
 
 if TYPE_CHECKING:
@@ -35,9 +35,7 @@ VERSION_KEY, USER_KEY, PACKED_USER_KEY = "averaging.version", "averaging.user", 
 
 @click.command("state", context_settings={"max_content_width": 100})
 @click.argument("addresses", type=address_to_dial, nargs=-1, required=True, metavar="HOST:PORT...")
-@click.option(
-    "--output", type=click.Path(path_type=Path), required=True, metavar="FILE.safetensors", help="Where to write it."
-)
+@click.option("--output", type=PathToLookAt(), required=True, metavar="FILE.safetensors", help="Where to write it.")
 @click.option("--overwrite", is_flag=True, help="Replace --output if it exists.")
 @click.option(
     "--timeout",

@@ -184,6 +184,12 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     assert "cannot be written" in result.stderr
 
 
+def test_a_directory_at_which_nobody_can_look(tmp_path: Path) -> None:
+    result = ca("init", "--directory", tmp_path / ("n" * 300))
+    assert result.exit_code == 1
+    assert "cannot be written: File name too long; nothing was replaced" in result.stderr
+
+
 def test_files_that_do_not_fit_are_refused_with_a_remedy(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert ca("issue", "b", "--host", "b").exit_code == 0
     assert ca("init", "--directory", directory / "foreign").exit_code == 0

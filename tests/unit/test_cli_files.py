@@ -104,6 +104,7 @@ def bad_outputs(tmp_path: Path) -> dict[str, tuple[Path, str]]:
     (tmp_path / "there.safetensors").write_bytes(b"precious")
     (tmp_path / "directory").mkdir()
     os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
     return {
         "there.safetensors": (tmp_path / "there.safetensors", "exists; give --overwrite"),
         "directory": (tmp_path / "directory", "is not a file"),
@@ -111,12 +112,25 @@ def bad_outputs(tmp_path: Path) -> dict[str, tuple[Path, str]]:
         "no directory": (tmp_path / "none" / "out", "there is no directory"),
         "file as directory": (tmp_path / "there.safetensors" / "out", "there is no directory"),
         "long name": (tmp_path / ("n" * 255), "shorter name"),
+        "too long a name": (tmp_path / ("n" * 256), "cannot be looked at (File name too long); give another name"),
+        "links in a circle": (tmp_path / "circle", "cannot be looked at (Too many levels of symbolic links)"),
         "not writable": (Path("/proc/averaging-out"), "choose a directory in which files can be made"),
     }
 
 
 @pytest.mark.parametrize(
-    "case", ["there.safetensors", "directory", "fifo", "no directory", "file as directory", "long name", "not writable"]
+    "case",
+    [
+        "there.safetensors",
+        "directory",
+        "fifo",
+        "no directory",
+        "file as directory",
+        "long name",
+        "too long a name",
+        "links in a circle",
+        "not writable",
+    ],
 )
 def test_a_bad_output_is_refused_before_anything_is_done(tmp_path: Path, case: str) -> None:
     path, told = bad_outputs(tmp_path)[case]

@@ -128,6 +128,8 @@ def test_a_wrong_option_is_named_with_its_remedy(
         ),
         (["peer", "a.safetensors", "--run-id", "demo", "--receipts", "."], "is a directory"),
         (["peer", "a.safetensors", "--run-id", "demo", "--receipts", ""], "give the name of a file"),
+        (["peer", "a.safetensors", "--run-id", "demo", "--receipts", "r" * 300], "cannot be looked at (File name too"),
+        (["peer", "f" * 300, "--run-id", "demo"], "cannot be looked at (File name too long); give another name"),
         (["watch"], "Missing argument 'HOST:PORT'"),
         (["watch", "127.0.0.1:0"], "give the port"),
         (["watch", "127.0.0.1:1", "--rounds", "0"], "x>=1"),
