@@ -54,10 +54,13 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse(parser, arguments)
     if options.peers and (options.join or options.save or options.advertise):
         parser.error("--peers starts peers that find each other here: leave --join, --advertise and --save out")
-    if options.save and not options.save.parent.is_dir():
-        parser.error(f"there is no folder {options.save.parent} to save the model in")
-    if options.save and options.save.is_dir():
-        parser.error(f"--save {options.save} is a folder; give the name of a file")
+    try:
+        if options.save and not options.save.parent.is_dir():
+            parser.error(f"there is no folder {options.save.parent} to save the model in")
+        if options.save and options.save.is_dir():
+            parser.error(f"--save {options.save} is a folder; give the name of a file")
+    except OSError as error:  # no permission, or too long a name
+        parser.error(f"--save {options.save} cannot be looked at ({error.strerror}); give another name")
     with in_order(parser):
         if options.peers:
             start_peers(options)

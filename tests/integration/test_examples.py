@@ -181,6 +181,7 @@ Main = Callable[[list[str]], None]
         (digits.main, "--peers 2 --join 127.0.0.1:1", "leave --join, --advertise and --save out"),
         (digits.main, "--save nowhere/model", "there is no folder nowhere"),
         (digits.main, "--save .", "--save . is a folder; give the name of a file"),
+        (digits.main, f"--save {'n' * 300}", "cannot be looked at (File name too long); give another name"),
         (digits.main, "--client-mode", "--client-mode needs --join"),
         (digits.main, "--listen 0.0.0.0:0", "others cannot dial"),
         (diloco.main, "--every 20 --fragments 3", "every must be a multiple of fragments"),
