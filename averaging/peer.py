@@ -183,12 +183,15 @@ class Peer:
         return self._entered.progress
 
     def awaited_until(self, topic: Topic, phase: str = "") -> float | None:
-        """Until when others have declared to wait for a group in this topic; None if nobody has.
+        """Until when others that train have declared to wait for a group in this topic; None if nobody has.
+
+        An auxiliary that waits for the next round all the time, say, is no reason to come before it is time.
 
         Returns:
             The latest moment, in seconds since the epoch.
         """
-        return self._entered.rounds.matchmaking(topic.at(phase), lasting=False).awaited_until
+        matchmaking = self._entered.rounds.matchmaking(topic.at(phase), lasting=False)
+        return matchmaking.awaited_until(by=self.progress.told)
 
     @property
     def status(self) -> PeerStatus:

@@ -311,7 +311,7 @@ class Training:
         return self._peer.config.matchmaking_time
 
     def awaited_until(self, topic: Topic, phase: str = "") -> float | None:
-        """Until when others wait for a group in this topic, seconds since the epoch; None if nobody does.
+        """Until when others that train wait for a group in this topic, seconds since the epoch; None if nobody does.
 
         It does not wait for the peer's thread: what that has said when it was asked last is returned.
         """

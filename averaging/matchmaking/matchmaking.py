@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Container
 
 from averaging.deadlines import VERDICT_SECONDS, Deadlines
 from averaging.discovery.base import Discovery
@@ -107,13 +107,12 @@ class Matchmaking:
         """Until when it has declared to wait, seconds since the epoch; 0 if it has not."""
         return (self._search.state.declared or 0.0) if self._search else 0.0
 
-    @property
-    def awaited_until(self) -> float | None:
-        """Until when others have declared to wait under its key, seconds since the epoch; None if nobody has."""
+    def awaited_until(self, by: Container[str]) -> float | None:
+        """Until when others, of these, have declared to wait under its key, since the epoch; None if nobody has."""
         waiting = [
             entry.expiration
             for name, entry in self._discovery.get(self.group_key).items()
-            if name != self._endpoint and rules.unpack_looking(entry.value)
+            if name in by and name != self._endpoint and rules.unpack_looking(entry.value)
         ]
         return max(waiting, default=None)
 

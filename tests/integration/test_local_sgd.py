@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
+from contextlib import aclosing
 from functools import partial
 
 import pytest
 import torch
 
-from averaging import DiLoCo, LocalSGD, Outcome, Receipt
+from averaging import DiLoCo, LocalSGD, Outcome, Peer, Receipt
+from averaging.background import EventLoopThread
+from averaging.group import group_key
 from tests.integration.training import (
     PATIENCE,
     SGD,
@@ -195,6 +199,36 @@ def test_a_slower_peer_comes_early_rather_than_too_late(start: Start, monkeypatc
         now[0] += 1.0
     waiting.join(PATIENCE)
     assert equal(*run.parameters())
+
+
+def test_nobody_comes_early_for_an_auxiliary(start: Start) -> None:
+    """It waits for the next round all the time, whenever that is."""
+    run = start()
+    opt = run.add(LocalSGD(1000), SGD)
+    shapes = dict(run.models[0].named_parameters())
+    auxiliary = Peer(shapes, run_id="test", join=[opt.endpoint], mode="auxiliary", matchmaking_time=PATIENCE)
+    thread = EventLoopThread(auxiliary, "the auxiliary")
+    topic = opt._training.topic("", opt._training.tensors)
+
+    async def awaited(by: str) -> float | None:
+        async with aclosing(opt._peer.discovery.watch(group_key("test", ""))) as changes:
+            async for looking in changes:
+                if by in looking:
+                    break
+        return opt._peer.awaited_until(topic)
+
+    def awaited_once_looking(by: str) -> float | None:
+        return opt._thread.run(asyncio.wait_for(awaited(by), PATIENCE))
+
+    try:
+        thread.start(auxiliary.average())
+        assert awaited_once_looking(auxiliary.endpoint) is None
+        trains = run.add(LocalSGD(1000), SGD, matchmaking_time=PATIENCE)
+        run.meet()
+        trains._training.begin(enough=8, patience=PATIENCE)
+        assert awaited_once_looking(trains.endpoint) is not None
+    finally:
+        thread.close()
 
 
 def test_nobody_hears_a_complaint_of_a_peer_that_averages(start: Start, caplog: pytest.LogCaptureFixture) -> None:
