@@ -103,7 +103,7 @@ def read_manifest(packed: bytes, max_items: int) -> Manifest:
     try:
         told = unpack(packed, max_items)
         digests = [_digest(digest) for digest in told["digest"]]
-        specs = [(str(name), STATE_DTYPES[dtype], _shape(shape)) for name, dtype, shape in told["tensors"]]
+        specs = [(_name(name), STATE_DTYPES[dtype], _shape(shape)) for name, dtype, shape in told["tensors"]]
         version, user, skipped = int(told["version"]), dict(told.get("user") or {}), int(told.get("skipped") or 0)
     except ProtocolViolationError as error:
         raise StateError(f"its metadata is unreadable: {error}") from None
@@ -143,6 +143,12 @@ def can_skip(tensors: Sequence[Described], resume: Resume | None) -> int:
     if resume is None or not 0 < resume.offset <= nbytes_of(tensors):
         return 0
     return resume.offset if resume == resume_at(tensors, resume.offset) else 0
+
+
+def _name(name: object) -> str:
+    if isinstance(name, str):
+        return name
+    raise TypeError(f"a name is {type(name).__name__}")
 
 
 def _digest(digest: object) -> bytes:

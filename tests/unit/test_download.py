@@ -321,6 +321,15 @@ def test_a_version_that_no_message_can_hold_is_refused(version: float) -> None:
         StateReader(SCHEMA).feed(replace(first, metadata=msgpack.packb(told)))
 
 
+@pytest.mark.parametrize("name", [None, 3, ["w"]])
+def test_a_tensor_s_name_is_a_string(name: object) -> None:
+    first = next(pack(seal(state(1))))
+    told = msgpack.unpackb(first.metadata)
+    told["tensors"][0][0] = name
+    with pytest.raises(StateError, match="its metadata is unreadable"):
+        StateReader(SCHEMA).feed(replace(first, metadata=msgpack.packb(told)))
+
+
 @pytest.mark.parametrize("nothing", [DownloadData(), DownloadData(tensor_part=WireTensor(b""))])
 def test_a_donor_that_goes_on_sending_nothing_is_silent(nothing: DownloadData) -> None:
     class Idle:
