@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from averaging.memory import keep_freed_memory
     from averaging.messages import CompressionType
     from averaging.observe.receipts import Account, DropCode, Dropped, Outcome, Receipt, Role, Straggler
-    from averaging.peer import Peer
+    from averaging.peer.peer import Peer
+    from averaging.peer.topics import Adopt, Topic
     from averaging.schema import ReplyForm
     from averaging.state.packing import State
     from averaging.state.snapshots import Extras
     from averaging.strategies import DiLoCo, GradientAveraging, LocalSGD, Strategy
-    from averaging.topics import Adopt, Topic
-    from averaging.training import Training
+    from averaging.training.training import Training
 
 __all__ = [
     "Account",
@@ -55,7 +55,7 @@ __all__ = [
 
 _HOMES = {
     "Account": "observe.receipts",
-    "Adopt": "topics",
+    "Adopt": "peer.topics",
     "AveragingError": "errors",
     "CompressionType": "messages",
     "DecentralizedAverager": "averager",
@@ -68,7 +68,7 @@ _HOMES = {
     "Mode": "group",
     "NonFinite": "config",
     "Outcome": "observe.receipts",
-    "Peer": "peer",
+    "Peer": "peer.peer",
     "PeerConfig": "config",
     "Receipt": "observe.receipts",
     "ReplyForm": "schema",
@@ -76,8 +76,8 @@ _HOMES = {
     "State": "state.packing",
     "Straggler": "observe.receipts",
     "Strategy": "strategies",
-    "Topic": "topics",
-    "Training": "training",
+    "Topic": "peer.topics",
+    "Training": "training.training",
     "keep_freed_memory": "memory",
 }
 

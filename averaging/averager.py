@@ -11,21 +11,21 @@ from typing import Any, Self, Unpack, overload
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from averaging.background import EventLoopThread, on_loop
 from averaging.config import PeerOptions
 from averaging.errors import AveragingError, ConfigError, StateError
 from averaging.group import Mode
 from averaging.observe.receipts import Receipt
 from averaging.observe.training import TrainingStatus
-from averaging.optimizer_wrapper import OptimizerWrapper
-from averaging.parameters import named_buffers, named_parameters
-from averaging.peer import Peer
-from averaging.rounds import RoundOptions
-from averaging.running import DiscoveryFactory
-from averaging.scheduler import drive, make_scheduler
+from averaging.peer.peer import Peer
+from averaging.peer.rounds import RoundOptions
+from averaging.peer.running import DiscoveryFactory
 from averaging.state.packing import State
 from averaging.strategies.base import Strategy
-from averaging.training import Training
+from averaging.training.background import EventLoopThread, on_loop
+from averaging.training.optimizer_wrapper import OptimizerWrapper
+from averaging.training.parameters import named_buffers, named_parameters
+from averaging.training.scheduler import drive, make_scheduler
+from averaging.training.training import Training
 from averaging.training_state import TrainingState
 from averaging.transport.base import Transport
 from averaging.values import is_count, is_finite, one_of

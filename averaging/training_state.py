@@ -10,15 +10,15 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from averaging.errors import ConfigError, StateError
-from averaging.optimizer_state import load_optimizer, pack_optimizer, restored_on_error
-from averaging.scheduler import set_initial_lr
 from averaging.state.packing import State
 from averaging.state.snapshots import Extras
 from averaging.strategies.base import Strategy, take_tensor
-from averaging.training import Training
+from averaging.training.optimizer_state import load_optimizer, pack_optimizer, restored_on_error
+from averaging.training.scheduler import set_initial_lr
+from averaging.training.training import Training
 from averaging.values import is_count
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("averaging.training")
 
 
 class TrainingState:

@@ -53,7 +53,7 @@ class Averaging:
 
     def __init__(self, options: argparse.Namespace, **peer_options: Any) -> None:
         from averaging.memory import keep_freed_memory
-        from averaging.peer import Peer
+        from averaging.peer.peer import Peer
 
         keep_freed_memory()  # as `averaging peer` does it
         self.tensors = [torch.empty(shape) for shape in shapes(options.tensors, options.mib)]

@@ -51,7 +51,7 @@ def say(**fields: Any) -> None:
 async def averaging_worker(join: str, matchmaking_time: float) -> None:
     import torch
 
-    from averaging.peer import Peer
+    from averaging.peer.peer import Peer
 
     torch.set_num_threads(1)
     async with Peer(

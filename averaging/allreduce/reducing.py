@@ -21,7 +21,7 @@ from averaging.allreduce.robust import reducer_for
 from averaging.allreduce.watch import Overdue, Watch
 from averaging.compression import decode, encode
 from averaging.config import NonFinite
-from averaging.deadlines import Deadline, Phase
+from averaging.deadlines.learned import Deadline, Phase
 from averaging.errors import NonFiniteError, ProtocolViolationError, TransportError
 from averaging.group import Member
 from averaging.messages import AveragingData, CompressionType, MessageCode

@@ -18,7 +18,7 @@ from averaging.allreduce.reducing import Reducing
 from averaging.allreduce.sending import Sending
 from averaging.allreduce.watch import Watch
 from averaging.config import NonFinite
-from averaging.deadlines import Deadlines, size_class
+from averaging.deadlines.learned import Deadlines, size_class
 from averaging.errors import RoundError
 from averaging.group import Group
 from averaging.messages import AveragingData, MessageCode

@@ -17,7 +17,7 @@ from averaging.allreduce.silence import Silence
 from averaging.allreduce.watch import Watch
 from averaging.compression import decode, encode
 from averaging.config import NonFinite
-from averaging.deadlines import Phase
+from averaging.deadlines.learned import Phase
 from averaging.errors import AveragingError, NonFiniteError, ProtocolViolationError, TransportError
 from averaging.messages import AveragingData, MessageCode
 from averaging.observe.receipts import DropCode, Dropped

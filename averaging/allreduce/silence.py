@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Self
 
 from averaging.allreduce.watch import Watch
-from averaging.deadlines import Deadline, Phase
+from averaging.deadlines.learned import Deadline, Phase
 from averaging.errors import CallRefusedError, PeerUnreachableError, ProtocolViolationError
 from averaging.transport.base import Transport
 

@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from averaging.deadlines import Deadline, Deadlines, Guesses, Phase
-from averaging.fair_clock import FairClock, interval_of
+from averaging.deadlines.fair_clock import FairClock, interval_of
+from averaging.deadlines.learned import Deadline, Deadlines, Guesses, Phase
 
 _OF_SENDERS = (Phase.OPENING, Phase.PART)
 

@@ -18,7 +18,7 @@ import click
 from averaging.cli.failures import NOT_DONE, WRONG_USAGE, Failure, failure_of, starting, write_line
 
 if TYPE_CHECKING:
-    from averaging.ca import Issued
+    from averaging.security.ca import Issued
 
 CA_DAYS, PEER_DAYS = 3650, 365
 """For how long certificates are valid by default."""
@@ -77,8 +77,8 @@ def init_command(directory: Path, name: str, days: float, force: bool) -> None:
     Exit codes: 0 done; 1 a file could not be written; 2 wrong usage, or a file exists and --force was not given.
     """
     with starting():
-        from averaging.ca import make_authority
         from averaging.errors import AveragingError
+        from averaging.security.ca import make_authority
 
         try:
             made = make_authority(name, datetime.now(UTC), days)
@@ -124,8 +124,8 @@ def issue_command(
     if bool(hosts) == client_mode:
         raise click.UsageError("give --host for every host at which others reach the peer, or else --client-mode.")
     with starting():
-        from averaging.ca import issue
         from averaging.errors import AveragingError
+        from averaging.security.ca import issue
 
         authority = _read_authority(directory)
         try:
@@ -155,7 +155,7 @@ def _tell(told: str) -> None:
 
 
 def _read_authority(directory: Path) -> Issued:
-    from averaging.ca import Issued
+    from averaging.security.ca import Issued
 
     certificate, key = _paths(directory, AUTHORITY)
     try:

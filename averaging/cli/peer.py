@@ -281,7 +281,7 @@ def _session(
     from averaging.cli.session import Plan, Session
     from averaging.errors import AveragingError
     from averaging.group import pack_gather
-    from averaging.peer import Peer
+    from averaging.peer.peer import Peer
 
     plan = Plan(
         rounds=given["rounds"] or (None if given["serve"] else 1),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
-    from averaging.credentials import Credentials
+    from averaging.security.credentials import Credentials
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -52,7 +52,7 @@ def credentials_of(given: dict[str, Any]) -> Credentials:
     Raises:
         ConfigError: a file that cannot be read, or does not fit the others.
     """
-    from averaging.credentials import Credentials, read_tls, read_tokens
+    from averaging.security.credentials import Credentials, read_tls, read_tokens
 
     tls = read_tls(given["tls_ca"], given["tls_cert"], given["tls_key"], time.time)
     return Credentials(tls=tls, tokens=read_tokens(given["token_file"]))

@@ -14,7 +14,7 @@ from averaging.cli.report import Report
 from averaging.cli.signals import Stop
 from averaging.errors import AveragingError
 from averaging.observe.receipts import Outcome, Receipt
-from averaging.peer import Peer
+from averaging.peer.peer import Peer
 
 RETRY_PAUSE = 1.0
 """Seconds between a failed attempt and the next one."""

@@ -22,7 +22,7 @@ from averaging.cli.security import credentials_of, security_options
 if TYPE_CHECKING:
     from averaging.cli.report import Report
     from averaging.cli.signals import Stop
-    from averaging.credentials import Credentials
+    from averaging.security.credentials import Credentials
     from averaging.state.packing import State
     from averaging.state.reader import StateReader
 

@@ -13,8 +13,8 @@ from averaging.cli.security import credentials_of, security_options
 
 if TYPE_CHECKING:
     from averaging.cli.signals import Stop
-    from averaging.credentials import Credentials
     from averaging.observe.book import Watched
+    from averaging.security.credentials import Credentials
 
 MAX_MESSAGE_BYTES = 16 << 20
 

@@ -21,10 +21,10 @@ from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from averaging.addresses import covers, is_endpoint, parse_address
-from averaging.credentials import PrivateKey, Tls, hosts_of, is_issued_by, validity_problem
 from averaging.discovery.identity import Ed25519Identity
 from averaging.group import CLIENT_PREFIX
 from averaging.messages import Record
+from averaging.security.credentials import PrivateKey, Tls, hosts_of, is_issued_by, validity_problem
 
 SIGNATURE_BYTES = 64
 """Of Ed25519."""

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import replace
 
-from averaging.deadlines import Deadlines, Phase
+from averaging.deadlines.fair_timeout import learned_timeout
+from averaging.deadlines.learned import Deadlines, Phase
 from averaging.discovery.base import Discovery
 from averaging.errors import ProtocolViolationError, TransportError, UnprovenViolationError
-from averaging.fair_timeout import learned_timeout
 from averaging.group import Group, Mode
 from averaging.matchmaking import rules
 from averaging.matchmaking.conduct import Conduct

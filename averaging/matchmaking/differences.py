@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from averaging.deadlines import VERDICT_SECONDS
+from averaging.deadlines.learned import VERDICT_SECONDS
 from averaging.discovery.base import Discovery
 from averaging.errors import AveragingError, SchemaMismatchError
 from averaging.schema import Schema, first_difference

@@ -7,7 +7,7 @@ import logging
 import random
 from collections.abc import AsyncGenerator, Callable, Container
 
-from averaging.deadlines import VERDICT_SECONDS, Deadlines
+from averaging.deadlines.learned import VERDICT_SECONDS, Deadlines
 from averaging.discovery.base import Discovery
 from averaging.errors import AveragingError
 from averaging.group import Group, Mode, digits_per_round, group_key, next_group_bits, unpack_gather

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from averaging.deadlines import Learned
+from averaging.deadlines.learned import Learned
 from averaging.observe.receipts import Receipt
 
 

@@ -10,8 +10,8 @@ from contextlib import aclosing
 import msgpack
 
 from averaging.discovery.base import Discovery
+from averaging.discovery.notices import Notice
 from averaging.group import donors_key
-from averaging.notices import Notice
 
 LIFETIME, REFRESH = 60.0, 20.0
 """Seconds for which a declaration holds, and after which it is made again."""

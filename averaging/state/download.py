@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
-from averaging.deadlines import Deadlines
+from averaging.deadlines.learned import Deadlines
 from averaging.errors import AveragingError, StateError, TransportError
 from averaging.messages import DownloadData, Resume
 from averaging.schema import Schema

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from averaging.deadlines import LATEST, Deadline, Deadlines, Phase
-from averaging.fair_timeout import FairTimeout
+from averaging.deadlines.fair_timeout import FairTimeout
+from averaging.deadlines.learned import LATEST, Deadline, Deadlines, Phase
 
 WINDOW = 8
 """Of so many chunks the longest wait is learned, so that a long download has learned before it is over."""

@@ -11,7 +11,7 @@ import torch
 from averaging.errors import ConfigError, StateError
 from averaging.messages import CompressionType
 from averaging.state.snapshots import NO_EXTRAS, Extras
-from averaging.training import Training
+from averaging.training.training import Training
 from averaging.values import is_count, is_finite, parse_compression
 
 

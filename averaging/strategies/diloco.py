@@ -9,19 +9,19 @@ from typing import Any
 
 import torch
 
-from averaging.arithmetic import clip, full_precision
 from averaging.errors import ConfigError, StateError
 from averaging.messages import CompressionType
 from averaging.observe.receipts import Receipt
-from averaging.optimizer_state import load_optimizer, pack_optimizer
+from averaging.peer.topics import Adopt
 from averaging.state.snapshots import Extras
 from averaging.strategies.base import count_in, take_tensor
 from averaging.strategies.fragment import Fragment, cut
 from averaging.strategies.history import History, Others
 from averaging.strategies.together import Together
 from averaging.strategies.turns import Turns, whole
-from averaging.topics import Adopt
-from averaging.training import Training
+from averaging.training.arithmetic import clip, full_precision
+from averaging.training.optimizer_state import load_optimizer, pack_optimizer
+from averaging.training.training import Training
 from averaging.values import is_finite
 
 OuterFactory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]

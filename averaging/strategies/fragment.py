@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from averaging.errors import ConfigError
-from averaging.topics import Topic
+from averaging.peer.topics import Topic
 
 
 class Fragment:

@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from averaging.arithmetic import clip, full_precision
 from averaging.errors import ConfigError, TensorError
 from averaging.messages import CompressionType
 from averaging.observe.receipts import Receipt
+from averaging.peer.topics import Adopt
 from averaging.state.snapshots import Extras
 from averaging.strategies.history import History, Others
 from averaging.strategies.together import Together
 from averaging.tensors import all_finite
-from averaging.topics import Adopt
-from averaging.training import Training
+from averaging.training.arithmetic import clip, full_precision
+from averaging.training.training import Training
 
 WAITED_BATCHES = 2.0
 """How long a peer waits for the batches of others that complete the joined one, in times of its own last batch."""

@@ -10,11 +10,11 @@ import torch
 
 from averaging.messages import CompressionType
 from averaging.observe.receipts import Receipt
+from averaging.peer.topics import Adopt, Topic
 from averaging.state.snapshots import Extras
 from averaging.strategies.base import Strategy, count_in
 from averaging.strategies.turns import Turns
-from averaging.topics import Adopt, Topic
-from averaging.training import Training
+from averaging.training.training import Training
 
 
 class LocalSGD(Strategy):

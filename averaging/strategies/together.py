@@ -14,7 +14,7 @@ from averaging.observe.receipts import Receipt
 from averaging.strategies.base import Strategy
 from averaging.strategies.history import History, Others, Progress, look_around
 from averaging.strategies.retries import Retries
-from averaging.training import Training
+from averaging.training.training import Training
 
 logger = logging.getLogger(__name__)
 

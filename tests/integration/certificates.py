@@ -9,8 +9,8 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-from averaging.ca import Issued, issue, make_authority
-from averaging.credentials import Credentials, Tls
+from averaging.security.ca import Issued, issue, make_authority
+from averaging.security.credentials import Credentials, Tls
 
 NOW = datetime.datetime.now(datetime.UTC)
 HERE = ("127.0.0.1", "localhost", "::1")

@@ -7,8 +7,7 @@ import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 
-from averaging.credentials import Credentials
-from averaging.deadlines import Learned, Phase
+from averaging.deadlines.learned import Learned, Phase
 from averaging.messages import (
     AveragingData,
     CompressionType,
@@ -28,6 +27,7 @@ from averaging.observe.book import Watched
 from averaging.observe.receipts import Dropped, Outcome, Receipt
 from averaging.observe.status import PeerStatus
 from averaging.schema import ReplyForm, Schema, TensorSpec
+from averaging.security.credentials import Credentials
 from averaging.transport.grpc import GrpcTransport
 
 MAX_MESSAGE_BYTES = 4 << 20

@@ -16,9 +16,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from averaging.addresses import is_endpoint
-from averaging.credentials import Credentials
 from averaging.errors import ClosedError, ConfigError, ListenError, PeerUnreachableError
 from averaging.messages import JoinRequest, MessageFromLeader
+from averaging.security.credentials import Credentials
 from averaging.transport.base import Transport
 from averaging.transport.grpc import GrpcTransport
 from averaging.transport.grpc.channels import Channels

@@ -12,7 +12,7 @@ import grpc
 import pytest
 import torch
 
-from averaging import Peer, service
+from averaging import Peer
 from averaging.errors import BusyError, CallRefusedError, PeerUnreachableError
 from averaging.messages import AveragingData
 from averaging.transport.grpc import GrpcTransport, methods, options, server
@@ -226,10 +226,10 @@ class Line(asyncio.Semaphore):
 
 @pytest.mark.asyncio
 async def test_so_many_download_the_state_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "MAX_DOWNLOADS", 1)
     large = torch.zeros(64 << 18)  # 64 MiB, more than fits on the way
     async with Peer([large], run_id="run", part_timeout=2.0) as peer, client(limit=32 << 20) as caller:
-        line = Line(service.MAX_DOWNLOADS)
+        monkeypatch.setattr("averaging.peer.service.MAX_DOWNLOADS", 1)
+        line = Line(1)
         monkeypatch.setattr(peer._entered.service, "_downloads", line)
         async with aclosing(caller.download_state(peer.endpoint)) as first:
             await anext(first)

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from averaging import DiLoCo, LocalSGD, Outcome, Peer, Receipt
-from averaging.background import EventLoopThread
 from averaging.group import group_key
+from averaging.training.background import EventLoopThread
 from tests.integration.training import (
     PATIENCE,
     SGD,

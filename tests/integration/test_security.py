@@ -17,7 +17,6 @@ import torch
 
 from averaging import Peer
 from averaging.config import Inspection
-from averaging.credentials import Credentials
 from averaging.discovery.certified import CertifiedIdentity
 from averaging.discovery.identity import Author, Identity
 from averaging.discovery.records import Limits
@@ -29,6 +28,7 @@ from averaging.errors import (
     UnauthenticatedError,
 )
 from averaging.messages import AveragingData, MessageCode, Rumour
+from averaging.security.credentials import Credentials
 from averaging.transport.grpc import GrpcTransport, methods
 from averaging.transport.grpc.dialling import Dialling
 from averaging.transport.grpc.security import call_metadata, channel_credentials

@@ -13,10 +13,10 @@ from averaging.allreduce.outcome import Outcome
 from averaging.allreduce.reducing import Reducing
 from averaging.allreduce.sending import Sending
 from averaging.allreduce.watch import Watch
-from averaging.deadlines import Deadlines
+from averaging.deadlines.learned import Deadlines
 from averaging.matchmaking import search
 from averaging.matchmaking.conduct import Conduct
-from averaging.rounds import _Attempt
+from averaging.peer.rounds import _Attempt
 from averaging.state.reader import StateReader
 from averaging.transport.memory import MemoryNetwork
 

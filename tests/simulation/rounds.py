@@ -10,7 +10,7 @@ from contextlib import aclosing
 import torch
 
 from averaging.allreduce import AllReduce, RoundResult, changes
-from averaging.deadlines import Deadlines
+from averaging.deadlines.learned import Deadlines
 from averaging.group import Group, Member
 from averaging.messages import AveragingData, CompressionType, DownloadData, JoinRequest, MessageFromLeader, Resume
 from averaging.observe.book import Watched

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 import pytest
 
 from averaging.allreduce import RoundResult
-from averaging.deadlines import Deadlines
+from averaging.deadlines.learned import Deadlines
 from averaging.errors import RoundError
 from averaging.group import Member, Mode
 from averaging.messages import AveragingData, MessageCode

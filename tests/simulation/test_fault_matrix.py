@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from averaging import Receipt
-from averaging.deadlines import ENOUGH
+from averaging.deadlines.learned import ENOUGH
 from averaging.matchmaking.rules import CLOCK_TOLERANCE
 from averaging.observe.receipts import DropCode, Outcome
 from tests.simulation import leaks, processes

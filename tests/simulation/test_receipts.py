@@ -19,9 +19,9 @@ from averaging.messages import CompressionType
 from averaging.observe.explain import describe, merge
 from averaging.observe.journal import read
 from averaging.observe.receipts import DropCode, Outcome, Receipt, Role
-from averaging.rounds import _why_failed
+from averaging.peer.rounds import _why_failed
+from averaging.peer.topics import Adopt
 from averaging.schema import ReplyForm
-from averaging.topics import Adopt
 from averaging.transport import virtual_time
 from tests.simulation.rounds import PART_TIMEOUT, Simulation
 from tests.simulation.swarm import Swarm, scalars

@@ -11,7 +11,7 @@ from typing import cast
 
 import pytest
 
-from averaging.deadlines import ENOUGH, VERDICT_SECONDS, Deadlines, Phase
+from averaging.deadlines.learned import ENOUGH, VERDICT_SECONDS, Deadlines, Phase
 from averaging.discovery.memory import MemoryDiscovery, MemoryRegistry
 from averaging.group import Mode, group_key, pack_gather
 from averaging.matchmaking import Matchmaking

@@ -15,8 +15,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from averaging.background import EventLoopThread
 from averaging.errors import ClosedError
+from averaging.training.background import EventLoopThread
 
 NAME = "the thread under test"
 
@@ -224,7 +224,7 @@ def test_calls_from_many_threads_while_it_closes_all_end() -> None:
 SCRIPT = """
 import asyncio, os, sys
 from contextlib import asynccontextmanager
-from averaging.background import EventLoopThread
+from averaging.training.background import EventLoopThread
 from averaging.errors import ClosedError
 
 @asynccontextmanager

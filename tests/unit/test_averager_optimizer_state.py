@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from averaging.errors import StateError
-from averaging.optimizer_state import load_optimizer, pack_optimizer
-from averaging.scheduler import set_initial_lr
+from averaging.training.optimizer_state import load_optimizer, pack_optimizer
+from averaging.training.scheduler import set_initial_lr
 
 Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 

@@ -14,11 +14,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from averaging.ca import Issued, issue, make_authority
 from averaging.cli import main
 from averaging.config import PeerConfig
-from averaging.credentials import Tls, hosts_of, is_issued_by, read_credentials, read_tls, read_tokens
 from averaging.errors import ConfigError
+from averaging.security.ca import Issued, issue, make_authority
+from averaging.security.credentials import Tls, hosts_of, is_issued_by, read_credentials, read_tls, read_tokens
 
 NOW = datetime.datetime.now(datetime.UTC)
 AUTHORITY = make_authority("run", NOW, 10)

@@ -12,8 +12,6 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-from averaging.ca import Issued, issue, make_authority
-from averaging.credentials import Tls
 from averaging.discovery.board import Board
 from averaging.discovery.certified import MAX_PROOF_BYTES, CertifiedIdentity
 from averaging.discovery.identity import Author, Ed25519Identity, Identity
@@ -21,6 +19,8 @@ from averaging.discovery.records import Limits, Reason
 from averaging.discovery.table import RecordTable
 from averaging.errors import DiscoveryError
 from averaging.messages import Record
+from averaging.security.ca import Issued, issue, make_authority
+from averaging.security.credentials import Tls
 
 NOW = datetime.datetime.now(datetime.UTC)
 AUTHORITY, FOREIGN = make_authority("run", NOW, 10), make_authority("run", NOW, 10)

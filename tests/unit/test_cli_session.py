@@ -25,7 +25,7 @@ from averaging.cli.signals import Stop, run
 from averaging.errors import TensorError
 from averaging.group import Mode
 from averaging.observe.receipts import Outcome, Receipt
-from averaging.peer import Peer
+from averaging.peer.peer import Peer
 from averaging.schema import describe
 
 ME, OTHER = "127.0.0.1:1", "127.0.0.1:2"

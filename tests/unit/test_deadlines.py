@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging import deadlines
-from averaging.deadlines import ENOUGH, LIFETIME, ROUNDS, Deadline, Deadlines, Phase, size_class
-from averaging.fair_clock import FairClock
+from averaging.deadlines.fair_clock import FairClock
+from averaging.deadlines.learned import ENOUGH, LIFETIME, ROUNDS, Deadline, Deadlines, Phase, size_class
 
 waits = st.lists(st.floats(0, 1e4), min_size=ENOUGH, max_size=3 * ROUNDS)
 
@@ -160,7 +159,7 @@ def test_a_lasting_change_is_followed_at_once() -> None:
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deadlines, "MAX_KNOWN", 10)
+    monkeypatch.setattr("averaging.deadlines.learned.MAX_KNOWN", 10)
     learned = Deadlines(1.0, 10.0)
     for number in range(50):
         learned.missed(f"a:{number}", Phase.PART, 3, 0.0)

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.deadlines import ENOUGH, Deadlines
+from averaging.deadlines.learned import ENOUGH, Deadlines
 from averaging.errors import PeerUnreachableError, StateError
 from averaging.messages import DownloadData, Resume, WireTensor
 from averaging.schema import Schema, describe

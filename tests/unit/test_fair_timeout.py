@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from averaging.deadlines import ENOUGH, Deadline, Deadlines, Phase
-from averaging.fair_timeout import FairTimeout, learned_timeout
+from averaging.deadlines.fair_timeout import FairTimeout, learned_timeout
+from averaging.deadlines.learned import ENOUGH, Deadline, Deadlines, Phase
 from averaging.state.patience import WINDOW, Patience
 from averaging.transport import virtual_time
 from averaging.transport.virtual_time import VirtualTimeLoop

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from averaging.allreduce.partition import Part
 from averaging.compression import decode, encode
-from averaging.feedback import Feedback
 from averaging.messages import CompressionType
+from averaging.peer.feedback import Feedback
 from averaging.schema import describe
 
 LOSSY = [code for code in CompressionType if code is not CompressionType.NONE]

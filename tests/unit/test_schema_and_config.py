@@ -18,9 +18,9 @@ from averaging.config import Inspection, NonFinite, PeerConfig, PeerOptions, opt
 from averaging.errors import ConfigError, TensorError
 from averaging.group import Mode
 from averaging.messages import CompressionType
+from averaging.peer.topics import Adopt, make_topic
 from averaging.schema import DTYPES, ReplyForm, Schema, TensorSpec, describe, first_difference
 from averaging.tensors import SharedTensors
-from averaging.topics import Adopt, make_topic
 from averaging.values import check_weight, parse_compression
 
 specs = st.builds(

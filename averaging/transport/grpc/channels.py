@@ -12,9 +12,9 @@ from urllib.parse import quote
 import grpc
 
 from averaging.addresses import is_endpoint, parse_address
-from averaging.credentials import Credentials
 from averaging.errors import ClosedError, PeerUnreachableError, ProtocolViolationError
 from averaging.group import CLIENT_PREFIX
+from averaging.security.credentials import Credentials
 from averaging.transport.grpc.dialling import Dialling
 from averaging.transport.grpc.options import Options
 from averaging.transport.grpc.security import call_metadata, channel_credentials

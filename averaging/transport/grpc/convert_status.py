@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from averaging.aggregation import MEAN, parse_aggregation
-from averaging.deadlines import Learned, Phase
+from averaging.deadlines.learned import Learned, Phase
 from averaging.errors import ConfigError, ProtocolViolationError
 from averaging.messages import CompressionType
 from averaging.observe.status import PeerStatus

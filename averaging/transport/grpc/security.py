@@ -13,9 +13,9 @@ import grpc
 
 from averaging.addresses import covers, is_endpoint, parse_address
 from averaging.config import Inspection
-from averaging.credentials import Credentials, Tls
 from averaging.errors import BusyError, ForeignEndpointError
 from averaging.group import CLIENT_PREFIX
+from averaging.security.credentials import Credentials, Tls
 from averaging.transport.grpc import methods
 from averaging.transport.grpc.methods import Method
 from averaging.transport.grpc.options import MAX_CALLS_PER_HOST

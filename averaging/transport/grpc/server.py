@@ -14,11 +14,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from averaging.config import Inspection
-from averaging.credentials import Credentials
 from averaging.errors import ListenError, ProtocolViolationError
 from averaging.messages import Record
 from averaging.observe.status import PeerStatus
 from averaging.schema import Schema
+from averaging.security.credentials import Credentials
 from averaging.transport.base import AveragingService, GossipService
 from averaging.transport.grpc import headers, methods
 from averaging.transport.grpc.faults import refuse

@@ -6,7 +6,6 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
 from averaging.addresses import is_loopback, parse_address
-from averaging.credentials import Credentials
 from averaging.errors import ClosedError, ConfigError
 from averaging.group import CLIENT_PREFIX
 from averaging.messages import (
@@ -24,6 +23,7 @@ from averaging.messages import (
 from averaging.observe.book import Watched
 from averaging.observe.status import PeerStatus
 from averaging.schema import Schema
+from averaging.security.credentials import Credentials
 from averaging.transport.base import AveragingService, GossipService
 from averaging.transport.grpc import headers, methods
 from averaging.transport.grpc.address import check_listen, endpoint_of

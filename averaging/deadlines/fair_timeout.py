@@ -1,4 +1,4 @@
-"""Time-outs by fair seconds, see `averaging.fair_clock`, and such as follow what was learned."""
+"""Time-outs by fair seconds, see `averaging.deadlines.fair_clock`, and such as follow what was learned."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Self
 
-from averaging.deadlines import Deadline, Deadlines, Phase
-from averaging.fair_clock import FairClock, interval_of
+from averaging.deadlines.fair_clock import FairClock, interval_of
+from averaging.deadlines.learned import Deadline, Deadlines, Phase
 
 LEAST = 0.001
 """Seconds; less may not move the clock on at all, for want of digits."""

@@ -19,11 +19,11 @@ from averaging.group import Group, Mode
 from averaging.matchmaking import Matchmaking, NoGroupError
 from averaging.matchmaking.conduct import Conduct
 from averaging.observe.receipts import Outcome, Receipt, Role
-from averaging.progress import RunProgress
+from averaging.peer.progress import RunProgress
+from averaging.peer.service import PeerService
+from averaging.peer.topics import Adopt, Topic
 from averaging.schema import Schema
-from averaging.service import PeerService
 from averaging.state.snapshots import Snapshots
-from averaging.topics import Adopt, Topic
 from averaging.transport.base import Transport
 
 Overtaken = Callable[[Mapping[str, bytes]], bool]

@@ -9,10 +9,10 @@ from importlib import metadata
 
 from averaging.allreduce import AllReduce
 from averaging.config import PeerConfig
-from averaging.deadlines import Deadline, Deadlines
+from averaging.deadlines.fair_timeout import FairTimeout
+from averaging.deadlines.learned import Deadline, Deadlines
 from averaging.discovery.base import Discovery
 from averaging.errors import BusyError, ProtocolViolationError, TransportError
-from averaging.fair_timeout import FairTimeout
 from averaging.matchmaking import Matchmaking
 from averaging.messages import AveragingData, DownloadData, JoinRequest, MessageCode, MessageFromLeader, Resume
 from averaging.observe.book import ReceiptBook, Watched

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from averaging.background import EventLoopThread, on_loop
+from averaging.training.background import EventLoopThread, on_loop
 
 T = TypeVar("T")
 

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from averaging.config import PeerConfig
-from averaging.credentials import Credentials
 from averaging.discovery.base import Discovery
 from averaging.discovery.certified import CertifiedIdentity
 from averaging.discovery.gossip import GossipDiscovery
 from averaging.observe.book import ReceiptBook
 from averaging.observe.journal import Journal
-from averaging.progress import RunProgress
-from averaging.rounds import Rounds
+from averaging.peer.progress import RunProgress
+from averaging.peer.rounds import Rounds
+from averaging.peer.service import PeerService
 from averaging.schema import Schema
-from averaging.service import PeerService
+from averaging.security.credentials import Credentials
 from averaging.state.donors import Donors
 from averaging.state.snapshots import Snapshots
 from averaging.tensors import SharedTensors

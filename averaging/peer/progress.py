@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 from averaging.discovery.base import Discovery
+from averaging.discovery.notices import Notice
 from averaging.group import progress_key
-from averaging.notices import Notice
 
 LIFETIME, REFRESH = 15.0, 5.0
 """Seconds for which a peer's word holds, and after which it is told again: so long a dead peer is waited for."""

@@ -3,7 +3,7 @@
 As in TCP (RFC 6298) a deadline follows what was seen, leaves room for variation, and is doubled when it was missed; but
 medians and median deviations take the place of the running means, so that one odd round hardly counts (Hampel, 1974).
 Where too little is known of a peer, what it did in rounds of another size, or else what the others did, is doubled.
-`averaging.fair_clock` says in which seconds a wait is measured.
+`averaging.deadlines.fair_clock` says in which seconds a wait is measured.
 """
 
 from __future__ import annotations

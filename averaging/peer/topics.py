@@ -12,8 +12,8 @@ from averaging.aggregation import parse_aggregation
 from averaging.allreduce import RoundResult, changes
 from averaging.allreduce.partition import Part
 from averaging.config import PeerConfig
-from averaging.feedback import Feedback
 from averaging.messages import CompressionType
+from averaging.peer.feedback import Feedback
 from averaging.schema import ReplyForm, Schema, describe
 from averaging.tensors import SharedTensors, Write
 from averaging.values import one_of, parse_compression

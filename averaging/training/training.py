@@ -11,21 +11,21 @@ from typing import Any, Unpack
 
 import torch
 
-from averaging.answers import Answers
-from averaging.arithmetic import clip
-from averaging.background import EventLoopThread, on_loop
 from averaging.config import NonFinite
 from averaging.errors import StateError, TensorError
 from averaging.group import Mode
 from averaging.messages import CompressionType
 from averaging.observe.receipts import Receipt
-from averaging.peer import Peer
-from averaging.rounds import RoundOptions
+from averaging.peer.peer import Peer
+from averaging.peer.rounds import RoundOptions
+from averaging.peer.topics import Adopt, Topic
 from averaging.state.packing import State
-from averaging.topics import Adopt, Topic
+from averaging.training.answers import Answers
+from averaging.training.arithmetic import clip
+from averaging.training.background import EventLoopThread, on_loop
 from averaging.values import check_weight
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("averaging.training")
 
 TakeOver = Callable[[State], None]
 

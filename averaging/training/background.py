@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from averaging.errors import ClosedError
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("averaging.training")
 
 T = TypeVar("T")
 

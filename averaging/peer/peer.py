@@ -12,27 +12,27 @@ from typing import Any, Self, Unpack
 import torch
 
 from averaging.config import PeerConfig, PeerOptions
-from averaging.credentials import read_credentials
 from averaging.discovery.base import Discovery
 from averaging.errors import ClosedError, ConfigError
 from averaging.group import Mode, pack_gather
 from averaging.messages import CompressionType
 from averaging.observe.receipts import DropCode, Receipt
 from averaging.observe.status import PeerStatus
-from averaging.one_average import OneAverage
-from averaging.progress import RunProgress
-from averaging.rounds import Overtaken
-from averaging.running import DiscoveryFactory, Running, start
+from averaging.peer.one_average import OneAverage
+from averaging.peer.progress import RunProgress
+from averaging.peer.rounds import Overtaken
+from averaging.peer.running import DiscoveryFactory, Running, start
+from averaging.peer.topics import Adopt, Topic, make_topic
+from averaging.security.credentials import read_credentials
 from averaging.state.download import download
 from averaging.state.packing import State
 from averaging.state.snapshots import Extras, Snapshots
 from averaging.tensors import SharedTensors
-from averaging.topics import Adopt, Topic, make_topic
 from averaging.transport.base import Transport
 from averaging.transport.grpc import GrpcTransport
 from averaging.values import check_weight
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("averaging.peer")
 
 MAX_TOPIC = 64
 """Characters of a topic's name: discovery's keys are short."""

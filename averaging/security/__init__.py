@@ -1,0 +1,1 @@
+"""Who a peer is and who may join a run: certificates and tokens, and how the certificates are made."""
