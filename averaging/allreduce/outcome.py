@@ -67,7 +67,7 @@ class Outcome:
         parts_of: what each member reduces, by name.
         reach: of this member's own shard, see `pace.reach`.
         alike: whether all members get the same averages, so that these are worth a digest.
-        adopt: tried with each as it comes; None keeps all until the end.
+        adopt: tried with each as it comes once another member is heard; None keeps all until the end.
 
     Attributes:
         arrived: the parts whose average, or delta, is in.
@@ -134,7 +134,8 @@ class Outcome:
         """The average of a part is in, or its delta."""
         self.arrived.add(part)
         self.averaged = True
-        if self._adopt is None or not self._adopt(part, values):
+        # A round in which no other member is heard has failed, and leaves the tensors as they were.
+        if self._adopt is None or not self._received or not self._adopt(part, values):
             self._kept[part] = values
 
     def reduced(self, buffer: Buffer) -> None:

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 import pytest
 import torch
 
-from averaging import Peer
+from averaging import Outcome, Peer
 from averaging.group import Mode
 from tests.simulation.swarm import Swarm
 
@@ -92,5 +92,36 @@ def test_nothing_is_written_once_a_round_was_cancelled(seconds: float) -> None:
             tensor.fill_(-5.0)  # training goes on
             await asyncio.gather(*others)
             assert torch.equal(tensor, torch.full((8192,), -5.0))
+
+    swarm.simulate(main())
+
+
+@pytest.mark.parametrize("compression", ["none", "int8"])
+def test_nothing_is_written_where_nobody_else_is_heard(compression: str) -> None:
+    """What this peer reduces of its own values alone is no average: with a lossy code it is not even what was there."""
+    swarm = Swarm(3)
+
+    async def main() -> None:
+        tensors = [torch.randn(SIZE), torch.randn(SIZE)]
+        before = tensors[0].clone()
+        async with AsyncExitStack() as stack:
+
+            async def enter(name: str, tensor: torch.Tensor) -> Peer:
+                options = {"group_size": 2, "part_size_bytes": 1024, "in_place": True, "share_state": False}
+                return await stack.enter_async_context(
+                    swarm.peer(name, [tensor], compression=compression, **options)  # type: ignore[arg-type]
+                )
+
+            first, second = [await enter(f"peer:{number}", one) for number, one in enumerate(tensors, start=1)]
+            averaging, other = asyncio.create_task(first.average()), asyncio.create_task(second.average())
+            while not first.status.members:
+                assert not averaging.done()
+                await asyncio.sleep(TICK / 4)
+            swarm.network.kill("peer:2")
+            receipt = await averaging
+            other.cancel()
+            assert receipt.outcome is Outcome.FAILED
+            assert receipt.accounts[receipt.members.index("peer:1")].share > 0
+            assert torch.equal(tensors[0], before)
 
     swarm.simulate(main())
