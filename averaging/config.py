@@ -112,7 +112,8 @@ class PeerConfig:
         aggregation: how contributions become one: `mean`, or `median`, `trimmed:F`, `clip:TAU`, which a minority of
             false ones cannot carry away (docs/robust.md). The same at all peers.
         part_size_bytes: size of a part on the wire.
-        non_finite: what to do with NaN and infinity.
+        non_finite: what to do with NaN and infinity. Should be the same at all peers: who refuses them drops who sends
+            them.
         share_state: whether newcomers may download this peer's state. Clients never share.
         verify_donors: a state is downloaded only if so many donors announce the same version and the same digests of
             the averaged tensors; 1 believes the first.

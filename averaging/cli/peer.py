@@ -149,7 +149,12 @@ SECONDS = finite(above=0)
     help="Size of a part on the wire; the same at all peers.",
 )
 @click.option("--gather", type=json_value, metavar="JSON", help="Anything to tell the members of each round.")
-@click.option("--allow-non-finite", is_flag=True, help="Average NaN and infinity too; they spread to all members.")
+@click.option(
+    "--allow-non-finite",
+    is_flag=True,
+    help="Average NaN and infinity too; they spread to all members. The same at all peers: one without it drops who "
+    "sends them.",
+)
 @security_options
 @click.option(
     "--insecure",

@@ -13,7 +13,16 @@ if TYPE_CHECKING:
     from averaging.config import PeerOptions
 
 SHARED_OPTIONS = frozenset(
-    {"group_size", "min_group_size", "group_bits", "compression", "reply", "aggregation", "part_size"}
+    {
+        "group_size",
+        "min_group_size",
+        "group_bits",
+        "compression",
+        "reply",
+        "aggregation",
+        "part_size",
+        "allow_non_finite",
+    }
 )
 """What peers of a run must or should have in common."""
 
@@ -108,7 +117,9 @@ def join_command(command: click.Command, file: Path, given: dict[str, Any]) -> l
     words = ["averaging", "peer", str(file), "--run-id", given["run_id"]]
     for parameter in command.params:
         name = str(parameter.name)
-        shared = name in SHARED_OPTIONS and given[name] != parameter.default
+        shared = name in SHARED_OPTIONS and given[name] not in (parameter.default, False)
         if shared or (name in SECURITY_OPTIONS and given[name] is not None):
-            words += [parameter.opts[0], str(given[name])]
+            words.append(parameter.opts[0])
+            if given[name] is not True:  # a flag has no value
+                words.append(str(given[name]))
     return words

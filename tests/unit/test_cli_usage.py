@@ -224,6 +224,10 @@ def test_the_command_that_joins_repeats_what_must_be_the_same() -> None:
     context = peer_command.make_context("peer", ["a", "--run-id", "demo", "--tls-ca", "ca.pem", "--token-file", "t"])
     command = join_command(peer_command, context.params["file"], context.params)
     assert command[5:] == ["--tls-ca", "ca.pem", "--token-file", "t"]
+    # Who refuses NaN would drop this peer.
+    context = peer_command.make_context("peer", ["a", "--run-id", "demo", "--allow-non-finite", "--reply", "delta"])
+    command = join_command(peer_command, context.params["file"], context.params)
+    assert command[5:] == ["--reply", "delta", "--allow-non-finite"]
 
 
 def test_errors_of_the_library_speak_of_options() -> None:
