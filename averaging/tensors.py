@@ -89,7 +89,7 @@ class SharedTensors:
         def wait_and_run() -> T:
             if not self._lock.acquire(timeout=timeout):
                 raise RoundError(
-                    f"the application held the tensors' lock for {timeout:g} s; the result was not written"
+                    f"the application held the tensors' lock for {timeout:g} s; release it sooner, or raise `timeout`"
                 )
             try:
                 if abandoned.is_set():

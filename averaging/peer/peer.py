@@ -232,6 +232,11 @@ class Peer:
 
         Args:
             version: of this state; the next one if None. A lower one than the present is not taken.
+
+        Raises:
+            StateError: what `extra_state` adds cannot be shared.
+            RoundError: the application held the tensors' lock for more than `timeout`.
+            ClosedError: the peer is not running.
         """
         wanted = self.version + 1 if version is None else version
         await self._tensors.while_locked(lambda: self._snapshots.commit(wanted), self.config.timeout)
@@ -351,6 +356,7 @@ class Peer:
 
         Raises:
             StateError: nobody could deliver a sound state; nothing was changed.
+            RoundError: the application held the tensors' lock for more than `timeout`; nothing was changed.
             ClosedError: the peer is not running.
         """
         names = [name for _, name in self.donors] if donors is None else donors

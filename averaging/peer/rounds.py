@@ -185,7 +185,10 @@ class Rounds:
         loop = asyncio.get_running_loop()
         if self._config.non_finite is NonFinite.REFUSE and self._config.mode is not Mode.AUXILIARY:
             attempt.enter("checking")
-            await topic.tensors.while_locked(topic.tensors.check_finite, self._config.timeout)
+            try:
+                await topic.tensors.while_locked(topic.tensors.check_finite, self._config.timeout)
+            except RoundError as error:
+                return self._receipt(attempt, Outcome.FAILED, str(error))
         attempt.enter("looking")
         matchmaking = self._service.matchmaking = self.matchmaking(schema, lasting=schema == topic.schema)
         watching: asyncio.Task[None] | None = None

@@ -144,6 +144,19 @@ async def test_the_lock_keeps_a_result_out_until_it_is_released(in_place: bool) 
 
 
 @pytest.mark.asyncio
+async def test_a_lock_that_is_held_for_too_long_fails_the_round_and_is_no_error() -> None:
+    async with AsyncExitStack() as stack:
+        peer = await enter(stack, {"w": torch.zeros(4)}, timeout=0.05)
+        with peer.tensors():
+            receipt = await peer.average()
+        assert receipt.outcome is Outcome.FAILED
+        assert (
+            receipt.reason == "the application held the tensors' lock for 0.05 s; release it sooner, or raise `timeout`"
+        )
+        assert (await peer.average()).outcome is Outcome.NO_GROUP
+
+
+@pytest.mark.asyncio
 async def test_versions_grow_and_a_newcomer_takes_the_state_over() -> None:
     momentum = torch.full((2,), 5.0)
     tensors = [{"w": torch.zeros(3)}, {"w": torch.full((3,), 4.0)}]
