@@ -42,7 +42,6 @@ def test_the_training_script_averages(tmp_path: Path) -> None:
             def __init__(self, *arguments: Any, **options: Any) -> None:
                 super().__init__(*arguments, **options | {"on_round": receipts.append})
                 endpoints.put(self.endpoint)
-                assert self.wait_for_peers(2, 60)  # who is first would train on alone
 
         names = {"DecentralizedAverager": Recorded, "LocalSGD": averaging.LocalSGD, "JOIN": join, "CA": tmp_path}
         exec(script.replace("from averaging import DecentralizedAverager, LocalSGD", ""), names)
