@@ -99,7 +99,9 @@ class PeerConfig:
         mode: node, client (accepts no connection) or auxiliary (reduces, contributes no tensors).
         group_size: a group begins as soon as it has so many members.
         min_group_size: it begins with so many when its leader's waiting time is over.
-        group_bits: first group key, zeros and ones; empty puts all peers of the run under one key.
+        group_bits: first group key, zeros and ones; empty puts all peers of the run under one key. To mix many peers by
+            small groups, log2(group_size) bits for each round after the first, spread evenly: of 64 peers in groups of
+            4 the n-th has `f"{n % 16:04b}"`, and all have the mean after 3 rounds.
         matchmaking_time: seconds a peer waits in one declaration before it begins with those who are there.
         timeout: seconds for finding a group, and as many again for the all-reduce with it.
         part_timeout: seconds without any progress after which a member is given up in a round, at the latest: what is
@@ -119,6 +121,7 @@ class PeerConfig:
             the averaged tensors; 1 believes the first.
         in_place: averages are written to the tensors as they arrive, not all at the end. That saves the memory of a
             second set of tensors and the time to fill it; a round that is cancelled leaves what had arrived by then.
+            So does one that fails since the application holds the tensors' lock.
             With `share_state` only where the last state has been copied for newcomers, as it is before the application
             writes (`Peer.tensors`): else it is kept whole until the next one is.
         receipts: a file to which the receipt of every attempt is appended, one line of JSON each (docs/receipts.md).

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 class AveragingError(Exception):
-    """The base of all errors below."""
+    """The base of all errors of this library; the others are in `averaging.errors`."""
 
 
 class ConfigError(AveragingError, ValueError):

@@ -117,7 +117,8 @@ def issue_command(
       averaging ca issue a --host a.example.org --host 192.0.2.7
       averaging ca issue b --client-mode
 
-    Exit codes: 0 done; 1 a file could not be written; 2 wrong usage, or a file exists and --force was not given.
+    Exit codes: 0 done; 1 a file could not be written or read; 2 wrong usage, there is no authority, or a file exists
+    and --force was not given.
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name) or name.lower() == AUTHORITY:
         raise click.UsageError(f"NAME {name!r} must be of letters, digits, '.', '_' and '-', and not {AUTHORITY!r}.")

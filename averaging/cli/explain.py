@@ -49,7 +49,7 @@ def explain_command(files: Sequence[Path], summary: bool) -> None:
     The last line of a file may be cut off, as it is when its peer was killed; it is passed over. Other lines that
     cannot be read are told with their numbers on stderr, the rest is explained, and the exit code is 2.
 
-    Exit codes: 0 done; 2 wrong usage, or a file or a line that cannot be read.
+    Exit codes: 0 done; 1 stdout cannot be written; 2 wrong usage, or a file or a line that cannot be read.
     """
     with starting():
         from averaging.observe.explain import explain

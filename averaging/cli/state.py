@@ -78,7 +78,8 @@ def state_command(
 
     That is what the peer committed last: its averaged tensors, and whatever its application adds. Every tensor is
     compared with its digest; a download that is not whole writes nothing. The file's metadata holds the state's
-    version ("averaging.version") and the application's own values ("averaging.user", in JSON).
+    version ("averaging.version") and the application's own values ("averaging.user", in JSON; what JSON cannot hold
+    makes it "averaging.user.msgpack", in base64).
 
     Of several peers the next is asked where one fails; tensors that are there already and the same are kept.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Outcome(StrEnum):
-    """How an attempt ended."""
+    """How an attempt ended. Where tensors are untouched, `in_place` may have written some averages before it ended."""
 
     AVERAGED = "averaged"
     """The tensors hold the group's average, but for the parts of dropped reducers."""
@@ -140,7 +140,7 @@ class Receipt:
     Attributes:
         round: number of this attempt at this peer, from 1.
         outcome: how it ended.
-        reason: in words, why it was not an average of all members; empty if it was.
+        reason: in words, why nothing was averaged; empty if `outcome` is averaged, also where `dropped` names members.
         group_id: 20 bytes; empty without a group.
         members: endpoints in the group's order, this peer included.
         dropped: members whose contribution or shard was lost, as far as this peer saw it.

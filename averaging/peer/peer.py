@@ -47,7 +47,7 @@ class Peer:
     ```
 
     The tensors may have any shape, be empty or 0-dim, non-contiguous, on CPU or GPU, float16, bfloat16, float32 or
-    float64. They are written once a round, when its result is in.
+    float64. They are written once a round, when its result is in; with `in_place` as it comes.
 
     Args:
         tensors: in the same order at all peers; a mapping gives them names.
@@ -296,8 +296,9 @@ class Peer:
     ) -> Receipt:
         """Finds a group and averages the tensors with it.
 
-        Cancelling it leaves the group in order and the tensors untouched. Changes that the application makes to the
-        tensors meanwhile are overwritten by an average, and kept where the reply form is `delta`.
+        Cancelling it leaves the group in order and, without `in_place`, the tensors untouched. Changes that the
+        application makes to the tensors meanwhile are overwritten by an average, and kept where the reply form is
+        `delta`.
 
         Args:
             topic: what is averaged, from `topic`; the peer's own tensors if None.
