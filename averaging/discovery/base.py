@@ -64,7 +64,10 @@ class Discovery(Protocol):
         ...
 
     def endpoints(self) -> frozenset[str]:
-        """All subkeys of records that have not expired: the peers that discovery knows of."""
+        """All subkeys of records that have not expired: the peers that discovery knows of.
+
+        A peer that has given no sign of life for long may be left out sooner.
+        """
         ...
 
 

@@ -134,7 +134,7 @@ class GossipDiscovery:
 
     def endpoints(self) -> frozenset[str]:
         """See `Discovery.endpoints`."""
-        return self._board.table().subkeys()
+        return self._board.table().subkeys() - self._members.vanished
 
     @property
     def refused(self) -> Mapping[Reason, int]:

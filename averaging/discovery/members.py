@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from averaging.addresses import is_endpoint
 from averaging.discovery.spread import RING, Branch, Ring
@@ -68,6 +68,11 @@ class Members:
             self._lost[endpoint] = now
             if len(self._lost) > self._most_lost:
                 del self._lost[next(iter(self._lost))]
+
+    @property
+    def vanished(self) -> Set[str]:
+        """Those whose record has expired lately, as that of a killed peer does, and that have not come back."""
+        return self._lost.keys()
 
     def trust(self, endpoint: str) -> None:
         """`endpoint` is up: it answered, or called itself."""

@@ -248,6 +248,23 @@ def test_a_killed_peer_and_its_records_vanish_at_all_others() -> None:
     swarm.simulate(main())
 
 
+def test_who_gives_no_sign_of_life_is_no_peer_any_more_though_other_records_of_it_last() -> None:
+    swarm = GossipSwarm(5)
+
+    async def main() -> None:
+        first, second = await swarm.grow(2)
+        await second.store(KEY, "peer-1:1", b"", in_an_hour())
+        await until(everywhere([first], KEY, {"peer-1:1"}), within=1)
+        swarm.network.freeze("peer-1:1")
+        lifetime = swarm.settings.peer_lifetime
+        await until(lambda: first.endpoints() == {"peer-0:1"}, within=lifetime + 1)
+        assert set(first.get(KEY)) == {"peer-1:1"}
+        swarm.network.thaw("peer-1:1")
+        await until(lambda: first.endpoints() == {"peer-0:1", "peer-1:1"}, within=lifetime)
+
+    swarm.simulate(main())
+
+
 def test_a_peer_that_leaves_is_gone_at_once() -> None:
     swarm = GossipSwarm(11)
 
