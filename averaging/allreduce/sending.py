@@ -81,6 +81,8 @@ class Sending:
                         received += 1
                         pace.answered()
                         silence.progress()
+                        if received == len(parts):
+                            silence.answered_all()
             lost = Dropped(name, f"ended its stream after {done()}", DropCode.CONNECTION_LOST)
         except TimeoutError:
             lost = Dropped.overdue(name, silence.deed, silence.seconds, *silence.deadline, after=done())

@@ -62,6 +62,14 @@ class Silence:
         self.seconds = 0.0
         self._wait()
 
+    def answered_all(self) -> None:
+        """Only the end of its stream is still to come. One that never ends it holds nobody up for longer than this."""
+        shortest = Deadline(self._watch.deadlines.lower, "min_part_timeout")
+        self._watch.begin(self._name, Phase.REPLY, lambda *_: self._expire(), shortest)
+
+    def _expire(self) -> None:
+        self._limit.reschedule(asyncio.get_running_loop().time())
+
     def _wait(self) -> None:
         self._watch.begin(self._name, Phase.REPLY, lambda *passed: self._passed.put_nowait(passed), self._until_asked)
 
@@ -83,7 +91,7 @@ class Silence:
             if steps == self._steps:
                 self._wait()
         self._watch.missed(self._name, Phase.REPLY)
-        self._limit.reschedule(asyncio.get_running_loop().time())
+        self._expire()
 
     async def _lives(self) -> bool:
         """Whether it answers anything within the shortest deadline."""

@@ -82,6 +82,18 @@ async def test_a_reducer_that_never_answers(foreign: Foreign) -> None:
         await ends_with_local_values(group, 1)
 
 
+async def test_a_reducer_that_answers_all_and_never_ends_its_stream(foreign: Foreign) -> None:
+    """Nothing is missing, so nobody is lost, and the round does not wait out part_timeout."""
+    replies, waits = [reply(GOOD_PART)] * (PARTS // 2), {"timeout": 40.0, "part_timeout": 20.0, "min_part_timeout": 0.2}
+    async with group_with(foreign, client=False, replies=replies, hangs=True, **waits) as group:
+        messages = await group.messages(group.bad)
+        await asyncio.gather(group.bad.send(reducer=group.us.endpoint, messages=messages), group.good_sends())
+        wanted = torch.zeros_like(group.ours)
+        wanted[group.own_parts] = group.of_all[group.own_parts]
+        async with asyncio.timeout(DEADLINE):
+            assert torch.equal(await group.ends(without=False), wanted)
+
+
 async def test_a_reducer_that_dies(foreign: Foreign) -> None:
     async with group_with(foreign, client=False, replies=[], hangs=True) as group:
         messages = await group.messages(group.bad)
