@@ -127,7 +127,11 @@ class _Download:
             tries[donor] += 1
             cut = False
             try:
-                await self._read(donor, reader, self._on_progress, self._held.resume)
+                try:
+                    await self._read(donor, reader, self._on_progress, self._held.resume)
+                except (TimeoutError, TransportError):
+                    if not reader.whole:  # else only the end of the stream is missing
+                        raise
                 state = reader.finish()
             except (TimeoutError, AveragingError) as error:
                 failures[donor] = self._reason(donor, error)

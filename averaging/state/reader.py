@@ -141,6 +141,11 @@ class StateReader:
         return self._started
 
     @property
+    def whole(self) -> bool:
+        """Whether all that was announced is there and verified."""
+        return self._started and not self._reading and len(self._done) == len(self._announced)
+
+    @property
     def count(self) -> int:
         """How many tensors are announced."""
         return len(self._announced)
@@ -182,7 +187,7 @@ class StateReader:
         """The whole state, once the stream has ended."""
         if not self._started:
             raise StateError("it shares no state")
-        if self._reading or len(self._done) != len(self._announced):
+        if not self.whole:
             raise StateError(f"its stream ended after {len(self._done)} of {len(self._announced)} tensors")
         names = (tensor.name for tensor in self._announced)
         return State(self.version, dict(zip(names, self._done, strict=True)), self._user)

@@ -196,6 +196,15 @@ async def test_the_next_donor_is_asked_after_a_silent_one(foreign: Foreign, sent
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 
 
+async def test_a_donor_that_sends_all_and_never_ends_its_stream(foreign: Foreign) -> None:
+    donor = await foreign.peer()
+    ours, theirs = named(1), named(2)
+    async with our_peer(ours, part_timeout=0.3) as us:
+        await offer(us, donor, await pack(foreign, theirs), 7.0, hangs=True)
+        assert (await us.peer.download_state()).version == 7
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
 async def test_the_next_donor_is_asked_after_those_that_are_gone(foreign: Foreign) -> None:
     gone, good = await foreign.peer(), await foreign.peer()
     async with our_peer(named(1)) as us:
