@@ -104,7 +104,7 @@ def read_manifest(packed: bytes, max_items: int) -> Manifest:
         told = unpack(packed, max_items)
         digests = [_digest(digest) for digest in told["digest"]]
         specs = [(_name(name), STATE_DTYPES[dtype], _shape(shape)) for name, dtype, shape in told["tensors"]]
-        version, user, skipped = int(told["version"]), dict(told.get("user") or {}), int(told.get("skipped") or 0)
+        version, user, skipped = int(told["version"]), _user(told.get("user")), int(told.get("skipped") or 0)
     except ProtocolViolationError as error:
         raise StateError(f"its metadata is unreadable: {error}") from None
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
@@ -149,6 +149,14 @@ def _name(name: object) -> str:
     if isinstance(name, str):
         return name
     raise TypeError(f"a name is {type(name).__name__}")
+
+
+def _user(user: object) -> dict[str, Any]:
+    if isinstance(user, dict):
+        return user
+    if not user:
+        return {}
+    raise TypeError(f"user is {type(user).__name__}, not a map")  # bytes in a gather, but not here
 
 
 def _digest(digest: object) -> bytes:

@@ -330,6 +330,15 @@ def test_a_tensor_s_name_is_a_string(name: object) -> None:
         StateReader(SCHEMA).feed(replace(first, metadata=msgpack.packb(told)))
 
 
+@pytest.mark.parametrize("user", [msgpack.packb({"step": 3}), [["step", 3]]])
+def test_what_the_application_tells_of_a_state_is_a_map(user: object) -> None:
+    """And none that is packed once more, as in a `gather`."""
+    first = next(pack(seal(state(1))))
+    told = msgpack.unpackb(first.metadata) | {"user": user}
+    with pytest.raises(StateError, match=f"user is {type(user).__name__}, not a map"):
+        StateReader(SCHEMA).feed(replace(first, metadata=msgpack.packb(told)))
+
+
 @pytest.mark.parametrize("nothing", [DownloadData(), DownloadData(tensor_part=WireTensor(b""))])
 def test_a_donor_that_goes_on_sending_nothing_is_silent(nothing: DownloadData) -> None:
     class Idle:
