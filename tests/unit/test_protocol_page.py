@@ -1,0 +1,134 @@
+"""docs/protocol.md: what another implementation must compute to the last bit, as the page says it and as we do it."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import random
+import re
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import averaging
+from averaging.aggregation import MEAN, Aggregation, Kind
+from averaging.allreduce.partition import partition, shares
+from averaging.compression import decode, encode
+from averaging.discovery.identity import Ed25519Identity
+from averaging.discovery.records import Limits, entry_hash, record_id
+from averaging.discovery.spread import peer_hash
+from averaging.discovery.table import RecordTable
+from averaging.group import Member
+from averaging.messages import CompressionType, Record
+from averaging.schema import ReplyForm, Schema, TensorSpec
+
+PAGE = (Path(averaging.__file__).parents[1] / "docs" / "protocol.md").read_text()
+
+EXAMPLE = dict(re.findall(r"^([a-z_ ]+?) +(?:0x)?([0-9a-f]{16,})\b", PAGE, re.MULTILINE))
+"""Of the records, by name."""
+
+SCHEMAS = re.findall(r"^(1\|\S+)\n([0-9a-f]{64})$", PAGE, re.MULTILINE)
+"""Texts and their hashes."""
+
+
+def test_the_record_of_the_page() -> None:
+    identity = Ed25519Identity(bytes.fromhex(EXAMPLE["private key"]))
+    version, claimed = 1_700_000_000_000_001, 1_700_000_000_000_000
+    place = ("demo.0b", "192.0.2.7:4222")
+    record = Record(*place, b"\xc3", version, 1_700_000_060.5, owner=identity.owner, claimed=claimed)
+    number = record_id(*place, identity.owner)
+    table = RecordTable(Limits(), lambda _: True)
+    assert table.merge(record, now=1_700_000_000.0).news
+    assert {
+        "private key": EXAMPLE["private key"],
+        "owner": identity.owner.hex(),
+        "signature": identity.sign("demo", record).hex(),
+        "id": f"{number:016x}",
+        "state_hash": f"{entry_hash(number, version):016x}",
+        "place": f"{peer_hash(record.subkey):016x}",
+    } == EXAMPLE
+    assert table.state_hash == entry_hash(number, version)
+
+
+@pytest.mark.parametrize(
+    ("reply", "aggregation", "topic"),
+    [(ReplyForm.AVERAGE, MEAN, ""), (ReplyForm.DELTA, Aggregation(Kind.CLIP, 0.5), "gradients")],
+)
+def test_the_schema_hashes_of_the_page(reply: ReplyForm, aggregation: Aggregation, topic: str) -> None:
+    shapes = {(3,): CompressionType.NONE, (): CompressionType.NONE, (3, 3): CompressionType.BLOCKWISE_INT8}
+    tensors = tuple(TensorSpec("", "float32", shape, compression) for shape, compression in shapes.items())
+    schema = Schema(tensors, 1 << 20, reply, topic, aggregation)
+    assert len(SCHEMAS) == 2
+    assert all(sha256(text.encode()).hexdigest() == told for text, told in SCHEMAS)
+    assert schema.hash.hex() in {told for _, told in SCHEMAS}
+
+
+def total(numbers: list[float]) -> float:
+    """As the page says `numpy.sum` adds up to 128 of them."""
+    if len(numbers) < 8:
+        return in_order(numbers)
+    whole = len(numbers) - len(numbers) % 8
+    runs = [in_order(numbers[first:whole:8]) for first in range(8)]
+    halves = [(runs[0] + runs[1]) + (runs[2] + runs[3]), (runs[4] + runs[5]) + (runs[6] + runs[7])]
+    return in_order([halves[0] + halves[1], *numbers[whole:]])
+
+
+def in_order(numbers: list[float]) -> float:
+    """Python's own `sum` is more exact than that from 3.12 on."""
+    return functools.reduce(operator.add, numbers)
+
+
+def owners(told: list[float], lengths: list[int]) -> list[int]:
+    """Who reduces each part, all members telling a bandwidth, as the page says."""
+    free, fastest, time = len(told) - 2, 0.0, float("inf")
+    for count, bandwidth in enumerate(sorted(told, reverse=True), start=1):
+        if time * bandwidth <= 1:
+            break
+        fastest += bandwidth
+        time = (free + count) / fastest
+    by_member = [max(0.0, (time * bandwidth - 1) / free) for bandwidth in told]
+    whole, ends, at = total(by_member), [], 0.0
+    for share in by_member:
+        at += share
+        ends.append(int(at / whole * sum(lengths)))
+    ends[-1] = sum(lengths)
+    result, begin = [], 0
+    for length in lengths:
+        overlaps = [
+            min(begin + length, end) - max(begin, start) for start, end in zip([0, *ends[:-1]], ends, strict=True)
+        ]
+        result.append(overlaps.index(max(overlaps)))
+        begin += length
+    return result
+
+
+@pytest.mark.parametrize("members", [3, 7, 8, 11, 16, 40])
+def test_the_shares_of_the_page(members: int) -> None:
+    """Many have the same share, and parts are few: one bit more or less gives one of them to somebody else."""
+    rng = random.Random(members)
+    for _ in range(200):
+        told = [rng.choice([12.5e6, 12.5e6, 12.5e6, 1e6]) for _ in range(members)]
+        size = rng.randint(1, members) * rng.randint(1, 3000)
+        lengths = [size] * rng.randint(1, 4)
+        schema = Schema(tuple(TensorSpec("", "float32", (length,)) for length in lengths), 4 * size)
+        group = [Member(f"192.0.2.1:{port}", bandwidth=bandwidth) for port, bandwidth in enumerate(told, start=1)]
+        found = {part.tensor: index for index, one in enumerate(partition(schema, shares(group))) for part in one}
+        assert [found[number] for number in range(len(lengths))] == owners(told, lengths)
+
+
+def test_shares_where_nobody_who_reduces_has_any_bandwidth() -> None:
+    assert shares([Member("192.0.2.1:1"), Member("192.0.2.1:2", bandwidth=0.0), Member("192.0.2.1:3")]) == [1.0] * 3
+
+
+def test_the_arithmetic_of_decoders_on_the_page() -> None:
+    values = torch.randn(5000, generator=torch.Generator().manual_seed(1)) * 3 + 1
+    packed = encode(values, CompressionType.BLOCKWISE_INT8)
+    largest = np.frombuffer(packed.buffer, "<f4", 5) / np.float32(127)
+    steps = np.frombuffer(packed.buffer, "i1", offset=20).astype(np.float32)
+    assert decode(packed).tolist() == (steps * largest.repeat(1024)[:5000]).tolist()
+    packed = encode(values, CompressionType.MEANSTD_16BIT)
+    mean, std = np.frombuffer(packed.buffer, "<f4", offset=10000)
+    assert decode(packed).tolist() == (np.frombuffer(packed.buffer, "<f2", 5000).astype("<f4") * std + mean).tolist()
