@@ -110,7 +110,6 @@ class Asking:
                 search.asked()
             if search.group is not None:
                 return
-            search.answers[candidate.endpoint] = code
             now = self._clock()
             previous = attempts.get(candidate.endpoint)
             attempts[candidate.endpoint] = rules.refused(previous, candidate.expiration, code, now, self._rng)
@@ -133,7 +132,10 @@ class Asking:
         return declaration if entry is None or declaration < own else None
 
     async def _ask(self, search: Search, own: Declaration, asked: Declaration, key: str) -> tuple[MessageCode, str]:
-        """Asks one peer and follows it for as long as it leads; returns why that ended and whom it suggests."""
+        """Asks one peer and follows it for as long as it leads; returns why that ended and whom it suggests.
+
+        `search.answers` has it in words, also where it is no answer but how the call went.
+        """
         leader = asked.endpoint
         request = JoinRequest(
             endpoint=self._endpoint,
@@ -148,6 +150,7 @@ class Asking:
                     answer = await anext(replies)
                 if answer.code is MessageCode.BAD_SCHEMA_HASH:
                     logger.warning("%s", await self._differences.of(leader, search.differing))
+                search.answers[leader] = answer.code.name
                 if answer.code is not MessageCode.ACCEPTED:
                     return answer.code, answer.suggested_leader
                 search.follow(leader)
@@ -161,6 +164,7 @@ class Asking:
                     patience = max(0.0, patience) + rules.CLOCK_TOLERANCE
                     async with asyncio.timeout(patience):
                         answer = await anext(replies)
+                    search.answers[leader] = answer.code.name
                     if answer.code is MessageCode.BEGIN_ALLREDUCE:
                         group = rules.read_group(answer, self._endpoint, leader)
                         if self._only_named:
@@ -170,14 +174,16 @@ class Asking:
                 finally:
                     search.unfollow()
         except TimeoutError as error:
-            logger.info(
-                "%s did not answer in time: %s", leader, str(error) or "it neither began a group nor disbanded it"
-            )
+            search.answers[leader] = str(error) or "accepted this peer, but neither began a group nor disbanded it"
+            logger.info("%s did not answer in time: %s", leader, search.answers[leader])
         except StopAsyncIteration:
+            search.answers[leader] = "ended its answer early"
             logger.info("%s ended its answer early", leader)
         except TransportError as error:
+            search.answers[leader] = error.reason
             logger.debug("could not ask %s: %s", leader, error.reason)
         except ProtocolViolationError as error:
+            search.answers[leader] = str(error).removeprefix(f"{leader} ")
             logger.warning("%s", error)
             if not isinstance(error, UnprovenViolationError):
                 self._conduct.note(leader, DropCode.PROTOCOL_VIOLATION, self._clock())

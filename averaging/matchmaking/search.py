@@ -23,7 +23,7 @@ class Search:
         self.asking = ""  # who was asked to lead and has not decided
         self.changed = asyncio.Event()
         self.seen: set[str] = set()  # under the key, since the last declaration
-        self.answers: dict[str, MessageCode] = {}
+        self.answers: dict[str, str] = {}  # of those who were asked, in words
         self.attempts: dict[str, Attempt] = {}
         self.differing: dict[str, SchemaMismatchError | None] = {}  # by endpoint; None until it was asked
         self._rng = rng
@@ -101,7 +101,7 @@ class Search:
 
     def explain(self, key: str, min_group_size: int) -> str:
         """Why no group came together, for people."""
-        told = ", ".join(f"{name}: {'no answer' if not code else code.name}" for name, code in self.answers.items())
+        told = ", ".join(f"{name}: {words:.300}" for name, words in self.answers.items())
         if not self.seen and not told:
             return f"nobody else was seen under {key}; start more peers of this run, or wait longer"
         seen = f"{len(self.seen)} others were seen under {key}"

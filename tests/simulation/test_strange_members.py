@@ -10,6 +10,7 @@ from typing import cast
 import pytest
 
 from averaging.discovery.memory import MemoryDiscovery, MemoryRegistry
+from averaging.errors import CallRefusedError
 from averaging.group import Mode, group_key, pack_gather
 from averaging.matchmaking import Matchmaking, NoGroupError
 from averaging.matchmaking.rules import pack_looking
@@ -78,7 +79,7 @@ def test_a_stranger_is_not_believed_in() -> None:
     network = OneLeader(LEADER, STRANGER, ME)
     with pytest.raises(ExceptionGroup) as raised:
         search(network, only_named=True)
-    assert raised.group_contains(NoGroupError, match="192.0.2.1:1: PROTOCOL_VIOLATION")
+    assert raised.group_contains(NoGroupError, match=f"{LEADER}: began a group with {STRANGER}, which discovery")
     assert network.asked == [LEADER], "who does so is not asked again"
 
 
@@ -94,6 +95,34 @@ def test_clients_are_never_dialled_and_need_no_name() -> None:
 
 def test_in_an_open_run_a_leader_may_name_whom_it_met() -> None:
     assert search(OneLeader(LEADER, STRANGER, ME), only_named=False) == (LEADER, STRANGER, ME)
+
+
+@pytest.mark.parametrize(
+    ("accepts", "then", "told"),
+    [
+        (False, None, "ended its answer early"),
+        (False, CallRefusedError(LEADER, "TypeError: x is not a function"), "TypeError: x is not a function"),
+        (True, None, "ended its answer early"),
+        (True, 60.0, "accepted this peer, but neither began a group nor disbanded it"),
+        (True, MessageFromLeader(MessageCode.INTERNAL_ERROR), "INTERNAL_ERROR"),
+        (True, MessageFromLeader(MessageCode.BEGIN_ALLREDUCE, bytes(20)), "began a group of 0 with 0 gathers"),
+    ],
+)
+def test_what_a_leader_did_instead_is_told(accepts: bool, then: object, told: str) -> None:
+    class Odd(OneLeader):
+        async def join_group(self, endpoint: str, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
+            if accepts:
+                yield MessageFromLeader(MessageCode.ACCEPTED)
+            if isinstance(then, Exception):
+                raise then
+            if isinstance(then, float):
+                await asyncio.sleep(then)
+            if isinstance(then, MessageFromLeader):
+                yield then
+
+    with pytest.raises(ExceptionGroup) as raised:
+        search(Odd(), only_named=False)
+    assert raised.group_contains(NoGroupError, match=rf"\({LEADER}: {told}\)")
 
 
 @pytest.mark.parametrize("suggested", [ME, "169.254.169.254:80", STRANGER])
