@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import socket
+import ssl
 import struct
 import sys
 import time
@@ -24,6 +25,7 @@ from averaging.transport.grpc import client as grpc_client
 from averaging.transport.grpc import methods, options
 from averaging.transport.grpc.channels import Channels, target
 from averaging.transport.grpc.client import call_both_ways
+from tests.integration.certificates import HERE, secure, write
 from tests.integration.grpc_fakes import (
     MAX_MESSAGE_BYTES,
     REQUEST,
@@ -355,3 +357,56 @@ async def test_something_else_listens_there(answer: bytes) -> None:
         with pytest.raises(PeerUnreachableError) as raised:
             await caller.get_schema(address)
     assert len(str(raised.value)) < 100
+
+
+@contextlib.contextmanager
+def dropping() -> Iterator[str]:
+    """An address where requests to connect stay without an answer, as behind a firewall: the queue for them is full."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        address = listener.getsockname()
+        for _ in range(8):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(address)
+        yield f"127.0.0.1:{address[1]}"
+
+
+@pytest.mark.asyncio
+async def test_where_requests_to_connect_are_dropped_there_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "CONNECT_SECONDS", 0.5)
+    for credentials in (None, secure(*HERE)):
+        with dropping() as address:
+            async with client(credentials=credentials) as caller:
+                with pytest.raises(PeerUnreachableError, match="no answer to the connection"):
+                    await asyncio.wait_for(caller.get_schema(address), 10)
+
+
+@pytest.mark.asyncio
+async def test_who_accepts_a_connection_and_says_nothing_gives_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(1024):
+            pass
+
+    monkeypatch.setattr(options, "CONNECT_SECONDS", 0.5)
+    async with listening(serve) as address:
+        for credentials in (None, secure(*HERE)):
+            async with client(credentials=credentials) as caller:
+                with pytest.raises(PeerUnreachableError, match="no answer to the connection"):
+                    await asyncio.wait_for(caller.get_schema(address), 10)
+
+
+@pytest.mark.asyncio
+async def test_a_web_server_with_tls_is_not_a_peer(tmp_path: Path) -> None:
+    files = write(tmp_path, *HERE)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(files["tls_cert"], files["tls_key"])
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):  # the caller hangs up
+            await writer.start_tls(context)
+            await reader.read(1)
+
+    async with listening(serve) as address, client(credentials=secure(*HERE)) as caller:
+        with pytest.raises(PeerUnreachableError, match="what answers there is not a peer"):
+            await caller.get_schema(address)

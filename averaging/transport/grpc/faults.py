@@ -65,6 +65,10 @@ _REASONS = (
     ),
     ("handshake failed", "no TLS connection came about: check the certificates of both"),
     ("ping timeout", "connection lost: no answer to pings"),
+    # Older releases give up dialling so; whoever refuses a connection resets none.
+    ("getsockopt(so_error): connection reset", "no answer to the connection"),
+    ("fd shutdown", "no answer to the connection"),  # likewise, in the midst of TLS
+    ("alpn", "what answers there is not a peer"),
     ("stream removed", _LOST),
     ("socket closed", _LOST),
     ("connection reset", _LOST),
