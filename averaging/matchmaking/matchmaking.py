@@ -251,7 +251,8 @@ class Matchmaking:
         try:
             await self._discovery.store(self.group_key, self._endpoint, rules.pack_looking(looking), until)
         except AveragingError as error:
-            logger.warning("could not declare %s: %s", self._endpoint, error)
+            if until > self._clock():  # else it has just run out, and so has what it would replace
+                logger.warning("could not declare %s: %s", self._endpoint, error)
 
     def _left_out(self, search: Search) -> str:
         """Who was there and is excluded, for people; empty if nobody."""

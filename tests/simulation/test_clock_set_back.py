@@ -98,3 +98,38 @@ def test_a_follower_waits_for_a_silent_leader_no_longer() -> None:
 
     # It may have begun to ask once more just before the end.
     assert virtual_time.run(main()) < TIMEOUT + CLOCK_TOLERANCE + 3.0 + CLOCK_TOLERANCE
+
+
+def test_a_declaration_that_runs_out_as_it_is_taken_back_is_no_matter_of_the_clocks(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As of followers whose leader begins at the very end of their own time."""
+    clock = Clock()
+
+    class Late(MemoryDiscovery):
+        async def store(self, key: str, subkey: str, value: bytes, expiration: float) -> None:
+            if value == pack_looking(False):
+                clock.behind -= expiration - clock()
+            await super().store(key, subkey, value, expiration)
+
+    async def main() -> None:
+        async with Late(MemoryRegistry(clock=clock, rng=random.Random(1))) as discovery:
+            matchmaking = Matchmaking(
+                "run",
+                ME,
+                Schema((TensorSpec("w", "float32", (3,), CompressionType.NONE),), 1024),
+                MemoryNetwork(random.Random(3)).transport(ME),
+                discovery,
+                group_size=4,
+                min_group_size=2,
+                matchmaking_time=3.0,
+                clock=clock,
+                rng=random.Random(2),
+            )
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await matchmaking.find_group(pack_gather(1.0, None, Mode.NODE), clock() + TIMEOUT)
+
+    virtual_time.run(main())
+    assert clock.behind < 0
+    assert not caplog.records
