@@ -15,7 +15,7 @@ import torch
 from averaging import Peer
 from averaging.errors import BusyError, CallRefusedError, PeerUnreachableError
 from averaging.messages import AveragingData
-from averaging.transport.grpc import GrpcTransport, methods, options, server
+from averaging.transport.grpc import GrpcTransport, channels, methods, options, server
 from averaging.transport.grpc.security import Callers
 from tests.integration.grpc_fakes import MAX_MESSAGE_BYTES, REQUEST, FakePeer, client, part, parts, serving
 
@@ -116,6 +116,25 @@ async def test_a_connection_without_calls_is_closed_and_opened_again(monkeypatch
             while (state := channel.get_state()) is grpc.ChannelConnectivity.READY:
                 await channel.wait_for_state_change(state)
         await caller.get_schema(endpoint)
+
+
+@pytest.mark.asyncio
+async def test_a_connection_that_a_router_may_have_forgotten_is_not_used_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines = channels.Channels(options.channel_options(MAX_MESSAGE_BYTES))
+    async with serving(FakePeer()) as (_, endpoint):
+        async with lines.call(endpoint) as first:
+            pass
+        async with lines.call(endpoint) as again:
+            assert again is first
+            monkeypatch.setattr(channels, "UNUSED_SECONDS", -1.0)
+            async with lines.call(endpoint) as beside:
+                assert beside is first
+        async with lines.call(endpoint) as another:
+            assert another is not first
+        assert first.channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
+        await lines.close()
 
 
 class Context:

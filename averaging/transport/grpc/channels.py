@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,7 +17,7 @@ from averaging.errors import ClosedError, PeerUnreachableError, ProtocolViolatio
 from averaging.group import CLIENT_PREFIX
 from averaging.security.credentials import Credentials
 from averaging.transport.grpc.dialling import Dialling
-from averaging.transport.grpc.options import Options
+from averaging.transport.grpc.options import UNUSED_SECONDS, Options
 from averaging.transport.grpc.security import call_metadata, channel_credentials
 
 Started = TypeVar("Started", bound=grpc.aio.Call)
@@ -31,6 +32,7 @@ class Line:
 
     channel: grpc.aio.Channel
     users: int = 0
+    unused_since: float = 0.0
     calls: set[grpc.aio.Call] = field(default_factory=set)
 
     def watch(self, call: Started) -> Started:
@@ -68,7 +70,7 @@ class Channels:
         self.metadata = call_metadata(credentials.tokens)
         self._max_idle = max_idle
         self._lines: dict[str, Line] = {}  # the least recently used first
-        self._replaced: set[Line] = set()  # broken, with calls that have not ended yet
+        self._replaced: set[Line] = set()  # broken or long unused, to be closed when their last call has ended
         self._closed = False
 
     @asynccontextmanager
@@ -82,6 +84,7 @@ class Channels:
             ProtocolViolationError: nobody can be called by this name, or may be.
             ClosedError: `close` was called.
         """
+        self._distrust_unused(endpoint)
         if endpoint not in self._lines:
             target(endpoint)  # before any look-up
             await self._dialling.check(endpoint)
@@ -96,7 +99,14 @@ class Channels:
             raise
         finally:
             line.users -= 1
+            line.unused_since = asyncio.get_running_loop().time()
             await self._tidy()
+
+    def _distrust_unused(self, endpoint: str) -> None:
+        """Takes no channel for a call on which there was none for long: a router may have forgotten its connection."""
+        line = self._lines.get(endpoint)
+        if line and not line.users and asyncio.get_running_loop().time() - line.unused_since > UNUSED_SECONDS:
+            self._replaced.add(self._lines.pop(endpoint))
 
     def _line_to(self, endpoint: str) -> Line:
         if self._closed:

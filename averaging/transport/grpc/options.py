@@ -25,6 +25,12 @@ HANDSHAKE_SECONDS = 10.0
 IDLE_SECONDS = 600.0
 """A connection without calls is closed after so long; the next call opens another one."""
 
+UNUSED_SECONDS = 25.0
+"""The next call opens another one as well if there was none on it for so long.
+
+Routers and firewalls forget connections that are quiet, some after 30 s, and tell neither end: a call would wait in
+vain until the connection is given up, and a round would lose the peer meanwhile."""
+
 MAX_METADATA_BYTES = 8 << 10
 """Headers of one call; a token and gRPC's own take a tenth of it."""
 
