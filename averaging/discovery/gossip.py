@@ -25,6 +25,7 @@ from averaging.discovery.followers import Followers
 from averaging.discovery.identity import Author, Ed25519Identity, Identity
 from averaging.discovery.joining import SAME_NAME, Joining
 from averaging.discovery.members import Members
+from averaging.discovery.reach import Reach
 from averaging.discovery.records import Reason
 from averaging.discovery.rumours import Rumours
 from averaging.discovery.settings import GossipSettings
@@ -99,7 +100,10 @@ class GossipDiscovery:
         self._followers = Followers(endpoint, settings)
         self._rumours = Rumours(transport, run_id, self._members, settings, clock, self._on_refused)
         self._exchange = Exchange(run_id, endpoint, transport, self._board, self._take, self._rumours, settings)
-        self._upkeep = Upkeep(transport, self._members, self._exchange, self._take, settings, clock, rng)
+        self._reach = Reach(endpoint)
+        self._upkeep = Upkeep(
+            transport, self._members, self._exchange, self._take, settings, clock, rng, on_answer=self._reach.answered
+        )
         self._joining = Joining(self._members.seeds, self._exchange.compare, settings, rng)
         self._group = asyncio.TaskGroup()
         self._tasks: dict[asyncio.Task[None], None] = {}
@@ -156,6 +160,7 @@ class GossipDiscovery:
         if digest.endpoint == self._endpoint:  # who has asked only itself has joined nobody
             self._joining.called_by_itself()
             raise CallRefusedError(self._endpoint, SAME_NAME)
+        self._reach.called()
         self._joining.called_by(digest.endpoint)
         self._members.trust(digest.endpoint)
         async with aclosing(self._exchange.answer(digest)) as replies:
@@ -167,6 +172,7 @@ class GossipDiscovery:
         self._admit(run_id)
         if len(rumours) > 4 * self._settings.rumours_per_push:
             raise ProtocolViolationError(f"{len(rumours)} records in one call are too many")
+        self._reach.called()
         refusals = []
         for rumour in rumours:
             record = rumour.record
@@ -182,6 +188,7 @@ class GossipDiscovery:
     async def subscribe(self, digest: Digest) -> AsyncGenerator[tuple[Record, ...], None]:
         """See `GossipService.subscribe`."""
         self._admit(digest.run_id)
+        self._reach.called()
         with self._followers.follow() as follower:  # from here on nothing is missed
             async with aclosing(self._exchange.answer(digest)) as backlog:
                 async for reply in backlog:

@@ -26,6 +26,7 @@ class Upkeep:
         take: merges a record from the network; its second argument is the sender.
         clock: seconds since the epoch.
         rng: picks whom to talk to, and when.
+        on_answer: called whenever a member has answered.
     """
 
     def __init__(
@@ -37,6 +38,8 @@ class Upkeep:
         settings: GossipSettings,
         clock: Callable[[], float],
         rng: random.Random,
+        *,
+        on_answer: Callable[[], None],
     ) -> None:
         self._transport = transport
         self._members = members
@@ -45,6 +48,7 @@ class Upkeep:
         self._settings = settings
         self._clock = clock
         self._rng = rng
+        self._on_answer = on_answer
 
     async def exchange(self) -> None:
         """Compares records with a random member every now and then; the first time soon."""
@@ -105,6 +109,7 @@ class Upkeep:
             self._members.suspect(endpoint)
             return False
         self._members.trust(endpoint)
+        self._on_answer()
         return True
 
     def _around(self, seconds: float) -> float:

@@ -592,6 +592,24 @@ def test_a_peer_is_told_that_its_clock_is_behind_and_not_that_a_record_was_late(
     assert [reason for message in found for reason in Reason if message.endswith(reason)] == told
 
 
+@pytest.mark.parametrize("reachable", [True, False])
+def test_a_peer_is_told_that_others_do_not_reach_it(caplog: pytest.LogCaptureFixture, reachable: bool) -> None:
+    swarm = GossipSwarm(32)
+    caplog.set_level(logging.WARNING)
+
+    async def main() -> None:
+        await swarm.grow(2)
+        behind = swarm.start("behind:1", ["peer-0:1"])
+        await joined(behind)
+        if not reachable:  # it goes on calling, and nothing arrives at its own port, as behind a firewall
+            await behind.transport.close()
+        await asyncio.sleep(300)
+
+    swarm.simulate(main())
+    told = [one.message for one in caplog.records if "can they reach behind:1?" in one.message]
+    assert len(told) == (0 if reachable else 1)
+
+
 def test_records_over_the_bounds_are_refused_and_live_ones_stay() -> None:
     swarm = GossipSwarm(24, settings=GossipSettings(limits=Limits(records=20, records_per_owner=10)))
 
