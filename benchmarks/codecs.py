@@ -14,7 +14,6 @@ works on one part while another is on its way, as in this library's rounds when 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -142,12 +141,9 @@ def main() -> None:
     make_folder(parser, options.output)
     threads = list(dict.fromkeys((1, torch.get_num_threads())))
     results: dict[str, Any] = machine(ROOT) | {"torch": torch.__version__, "mib": options.mib, "codes": []}
-    try:
-        for name in options.codes:
-            say(name)
-            results["codes"].append(measure(CompressionType[name.upper()], threads, options.mib, options.passes))
-    except KeyboardInterrupt:
-        sys.exit(130)
+    for name in options.codes:
+        say(name)
+        results["codes"].append(measure(CompressionType[name.upper()], threads, options.mib, options.passes))
     write(options.output / "codecs.json", results)
     show(results)
 

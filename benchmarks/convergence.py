@@ -32,6 +32,7 @@ from averaging.messages import CompressionType
 from benchmarks.convergence_report import draw, page
 from benchmarks.convergence_train import Case, PeerProcess, Recipe, Trained, held_out, new_model, train_alone
 from benchmarks.output import make_folder, write
+from benchmarks.workers import without_interrupts
 from examples.language_model import read, windows
 
 CURVE, JUDGED = 256, 2048
@@ -83,8 +84,14 @@ def train(recipe: Recipe, name: str, case: Case) -> list[Trained]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
-        running = [pool.submit(in_process, recipe, name, case, part, port) for part in range(count)]
-        return [process.result() for process in running]
+        try:
+            with without_interrupts():
+                running = [pool.submit(in_process, recipe, name, case, part, port) for part in range(count)]
+            return [process.result() for process in running]
+        except BaseException:  # such as Ctrl+C: the pool would wait until they have trained to the end
+            for process in multiprocessing.active_children():
+                process.kill()
+            raise
 
 
 def measure(recipe: Recipe, trained: list[Trained], text: torch.Tensor) -> dict[str, Any]:

@@ -12,8 +12,8 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from typing import ClassVar, cast
 
 from averaging.discovery.gossip import GossipDiscovery, peers_key
@@ -66,10 +66,22 @@ class Host:
             await self.task
 
 
-async def stop(hosts: Sequence[Host]) -> None:
-    for host in hosts:
-        host.leave.set()
-    await asyncio.gather(*(host.task for host in hosts))
+@asynccontextmanager
+async def hosting() -> AsyncIterator[list[Host]]:
+    """Nobody yet; all who are added inside have left in order outside.
+
+    After Ctrl+C, too: else asyncio cancels their tasks together with gRPC's own, and calls of gRPC's then crash.
+    """
+    hosts: list[Host] = []
+    try:
+        yield hosts
+        for host in hosts:
+            host.leave.set()
+        await asyncio.gather(*(host.task for host in hosts))
+    finally:
+        for host in hosts:
+            host.task.cancel()
+        await asyncio.gather(*(host.task for host in hosts), return_exceptions=True)
 
 
 async def sees(peer: GossipDiscovery, key: str, wanted: Callable[[set[str]], bool]) -> float:
@@ -97,6 +109,11 @@ async def spread_times(
 
 
 async def on_loopback(count: int, records: int) -> None:
+    async with hosting() as hosts:
+        await _on_loopback(hosts, count, records)
+
+
+async def _on_loopback(hosts: list[Host], count: int, records: int) -> None:
     rng = random.Random(0)
 
     def start(join: Sequence[str]) -> Host:
@@ -104,7 +121,7 @@ async def on_loopback(count: int, records: int) -> None:
         return Host(transport, lambda endpoint: GossipDiscovery(RUN, endpoint, transport, join=join, join_timeout=60.0))
 
     begun = time.perf_counter()
-    hosts = [start([])]
+    hosts.append(start([]))
     await hosts[0].ready()
     hosts += [start([hosts[0].endpoint]) for _ in range(count - 1)]
     await asyncio.gather(*(host.ready() for host in hosts))
@@ -126,7 +143,6 @@ async def on_loopback(count: int, records: int) -> None:
         f"{count:5d} {joined - begun:8.2f} {known - begun:8.2f} {cold * 1e3:8.0f} "
         f"{statistics.median(times) * 1e3:8.0f} {max(times) * 1e3:8.0f} {declared:8.2f} {cpu / count * 100:8.2f}"
     )
-    await stop(hosts)
 
 
 class CountingTransport(MemoryTransport):
@@ -156,6 +172,11 @@ class CountingTransport(MemoryTransport):
 
 
 async def in_simulation(count: int, records: int, seconds: float) -> None:
+    async with hosting() as hosts:
+        await _in_simulation(hosts, count, records, seconds)
+
+
+async def _in_simulation(hosts: list[Host], count: int, records: int, seconds: float) -> None:
     rng = random.Random(count)
     network = MemoryNetwork(rng, latency=(0.02, 0.08))
     CountingTransport.sizes.clear()
@@ -167,7 +188,7 @@ async def in_simulation(count: int, records: int, seconds: float) -> None:
 
         return Host(transport, lambda endpoint: simulated(RUN, endpoint, transport, rng))
 
-    hosts = [start(number) for number in range(count)]
+    hosts += [start(number) for number in range(count)]
     await asyncio.gather(*(host.ready() for host in hosts))
     for host in hosts:
         await host.discovery.store(KEY, host.endpoint, bytes(1), virtual_time.clock() + 3600)
@@ -196,7 +217,6 @@ async def in_simulation(count: int, records: int, seconds: float) -> None:
         f"{count - min(members):8d} {time.perf_counter() - real:8.1f}",
         flush=True,
     )
-    await stop(hosts)
 
 
 class SizedIdentity(UnsignedIdentity):

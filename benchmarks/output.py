@@ -9,6 +9,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import benchmarks
+
 
 def make_folder(parser: argparse.ArgumentParser, folder: Path) -> None:
     """Makes a folder for results, and tries whether files can be made in it; wrong usage if not."""
@@ -26,5 +28,6 @@ def write(path: Path, results: Any) -> None:
     try:
         temporary.write_text(json.dumps(results, indent=1) + "\n")
         temporary.replace(path)
+        benchmarks.kept[path] = None
     finally:
         temporary.unlink(missing_ok=True)

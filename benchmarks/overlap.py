@@ -29,6 +29,7 @@ import torch
 from averaging import DecentralizedAverager, LocalSGD, Receipt
 from benchmarks.allreduce_report import machine
 from benchmarks.output import make_folder, write
+from benchmarks.workers import without_interrupts
 
 ROOT = Path(__file__).parent.parent
 
@@ -103,7 +104,8 @@ def measure(width: int, every: int, rounds: int, blocks: int) -> list[dict[str, 
         for _ in range(2):
             pipe, theirs = spawn.Pipe()
             processes.append(spawn.Process(target=worker, args=(theirs, join, width, every, rounds), daemon=True))
-            processes[-1].start()
+            with without_interrupts():
+                processes[-1].start()
             theirs.close()
             join = join or pipe.recv()
             pipes.append(pipe)

@@ -103,6 +103,8 @@ class Process:
         self.told = asyncio.Event()
         arguments = ["--worker", system, "--join", join, "--matchmaking-time", str(matchmaking_time)]
         self._command = [python, "-m", "benchmarks.recovery", *arguments]
+        self._process: asyncio.subprocess.Process | None = None
+        self._reading: asyncio.Task[None] | None = None
 
     async def start(self) -> dict[str, Any]:
         """Returns what it tells when it is up."""
@@ -114,12 +116,12 @@ class Process:
             stderr=asyncio.subprocess.DEVNULL,
             start_new_session=True,
         )
-        self._reading = asyncio.create_task(self._read())
+        assert self._process.stdout is not None
+        self._reading = asyncio.create_task(self._read(self._process.stdout))
         return await self.first(lambda event: event["event"] == "up")
 
-    async def _read(self) -> None:
-        assert self._process.stdout is not None
-        async for line in self._process.stdout:
+    async def _read(self, lines: asyncio.StreamReader) -> None:
+        async for line in lines:
             with suppress(json.JSONDecodeError):
                 self.events.append(json.loads(line))
                 self.told.set()
@@ -137,6 +139,8 @@ class Process:
                 await self.told.wait()
 
     async def kill(self) -> None:
+        if self._process is None or self._reading is None:  # Ctrl+C came before it was there
+            return
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         await self._process.wait()

@@ -102,9 +102,6 @@ def main() -> None:
     try:
         for _ in run(options, results):
             write(options.output / "scale.json", results)
-    except KeyboardInterrupt:
-        say("ended by Ctrl+C; what was measured is in scale.json")
-        sys.exit(130)
     except (WorkerError, subprocess.CalledProcessError) as error:
         sys.exit(f"a process of peers failed: {error}")
     draw(results, options.output / "scale.png")

@@ -31,7 +31,7 @@ from averaging.transport.base import Transport
 from averaging.transport.memory import MemoryNetwork
 from benchmarks.gossip import Host, sees, simulated
 from benchmarks.scale_worker import resident_bytes
-from benchmarks.workers import ROOT, say
+from benchmarks.workers import ROOT, say, without_interrupts
 
 RUN = "scale"
 
@@ -188,19 +188,25 @@ async def rumours(peers: int, records: int) -> dict[str, Any]:
 def in_child(name: str, **arguments: Any) -> dict[str, Any]:
     """Runs the simulation of that name in a process of its own, so that no other one's memory is counted."""
     command = [sys.executable, "-m", "benchmarks.scale_simulation", json.dumps({"name": name, **arguments})]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, Any] = json.loads(done.stdout)
+    with without_interrupts():
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    with process:
+        try:
+            out, _ = process.communicate()
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    found: dict[str, Any] = json.loads(out)
     return found
 
 
 def main() -> None:
     arguments = json.loads(sys.argv[1])
     name = arguments.pop("name")
-    try:
-        found = virtual_time.run(matchmaking(**arguments) if name == "matchmaking" else rumours(**arguments))
-        print(json.dumps(found))
-    except KeyboardInterrupt:
-        sys.exit(130)
+    found = virtual_time.run(matchmaking(**arguments) if name == "matchmaking" else rumours(**arguments))
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -265,8 +265,6 @@ def main() -> None:
     except (LinkError, WorkerError) as error:
         print(f"The links cannot be measured: {error}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
     sys.exit(0 if show(results) else 1)
 
 

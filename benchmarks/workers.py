@@ -8,8 +8,8 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -123,6 +123,16 @@ async def crew(**environment: str) -> AsyncIterator[Crew]:
             yield started
         finally:
             await asyncio.shield(asyncio.gather(*(worker.end() for worker in started.workers)))
+
+
+@contextmanager
+def without_interrupts() -> Iterator[None]:
+    """Processes started inside do not hear Ctrl+C, which goes to all of a terminal: who starts them ends them."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def say(text: str) -> None:

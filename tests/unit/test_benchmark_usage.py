@@ -1,16 +1,27 @@
-"""Wrong arguments of benchmarks are told before anything is measured, or waited for without end."""
+"""Wrong arguments of benchmarks are told before anything is measured; Ctrl+C ends them in one line."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import multiprocessing
+import os
+import random
 import signal
+import subprocess
 import sys
+import threading
 from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
 
+import benchmarks
+from averaging.transport import virtual_time
+from averaging.transport.memory import MemoryNetwork
 from benchmarks import allreduce, codecs, convergence, gossip, output, overlap, recovery, scale, wan
+from benchmarks.convergence_train import Recipe
+from benchmarks.workers import ROOT, without_interrupts
 
 
 @pytest.mark.parametrize(
@@ -96,3 +107,85 @@ def test_recorded_results_are_overwritten_only_on_purpose(benchmark: object, mon
         benchmark.main()  # type: ignore[attr-defined]
     (folder,) = caught.value.args
     assert Path("runs/benchmarks") in (folder, *folder.parents)
+
+
+NAMES = ["allreduce", "codecs", "convergence", "convergence_tuning", "gossip", "overlap", "recovery", "scale", "wan"]
+
+
+def interrupted(module: str, folder: Path, *lines: str) -> subprocess.CompletedProcess[str]:
+    """What a program comes to that gets SIGINT in the middle of its first import, once these lines are done."""
+    (folder / "argparse.py").write_text("\n".join(("import signal", *lines, "signal.raise_signal(signal.SIGINT)")))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(folder), str(ROOT)))}
+    command = [sys.executable, "-m", module]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ctrl_c_ends_a_benchmark_in_one_line(name: str, tmp_path: Path) -> None:
+    ended = interrupted(f"benchmarks.{name}", tmp_path)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "stopped; no results were written\n")
+
+
+def test_ctrl_c_tells_what_has_been_written(tmp_path: Path) -> None:
+    wrote = "from benchmarks.output import write; from pathlib import Path; write(Path('a.json'), 1)"
+    # `output` imports what stands here for argparse, too, but only once.
+    ended = interrupted("benchmarks.gossip", tmp_path, "class ArgumentParser: pass", wrote)
+    assert (ended.returncode, ended.stderr) == (130, "stopped; what was measured until then is in a.json\n")
+    assert (tmp_path / "a.json").read_text() == "1\n"
+
+
+def test_another_error_is_told_as_it_is(tmp_path: Path) -> None:
+    ended = interrupted("benchmarks.gossip", tmp_path, "raise OSError('no disk')")
+    assert ended.returncode == 1
+    assert ended.stderr.endswith("OSError: no disk\n")
+
+
+def test_only_a_benchmark_changes_how_a_program_ends() -> None:
+    assert sys.excepthook is not benchmarks._end
+
+
+def interrupts_its_parent_and_works_on(*_: object) -> None:
+    os.kill(os.getppid(), signal.SIGINT)
+    threading.Event().wait()
+
+
+def test_ctrl_c_ends_the_processes_that_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would train for an hour, in a pool that waits for them."""
+    monkeypatch.setattr(convergence, "in_process", interrupts_its_parent_and_works_on)
+    recipe = Recipe()
+    with pytest.raises(KeyboardInterrupt):
+        convergence.train(recipe, "single", convergence.cases(recipe)["single"])
+    assert multiprocessing.active_children() == []
+
+
+def test_processes_that_others_end_do_not_hear_ctrl_c() -> None:
+    """The terminal sends it to all; each would write a traceback."""
+    command = [sys.executable, "-c", "import signal; signal.raise_signal(signal.SIGINT); print('goes on')"]
+    with without_interrupts():
+        started = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert started.communicate()[0] == "goes on\n"
+
+
+def test_a_peer_that_ctrl_c_met_before_its_process_was_there_has_nothing_to_kill() -> None:
+    asyncio.run(recovery.Process("averaging", sys.executable, "", 1.0).kill())
+
+
+def test_ctrl_c_lets_the_peers_of_the_gossip_benchmark_leave_first() -> None:
+    """Else asyncio cancels their tasks together with gRPC's own, whose calls crash then."""
+    network, leaving = MemoryNetwork(random.Random(0)), []
+
+    async def interrupted() -> None:
+        async with gossip.hosting() as hosts:
+            transport = network.transport("a:1")
+            hosts.append(gossip.Host(transport, lambda name: gossip.simulated("x", name, transport, random.Random(0))))
+            await hosts[0].ready()
+            leaving.extend(hosts)
+            raise asyncio.CancelledError
+
+    async def main() -> None:
+        with pytest.raises(asyncio.CancelledError):
+            await interrupted()
+        assert [host.task.done() for host in leaving] == [True]
+
+    virtual_time.run(main())
