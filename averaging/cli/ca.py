@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import secrets
@@ -11,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -29,18 +28,22 @@ AUTHORITY = "ca"
 SECRET_MODE, PUBLIC_MODE = 0o600, 0o644
 
 
-class Days(click.FloatRange):
-    """Above 0 and at most a hundred years; NaN is neither below nor above anything."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Reads the number."""
-        days: float = super().convert(value, param, ctx)
-        if math.isnan(days):
-            self.fail(f"{value!r} is not a number.", param, ctx)
-        return days
+LEAST_DAYS, MOST_DAYS = 0.001, 36500
 
 
-DAYS = Days(min=0, min_open=True, max=36500)
+def lifetime(value: str | float) -> float:
+    """A type for days: enough to do something with the certificate, and at most a hundred years."""
+    try:
+        days = float(value)
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is not a number.") from None
+    if not LEAST_DAYS <= days <= MOST_DAYS:  # nor is NaN
+        raise click.BadParameter(
+            f"{value!r} must be from {LEAST_DAYS} (a minute and a half) to {MOST_DAYS} (a hundred years)."
+        )
+    return days
+
+
 DIRECTORY = click.Path(path_type=Path, file_okay=False)
 
 
@@ -65,7 +68,7 @@ def ca_group() -> None:
 @ca_group.command("init")
 @click.option("--directory", default=AUTHORITY, type=DIRECTORY, metavar="DIR", help="Where to write; made if needed.")
 @click.option("--name", default="averaging run", metavar="NAME", help="Told in the certificate, for people.")
-@click.option("--days", default=CA_DAYS, type=DAYS, metavar="DAYS", help="How long the authority is valid.")
+@click.option("--days", default=CA_DAYS, type=lifetime, metavar="DAYS", help="How long the authority is valid.")
 @click.option("--force", is_flag=True, help="Replace an authority: certificates that it has issued end with it.")
 def init_command(directory: Path, name: str, days: float, force: bool) -> None:
     r"""Makes an authority: DIR/ca.pem, which every peer gets, and DIR/ca.key, which stays here.
@@ -105,7 +108,7 @@ def init_command(directory: Path, name: str, days: float, force: bool) -> None:
 )
 @click.option("--client-mode", is_flag=True, help="For a peer in client mode, which nobody reaches.")
 @click.option("--directory", default=AUTHORITY, type=DIRECTORY, metavar="DIR", help="Where the authority is.")
-@click.option("--days", default=PEER_DAYS, type=DAYS, metavar="DAYS", help="How long the certificate is valid.")
+@click.option("--days", default=PEER_DAYS, type=lifetime, metavar="DAYS", help="How long the certificate is valid.")
 @click.option("--force", is_flag=True, help="Replace NAME's files if they exist; the old certificate stays valid.")
 def issue_command(
     name: str, hosts: tuple[str, ...], client_mode: bool, directory: Path, days: float, force: bool

@@ -159,7 +159,12 @@ def test_who_comes_between_the_look_and_the_writing_is_not_overwritten(
         (["issue", "../a", "--host", "x"], "must be of letters"),
         (["issue", ".a", "--host", "x"], "must be of letters"),
         (["issue", "a", "--host", "x:1"], "without a port"),
-        (["issue", "a", "--host", "x", "--days", "0"], "--days"),
+        (["issue", "a", "--host", "x", "--days", "1e-30"], "must be from 0.001 (a minute and a half) to 36500"),
+        *(
+            (["init", "--days", days], "must be from 0.001 (a minute and a half) to 36500 (a hundred years).")
+            for days in ("1e-30", "0", "-1", "nan", "inf", "1e9")
+        ),
+        (["init", "--days", "ten"], "'ten' is not a number."),
         (["issue", "a", "--host", "x", "--directory", "none"], "averaging ca init --directory none"),
         (["init", "--name", ""], "of 1 to 64 characters"),
     ],
