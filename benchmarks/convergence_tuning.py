@@ -18,6 +18,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.lr_scheduler import LambdaLR
 
 from benchmarks.convergence_train import Case, Recipe, Text, backward, held_out, new_model, new_optimizer
+from benchmarks.output import write
 from examples.language_model import LanguageModel, read, windows
 
 
@@ -105,7 +106,7 @@ def main() -> None:
         run |= {"momentum": outer.momentum, "chosen": losses[0], "judged": losses[1] if options.judge else None}
         if options.output is not None:
             runs = json.loads(options.output.read_text()) if options.output.exists() else []
-            options.output.write_text(json.dumps([*runs, run], indent=1) + "\n")
+            write(options.output, [*runs, run])
 
 
 if __name__ == "__main__":

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import benchmarks
+from averaging.cli.whole import replacing
 
 
 def make_folder(parser: argparse.ArgumentParser, folder: Path) -> None:
@@ -23,11 +23,7 @@ def make_folder(parser: argparse.ArgumentParser, folder: Path) -> None:
 
 
 def write(path: Path, results: Any) -> None:
-    """Writes JSON beside its place and moves it there when it is whole: a full disk spoils nothing that was there."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    """Writes JSON whole or not at all."""
+    with replacing(path) as temporary:
         temporary.write_text(json.dumps(results, indent=1) + "\n")
-        temporary.replace(path)
-        benchmarks.kept[path] = None
-    finally:
-        temporary.unlink(missing_ok=True)
+    benchmarks.kept[path] = None

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import shlex
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from averaging.cli.failures import NOT_DONE, WRONG_USAGE, Failure, failure_of, starting, write_line
+from averaging.cli.whole import replacing
 
 if TYPE_CHECKING:
     from averaging.security.ca import Issued
@@ -231,17 +231,9 @@ def _taken(path: Path, another: str) -> Iterator[None]:
 
 def _replace(contents: Mapping[Path, tuple[bytes, int]]) -> None:
     """Writes each file beside its place, with its mode from the first byte on, and moves all when all are whole."""
-    written: dict[Path, Path] = {}
-    try:
+    with ExitStack() as stack:
         for path, (content, mode) in contents.items():
-            temporary = written[path] = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+            temporary = stack.enter_context(replacing(path))
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
             with os.fdopen(descriptor, "wb") as file:
                 file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-        for path, temporary in written.items():
-            temporary.replace(path)
-    finally:
-        for temporary in written.values():
-            temporary.unlink(missing_ok=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from averaging.cli.failures import NOT_DONE, WRONG_USAGE, Failure
+from averaging.cli.whole import beside, replacing
 from averaging.schema import DTYPES
 from averaging.tensors import all_finite
 
@@ -111,7 +110,7 @@ class Output:
 
     def _try_to_write(self) -> int:
         """The permissions the file is to have: its present ones, or those of a new file."""
-        probe = self._beside()
+        probe = beside(self._target)
         try:
             with probe.open("xb"):
                 pass
@@ -136,37 +135,20 @@ class Output:
             raise Failure(
                 f"{self.path} was not written: the format allows no tensor called {RESERVED_NAME!r}", NOT_DONE
             )
-        temporary = self._beside()
         try:
-            save_file(dict(tensors), temporary, dict(metadata) if metadata else None)
-            temporary.chmod(self._mode)
-            _sync(temporary)
-            if self._target.exists() and not self._may_exist:
-                raise Failure(
-                    f"{self.path} was made by somebody else meanwhile; the result is in {temporary}", NOT_DONE
-                )
-            temporary.replace(self._target)
-            _sync(self._target.parent)
+            with replacing(self._target) as temporary:
+                save_file(dict(tensors), temporary, dict(metadata) if metadata else None)
+                temporary.chmod(self._mode)
+                if self._target.exists() and not self._may_exist:
+                    kept = temporary.rename(beside(self._target))
+                    raise Failure(f"{self.path} was made by somebody else meanwhile; the result is in {kept}", NOT_DONE)
         except (OSError, SafetensorError) as error:
-            temporary.unlink(missing_ok=True)
             raise NotWrittenError(
                 f"{self.path} could not be written: {error}; what was there before is untouched. Make room there, "
                 "or give --output another place",
                 NOT_DONE,
             ) from None
         self._may_exist = True
-
-    def _beside(self) -> Path:
-        return self._target.with_name(f".{self._target.name}.{secrets.token_hex(4)}.tmp")
-
-
-def _sync(path: Path) -> None:
-    """Waits until a file or a directory is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _listed(names: list[str]) -> str:

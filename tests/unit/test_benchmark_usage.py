@@ -19,7 +19,18 @@ import pytest
 import benchmarks
 from averaging.transport import virtual_time
 from averaging.transport.memory import MemoryNetwork
-from benchmarks import allreduce, codecs, convergence, gossip, output, overlap, recovery, scale, wan
+from benchmarks import (
+    allreduce,
+    codecs,
+    convergence,
+    convergence_tuning,
+    gossip,
+    output,
+    overlap,
+    recovery,
+    scale,
+    wan,
+)
 from benchmarks.convergence_train import Recipe
 from benchmarks.workers import ROOT, without_interrupts
 
@@ -81,7 +92,7 @@ def test_results_that_cannot_be_written_spoil_nothing_that_was_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(path: Path, text: str) -> None:
-        path.touch()
+        path.open("w").close()
         raise OSError(28, "No space left on device")
 
     results = tmp_path / "results.json"
@@ -189,3 +200,22 @@ def test_ctrl_c_lets_the_peers_of_the_gossip_benchmark_leave_first() -> None:
         assert [host.task.done() for host in leaving] == [True]
 
     virtual_time.run(main())
+
+
+def test_tuning_results_that_cannot_be_written_spoil_nothing_that_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, text: str) -> None:
+        path.open("w").close()
+        raise OSError(28, "No space left on device")
+
+    runs = tmp_path / "tuning.json"
+    runs.write_text('[{"of": "hours"}]')
+    monkeypatch.setattr(sys, "argv", ["tuning", "--lr", "1", "--output", str(runs)])
+    monkeypatch.setattr(convergence_tuning, "train", lambda *_: None)
+    monkeypatch.setattr(convergence_tuning, "evaluate", lambda *_: 1.0)
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space"):
+        convergence_tuning.main()
+    assert json.loads(runs.read_text()) == [{"of": "hours"}]
+    assert list(tmp_path.iterdir()) == [runs]
