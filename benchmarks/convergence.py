@@ -156,6 +156,8 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the model and of the order of its text (0)")
     options = parser.parse_args()
+    if options.steps < 1:
+        parser.error("there must be at least 1 step")
     recipe = Recipe(steps=options.steps, seed=options.seed)
     known = cases(recipe)
     output: Path = options.output

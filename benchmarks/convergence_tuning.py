@@ -93,6 +93,8 @@ def main() -> None:
         "--output", type=Path, help="JSON to which the runs are added, such as docs/results/tuning.json"
     )
     options = parser.parse_args()
+    if min(options.steps, options.batch) < 1 or options.every < 0:
+        parser.error("there must be at least 1 step and a batch of 1, and --every of 0 or more")
     torch.set_num_threads(1)
     recipe = Recipe(steps=options.steps, batch=options.batch, seed=options.seed)
     texts = [read(files) for files in held_out()[: 2 if options.judge else 1]]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import random
 import statistics
 import time
@@ -250,7 +251,7 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=20.0, help="how long to count bytes, in virtual time (20)")
     options = parser.parse_args()
-    if min(options.peers or [2]) < 2 or options.records < 1 or not options.seconds > 0:
+    if min(options.peers or [2]) < 2 or options.records < 1 or not 0 < options.seconds < math.inf:
         parser.error("there must be at least 2 peers and 1 record, and --seconds above 0")
     if options.simulate:
         print("peers  records  s to reach all     rumours  kB/s sent  calls/s  members   real s")

@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import importlib
 import json
+import math
 import os
 import random
 import shutil
@@ -241,7 +242,7 @@ def main() -> None:
     parser.add_argument("--worker", choices=["averaging", "hivemind"], help=argparse.SUPPRESS)
     parser.add_argument("--join", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.kills < 1 or not options.matchmaking_time > 0:
+    if options.kills < 1 or not 0 < options.matchmaking_time < math.inf:
         parser.error("there must be at least 1 kill, and --matchmaking-time above 0")
     if options.hivemind and not shutil.which(options.hivemind):
         parser.error(f"--hivemind {options.hivemind}: there is no such program")

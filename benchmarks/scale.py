@@ -21,10 +21,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +92,9 @@ def main() -> None:
         "--output", type=Path, default=Path("runs/benchmarks"), help="folder of the results (runs/benchmarks)"
     )
     options = parser.parse_args()
-    if options.rounds < 1 or options.turns < 1 or min([2, *options.real]) < 2:
-        parser.error("there must be at least 2 peers and 1 round")
+    every = (options.real, options.simulate, options.one_key, options.shared, options.shared_one_key, options.rumours)
+    if options.rounds < 1 or options.turns < 1 or min((2, *chain(*every))) < 2 or not 0 < options.seconds < math.inf:
+        parser.error("there must be at least 2 peers and 1 round, and --seconds above 0")
     for peers in (*options.simulate, *options.shared):
         if peers < SIMULATED_GROUP or peers & (peers - 1):
             parser.error(

@@ -41,6 +41,15 @@ from benchmarks.workers import ROOT, without_interrupts
         (gossip, ["--peers", "0"], "at least 2 peers"),
         (gossip, ["--records", "0"], "1 record"),
         (gossip, ["--simulate", "--seconds", "nan"], "--seconds above 0"),
+        (gossip, ["--simulate", "--seconds", "inf"], "--seconds above 0"),
+        (scale, ["--seconds", "nan"], "--seconds above 0"),
+        (scale, ["--seconds", "0"], "--seconds above 0"),
+        (scale, ["--one-key", "0"], "at least 2 peers"),
+        (scale, ["--rumours", "64", "1"], "at least 2 peers"),
+        (convergence, ["--steps", "0"], "at least 1 step"),
+        (convergence_tuning, ["--lr", "1", "--batch", "0"], "a batch of 1"),
+        (convergence_tuning, ["--lr", "1", "--every", "-1"], "--every of 0 or more"),
+        (recovery, ["--matchmaking-time", "inf"], "--matchmaking-time above 0"),
         (recovery, ["--kills", "0"], "at least 1 kill"),
         (recovery, ["--matchmaking-time", "0"], "--matchmaking-time above 0"),
         (recovery, ["--hivemind", "/none/python"], "/none/python: there is no such program"),
@@ -58,7 +67,7 @@ def test_a_wrong_argument_is_told(
     def begin(*_: object) -> None:
         raise AssertionError("it began")
 
-    for name in ("asyncio", "machine", "compare"):  # with these they begin
+    for name in ("asyncio", "machine", "compare", "train", "make_folder"):  # with these they begin
         if hasattr(benchmark, name):
             monkeypatch.setattr(benchmark, name, begin)
     monkeypatch.setattr(sys, "argv", ["benchmark", *arguments])
