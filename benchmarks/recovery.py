@@ -22,6 +22,7 @@ import shutil
 import signal
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -95,6 +96,10 @@ def hivemind_worker(join: str, matchmaking_time: float) -> None:
         say(event="round", began=began, averaged=bool(members), members=len(members or ()), told=told)
 
 
+class EndedError(Exception):
+    """A peer's process has ended by itself; the message is the last line it wrote."""
+
+
 class Process:
     """A peer, and what it has told."""
 
@@ -102,6 +107,8 @@ class Process:
         self.started = time.time()
         self.events: list[dict[str, Any]] = []
         self.told = asyncio.Event()
+        self._ended = False
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - `kill` closes it
         arguments = ["--worker", system, "--join", join, "--matchmaking-time", str(matchmaking_time)]
         self._command = [python, "-m", "benchmarks.recovery", *arguments]
         self._process: asyncio.subprocess.Process | None = None
@@ -114,7 +121,7 @@ class Process:
             cwd=ROOT,
             env=ENVIRONMENT,
             stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
+            stderr=self._errors,
             start_new_session=True,
         )
         assert self._process.stdout is not None
@@ -126,20 +133,32 @@ class Process:
             with suppress(json.JSONDecodeError):
                 self.events.append(json.loads(line))
                 self.told.set()
+        self._ended = True
+        self.told.set()
 
     async def first(self, wanted: Any) -> dict[str, Any]:
-        """The first event, of those there are and those to come, that is wanted."""
+        """The first event, of those there are and those to come, that is wanted.
+
+        Raises:
+            TimeoutError: none came.
+            EndedError: none will come.
+        """
         place = 0
         async with asyncio.timeout(LIMIT):
             while True:
                 for event in self.events[place:]:
                     if wanted(event):
                         return event
+                if self._ended and not self._errors.closed:
+                    self._errors.seek(0)
+                    lines = self._errors.read().decode(errors="replace").split("\n")
+                    raise EndedError(next((line for line in reversed(lines) if line.strip()), "it wrote nothing"))
                 place = len(self.events)
                 self.told.clear()
                 await self.told.wait()
 
     async def kill(self) -> None:
+        self._errors.close()
         if self._process is None or self._reading is None:  # Ctrl+C came before it was there
             return
         with suppress(ProcessLookupError):
@@ -209,6 +228,9 @@ async def measure(system: str, python: str, kills: int, matchmaking_time: float,
                 done["newcomer_from_up"].append(first["time"] - up["time"])
             except TimeoutError:
                 done["failures"].append(f"kill {number}: no {doing} within {LIMIT:g} s")
+                await run.end()
+            except EndedError as error:
+                done["failures"].append(f"kill {number}: no {doing}, because a process ended: {error}")
                 await run.end()
             told = {name: [round(value, 2) for value in done[name]] for name in ROWS}
             print(f"  {system}, after kill {number} of {kills}: {told}", file=sys.stderr, flush=True)

@@ -191,6 +191,17 @@ def test_a_peer_that_ctrl_c_met_before_its_process_was_there_has_nothing_to_kill
     asyncio.run(recovery.Process("averaging", sys.executable, "", 1.0).kill())
 
 
+def test_a_peer_whose_process_has_ended_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\necho 'no module named hivemind' >&2\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(recovery, "LIMIT", 1e9)
+    done = asyncio.run(recovery.measure("hivemind", str(program), 2, 1.0, 0))
+    assert done["failures"] == [
+        f"kill {number}: no start, because a process ended: no module named hivemind" for number in (1, 2)
+    ]
+
+
 def test_ctrl_c_lets_the_peers_of_the_gossip_benchmark_leave_first() -> None:
     """Else asyncio cancels their tasks together with gRPC's own, whose calls crash then."""
     network, leaving = MemoryNetwork(random.Random(0)), []
