@@ -110,7 +110,7 @@ class _Download:
         on_progress: Callable[[StateReader], object],
     ) -> None:
         self._transport, self._schema, self._max_bytes = transport, schema, max_bytes
-        self._declared = dict(declared)
+        self._declared = declared
         self._patience = Patience(deadlines)
         self._on_progress = on_progress
         self._held = Held()
@@ -118,10 +118,11 @@ class _Download:
     async def load(self, donors: Sequence[str], expected: Fingerprint | None = None) -> tuple[State, str]:
         """Reads from one donor after the other until one has delivered all."""
         failures: dict[str, str] = {}
+        declared = dict(self._declared)
         waiting, tries = list(donors), Counter[str]()
         while waiting:
             donor = waiting.pop(0)
-            at_least = self._declared.pop(donor, 0.0)
+            at_least = declared.pop(donor, 0.0)
             reader = StateReader(self._schema, self._max_bytes, self._held, expected, at_least)
             before = self._held.nbytes
             tries[donor] += 1
@@ -157,6 +158,8 @@ class _Download:
     async def compare(self, donors: Sequence[str], wanted: int) -> tuple[list[str], Fingerprint]:
         """Asks donors what they have, and returns those of the best-attested state.
 
+        Those that were started anew since they declared their versions are compared only if there are no others.
+
         Raises:
             StateError: fewer than `wanted` have the same.
         """
@@ -165,12 +168,16 @@ class _Download:
         while True:
             answers |= zip(asked, await asyncio.gather(*(self._announced(donor) for donor in asked)), strict=True)
             announced = {donor: it for donor, it in answers.items() if isinstance(it, Fingerprint)}
-            agreeing = choose(announced, wanted)
+            anew = {donor for donor, it in announced.items() if it.version < self._declared.get(donor, 0.0)}
+            agreeing = choose({donor: it for donor, it in announced.items() if donor not in anew} or announced, wanted)
             asked = [donor for donor in answers if self._patience.owes(donor)]
             if agreeing or not asked:
                 break
         if not agreeing:
-            told = _told(it if isinstance(it, str) else f"{who}: {it}" for who, it in answers.items())
+            declared = {who: f", not {self._declared[who]:.0f} as declared: probably started anew" for who in anew}
+            told = _told(
+                it if isinstance(it, str) else f"{who}: {it}{declared.get(who, '')}" for who, it in answers.items()
+            )
             raise StateError(f"fewer than {wanted} donors have the same state, as verify_donors wants it; {told}")
         return agreeing, announced[agreeing[0]]
 

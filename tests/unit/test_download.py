@@ -240,6 +240,21 @@ async def test_too_few_that_agree_are_named(others: dict[str, list[State]]) -> N
 
 
 @pytest.mark.asyncio
+async def test_donors_that_were_started_anew_since_they_declared_their_versions_do_not_outvote_the_others() -> None:
+    begun = {"x:1": [state(1, version=0)], "y:1": [state(1, version=0)], "z:1": [state(1, version=0)]}
+    declared = {"x:1": 9.0, "y:1": 9.0, "z:1": 9.0, "v:1": 9.0, "w:1": 9.0}
+    donors = Donors({**begun, "v:1": [state(2, version=9)], "w:1": [state(2, version=9)]})
+    found, _ = await donors.fetch(verify_donors=2, declared=declared)
+    assert equal(found, state(2, version=9))
+    donors = Donors({**begun, "v:1": [state(2, version=9)]})
+    with pytest.raises(StateError, match="y:1: version 0 with .*, not 9 as declared: probably started anew.*v:1: vers"):
+        await donors.fetch(verify_donors=2, declared=declared)
+    donors = Donors(dict(begun))  # the whole run was
+    found, _ = await donors.fetch(verify_donors=2, declared=declared)
+    assert equal(found, state(1, version=0))
+
+
+@pytest.mark.asyncio
 async def test_donors_that_move_on_meanwhile_are_compared_anew() -> None:
     moving = [state(1), state(2, version=4)]
     donors = Donors({"x:1": [*moving], "y:1": [*moving]})
