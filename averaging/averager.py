@@ -12,7 +12,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from averaging.config import PeerOptions
-from averaging.errors import AveragingError, ConfigError, StateError
+from averaging.errors import AveragingError, ConfigError, RoundError, StateError
 from averaging.group import Mode
 from averaging.observe.receipts import Receipt
 from averaging.observe.training import TrainingStatus
@@ -69,7 +69,8 @@ class DecentralizedAverager(OptimizerWrapper):
         buffers: of the model, by name (`dict(model.named_buffers())`): floating-point ones, such as BatchNorm's running
             statistics, are averaged along, and newcomers get all of them.
         scheduler: makes a learning rate scheduler of the inner optimizer.
-        on_round: called in the training thread with the receipt of every round, also of those that failed.
+        on_round: called in the training thread with the receipt of every round, also of those that failed. The
+            strategy may have to take up the round's result yet, so `average_now` is called after the step instead.
         transport: see `Peer`.
         discovery: see `Peer`.
         options: see `PeerConfig`.
@@ -115,6 +116,7 @@ class DecentralizedAverager(OptimizerWrapper):
         self.strategy = strategy
         self.last_receipt: Receipt | None = None
         self._on_round = on_round
+        self._telling = False  # `on_round` of a round whose result the strategy may have to take up yet
         parameters = named_parameters(optimizer)
         buffers = named_buffers({} if buffers is None else buffers)
         averaged = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
@@ -286,9 +288,12 @@ class DecentralizedAverager(OptimizerWrapper):
         Raises:
             ConfigError: a weight or a gather that cannot work.
             TensorError: there is NaN or infinity in what is to be averaged, or it has been moved.
+            RoundError: it was called in `on_round`.
             ClosedError: the averager was closed, or its thread has failed.
         """
         self._thread.check()
+        if self._telling:
+            raise RoundError("on_round cannot average: the round it is told of is not over; call average_now() later")
         self.strategy.finish(self._training)
         config = self._peer.config
         options: RoundOptions = {"gather": gather, "enough": config.group_size, "patience": config.timeout}
@@ -317,7 +322,11 @@ class DecentralizedAverager(OptimizerWrapper):
     def _note(self, receipt: Receipt) -> None:
         self.last_receipt = receipt
         if self._on_round is not None:
-            self._on_round(receipt)
+            self._telling = True
+            try:
+                self._on_round(receipt)
+            finally:
+                self._telling = False
 
 
 async def _begin(peer: Peer, take_over: Callable[[State], None]) -> None:

@@ -26,7 +26,7 @@ from averaging import (
     Strategy,
 )
 from averaging.discovery.memory import MemoryDiscovery, MemoryRegistry
-from averaging.errors import ClosedError, ConfigError, NoSeedAnsweredError, StateError, TensorError
+from averaging.errors import ClosedError, ConfigError, NoSeedAnsweredError, RoundError, StateError, TensorError
 from averaging.transport.memory import MemoryNetwork
 
 Make = Callable[..., DecentralizedAverager]
@@ -385,6 +385,23 @@ def test_the_weight_is_the_attribute_or_the_calls_own(make: Make, monkeypatch: p
     with pytest.raises(ConfigError, match="weight"):
         opt.weight = -1
     assert opt.weight == 3.0
+
+
+def test_on_round_cannot_average_since_its_round_is_not_taken_up_yet(make: Make) -> None:
+    refused: list[str] = []
+
+    def average(receipt: Receipt) -> None:
+        try:
+            opt.average_now()
+        except RoundError as error:
+            refused.append(str(error))
+
+    model = linear()
+    opt = make(torch.optim.SGD(model.parameters(), lr=0.1), strategy=LocalSGD(1, overlap=True), on_round=average)
+    train(model, opt, 1)
+    opt.average_now()  # waits for the strategy's round first
+    assert len(refused) == 2
+    assert "call average_now() later" in refused[0]
 
 
 def test_what_on_round_raises_is_raised(make: Make) -> None:
