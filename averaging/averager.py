@@ -275,7 +275,9 @@ class DecentralizedAverager(OptimizerWrapper):
     def average_now(self, *, weight: float | None = None, gather: Any = None) -> Receipt:
         """Averages the parameters with a group now, whatever the strategy, and waits for the end of the round.
 
-        A round of the strategy's that is in progress, with `overlap` or `delay`, is waited for first.
+        A round of the strategy's that is in progress, with `overlap` or `delay`, is waited for first. With
+        GradientAveraging, whose peers are equal already, it changes something only where the averager's `compression`
+        is lossy; then who takes no part stays a little apart from the others for good. Give that to the strategy.
 
         Args:
             weight: of this peer in this round; the attribute `weight` if None.
