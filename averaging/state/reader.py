@@ -100,6 +100,7 @@ class StateReader:
 
     Attributes:
         version: of the state, as announced.
+        nbytes: of all tensors, as announced; 0 before the first message.
         received: bytes of tensors so far, with those that were left out.
         spliced: whether a tensor of which the first bytes were held did not match its digest. Nothing is wrong with the
             donor then, as far as can be told.
@@ -122,6 +123,7 @@ class StateReader:
         own_bytes = schema.nbytes if schema else 0
         self._max_bytes = MAX_GROWTH * own_bytes + (64 << 20) if max_bytes is None else max_bytes
         self.version = 0
+        self.nbytes = 0  # counted once: who shows progress asks for it with every message
         self.received = 0
         self.spliced = False
         self.outdated = False
@@ -149,11 +151,6 @@ class StateReader:
     def count(self) -> int:
         """How many tensors are announced."""
         return len(self._announced)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors, as announced; 0 before the first message."""
-        return nbytes_of(self._announced)
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -195,6 +192,7 @@ class StateReader:
     def _read_metadata(self, packed: bytes) -> None:
         manifest = read_manifest(packed, max_items(self._schema))
         self.version, self._user, self._announced = manifest.version, manifest.user, manifest.tensors
+        self.nbytes = nbytes_of(self._announced)
         self.outdated = float(self.version) < self._at_least  # a float is what discovery tells
         if self.outdated:
             declared = f"{self._at_least:.0f} as it has declared"

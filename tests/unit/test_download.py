@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import msgpack
 import pytest
@@ -217,6 +218,16 @@ async def test_what_is_kept_is_read_over_without_a_buffer() -> None:
     old, new = ([reader.held.tensors[key] for key in first.held.tensors] for reader in (first, again))
     assert [tensor.data_ptr() for tensor in old] == [tensor.data_ptr() for tensor in new]
     assert again.received == first.nbytes
+
+
+def test_the_bytes_announced_are_counted_once_however_often_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    counting = Mock(side_effect=len)
+    monkeypatch.setattr("averaging.state.reader.nbytes_of", counting)
+    reader = StateReader(SCHEMA)
+    for message in pack(seal(state(1))):
+        reader.feed(message)
+        assert reader.nbytes == len(NAMES) + 1
+    assert counting.call_count == 1
 
 
 @pytest.mark.asyncio
