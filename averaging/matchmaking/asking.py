@@ -82,6 +82,7 @@ class Asking:
                 news.clear()
                 now = self._clock()
                 if search.group is not None or until <= now:
+                    search.changed.set()  # if the clock was set forward, the declared time is over before its wait
                     return  # led already, or too late to be
                 if search.state.member.mode is Mode.CLIENT:
                     # It cannot lead, so it must be able to follow those who begin to wait only now.

@@ -139,14 +139,13 @@ class Matchmaking:
         self._search = search
         self._dropped = 0  # by the next search its own place may be taken again
         self._over.clear()
-        loop, ends = asyncio.get_running_loop(), self._ends_at(deadline)
+        ends = asyncio.get_running_loop().time() + deadline - self._clock()
         try:
             while (group := await self._search_once(search, deadline, ends)) is None:
                 search.disband("")
                 if search.seen and search.seen <= search.differing.keys():
                     raise await self._differences.of(next(iter(search.differing)), search.differing)
-                now = self._clock()
-                if now >= min(deadline, now + ends - loop.time()):
+                if self._seconds_left(deadline, ends) <= 0:
                     raise NoGroupError(search.explain(self.group_key, self._min_group_size) + self._left_out(search))
                 if not search.seen and self._dropped < len(self.group_bits):
                     self._dropped += 1
@@ -205,10 +204,10 @@ class Matchmaking:
     async def _search_once(self, search: Search, deadline: float, ends: float) -> Group | None:
         """One declaration: until a group is there, or the declared time is over and too few are there.
 
-        The search ends at `deadline`, and should the clock be set back, when it is `ends` by the loop's time.
+        The search ends at `deadline`, or about when it is `ends` by the loop's time should the clock be set.
         """
         loop = asyncio.get_running_loop()
-        deadline = min(deadline, self._clock() + ends - loop.time())
+        deadline = self._clock() + self._seconds_left(deadline, ends)
         expiration = min(self._clock() + self._matchmaking_time, deadline)
         if search.state.member.mode is not Mode.CLIENT:
             search.state.declared = expiration
@@ -236,6 +235,11 @@ class Matchmaking:
                     continue
             asking.cancel()
         return search.group
+
+    def _seconds_left(self, deadline: float, ends: float) -> float:
+        """Until `deadline`, which is `ends` by the loop's time: a clock that is set hardly changes that."""
+        left = ends - asyncio.get_running_loop().time()
+        return min(max(deadline - self._clock(), left - rules.CLOCK_TOLERANCE), left + rules.CLOCK_TOLERANCE)
 
     def _ends_at(self, moment: float) -> float:
         """The loop's time at which `moment` must have come; a clock that is set back would put it off."""

@@ -1,11 +1,11 @@
-"""A wall clock that is set back while a group is looked for does not put off the end of the search."""
+"""A wall clock that is set while a group is looked for neither puts off the end of the search nor brings it on."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator
-from typing import cast
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, cast
 
 import pytest
 import torch
@@ -34,8 +34,8 @@ class Clock:
         return virtual_time.clock() - self.behind
 
 
-@pytest.mark.parametrize("mode", Mode)
-def test_a_search_ends_in_time(mode: Mode) -> None:
+def search_alone(mode: Mode, behind: float) -> Receipt:
+    """What becomes of the search of a peer that finds nobody, if its clock is set after a second."""
     clock, rng = Clock(), random.Random(1)
     registry = MemoryRegistry(clock=clock, rng=rng)
     peer = Peer(
@@ -54,12 +54,61 @@ def test_a_search_ends_in_time(mode: Mode) -> None:
         async with peer:
             searching = asyncio.create_task(peer.average())
             await asyncio.sleep(1.0)
-            clock.behind = STEP
+            clock.behind = behind
+            return await searching
+
+    return virtual_time.run(main())
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_a_search_ends_in_time(mode: Mode) -> None:
+    receipt = search_alone(mode, STEP)
+    assert receipt.outcome is Outcome.NO_GROUP
+    assert receipt.seconds < TIMEOUT + CLOCK_TOLERANCE + 0.1
+
+
+@pytest.mark.parametrize("mode", [Mode.NODE, Mode.CLIENT])
+def test_one_that_is_set_forward_does_not_end_the_search(mode: Mode) -> None:
+    clock, rng = Clock(), random.Random(1)
+    clock.behind = STEP
+    network, registry = MemoryNetwork(rng), MemoryRegistry(clock=virtual_time.clock, rng=rng)
+
+    def peer(endpoint: str | None, clock: Callable[[], float], **options: Any) -> Peer:
+        return Peer(
+            [torch.ones(2)],
+            run_id="run",
+            transport=network.transport(endpoint),
+            discovery=lambda *_: MemoryDiscovery(registry),
+            clock=clock,
+            rng=rng,
+            group_size=2,
+            matchmaking_time=3.0,
+            timeout=TIMEOUT,
+            **options,
+        )
+
+    async def main() -> Receipt:
+        async with (
+            peer(None if mode is Mode.CLIENT else ME, clock, mode=mode) as one,
+            peer(LEADER, virtual_time.clock) as other,
+        ):
+            searching = asyncio.create_task(one.average())
+            await asyncio.sleep(1.0)
+            clock.behind = 0.0
+            await asyncio.sleep(1.0)
+            await other.average()
             return await searching
 
     receipt = virtual_time.run(main())
+    assert receipt.outcome is Outcome.AVERAGED, receipt
+    assert receipt.seconds < 6.0
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_a_search_ends_in_time_if_it_is_set_forward(mode: Mode) -> None:
+    receipt = search_alone(mode, -STEP)
     assert receipt.outcome is Outcome.NO_GROUP
-    assert receipt.seconds < TIMEOUT + CLOCK_TOLERANCE + 0.1
+    assert TIMEOUT - CLOCK_TOLERANCE - 0.1 < receipt.seconds < TIMEOUT + 0.1
 
 
 class SilentLeader:
