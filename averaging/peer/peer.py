@@ -83,7 +83,8 @@ class Peer:
         self._clock, self._rng = clock, rng or random.SystemRandom()
         self._credentials = read_credentials(self.config, clock)
         is_client = self.config.mode is Mode.CLIENT
-        self._snapshots = Snapshots(self._tensors, extra_state, shared=self.config.share_state and not is_client)
+        shared = self.config.share_state and not is_client
+        self._snapshots = Snapshots(self._tensors, extra_state, self.schema, shared=shared)
         self._transport = transport or GrpcTransport(
             None if is_client else self.config.listen,
             self.config.advertise,

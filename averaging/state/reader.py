@@ -272,3 +272,12 @@ class StateReader:
         else:
             flat = torch.frombuffer(buffer, dtype=tensor.dtype) if buffer else torch.empty(0, dtype=tensor.dtype)
             self._done.append(flat.reshape(tensor.shape))
+
+
+def refusal(metadata: bytes, schema: Schema) -> str:
+    """Why a downloader with this schema refuses a state with that metadata; empty if it does not."""
+    try:
+        StateReader(schema).feed(DownloadData(metadata))
+    except StateError as error:
+        return str(error)
+    return ""

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from averaging.schema import Schema
+from averaging.state.manifest import Described, Manifest
 from averaging.state.packing import Snapshot, State, check_state, seal
+from averaging.state.reader import refusal
 from averaging.tensors import SharedTensors
+
+logger = logging.getLogger("averaging.state")
+
+DIGEST = bytes(32)
+"""In place of one that was not computed yet."""
 
 INLINE_BYTES = 1 << 20
 """A state up to this size is copied and hashed on the event loop, a larger one in a thread."""
@@ -36,17 +45,22 @@ class Snapshots:
     Args:
         tensors: the averaged ones.
         extras: asked under the tensors' lock what belongs to the state besides them.
+        schema: of the tensors, as newcomers have it.
         shared: whether anybody may download the state; if not, nothing is ever copied.
     """
 
-    def __init__(self, tensors: SharedTensors, extras: Callable[[], Extras] | None, *, shared: bool) -> None:
-        self._tensors = tensors
+    def __init__(
+        self, tensors: SharedTensors, extras: Callable[[], Extras] | None, schema: Schema, *, shared: bool
+    ) -> None:
+        self._tensors, self._schema = tensors, schema
         self._extras = extras or (lambda: NO_EXTRAS)
         self.shared = shared
         self.version = 0
         self._committed_extras = NO_EXTRAS
         self._copy: State | None = None
         self._sealed: Snapshot | None = None
+        self._accepted = 0  # bytes of the largest metadata that newcomers would take
+        self._refused = False
         if shared:
             tensors.before_application_writes = self._copy_once
 
@@ -67,6 +81,11 @@ class Snapshots:
             extras = self._extras()
             check_state(self._tensors.names, extras.tensors, extras.user)
             self._committed_extras = extras
+            if not (
+                self._accepted or self._refused
+            ):  # the first one; later ones are looked at when somebody asks for them
+                described = tuple(Described(n, t.dtype, tuple(t.shape), DIGEST) for n, t in self._named().items())
+                self._tell_if_refused(Manifest(version, described, extras.user))
         self._copy = self._sealed = None
         self.version = max(version, self.version)
 
@@ -75,7 +94,7 @@ class Snapshots:
         if self._sealed is None:
             state = await self._tensors.while_locked(self._copy_once, timeout)
             small = sum(tensor.nbytes for tensor in state.tensors.values()) <= INLINE_BYTES
-            sealed = seal(state) if small else await asyncio.to_thread(seal, state)
+            sealed = self._seal(state) if small else await asyncio.to_thread(self._seal, state)
             if self._copy is not state:
                 return sealed  # a newer one was committed meanwhile; this one is whole all the same
             self._sealed = sealed
@@ -83,12 +102,31 @@ class Snapshots:
 
     def _copy_once(self) -> State:
         if self._copy is None:
-            named = dict(zip(self._tensors.names, self._tensors.tensors, strict=True)) | dict(
-                self._committed_extras.tensors
-            )
-            copies = {name: _copied(tensor) for name, tensor in named.items()}
+            copies = {name: _copied(tensor) for name, tensor in self._named().items()}
             self._copy = State(self.version, copies, dict(self._committed_extras.user))
         return self._copy
+
+    def _named(self) -> dict[str, torch.Tensor]:
+        own = zip(self._tensors.names, self._tensors.tensors, strict=True)
+        return dict(own) | dict(self._committed_extras.tensors)
+
+    def _seal(self, state: State) -> Snapshot:
+        sealed = seal(state)
+        self._tell_if_refused(Manifest(state.version, sealed.tensors, state.user))
+        return sealed
+
+    def _tell_if_refused(self, manifest: Manifest) -> None:
+        """Warns, once, of a state that every newcomer would refuse; only those would know."""
+        metadata = manifest.pack()
+        if self._refused or len(metadata) <= self._accepted:
+            return
+        if reason := refusal(metadata, self._schema):
+            self._refused = True
+            logger.warning(
+                "newcomers refuse the state that this peer offers: %s; change what is added to its tensors", reason
+            )
+        else:
+            self._accepted = len(metadata)
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

@@ -218,6 +218,50 @@ async def test_what_cannot_travel_is_refused_before_anybody_asks_for_it(extra: t
             await enter(stack, {"w": torch.zeros(3)}, extra_state=lambda: Extras({"e": extra}, {}))
 
 
+def nested(depth: int) -> Any:
+    return [nested(depth - 1)] if depth else []
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("extras", "reason"),
+    [
+        (Extras({}, {"deep": nested(64)}), "it is deeper than 64"),
+        (Extras({}, {"long": [0] * 70_000}), "it has more than"),
+        (Extras({}, {"large": bytes(16 << 20)}), "its metadata has 16"),
+        (Extras({}, {"unhashable": {(1, (2,)): 3}}), "TypeError: unhashable type"),
+        (Extras({"much": torch.zeros(65 << 20, dtype=torch.uint8)}, {}), "more than the 67109056 of max_bytes"),
+        (Extras({5: torch.zeros(1)}, {}), "a name is int"),  # type: ignore[dict-item]
+    ],
+    ids=lambda value: None if isinstance(value, str) else next(iter((*value.user, *value.tensors))),
+)
+async def test_who_offers_what_newcomers_refuse_is_told_so_at_the_start(
+    extras: Extras, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with AsyncExitStack() as stack:
+        donor = await enter(stack, {"w": torch.zeros(3)}, extra_state=lambda: extras)
+        await donor.commit()
+        [told] = [one.getMessage() for one in caplog.records if one.name == "averaging.state"]
+        assert told.startswith("newcomers refuse the state that this peer offers: ")
+        assert reason in told
+
+
+@pytest.mark.asyncio
+async def test_who_comes_to_offer_what_newcomers_refuse_is_told_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    user: dict[str, Any] = {}
+    async with AsyncExitStack() as stack:
+        donor = await enter(stack, {"w": torch.zeros(3)}, extra_state=lambda: Extras({}, user))
+        newcomer = await enter(stack, {"w": torch.zeros(3)}, join=[donor.endpoint])
+        await told(newcomer, donors_key("run"), donor.endpoint)
+        assert (await newcomer.download_state()).user == {}
+        user["losses"] = [0.5] * 70_000
+        for _ in range(2):
+            await donor.commit()
+            with pytest.raises(StateError, match="it has more than 65792 items"):
+                await newcomer.download_state()
+        assert [one.levelname for one in caplog.records if "this peer offers" in one.getMessage()] == ["WARNING"]
+
+
 @pytest.mark.asyncio
 async def test_a_donor_that_was_killed_and_started_anew_is_not_taken_for_its_earlier_self() -> None:
     mine = {"w": torch.zeros(1)}
