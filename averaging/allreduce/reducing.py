@@ -53,7 +53,7 @@ class _Sender:
     delivered: dict[int, _Delivered] = field(default_factory=dict)  # its parts that await their average
 
 
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, device="cpu")
 _NO_AVERAGE = AveragingData(code=MessageCode.INTERNAL_ERROR)
 _Waiting = Sequence[tuple[_Sender, _Delivered]]
 

@@ -133,7 +133,7 @@ def _trimmed(columns: torch.Tensor, weights: Sequence[float], trim: int) -> torc
         # Divided before they are added: the sum of two large numbers may be infinite, their mean is not.
         return (kept / len(kept)).sum(dim=0)
     ordered, ranks = torch.sort(columns, dim=0, stable=True)
-    shares = torch.tensor(weights, dtype=columns.dtype)[ranks[trim : count - trim]]
+    shares = torch.tensor(weights, dtype=columns.dtype, device="cpu")[ranks[trim : count - trim]]
     return (ordered[trim : count - trim] * (shares / shares.sum(dim=0))).sum(dim=0)
 
 

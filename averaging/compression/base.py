@@ -68,7 +68,7 @@ def view_bytes(buffer: Buffer, dtype: torch.dtype = torch.uint8) -> torch.Tensor
 
     Nothing may write to it: `bytes` are immutable, and torch has no read-only tensors that would refuse.
     """
-    return torch.frombuffer(buffer, dtype=dtype) if len(buffer) else torch.empty(0, dtype=dtype)
+    return torch.frombuffer(buffer, dtype=dtype) if len(buffer) else torch.empty(0, dtype=dtype, device="cpu")
 
 
 def view_memory(tensor: torch.Tensor) -> Buffer:

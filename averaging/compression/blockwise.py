@@ -41,9 +41,9 @@ class BlockwiseInt8(Codec):
         """Divides by the largest magnitude, not by a 127th of it, which could be 0 where the former is not."""
         values = tensor.to(torch.float32).reshape(-1)
         count = values.numel()
-        buffer = torch.empty(self.nbytes((count,)), dtype=torch.uint8)
+        buffer = torch.empty(self.nbytes((count,)), dtype=torch.uint8, device="cpu")
         scales, data = _split(buffer, count)
-        room = torch.empty(min(_AT_ONCE, _block_count(count)), BLOCK)
+        room = torch.empty(min(_AT_ONCE, _block_count(count)), BLOCK, dtype=torch.float32, device="cpu")
         for blocks, elements in _pieces(count):
             piece = _filled_up(values[elements])
             packed = _pack_piece(piece, scales[blocks, None], room[: len(piece)])
@@ -54,7 +54,7 @@ class BlockwiseInt8(Codec):
         """A new float32 tensor."""
         count = prod(size)
         scales, data = _split(view_bytes(buffer), count)
-        values = torch.empty(_block_count(count), BLOCK)
+        values = torch.empty(_block_count(count), BLOCK, dtype=torch.float32, device="cpu")
         flat = values.view(-1)
         for blocks, elements in _pieces(count):
             flat[elements].copy_(data[elements])  # converted first: int8 times float32 is slow in torch

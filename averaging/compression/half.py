@@ -46,8 +46,9 @@ class Half(Codec):
         if self._limit is None:
             return view_memory(values.to(self._dtype))
         flat = values.reshape(-1)
-        packed = torch.empty(flat.shape, dtype=self._dtype)
-        clamped = torch.empty(min(_AT_ONCE, flat.numel()))  # small enough to stay in the processor's cache
+        packed = torch.empty(flat.shape, dtype=self._dtype, device="cpu")
+        # Small enough to stay in the processor's cache.
+        clamped = torch.empty(min(_AT_ONCE, flat.numel()), dtype=torch.float32, device="cpu")
         for first in range(0, flat.numel(), _AT_ONCE):
             piece = flat[first : first + _AT_ONCE]
             room = clamped[: piece.numel()]

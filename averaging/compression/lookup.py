@@ -98,7 +98,7 @@ def _borders_below(values: torch.Tensor, borders: torch.Tensor) -> torch.Tensor:
     It is `torch.bucketize` as a binary search in which all elements take the same steps; without branches for the
     processor to mispredict it is three times as fast.
     """
-    found = torch.zeros(values.shape, dtype=torch.int32)
+    found = torch.zeros(values.shape, dtype=torch.int32, device="cpu")
     step = BUCKETS // 2
     while step:
         found.add_(values > borders.index_select(0, found + (step - 1)), alpha=step)

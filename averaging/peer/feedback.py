@@ -30,7 +30,7 @@ class Feedback:
 
     def __init__(self, schema: Schema) -> None:
         self.residuals = [
-            torch.zeros(spec.numel, dtype=torch.promote_types(spec.torch_dtype, torch.float32))
+            torch.zeros(spec.numel, dtype=torch.promote_types(spec.torch_dtype, torch.float32), device="cpu")
             for spec in schema.tensors
         ]
         self._exact: list[torch.Tensor] = []  # the inputs of the round in progress before they were rounded

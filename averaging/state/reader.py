@@ -270,7 +270,11 @@ class StateReader:
             whence = f"; its first {taken_over} bytes came in an earlier attempt" if self.spliced else ""
             raise StateError(f"tensor {tensor.name!r} does not match its digest{whence}")
         else:
-            flat = torch.frombuffer(buffer, dtype=tensor.dtype) if buffer else torch.empty(0, dtype=tensor.dtype)
+            flat = (
+                torch.frombuffer(buffer, dtype=tensor.dtype)
+                if buffer
+                else torch.empty(0, dtype=tensor.dtype, device="cpu")
+            )
             self._done.append(flat.reshape(tensor.shape))
 
 

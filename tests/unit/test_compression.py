@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +45,30 @@ def floats(limit: float) -> st.SearchStrategy[Array]:
         st.sampled_from([1e-12, 1e-3, 1.0, 1e4]),
         st.sampled_from([0.0, 1.0, -300.0]),
     )
+
+
+@contextmanager
+def torch_by_default(*, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Iterator[None]:
+    """What an application has told torch to make where nothing is said."""
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("code", CompressionType)
+@pytest.mark.parametrize("usual", [{"dtype": torch.float64}, {"dtype": torch.bfloat16}, {"device": "meta"}], ids=str)
+def test_torch_s_default_dtype_and_device_change_nothing(code: CompressionType, usual: dict[str, Any]) -> None:
+    values, none = torch.linspace(-1, 1, 3000), torch.zeros(0)
+    expected = encode(values, code)
+    with torch_by_default(**usual):
+        found = encode(values, code)
+        decoded, empty = decode(found), decode(encode(none, code))
+    assert bytes(found.buffer) == bytes(expected.buffer)
+    assert torch.equal(decoded, decode(expected))
+    assert torch.equal(empty, none)
 
 
 def round_trip(values: Array, code: CompressionType) -> npt.NDArray[np.float64]:

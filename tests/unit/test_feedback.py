@@ -80,3 +80,9 @@ def test_residuals_are_not_lost_where_they_are_added_to_half_precision(
         sent[200:] += decode(encode(inputs[0][200:], code)) if round_ % 3 else inputs[0][200:]
         put_in += tensor
     torch.testing.assert_close(sent + feedback.residuals[0], put_in, rtol=0, atol=1e-4)
+
+
+def test_the_residuals_are_on_the_cpu_whatever_device_torch_uses_by_default() -> None:
+    with torch.device("meta"):
+        feedback = Feedback(describe(["w"], [torch.empty(4)], part_size_bytes=1024))
+    assert feedback.inputs([torch.ones(4)])[0].tolist() == [1.0] * 4

@@ -159,3 +159,11 @@ def test_the_reducer_takes_who_delivered_and_forgets_the_part(rule: str) -> None
 
 def test_the_mean_stays_a_sum() -> None:
     assert type(reducer_for(Aggregation(), [1], {"a": 1.0})) is ShardReducer
+
+
+def test_torch_s_default_device_changes_nothing() -> None:
+    rows = tensors([[1.0, 5.0, 3.0], [2.0, 4.0, 9.0], [9.0, 0.0, 0.0]])
+    for rule in RULES:
+        expected = aggregate(parse_aggregation(rule), rows, [1.0, 2.0, 3.0])
+        with torch.device("meta"):
+            assert torch.equal(aggregate(parse_aggregation(rule), rows, [1.0, 2.0, 3.0]), expected)
