@@ -56,7 +56,7 @@ class SharedTensors:
             tensor.view(-1) if tensor.device.type == "cpu" and tensor.is_contiguous() else None
             for tensor in self.tensors
         ]
-        self._tied = _sharing_memory(self.tensors)
+        self._tied = sharing_memory(self.tensors)
         self.before_application_writes: Callable[[], object] = lambda: None
         self._lock: threading.Lock = under._lock if under else threading.Lock()
 
@@ -190,7 +190,7 @@ class SharedTensors:
                 )
 
 
-def _sharing_memory(tensors: Sequence[torch.Tensor]) -> frozenset[int]:
+def sharing_memory(tensors: Sequence[torch.Tensor]) -> frozenset[int]:
     """Which of them may share memory with another one, as tied weights do."""
     found: set[int] = set()
     extents = sorted((*_extent(tensor), index) for index, tensor in enumerate(tensors) if _is_dense(tensor))

@@ -8,6 +8,7 @@ import torch
 
 from averaging.errors import ConfigError
 from averaging.peer.topics import Topic
+from averaging.tensors import sharing_memory
 
 
 class Fragment:
@@ -33,6 +34,8 @@ class Fragment:
         self.number = number
         self.parameters, self.anchors, self.changes, self.buffers = parameters, anchors, changes, buffers
         self.topic, self.outer = topic, outer
+        tied = sharing_memory(list(parameters.values()))
+        self._tied = [name for place, name in enumerate(parameters) if place in tied]
 
     @torch.no_grad()
     def anchor(self) -> None:
@@ -54,12 +57,14 @@ class Fragment:
             anchor.grad = self.changes[name]
         self.outer.step()
         with torch.no_grad():
+            # Of parameters that share memory, before the first of them is written.
+            was = {name: self.parameters[name].clone() for name in self._tied} if alpha else {}
             for name, parameter in self.parameters.items():
                 self.anchors[name].grad = None
                 result = self.anchors[name].to(parameter.device, parameter.dtype)
                 if alpha:
                     # Where both are equal, so is the mixture, to the bit: what nobody trains has no pseudo-gradient.
-                    parameter.lerp_(result, 1 - alpha)
+                    parameter.copy_(was.get(name, parameter).lerp_(result, 1 - alpha))
                 else:
                     parameter.copy_(result)  # also over infinity and NaN, of which no mixture gets rid
             for buffer, average in self.buffers:

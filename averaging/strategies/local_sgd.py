@@ -14,6 +14,7 @@ from averaging.peer.topics import Adopt, Topic
 from averaging.state.snapshots import Extras
 from averaging.strategies.base import Strategy, count_in
 from averaging.strategies.turns import Turns
+from averaging.tensors import sharing_memory
 from averaging.training.training import Training
 
 
@@ -58,6 +59,7 @@ class LocalSGD(Strategy):
         self._sent: list[torch.Tensor] = []
         self._kinds: dict[str, list[int]] = {}  # places in _averaged of each kind of statistics and buffers
         self._before: dict[int, torch.Tensor] = {}  # what was sent of second moments, by their place in _averaged
+        self._tied: frozenset[int] = frozenset()  # places in _averaged of tensors that share memory
         self._pending: Future[Receipt] | None = None
         self._replaced = False  # the parameters have been loaded since the pending round began
 
@@ -130,6 +132,7 @@ class LocalSGD(Strategy):
             # Under the run's own key: those who do not overlap, and auxiliaries, average with those who do.
             buffers = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
             self._sent = list(buffers.values())
+            self._tied = sharing_memory(self._averaged)
             self._topic = training.topic("", buffers, adopt=Adopt.CHANGE, **options)
         else:
             # Training waits for the round, so nobody looks at the tensors while some are averaged and some are not.
@@ -156,11 +159,15 @@ class LocalSGD(Strategy):
         if not receipt.averaged or self._replaced:
             return
         with training.replacing(), torch.no_grad():
+            was = {place: self._averaged[place].clone() for place in self._tied}  # before the first of them is written
             for place, (tensor, change) in enumerate(zip(self._averaged, self._sent, strict=True)):
-                if place in self._before and bool((tensor >= 0).all()):
-                    _add_to_moment(tensor, change.to(tensor.device), self._before[place].to(tensor.device))
+                result = was.get(place, tensor)
+                if place in self._before and bool((result >= 0).all()):
+                    _add_to_moment(result, change.to(tensor.device), self._before[place].to(tensor.device))
                 else:
-                    tensor.add_(change.to(tensor.device))
+                    result.add_(change.to(tensor.device))
+                if place in was:
+                    tensor.copy_(result)
 
 
 def _moments(kinds: Mapping[str, Sequence[int]], sent: Sequence[torch.Tensor]) -> list[int]:

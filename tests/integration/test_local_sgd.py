@@ -56,6 +56,23 @@ def test_overlap_adds_the_change_when_it_arrives(start: Start) -> None:
     assert all(opt.last_receipt is not None and opt.last_receipt.averaged for opt in run.averagers)
 
 
+def test_overlap_adds_the_change_once_where_parameters_share_their_memory(start: Start) -> None:
+    run = start()
+    for value in (1.0, 3.0):
+        memory = torch.zeros(3)
+        model = torch.nn.ParameterList([torch.nn.Parameter(memory), torch.nn.Parameter(memory)])
+        run.add(LocalSGD(1, overlap=True), SGD, model, group_size=2)
+        memory.fill_(value)
+    run.meet()
+
+    def train(number: int) -> None:
+        run.averagers[number].step()  # without gradients
+        run.averagers[number].strategy.finish(run.averagers[number]._training)
+
+    run.each(train)
+    assert [parameter.tolist() for model in run.models for parameter in model.parameters()] == [[2.0] * 3] * 4
+
+
 def test_a_newcomer_gets_what_a_peer_has_learnt_alone(start: Start) -> None:
     run = start()
     run.add(LocalSGD(4), SGD)

@@ -28,3 +28,12 @@ def test_a_model_that_went_astray_meanwhile_is_back_at_the_result_where_nothing_
     parameter = torch.tensor([math.nan, math.inf])
     fragment(parameter, anchor=[4.0, 4.0], change=[2.0, -4.0]).step(0.0)
     assert parameter.tolist() == [3.0, 6.0]
+
+
+def test_parameters_that_share_their_memory_are_mixed_once() -> None:
+    memory = torch.tensor([4.0, 4.0])
+    anchors = {name: torch.nn.Parameter(memory.clone()) for name in "ab"}
+    changes = {name: torch.tensor([2.0, -4.0]) for name in "ab"}
+    outer = torch.optim.SGD(anchors.values(), lr=0.5)
+    Fragment(0, {"a": memory, "b": memory.view(2)}, anchors, changes, cast(Any, None), outer).step(0.25)
+    assert memory.tolist() == [3.25, 5.5]
