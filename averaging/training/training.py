@@ -64,7 +64,7 @@ class Training:
         self._warned = ""
         self._alone = False
         self._places = {name: tensor.data_ptr() for name, tensor in self.tensors.items()}
-        self._groups = [len(group["params"]) for group in optimizer.param_groups]
+        self._groups = self._trained()
         self._answers = Answers()
         self._running: EventLoopThread | None = None
         self._whole = self.topic("", self.tensors, commits=True)
@@ -130,7 +130,7 @@ class Training:
     # Steps
 
     def check_places(self) -> None:
-        """Whether what is averaged is still what is trained: nothing moved since the start, and nothing added.
+        """Whether what is averaged is still what is trained: nothing moved since the start, added or replaced.
 
         Raises:
             TensorError: it is not.
@@ -138,11 +138,15 @@ class Training:
         for name, tensor in self.tensors.items():
             if tensor.data_ptr() != self._places[name]:
                 raise TensorError(f"{name!r} has been moved in memory; move the model first, then make the averager")
-        if [len(group["params"]) for group in self.optimizer.param_groups] != self._groups:
+        if self._trained() != self._groups:
             raise TensorError(
                 "the inner optimizer has other parameters than when the averager was made, which is what is averaged; "
                 "add them before, or close this averager and make a new one"
             )
+
+    def _trained(self) -> list[list[int]]:
+        """The inner optimizer's parameters; those of the start live as long as this."""
+        return [[id(parameter) for parameter in group["params"]] for group in self.optimizer.param_groups]
 
     def evaluate(self, closure: Callable[[], float] | None) -> float | None:
         """Calls a closure, if there is one, with gradients on, as optimizers do."""

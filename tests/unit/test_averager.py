@@ -458,6 +458,16 @@ def test_a_parameter_that_the_inner_optimizer_was_given_later_is_the_next_steps_
         opt.step()
 
 
+def test_a_parameter_that_takes_another_one_s_place_is_the_next_step_s_error(make: Make) -> None:
+    model = linear()
+    opt = make(torch.optim.SGD(model.parameters(), lr=0.1))
+    train(model, opt, 1)
+    opt.load_state_dict(opt.state_dict())
+    opt.param_groups[0]["params"][1] = model.bias = torch.nn.Parameter(torch.ones(7))  # another head
+    with pytest.raises(TensorError, match="the inner optimizer has other parameters than when the averager was made"):
+        opt.step()
+
+
 def test_sparse_gradients_cannot_be_clipped_and_are_told_so(make: Make) -> None:
     model = torch.nn.Embedding(4, 3, sparse=True)
     opt = make(torch.optim.SGD(model.parameters(), lr=0.1), strategy=LocalSGD(9, max_norm=1.0))
