@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -120,6 +121,12 @@ class Strategy(ABC):
         if self.max_norm is not None:
             told.append(f"max_norm={self.max_norm:g}")
         return "".join(f", {option}" for option in told)
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it evaluates the model during its step, as LBFGS does, and so makes none without a closure."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
 
 
 def take_tensor(tensors: Mapping[str, torch.Tensor], name: str, like: torch.Tensor) -> torch.Tensor:

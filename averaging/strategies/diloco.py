@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from averaging.messages import CompressionType
 from averaging.observe.receipts import Receipt
 from averaging.peer.topics import Adopt
 from averaging.state.snapshots import Extras
-from averaging.strategies.base import count_in, take_tensor
+from averaging.strategies.base import count_in, needs_closure, take_tensor
 from averaging.strategies.fragment import Fragment, cut
 from averaging.strategies.history import History, Others
 from averaging.strategies.together import Together
@@ -125,6 +125,7 @@ class DiLoCo(Together):
                 error_feedback=self.error_feedback,
             )
             outer = self._make_outer(list(anchors.values()))
+            _check_outer(outer, anchors.values())
             copied = [(buffer, averages[name]) for name, buffer in buffers.items()]
             self._fragments.append(Fragment(number, parameters, anchors, changes, topic, outer, copied))
 
@@ -250,3 +251,19 @@ class DiLoCo(Together):
                     fragment.anchors[name].copy_(anchor)
         self.history, self._turns.steps, self._loaded = history, since, True
         self._discarded = False
+
+
+def _check_outer(outer: Any, given: Iterable[torch.nn.Parameter]) -> None:
+    """Whether it is an optimizer of just the parameters that were given: with the model's, nothing would be learnt.
+
+    Raises:
+        ConfigError: it is not, or steps only with a closure.
+    """
+    groups = getattr(outer, "param_groups", [])
+    if {id(parameter) for group in groups for parameter in group["params"]} != {id(parameter) for parameter in given}:
+        raise ConfigError(
+            "outer must make an optimizer of all the parameters that it is called with, which are not the model's own; "
+            f"it made {type(outer).__name__} of others: outer=lambda parameters: torch.optim.SGD(parameters, lr=0.7)"
+        )
+    if needs_closure(outer):
+        raise ConfigError(f"outer makes {type(outer).__name__}, which evaluates the model during its step; use another")

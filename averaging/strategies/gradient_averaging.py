@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -14,6 +13,7 @@ from averaging.messages import CompressionType
 from averaging.observe.receipts import Receipt
 from averaging.peer.topics import Adopt
 from averaging.state.snapshots import Extras
+from averaging.strategies.base import needs_closure
 from averaging.strategies.history import History, Others
 from averaging.strategies.together import Together
 from averaging.tensors import all_finite
@@ -80,8 +80,7 @@ class GradientAveraging(Together):
         Raises:
             ConfigError: the optimizer steps only with a closure, so the gradients are not there before its step.
         """
-        closure = inspect.signature(training.optimizer.step).parameters.get("closure")
-        if closure is not None and closure.default is closure.empty:
+        if needs_closure(training.optimizer):
             raise ConfigError(
                 f"{type(training.optimizer).__name__} evaluates the model during its step, so its gradients cannot be "
                 "gathered before; train with LocalSGD or DiLoCo"

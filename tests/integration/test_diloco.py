@@ -345,6 +345,16 @@ def test_what_cannot_work_is_told_at_once(arguments: dict[str, Any], told: str) 
         DiLoCo(**arguments)
 
 
+def test_an_outer_optimizer_of_other_parameters_is_refused(start: Start) -> None:
+    model = model_of(0)
+    makers: list[Any] = [lambda _: SGD(model.parameters()), lambda anchors: SGD(anchors[:1]), lambda _: None]
+    for outer in makers:
+        with pytest.raises(ConfigError, match="outer must make an optimizer of all the parameters that it is called w"):
+            start().add(DiLoCo(5, outer=outer), SGD, model)
+    with pytest.raises(ConfigError, match="LBFGS, which evaluates the model during its step"):
+        start().add(DiLoCo(5, outer=torch.optim.LBFGS), SGD, model)
+
+
 def test_more_fragments_than_tensors_are_refused(start: Start) -> None:
     with pytest.raises(ConfigError, match="4 tensors cannot be cut into 5 fragments"):
         start().add(DiLoCo(5, fragments=5), SGD)
