@@ -37,8 +37,8 @@ class State:
     user: Mapping[str, Any] = field(default_factory=dict)
 
 
-def check_state(averaged: Collection[str], tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None:
-    """Whether a state of the averaged tensors and further ones could be packed.
+def check_state(averaged: Collection[str], tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> bytes:
+    """Whether a state of the averaged tensors and further ones could be packed; returns the user dict as msgpack.
 
     Raises:
         StateError: a tensor of the name of an averaged one, or of a dtype or a layout that cannot travel, or a user
@@ -52,9 +52,10 @@ def check_state(averaged: Collection[str], tensors: Mapping[str, torch.Tensor], 
         if tensor.layout is not torch.strided or tensor.is_meta:
             raise StateError(f"state tensor {name!r} has no dense values; give one that has, such as its `to_dense()`")
     try:
-        msgpack.packb(dict(user))
+        packed: bytes = msgpack.packb(dict(user))
     except (TypeError, ValueError, OverflowError) as error:
         raise StateError(f"the state's user dict must be what msgpack can pack: {error}") from None
+    return packed
 
 
 @dataclass(frozen=True, slots=True)

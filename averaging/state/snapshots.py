@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgpack
 import torch
 
 from averaging.schema import Schema
@@ -57,6 +58,7 @@ class Snapshots:
         self.shared = shared
         self.version = 0
         self._committed_extras = NO_EXTRAS
+        self._committed_user = b""  # packed, since the application may go on writing to what is in its dict
         self._copy: State | None = None
         self._sealed: Snapshot | None = None
         self._accepted = 0  # bytes of the largest metadata that newcomers would take
@@ -79,7 +81,7 @@ class Snapshots:
         """
         if self.shared:
             extras = self._extras()
-            check_state(self._tensors.names, extras.tensors, extras.user)
+            self._committed_user = check_state(self._tensors.names, extras.tensors, extras.user)
             self._committed_extras = extras
             if not (
                 self._accepted or self._refused
@@ -103,8 +105,16 @@ class Snapshots:
     def _copy_once(self) -> State:
         if self._copy is None:
             copies = {name: _copied(tensor) for name, tensor in self._named().items()}
-            self._copy = State(self.version, copies, dict(self._committed_extras.user))
+            self._copy = State(self.version, copies, self._user_then())
         return self._copy
+
+    def _user_then(self) -> Mapping[str, Any]:
+        """The user dict as it was committed."""
+        try:
+            user: dict[str, Any] = msgpack.unpackb(self._committed_user, strict_map_key=False)
+        except (ValueError, TypeError):  # such as a key that is a tuple; newcomers refuse it
+            return dict(self._committed_extras.user)
+        return user
 
     def _named(self) -> dict[str, torch.Tensor]:
         own = zip(self._tensors.names, self._tensors.tensors, strict=True)

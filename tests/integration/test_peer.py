@@ -247,6 +247,24 @@ async def test_who_offers_what_newcomers_refuse_is_told_so_at_the_start(
 
 
 @pytest.mark.asyncio
+async def test_what_the_application_writes_to_its_dict_later_is_not_in_the_state() -> None:
+    user: dict[str, Any] = {"epoch": 1, "losses": [0.5]}
+    async with AsyncExitStack() as stack:
+        donor = await enter(stack, {"w": torch.zeros(1)}, extra_state=lambda: Extras({}, user))
+        newcomer = await enter(stack, {"w": torch.ones(1)}, join=[donor.endpoint])
+        await told(newcomer, donors_key("run"), donor.endpoint)
+        user["epoch"] = 2
+        with donor.tensors() as [tensor]:
+            tensor.fill_(7.0)
+            user["losses"].append(0.25)
+        state = await newcomer.download_state()
+        assert (state.tensors["w"].item(), state.user) == (0.0, {"epoch": 1, "losses": [0.5]})
+        await donor.commit()
+        state = await newcomer.download_state()
+        assert (state.tensors["w"].item(), state.user) == (7.0, {"epoch": 2, "losses": [0.5, 0.25]})
+
+
+@pytest.mark.asyncio
 async def test_who_comes_to_offer_what_newcomers_refuse_is_told_so_once(caplog: pytest.LogCaptureFixture) -> None:
     user: dict[str, Any] = {}
     async with AsyncExitStack() as stack:
