@@ -112,8 +112,7 @@ class GradientAveraging(Together):
         if self._is_worth_waiting(others):
             others = self._wait_for_the_rest(training)
         if others.ahead:
-            if self._catch_up(training, others):
-                self._forget_gradients()
+            self._catch_up(training, others)
         elif self._is_complete(others):
             self._tell(training)
             self._global_step(training, others.together)
@@ -197,8 +196,9 @@ class GradientAveraging(Together):
         return Extras({}, {"history": self.history.pack()})
 
     def load(self, tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None:
-        """Takes over a history."""
+        """Takes over a history; what has been gathered is of other parameters."""
         self.history = History.unpack(user.get("history"))
+        self._forget_gradients()
 
 
 def _check_gradient(name: str, gradient: torch.Tensor, allows_non_finite: bool) -> None:

@@ -56,6 +56,24 @@ def test_a_peer_alone_gathers_its_batch_and_says_that_it_is_alone(
     assert len([record for record in caplog.records if "alone" in record.getMessage()]) == 1
 
 
+def test_gradients_of_a_model_that_was_left_for_a_checkpoint_are_dropped(start: Start) -> None:
+    run = start()
+    opt = run.add(GradientAveraging(16), SGD)
+    before = run.parameters()
+    checkpoint = opt.state_dict()
+    for parameter in run.models[0].parameters():
+        parameter.grad = torch.full_like(parameter, 1e6)  # the loss has gone through the roof
+    opt.step(batch_size=8)
+    opt.load_state_dict(checkpoint)
+    assert opt.status.samples == 0
+    for parameter in run.models[0].parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    for _ in range(2):
+        opt.step(batch_size=8)
+    assert opt.global_step == 1
+    assert equal(run.parameters()[0], before[0])
+
+
 def test_a_newcomer_goes_on_from_the_global_step_of_the_run(start: Start) -> None:
     run = start()
     adam = partial(torch.optim.AdamW, lr=0.01)
