@@ -110,20 +110,21 @@ class TrainingState:
         """Loads the inner optimizer's state dict and what was `saved`. The caller holds the tensors' lock.
 
         Raises:
-            ConfigError: it is of another strategy; the inner optimizer is as it was.
+            ConfigError: it is of another strategy or scheduler; the inner optimizer is as it was.
         """
         strategy, schedule = saved.get("strategy"), saved.get("scheduler")
         optimizer = self._training.optimizer
         with restored_on_error(optimizer):
             optimizer.load_state_dict(inner)
-            if isinstance(strategy, dict):
-                try:
+            try:
+                if isinstance(strategy, dict):
                     self._check_kind(strategy.get("user", {}))
+                if self._scheduler is not None and isinstance(schedule, dict):
+                    _load_scheduler(self._scheduler, schedule)
+                if isinstance(strategy, dict):
                     self._strategy.load(strategy.get("tensors", {}), strategy.get("user", {}))
-                except StateError as error:
-                    raise ConfigError(f"the state dict is not of {self._strategy!r}: {error}") from error
-            if self._scheduler is not None and isinstance(schedule, dict):
-                self._scheduler.load_state_dict(schedule)
+            except StateError as error:
+                raise ConfigError(f"the state dict is not of {self._strategy!r}: {error}") from error
             self._training.local_step = saved["local_step"]
 
     @property
@@ -135,3 +136,14 @@ class TrainingState:
         kind, ours = strategy.get("kind"), type(self._strategy).__name__
         if kind not in (None, ours):
             raise StateError(f"its strategy is {str(kind)[:100]}, here it is {ours}; use the same one")
+
+
+def _load_scheduler(scheduler: LRScheduler, saved: dict[str, Any]) -> None:
+    kind = type(scheduler).__name__
+    try:
+        scheduler.load_state_dict(saved)
+    except Exception as error:  # whatever it stumbles over in the state of another kind
+        raise ConfigError(
+            f"the state dict has the state of another scheduler than {kind} ({type(error).__name__}: {error}); use the "
+            "same one, or drop it: del state_dict['averaging']['scheduler']"
+        ) from error

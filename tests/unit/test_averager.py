@@ -10,6 +10,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -260,6 +261,31 @@ def test_its_repr_says_all_there_is_to_know(make: Make) -> None:
 
 
 # Checkpoints
+
+
+def test_a_checkpoint_of_another_scheduler_changes_nothing_and_is_told_so(make: Make) -> None:
+    model = linear()
+    opt = make(
+        torch.optim.SGD(model.parameters(), lr=0.5),
+        strategy=DiLoCo(1),
+        scheduler=partial(torch.optim.lr_scheduler.StepLR, step_size=2),
+    )
+    train(model, opt, 3)
+    saved = opt.state_dict()
+    fresh = linear()
+    again = make(
+        torch.optim.SGD(fresh.parameters(), lr=0.25),
+        strategy=DiLoCo(1),
+        scheduler=partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 1.0),
+    )
+    with pytest.raises(
+        ConfigError, match=r"another scheduler than LambdaLR \(KeyError: 'lr_lambdas'\); use the same one"
+    ):
+        again.load_state_dict(saved)
+    assert (again.local_step, again.global_step, again.param_groups[0]["lr"]) == (0, 0, 0.25)
+    del saved["averaging"]["scheduler"]  # as the error says
+    again.load_state_dict(saved)
+    assert (again.local_step, again.global_step, again.scheduler and again.scheduler.last_epoch) == (3, 3, 3)
 
 
 def test_a_checkpoint_brings_back_state_and_counter(make: Make) -> None:
