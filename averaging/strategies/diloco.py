@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from averaging.strategies.history import History, Others
 from averaging.strategies.together import Together
 from averaging.strategies.turns import Turns, whole
 from averaging.training.arithmetic import clip, full_precision
-from averaging.training.optimizer_state import load_optimizer, pack_optimizer
+from averaging.training.optimizer_state import load_optimizer, pack_optimizer, restored_on_error
 from averaging.training.training import Training
 from averaging.values import is_finite
 
@@ -243,8 +244,10 @@ class DiLoCo(Together):
             {name: take_tensor(tensors, f"anchor/{name}", anchor) for name, anchor in fragment.anchors.items()}
             for fragment in self._fragments
         ]
-        for fragment, packed in zip(self._fragments, outer, strict=True):
-            load_optimizer(fragment.outer, tensors, packed, f"outer{fragment.number}")
+        with ExitStack() as all_or_none:
+            for fragment, packed in zip(self._fragments, outer, strict=True):
+                all_or_none.enter_context(restored_on_error(fragment.outer))
+                load_optimizer(fragment.outer, tensors, packed, f"outer{fragment.number}")
         with torch.no_grad():
             for fragment, anchors in zip(self._fragments, found, strict=True):
                 for name, anchor in anchors.items():

@@ -263,6 +263,19 @@ def test_its_repr_says_all_there_is_to_know(make: Make) -> None:
 # Checkpoints
 
 
+def test_a_checkpoint_whose_last_outer_state_is_unreadable_changes_none(make: Make) -> None:
+    model, strategy = linear(), DiLoCo(2, fragments=2)
+    opt = make(torch.optim.SGD(model.parameters(), lr=0.5), strategy=strategy)
+    fresh = opt.state_dict()
+    train(model, opt, 4)
+    before = [fragment.outer.state_dict()["state"][0]["momentum_buffer"].clone() for fragment in strategy._fragments]
+    fresh["averaging"]["strategy"]["user"]["outer"][1]["class"] = "Adam"
+    with pytest.raises(ConfigError, match="its optimizer is Adam, here it is SGD"):
+        opt.load_state_dict(fresh)
+    after = [fragment.outer.state_dict()["state"][0]["momentum_buffer"] for fragment in strategy._fragments]
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
 def test_a_checkpoint_of_another_scheduler_changes_nothing_and_is_told_so(make: Make) -> None:
     model = linear()
     opt = make(
