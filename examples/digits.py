@@ -36,7 +36,6 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from averaging import DecentralizedAverager, GradientAveraging
-from averaging.cli.whole import replacing
 from averaging.group import Mode
 from examples.command_line import in_order, parse, parser_of, positive, security_arguments, security_of
 
@@ -120,11 +119,13 @@ def train(options: argparse.Namespace) -> None:
 
 
 def save(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """Writes the file whole or not at all: a full disk spoils nothing that was there."""
+    """Writes beside `path` and moves the file there when it is whole: a full disk spoils nothing that was there."""
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with replacing(path) as temporary:
-            save_file(tensors, temporary, metadata)
+        save_file(tensors, temporary, metadata)
+        temporary.replace(path)
     except (OSError, SafetensorError) as error:
+        temporary.unlink(missing_ok=True)
         sys.exit(f"{path} could not be written: {error}. Make room there, or give --save another place")
 
 

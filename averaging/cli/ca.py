@@ -237,3 +237,5 @@ def _replace(contents: Mapping[Path, tuple[bytes, int]]) -> None:
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
             with os.fdopen(descriptor, "wb") as file:
                 file.write(content)
+                file.flush()
+                os.fsync(descriptor)  # before any is moved

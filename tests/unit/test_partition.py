@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.allreduce.partition import Part, partition, shares
+from averaging.allreduce.partition import Part, packed_size, packed_sizes, partition, shares
 from averaging.errors import ConfigError, RoundError
 from averaging.group import Member, Mode
 from averaging.messages import CompressionType
@@ -170,6 +170,14 @@ def test_part_size_counts_bytes_on_the_wire() -> None:
     assert lengths(partition(schema((10,), part_size=16, code=CompressionType.UNIFORM_8BIT), [1.0])) == [[10]]
     mixed = Schema((TensorSpec("a", "float64", (4,)), TensorSpec("b", "bfloat16", (9,))), 16)
     assert lengths(partition(mixed, [1.0])) == [[2, 2, 8, 1]]
+
+
+@pytest.mark.parametrize(("code", "each"), [(CompressionType.NONE, 4), (CompressionType.BLOCKWISE_INT8, 1)])
+def test_sizes_on_the_wire(code: CompressionType, each: int) -> None:
+    both = schema((6, 2), (3,), part_size=5 * each, code=code)
+    (parts,) = partition(both, [1.0])
+    assert packed_sizes(both, parts) == [5 * each, 5 * each, 2 * each, 3 * each]
+    assert packed_size(both) == 15 * each
 
 
 def test_first_wins_a_tie() -> None:

@@ -154,6 +154,18 @@ def begin(**changes: object) -> MessageFromLeader:
     return replace(message, **changes)  # type: ignore[arg-type]
 
 
+def test_every_order_of_a_group_comes_up() -> None:
+    gathered = {name: name.encode() for name in ("me:1", *FULL)}
+    orders, ids = set(), set()
+    for seed in range(100):
+        message = rules.assemble(searching(followers=FULL), gathered, random.Random(seed))
+        orders.add(message.ordered_group_endpoints)
+        ids.add(message.group_id)
+        assert message.gathered == tuple(gathered[name] for name in message.ordered_group_endpoints)
+    assert len(orders) == 6  # who reduces which part follows from it
+    assert len(ids) == 100
+
+
 def test_a_sound_announcement_is_read() -> None:
     group = rules.read_group(begin(), "me:1", "l:1")
     assert group.endpoints == ("l:1", "me:1")
