@@ -50,7 +50,7 @@ BAD_FILES = {
     "missing": (lambda _: None, "does not exist", "safetensors.torch.save_file"),
     "directory": (Path.mkdir, "is not a file", "safetensors.torch.save_file"),
     "fifo": (os.mkfifo, "is not a file", "safetensors.torch.save_file"),
-    "nothing": (write_nothing, "header too small", "copy it again"),
+    "nothing": (write_nothing, "deserializing header", "copy it again"),
     "text": (write_text, "cannot be read as a safetensors file", "copy it again"),
     "truncated": (write_truncated, "cannot be read as a safetensors file", "copy it again"),
     "trailing": (write_trailing, "cannot be read as a safetensors file", "copy it again"),
