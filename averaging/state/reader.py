@@ -276,12 +276,3 @@ class StateReader:
                 else torch.empty(0, dtype=tensor.dtype, device="cpu")
             )
             self._done.append(flat.reshape(tensor.shape))
-
-
-def refusal(metadata: bytes, schema: Schema) -> str:
-    """Why a downloader with this schema refuses a state with that metadata; empty if it does not."""
-    try:
-        StateReader(schema).feed(DownloadData(metadata))
-    except StateError as error:
-        return str(error)
-    return ""

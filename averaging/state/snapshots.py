@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,12 +11,10 @@ import msgpack
 import torch
 
 from averaging.schema import Schema
+from averaging.state.acceptance import Acceptance
 from averaging.state.manifest import Described, Manifest
 from averaging.state.packing import Snapshot, State, check_state, seal
-from averaging.state.reader import refusal
 from averaging.tensors import SharedTensors
-
-logger = logging.getLogger("averaging.state")
 
 DIGEST = bytes(32)
 """In place of one that was not computed yet."""
@@ -53,7 +50,7 @@ class Snapshots:
     def __init__(
         self, tensors: SharedTensors, extras: Callable[[], Extras] | None, schema: Schema, *, shared: bool
     ) -> None:
-        self._tensors, self._schema = tensors, schema
+        self._tensors = tensors
         self._extras = extras or (lambda: NO_EXTRAS)
         self.shared = shared
         self.version = 0
@@ -61,8 +58,7 @@ class Snapshots:
         self._committed_user = b""  # packed, since the application may go on writing to what is in its dict
         self._copy: State | None = None
         self._sealed: Snapshot | None = None
-        self._accepted = 0  # bytes of the largest metadata that newcomers would take
-        self._refused = False
+        self._acceptance = Acceptance(schema)
         if shared:
             tensors.before_application_writes = self._copy_once
 
@@ -83,11 +79,9 @@ class Snapshots:
             extras = self._extras()
             self._committed_user = check_state(self._tensors.names, extras.tensors, extras.user)
             self._committed_extras = extras
-            if not (
-                self._accepted or self._refused
-            ):  # the first one; later ones are looked at when somebody asks for them
+            if not self._acceptance.tried:  # later ones when somebody asks for them
                 described = tuple(Described(n, t.dtype, tuple(t.shape), DIGEST) for n, t in self._named().items())
-                self._tell_if_refused(Manifest(version, described, extras.user))
+                self._acceptance.check(Manifest(version, described, extras.user))
         self._copy = self._sealed = None
         self.version = max(version, self.version)
 
@@ -122,21 +116,8 @@ class Snapshots:
 
     def _seal(self, state: State) -> Snapshot:
         sealed = seal(state)
-        self._tell_if_refused(Manifest(state.version, sealed.tensors, state.user))
+        self._acceptance.check(Manifest(state.version, sealed.tensors, state.user))
         return sealed
-
-    def _tell_if_refused(self, manifest: Manifest) -> None:
-        """Warns, once, of a state that every newcomer would refuse; only those would know."""
-        metadata = manifest.pack()
-        if self._refused or len(metadata) <= self._accepted:
-            return
-        if reason := refusal(metadata, self._schema):
-            self._refused = True
-            logger.warning(
-                "newcomers refuse the state that this peer offers: %s; change what is added to its tensors", reason
-            )
-        else:
-            self._accepted = len(metadata)
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
