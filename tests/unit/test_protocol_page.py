@@ -21,7 +21,7 @@ from averaging.discovery.identity import Ed25519Identity
 from averaging.discovery.records import Limits, entry_hash, record_id
 from averaging.discovery.spread import peer_hash
 from averaging.discovery.table import RecordTable
-from averaging.group import Member
+from averaging.group import Member, Mode
 from averaging.messages import CompressionType, Record
 from averaging.schema import ReplyForm, Schema, TensorSpec
 
@@ -67,9 +67,12 @@ def test_the_schema_hashes_of_the_page(reply: ReplyForm, aggregation: Aggregatio
 
 
 def total(numbers: list[float]) -> float:
-    """As the page says `numpy.sum` adds up to 128 of them."""
+    """As the page says `numpy.sum` adds them."""
     if len(numbers) < 8:
         return in_order(numbers)
+    if len(numbers) > 128:
+        half = len(numbers) // 2 // 8 * 8
+        return total(numbers[:half]) + total(numbers[half:])
     whole = len(numbers) - len(numbers) % 8
     runs = [in_order(numbers[first:whole:8]) for first in range(8)]
     halves = [(runs[0] + runs[1]) + (runs[2] + runs[3]), (runs[4] + runs[5]) + (runs[6] + runs[7])]
@@ -81,42 +84,62 @@ def in_order(numbers: list[float]) -> float:
     return functools.reduce(operator.add, numbers)
 
 
-def owners(told: list[float], lengths: list[int]) -> list[int]:
+def owners(told: list[float], clients: set[int], lengths: list[int]) -> list[int]:
     """Who reduces each part, all members telling a bandwidth, as the page says."""
     free, fastest, time = len(told) - 2, 0.0, float("inf")
-    for count, bandwidth in enumerate(sorted(told, reverse=True), start=1):
+    reducing = [bandwidth for index, bandwidth in enumerate(told) if index not in clients]
+    for count, bandwidth in enumerate(sorted(reducing, reverse=True), start=1):
         if time * bandwidth <= 1:
             break
         fastest += bandwidth
         time = (free + count) / fastest
-    by_member = [max(0.0, (time * bandwidth - 1) / free) for bandwidth in told]
+    by_member = [
+        0.0 if index in clients else max(0.0, (time * bandwidth - 1) / free) for index, bandwidth in enumerate(told)
+    ]
     whole, ends, at = total(by_member), [], 0.0
     for share in by_member:
         at += share
         ends.append(int(at / whole * sum(lengths)))
     ends[-1] = sum(lengths)
+    starts, able = [0, *ends[:-1]], [index for index, share in enumerate(by_member) if share]
     result, begin = [], 0
     for length in lengths:
-        overlaps = [
-            min(begin + length, end) - max(begin, start) for start, end in zip([0, *ends[:-1]], ends, strict=True)
-        ]
-        result.append(overlaps.index(max(overlaps)))
+        overlaps = {index: min(begin + length, ends[index]) - max(begin, starts[index]) for index in able}
+        most = max(overlaps.values())
+        result.append(next(index for index in able if overlaps[index] == most) if most > 0 else able[-1])
         begin += length
     return result
 
 
-@pytest.mark.parametrize("members", [3, 7, 8, 11, 16, 40])
+@pytest.mark.parametrize("members", [3, 7, 8, 11, 16, 40, 129, 300])
 def test_the_shares_of_the_page(members: int) -> None:
     """Many have the same share, and parts are few: one bit more or less gives one of them to somebody else."""
     rng = random.Random(members)
     for _ in range(200):
         told = [rng.choice([12.5e6, 12.5e6, 12.5e6, 1e6]) for _ in range(members)]
         size = rng.randint(1, members) * rng.randint(1, 3000)
-        lengths = [size] * rng.randint(1, 4)
-        schema = Schema(tuple(TensorSpec("", "float32", (length,)) for length in lengths), 4 * size)
-        group = [Member(f"192.0.2.1:{port}", bandwidth=bandwidth) for port, bandwidth in enumerate(told, start=1)]
-        found = {part.tensor: index for index, one in enumerate(partition(schema, shares(group))) for part in one}
-        assert [found[number] for number in range(len(lengths))] == owners(told, lengths)
+        check_owners(told, set(), [size] * rng.randint(1, 4))
+
+
+@pytest.mark.parametrize("members", [8, 11, 16, 40])
+def test_whose_share_is_nothing_reduces_nothing(members: int) -> None:
+    """Nor the last element, which is before the total by rounding alone."""
+    rng = random.Random(members)
+    for _ in range(200):
+        told = [rng.choice([12.5e6, 125e6, 1e6]) for _ in range(members)]
+        clients = {index for index in range(1, members) if rng.random() < 0.3}
+        check_owners(told, clients, [rng.randint(1, 50), 1])
+
+
+def check_owners(told: list[float], clients: set[int], lengths: list[int]) -> None:
+    """The page and `partition` give each tensor, which is one part, to the same member."""
+    schema = Schema(tuple(TensorSpec("", "float32", (length,)) for length in lengths), 4 * max(lengths))
+    group = [
+        Member(f"192.0.2.1:{index + 1}", bandwidth=bandwidth, mode=Mode.CLIENT if index in clients else Mode.NODE)
+        for index, bandwidth in enumerate(told)
+    ]
+    found = {part.tensor: index for index, one in enumerate(partition(schema, shares(group))) for part in one}
+    assert [found[number] for number in range(len(lengths))] == owners(told, clients, lengths)
 
 
 def test_shares_where_nobody_who_reduces_has_any_bandwidth() -> None:
