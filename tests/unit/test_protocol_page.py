@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import random
 import re
-from hashlib import sha256
+from hashlib import sha256, sha512
 from pathlib import Path
 
 import numpy as np
@@ -21,14 +22,14 @@ from averaging.discovery.identity import Ed25519Identity
 from averaging.discovery.records import Limits, entry_hash, record_id
 from averaging.discovery.spread import peer_hash
 from averaging.discovery.table import RecordTable
-from averaging.group import Member, Mode
+from averaging.group import Group, Member, Mode, next_group_bits
 from averaging.messages import CompressionType, Record
 from averaging.schema import ReplyForm, Schema, TensorSpec
 
 PAGE = (Path(averaging.__file__).parents[1] / "docs" / "protocol.md").read_text()
 
 EXAMPLE = dict(re.findall(r"^([a-z_ ]+?) +(?:0x)?([0-9a-f]{16,})\b", PAGE, re.MULTILINE))
-"""Of the records, by name."""
+"""Of records, and of a group's id, by name."""
 
 SCHEMAS = re.findall(r"^(1\|\S+)\n([0-9a-f]{64})$", PAGE, re.MULTILINE)
 """Texts and their hashes."""
@@ -42,14 +43,15 @@ def test_the_record_of_the_page() -> None:
     number = record_id(*place, identity.owner)
     table = RecordTable(Limits(), lambda _: True)
     assert table.merge(record, now=1_700_000_000.0).news
-    assert {
+    found = {
         "private key": EXAMPLE["private key"],
         "owner": identity.owner.hex(),
         "signature": identity.sign("demo", record).hex(),
         "id": f"{number:016x}",
         "state_hash": f"{entry_hash(number, version):016x}",
         "place": f"{peer_hash(record.subkey):016x}",
-    } == EXAMPLE
+    }
+    assert found == {name: EXAMPLE[name] for name in found}
     assert table.state_hash == entry_hash(number, version)
 
 
@@ -64,6 +66,56 @@ def test_the_schema_hashes_of_the_page(reply: ReplyForm, aggregation: Aggregatio
     assert len(SCHEMAS) == 2
     assert all(sha256(text.encode()).hexdigest() == told for text, told in SCHEMAS)
     assert schema.hash.hex() in {told for _, told in SCHEMAS}
+
+
+def draw(words: random.Random, below: int) -> int:
+    """A number below that, as the page says."""
+    digits = below.bit_length()
+    while (number := words.getrandbits(32) >> (32 - digits)) >= below:
+        pass
+    return number
+
+
+def sample(group_id: bytes, target: int, members: int) -> list[int]:
+    """The places of the members, as the page says. Python seeds the twister with a number's words, the lowest first."""
+    words = random.Random(int.from_bytes(group_id + sha512(group_id).digest(), "big"))
+    found: list[int] = []
+    if target > 21 + (4 ** math.ceil(math.log(3 * members, 4)) if members > 5 else 0):
+        while len(found) < members:
+            if (number := draw(words, target)) not in found:
+                found.append(number)
+        return found
+    left = list(range(target))
+    for index in range(members):
+        place = draw(words, target - index)
+        found.append(left[place])
+        left[place] = left[target - index - 1]
+    return found
+
+
+def test_the_places_of_the_page() -> None:
+    told = dict(re.findall(r"^(words|\d+ of \d+) +([0-9 ]+)$", PAGE, re.MULTILINE))
+    group_id = bytes.fromhex(EXAMPLE["group_id"])
+    words = random.Random(group_id)
+    assert told.pop("words") == " ".join(str(words.getrandbits(32)) for _ in range(4))
+    assert len(told) == 3
+    for what, places in told.items():
+        members, target = map(int, what.split(" of "))
+        assert places == " ".join(map(str, sample(group_id, target, members)))
+    rng = random.Random(1)
+    for _ in range(300):
+        group_id, target = rng.randbytes(20), rng.choice([2, 3, 4, 7, 16, 21, 22, 85, 86, 300])
+        members = rng.randint(1, min(target, 40))
+        assert sample(group_id, target, members) == random.Random(group_id).sample(range(target), members)
+
+
+def test_the_next_bits_of_the_page() -> None:
+    found = re.search(
+        r"^next bits +(\d+), of member i = (\d) of (\d) with d = (\d) and the bits (\d+)$", PAGE, re.MULTILINE
+    )
+    assert found is not None
+    group = Group(bytes.fromhex(EXAMPLE["group_id"]), tuple(Member(f"192.0.2.{n}:1") for n in range(int(found[3]))))
+    assert next_group_bits(found[5], group, int(found[2]), int(found[4])) == found[1]
 
 
 def total(numbers: list[float]) -> float:
