@@ -10,6 +10,7 @@ import re
 from hashlib import sha256, sha512
 from pathlib import Path
 
+import msgpack
 import numpy as np
 import pytest
 import torch
@@ -25,6 +26,9 @@ from averaging.discovery.table import RecordTable
 from averaging.group import Group, Member, Mode, next_group_bits
 from averaging.messages import CompressionType, Record
 from averaging.schema import ReplyForm, Schema, TensorSpec
+from averaging.state.manifest import read_manifest, resume_at
+from averaging.state.packing import State, pack, seal
+from averaging.transport.grpc.headers import read_resume
 
 PAGE = (Path(averaging.__file__).parents[1] / "docs" / "protocol.md").read_text()
 
@@ -196,6 +200,24 @@ def check_owners(told: list[float], clients: set[int], lengths: list[int]) -> No
 
 def test_shares_where_nobody_who_reduces_has_any_bandwidth() -> None:
     assert shares([Member("192.0.2.1:1"), Member("192.0.2.1:2", bandwidth=0.0), Member("192.0.2.1:3")]) == [1.0] * 3
+
+
+@pytest.mark.parametrize(("offset", "count"), [(10, 1), (24, 2), (26, 3)])
+def test_the_headers_of_the_page_that_resume_a_download(offset: int, count: int) -> None:
+    shapes = {"weight": ("float32", [2, 3]), "none": ("int64", [0]), "bias": ("bfloat16", [4])}
+    tensors = {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in shapes.items()}
+    told = [[name, *what, sha256(bytes(tensors[name].nbytes)).digest()] for name, what in shapes.items()]
+    header = f"{offset} {sha256(msgpack.packb(told[:count])).hexdigest()}"
+    assert f"\naveraging-resume: {header}\n" in PAGE
+    snapshot = seal(State(7, tensors))
+    first, *_ = pack(snapshot, read_resume([("averaging-resume", header)]))
+    assert read_manifest(first.metadata, 100).skipped == offset
+    rest = [
+        tensor for message in pack(snapshot, resume_at(snapshot.tensors, offset)) if (tensor := message.tensor_part)
+    ]
+    assert [len(tensor.buffer) for tensor in rest] == ([14, 0, 8] if offset == 10 else [8] if offset == 24 else [6])
+    other = pack(snapshot, read_resume([("averaging-resume", header.upper())]))
+    assert read_manifest(next(other).metadata, 100).skipped == 0
 
 
 def test_the_arithmetic_of_decoders_on_the_page() -> None:
