@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import averaging
-from averaging.aggregation import MEAN, Aggregation, Kind
+from averaging.aggregation import MEAN, Aggregation, Kind, parse_aggregation
 from averaging.allreduce.partition import partition, shares
 from averaging.compression import decode, encode
 from averaging.discovery.identity import Ed25519Identity
@@ -70,6 +70,14 @@ def test_the_schema_hashes_of_the_page(reply: ReplyForm, aggregation: Aggregatio
     assert len(SCHEMAS) == 2
     assert all(sha256(text.encode()).hexdigest() == told for text, told in SCHEMAS)
     assert schema.hash.hex() in {told for _, told in SCHEMAS}
+
+
+def test_the_rules_of_the_page_in_a_schema_s_text() -> None:
+    told = re.findall(r"`(median|(?:trimmed|clip):[0-9][^`]*)`", PAGE)
+    assert len(told) >= 7
+    assert [str(parse_aggregation(rule)) for rule in told] == told
+    spellings = ("10.0", "1e-4", "0.00001", "10000000000000000")
+    assert {str(parse_aggregation(f"clip:{tau}")) for tau in spellings} < set(told)
 
 
 def draw(words: random.Random, below: int) -> int:
