@@ -35,10 +35,11 @@ def parse_address(address: str) -> tuple[str, int]:
     """
     host, colon, port = address.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
-    plain = bool(host) and not set(host) & set(" :/[]@")
+    name = host[1:-1] if bracketed else host
+    sound = bool(name) and not set(name) & set(" /[]@" if bracketed else " :/[]@")
     # isdecimal alone would take digits of other scripts
     numbered = port.isascii() and port.isdecimal() and len(port) <= 5 and int(port) <= 65535
-    if not colon or not (bracketed or plain) or not numbered or not host.isprintable():
+    if not colon or not sound or not numbered or not host.isprintable():
         raise ConfigError(
             f"{address!r} is not an address; give HOST:PORT, for example 192.0.2.7:4222 or [2001:db8::7]:4222"
         )

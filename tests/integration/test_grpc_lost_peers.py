@@ -326,6 +326,12 @@ def test_a_name_is_a_host_and_a_port_and_no_other_kind_of_target(endpoint: str, 
     assert target(endpoint) == scheme
 
 
+@pytest.mark.parametrize("endpoint", ["[[::1]]:80", "[[169.254.169.254]]:80", "[]127.0.0.1[]:80"])
+def test_brackets_hide_no_address_from_the_rule_of_whom_to_dial(endpoint: str) -> None:
+    with pytest.raises(ProtocolViolationError, match="not the address of a peer"):
+        target(endpoint)
+
+
 @pytest.mark.asyncio
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "[nonsense]", "%2e%2f", "unix", "127.0.0.1.", "1.2"])
 async def test_a_strange_host_is_unreachable(host: str) -> None:

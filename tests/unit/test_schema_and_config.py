@@ -178,7 +178,8 @@ def test_addresses(address: str, parsed: tuple[str, int]) -> None:
 
 @pytest.mark.parametrize(
     "address", ["", ":", "h", "h:", ":1", "h:x", "h:-1", "::1:5", "h:1:2", "http://h:1", "h:٣", "u@h:1", "\x00:1",
-                "h\n:1", "[\x1b[2J]:1", "h:" + "9" * 5000]
+                "h\n:1", "[\x1b[2J]:1", "h:" + "9" * 5000, "[]:1", "[[::1]]:1", "[[169.254.169.254]]:1",
+                "[]127.0.0.1[]:1"]
 )  # fmt: skip
 def test_malformed_addresses(address: str) -> None:
     with pytest.raises(ConfigError, match="HOST:PORT"):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import ipaddress
 import socket
 
-from averaging.addresses import is_loopback, parse_address
+from averaging.addresses import is_loopback, parse_address, parse_ip
 from averaging.errors import ConfigError, ListenError
 
 _REMEDIES = {
@@ -61,10 +60,8 @@ async def check_listen(address: str, advertise: str | None, *, exposed: bool = T
 
 
 def _is_wildcard(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_unspecified
-    except ValueError:
-        return False
+    address = parse_ip(host)
+    return address is not None and address.is_unspecified
 
 
 def _try_to_bind(family: int, where: tuple[object, ...]) -> OSError | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from urllib.parse import quote
 
 import grpc
 
-from averaging.addresses import is_endpoint, parse_address
+from averaging.addresses import is_endpoint, parse_address, parse_ip
 from averaging.errors import ClosedError, PeerUnreachableError, ProtocolViolationError
 from averaging.group import CLIENT_PREFIX
 from averaging.security.credentials import Credentials
@@ -151,9 +150,7 @@ def target(endpoint: str) -> str:
     if not is_endpoint(endpoint):
         raise ProtocolViolationError(f"{endpoint!r} is not the address of a peer; it must be HOST:PORT")
     host, port = parse_address(endpoint)
-    try:
-        address = ipaddress.ip_address(host.strip("[]"))
-    except ValueError:
+    if (address := parse_ip(host)) is None:
         return f"dns:///{quote(host)}:{port}"
     # Other schemes than dns need no resolver.
     return f"ipv4:{address}:{port}" if address.version == 4 else f"ipv6:{quote(f'[{address}]:{port}')}"
