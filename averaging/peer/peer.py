@@ -15,14 +15,13 @@ from averaging.config import PeerConfig, PeerOptions
 from averaging.discovery.base import Discovery
 from averaging.errors import ClosedError, ConfigError
 from averaging.group import Mode, pack_gather
-from averaging.messages import CompressionType
 from averaging.observe.receipts import DropCode, Receipt
 from averaging.observe.status import PeerStatus
 from averaging.peer.one_average import OneAverage
 from averaging.peer.progress import RunProgress
 from averaging.peer.rounds import Overtaken
 from averaging.peer.running import DiscoveryFactory, Running, start
-from averaging.peer.topics import Adopt, Topic, make_topic
+from averaging.peer.topics import Topic, TopicOptions, make_topic
 from averaging.security.credentials import read_credentials
 from averaging.state.download import download
 from averaging.state.packing import State
@@ -78,7 +77,7 @@ class Peer:
     ) -> None:
         self.config = PeerConfig(run_id=run_id, **options)  # type: ignore[arg-type]  # it reads names
         self._tensors = SharedTensors(tensors)
-        self._own = make_topic(self.config, self._tensors)
+        self._own = make_topic(self.config, self._tensors, commits=True)
         self.schema = self._own.schema
         self._clock, self._rng = clock, rng or random.SystemRandom()
         self._credentials = read_credentials(self.config, clock)
@@ -243,28 +242,14 @@ class Peer:
         await self._tensors.while_locked(lambda: self._snapshots.commit(wanted), self.config.timeout)
         self._entered.donors.notice.changed()
 
-    def topic(
-        self,
-        name: str,
-        tensors: Mapping[str, torch.Tensor],
-        *,
-        adopt: Adopt | str = Adopt.AVERAGE,
-        commits: bool = False,
-        compression: CompressionType | str | None = None,
-        error_feedback: bool = False,
-        in_place: bool | None = None,
-    ) -> Topic:
+    def topic(self, name: str, tensors: Mapping[str, torch.Tensor], **options: Unpack[TopicOptions]) -> Topic:
         """Something else that can be averaged with this run's peers: gradients, a part of the model.
 
         Args:
             name: the same at all peers that average it together, and different for whatever else has the same shapes;
                 no dots. Empty only for tensors that are looked for under the run's own key, as the peer's own are.
             tensors: in the same order at all peers. They are written under the same lock as the peer's own.
-            adopt: what becomes of them when a result is in.
-            commits: whether a result is a new version of the downloadable state.
-            compression: how they are packed on the wire; as the peer's own if None.
-            error_feedback: whether what a lossy code loses is added to what is sent in the next round.
-            in_place: whether averages are written as they arrive, see `PeerConfig`; as the peer's own if None.
+            options: see `TopicOptions`.
 
         Raises:
             ConfigError: the name has a dot, or is too long; or there is no such `adopt` or `compression`.
@@ -272,17 +257,7 @@ class Peer:
         """
         if "." in name or len(name) > MAX_TOPIC:
             raise ConfigError(f"topic {name!r} must be without a dot and of at most {MAX_TOPIC} characters")
-        shared = SharedTensors(tensors, under=self._tensors)
-        return make_topic(
-            self.config,
-            shared,
-            name,
-            adopt=adopt,
-            commits=commits,
-            compression=compression,
-            error_feedback=error_feedback,
-            in_place=in_place,
-        )
+        return make_topic(self.config, SharedTensors(tensors, under=self._tensors), name, **options)
 
     async def average(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import TypedDict
 
 import torch
 
@@ -31,6 +32,24 @@ class Adopt(Enum):
     """They hold the average minus what they held: 0 in parts whose reducer was lost."""
 
 
+class TopicOptions(TypedDict, total=False):
+    """What may be said of a topic besides its name and its tensors.
+
+    Attributes:
+        adopt: what becomes of the tensors when a result is in; they hold the average if not given.
+        commits: whether a result is a new version of the downloadable state; not if not given.
+        compression: how they are packed on the wire; as the peer's own if None.
+        error_feedback: whether what a lossy code loses is added to what is sent in the next round.
+        in_place: whether averages are written as they arrive, see `PeerConfig`; as the peer's own if None.
+    """
+
+    adopt: Adopt | str
+    commits: bool
+    compression: CompressionType | str | None
+    error_feedback: bool
+    in_place: bool | None
+
+
 @dataclass(frozen=True, slots=True)
 class Topic:
     """Tensors that are averaged together.
@@ -46,10 +65,10 @@ class Topic:
 
     tensors: SharedTensors
     schema: Schema
-    adopt: Adopt = Adopt.AVERAGE
-    commits: bool = True
-    feedback: Feedback | None = None
-    in_place: bool = False
+    adopt: Adopt
+    commits: bool
+    feedback: Feedback | None
+    in_place: bool
 
     def sending_exactly(self, names: Collection[str]) -> Topic:
         """The same topic where the tensors of these names are not compressed. Nothing has been sent in it yet."""
@@ -96,12 +115,12 @@ def make_topic(
     name: str = "",
     *,
     adopt: Adopt | str = Adopt.AVERAGE,
-    commits: bool = True,
+    commits: bool = False,
     compression: CompressionType | str | None = None,
     error_feedback: bool = False,
     in_place: bool | None = None,
 ) -> Topic:
-    """The topic of these tensors at a peer with this configuration; see `Peer.topic`.
+    """The topic of these tensors at a peer with this configuration; see `Peer.topic` and `TopicOptions`.
 
     Raises:
         ConfigError: there is no such `adopt` or `compression`.

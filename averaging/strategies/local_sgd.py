@@ -10,7 +10,7 @@ import torch
 
 from averaging.messages import CompressionType
 from averaging.observe.receipts import Receipt
-from averaging.peer.topics import Adopt, Topic
+from averaging.peer.topics import Adopt, Topic, TopicOptions
 from averaging.state.snapshots import Extras
 from averaging.strategies.base import Strategy, count_in
 from averaging.strategies.turns import Turns
@@ -127,16 +127,18 @@ class LocalSGD(Strategy):
             if name not in training.parameters:
                 kind = name.rpartition(".")[2] if name in training.buffers else name.partition("/")[0]
                 self._kinds.setdefault(kind, []).append(place)
-        options: dict[str, Any] = {"compression": self.compression, "error_feedback": self.error_feedback}
+        options: TopicOptions = {"compression": self.compression, "error_feedback": self.error_feedback}
         if self.overlap:
             # Under the run's own key: those who do not overlap, and auxiliaries, average with those who do.
             buffers = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
             self._sent = list(buffers.values())
             self._tied = sharing_memory(self._averaged)
-            self._topic = training.topic("", buffers, adopt=Adopt.CHANGE, **options)
+            options["adopt"] = Adopt.CHANGE
+            self._topic = training.topic("", buffers, **options)
         else:
             # Training waits for the round, so nobody looks at the tensors while some are averaged and some are not.
-            self._topic = training.topic("", tensors, commits=True, in_place=True, **options)
+            options["commits"] = options["in_place"] = True
+            self._topic = training.topic("", tensors, **options)
         self._topic = self._topic.sending_exactly(tensors.keys() - training.tensors.keys())
         return self._topic
 

@@ -14,11 +14,10 @@ import torch
 from averaging.config import NonFinite
 from averaging.errors import StateError, TensorError
 from averaging.group import Mode
-from averaging.messages import CompressionType
 from averaging.observe.receipts import Receipt
 from averaging.peer.peer import Peer
 from averaging.peer.rounds import RoundOptions
-from averaging.peer.topics import Adopt, Topic
+from averaging.peer.topics import Topic, TopicOptions
 from averaging.state.packing import State
 from averaging.training.answers import Answers
 from averaging.training.arithmetic import clip
@@ -192,30 +191,12 @@ class Training:
 
     # Rounds
 
-    def topic(
-        self,
-        name: str,
-        tensors: Mapping[str, torch.Tensor],
-        *,
-        adopt: Adopt | str = Adopt.AVERAGE,
-        commits: bool = False,
-        compression: CompressionType | str | None = None,
-        error_feedback: bool = False,
-        in_place: bool | None = None,
-    ) -> Topic:
+    def topic(self, name: str, tensors: Mapping[str, torch.Tensor], **options: Unpack[TopicOptions]) -> Topic:
         """Something that can be averaged, see `Peer.topic`; what has the name of a buffer is never compressed.
 
         Running variances and constants of a model are not what codes with one scale for large and small are for.
         """
-        made = self._peer.topic(
-            name,
-            tensors,
-            adopt=adopt,
-            commits=commits,
-            compression=compression,
-            error_feedback=error_feedback,
-            in_place=in_place,
-        )
+        made = self._peer.topic(name, tensors, **options)
         exact = tensors.keys() & self.buffers.keys()
         return made.sending_exactly(exact) if exact else made
 
