@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
@@ -54,7 +54,8 @@ class _Attempt:
     """What is known of an attempt so far; times are of the running loop."""
 
     number: int
-    topic: str
+    topic: Topic
+    schema: Schema  # of the topic's phase
     started: float
     wall_clock: float  # when it was started, in seconds since the epoch
     group: Group | None = None
@@ -158,11 +159,11 @@ class Rounds:
             TensorError: NaN or infinity in a tensor, unless the peer allows them.
             Exception: what `overtaken` raised.
         """
-        loop, schema = asyncio.get_running_loop(), topic.at(phase)
         self._attempts += 1
-        attempt = _Attempt(self._attempts, schema.topic, loop.time(), self._clock())
+        started = asyncio.get_running_loop().time()
+        attempt = _Attempt(self._attempts, topic, topic.at(phase), started, self._clock())
         try:
-            receipt = await self._average(attempt, topic, schema, gathered, enough, patience, overtaken)
+            receipt = await self._average(attempt, gathered, enough, patience, overtaken)
         except asyncio.CancelledError:
             self._service.book.keep(self._receipt(attempt, Outcome.CANCELLED, "cancelled by this peer's application"))
             raise
@@ -173,16 +174,9 @@ class Rounds:
         return receipt
 
     async def _average(
-        self,
-        attempt: _Attempt,
-        topic: Topic,
-        schema: Schema,
-        gathered: bytes,
-        enough: int | None,
-        patience: float,
-        overtaken: Overtaken | None,
+        self, attempt: _Attempt, gathered: bytes, enough: int | None, patience: float, overtaken: Overtaken | None
     ) -> Receipt:
-        loop = asyncio.get_running_loop()
+        topic = attempt.topic
         if self._config.non_finite is NonFinite.REFUSE and self._config.mode is not Mode.AUXILIARY:
             attempt.enter("checking")
             try:
@@ -190,31 +184,18 @@ class Rounds:
             except RoundError as error:
                 return self._receipt(attempt, Outcome.FAILED, str(error))
         attempt.enter("looking")
-        matchmaking = self._service.matchmaking = self.matchmaking(schema, lasting=schema == topic.schema)
-        watching: asyncio.Task[None] | None = None
-        failures: list[Exception] = []
+        lasting = attempt.schema == topic.schema
+        matchmaking = self._service.matchmaking = self.matchmaking(attempt.schema, lasting=lasting)
+        finding = matchmaking.find_group(gathered, self._clock() + patience, enough)
         try:
-            async with asyncio.timeout(None) as limit:
-                if overtaken is not None:
-                    watching = asyncio.create_task(
-                        self._watch(overtaken, failures, lambda: limit.reschedule(loop.time()))
-                    )
-                group = attempt.group = await matchmaking.find_group(gathered, self._clock() + patience, enough)
+            group = await self._unless_overtaken(attempt, finding, overtaken)
         except (NoGroupError, SchemaMismatchError) as error:
             return self._receipt(attempt, Outcome.NO_GROUP, str(error))
-        except TimeoutError:
-            if not failures:
-                return self._receipt(attempt, Outcome.NO_GROUP, "the others have gone on without this peer")
-        finally:
-            if watching is not None:
-                watching.cancel()
-        if failures:
-            raise failures[0]
         # No await from here until the round is known: its members' parts may come at any moment.
         attempt.enter("preparing")
-        attempt.begun = loop.time()
+        attempt.begun = asyncio.get_running_loop().time()
         try:
-            this_round = attempt.round = self._service.round = self._new_round(attempt, topic, schema, group)
+            this_round = attempt.round = self._service.round = self._new_round(attempt, group)
         except AveragingError as error:
             return self._receipt(attempt, Outcome.FAILED, str(error))
         attempt.enter("allreduce")
@@ -224,7 +205,7 @@ class Rounds:
             matchmaking.move_on(group)
             reason = _why_failed(group, self._endpoint, result, topic.adopt)
             if not reason and self._config.mode is not Mode.AUXILIARY:
-                await topic.tensors.while_locked(lambda: self._adopt(attempt, topic, result), self._config.timeout)
+                await topic.tensors.while_locked(lambda: self._adopt(attempt, result), self._config.timeout)
         except RoundError as error:
             return self._receipt(attempt, Outcome.FAILED, str(error))
         finally:
@@ -233,6 +214,36 @@ class Rounds:
         outcome = Outcome.FAILED if reason else Outcome.AVERAGED
         self._service.rounds += outcome is Outcome.AVERAGED
         return self._receipt(attempt, outcome, reason)
+
+    async def _unless_overtaken(
+        self, attempt: _Attempt, finding: Coroutine[Any, Any, Group], overtaken: Overtaken | None
+    ) -> Group:
+        """The group that is being looked for.
+
+        Raises:
+            NoGroupError: there is none, or the others have gone on.
+            SchemaMismatchError: everybody else averages other tensors.
+            Exception: what `overtaken` raised.
+        """
+        loop = asyncio.get_running_loop()
+        watching: asyncio.Task[None] | None = None
+        failures: list[Exception] = []
+        try:
+            async with asyncio.timeout(None) as limit:
+                if overtaken is not None:
+                    watching = asyncio.create_task(
+                        self._watch(overtaken, failures, lambda: limit.reschedule(loop.time()))
+                    )
+                group = attempt.group = await finding
+        except TimeoutError:
+            if not failures:
+                raise NoGroupError("the others have gone on without this peer") from None
+        finally:
+            if watching is not None:
+                watching.cancel()
+        if failures:
+            raise failures[0]
+        return group
 
     async def _watch(self, overtaken: Overtaken, failures: list[Exception], give_up: Callable[[], None]) -> None:
         """Gives up when the others have gone on, or when asking for that fails, which is added to `failures`."""
@@ -246,14 +257,15 @@ class Rounds:
             failures.append(error)
             give_up()
 
-    def _new_round(self, attempt: _Attempt, topic: Topic, schema: Schema, group: Group) -> AllReduce:
+    def _new_round(self, attempt: _Attempt, group: Group) -> AllReduce:
+        topic = attempt.topic
         tensors = topic.tensors.flat()
         if topic.feedback is not None:
             tensors = attempt.inputs = topic.feedback.inputs(tensors)
         return AllReduce(
             group,
             self._endpoint,
-            schema,
+            attempt.schema,
             tensors,
             self._transport,
             deadlines=self._service.deadlines,
@@ -264,7 +276,8 @@ class Rounds:
     def _may_write(self) -> bool:
         return not self._snapshots.at_stake
 
-    def _adopt(self, attempt: _Attempt, topic: Topic, result: RoundResult) -> None:
+    def _adopt(self, attempt: _Attempt, result: RoundResult) -> None:
+        topic = attempt.topic
         if topic.feedback is not None and attempt.inputs is not None:
             plain = [part for part, _ in result.parts if part not in result.encoded]
             topic.feedback.sent(attempt.inputs, result.encoded, plain)
@@ -293,7 +306,7 @@ class Rounds:
             state_version=self._snapshots.version,
             run_id=self._config.run_id,
             endpoint=self._endpoint,
-            topic=attempt.topic,
+            topic=attempt.schema.topic,
             started=attempt.wall_clock,
             role=None if group is None else Role.LEADER if group.leader == self._endpoint else Role.FOLLOWER,
             accounts=result.accounts if result else (),
