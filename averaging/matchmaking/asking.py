@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ from averaging.matchmaking.conduct import Conduct
 from averaging.matchmaking.differences import Differences
 from averaging.matchmaking.rules import Declaration
 from averaging.matchmaking.search import Search
-from averaging.messages import JoinRequest, MessageCode
+from averaging.messages import JoinRequest, MessageCode, MessageFromLeader
 from averaging.observe.receipts import DropCode
 from averaging.schema import Schema
 from averaging.transport.base import Transport
@@ -152,28 +152,9 @@ class Asking:
                 if answer.code is MessageCode.BAD_SCHEMA_HASH:
                     logger.warning("%s", await self._differences.of(leader, search.differing))
                 search.answers[leader] = answer.code.name
-                if answer.code is not MessageCode.ACCEPTED:
-                    return answer.code, answer.suggested_leader
-                search.follow(leader)
-                try:
-                    # The leader begins or disbands at its declared time, which is not after ours. A client's own may be
-                    # far off; it goes by the leader's. If the clock was set back, the time until ours is no guide.
-                    if request.client_mode:
-                        patience = min(own.expiration, asked.expiration) - self._clock()
-                    else:
-                        patience = min(own.expiration - self._clock(), self._matchmaking_time)
-                    patience = max(0.0, patience) + rules.CLOCK_TOLERANCE
-                    async with asyncio.timeout(patience):
-                        answer = await anext(replies)
-                    search.answers[leader] = answer.code.name
-                    if answer.code is MessageCode.BEGIN_ALLREDUCE:
-                        group = rules.read_group(answer, self._endpoint, leader)
-                        if self._only_named:
-                            await self._check_members(group, leader, key)
-                        search.adopt(group)
-                    return answer.code, answer.suggested_leader
-                finally:
-                    search.unfollow()
+                if answer.code is MessageCode.ACCEPTED:
+                    answer = await self._follow(search, own, asked, key, replies)
+                return answer.code, answer.suggested_leader
         except TimeoutError as error:
             search.answers[leader] = str(error) or "accepted this peer, but neither began a group nor disbanded it"
             logger.info("%s did not answer in time: %s", leader, search.answers[leader])
@@ -190,6 +171,39 @@ class Asking:
                 self._conduct.note(leader, DropCode.PROTOCOL_VIOLATION, self._clock())
             return MessageCode.PROTOCOL_VIOLATION, ""
         return MessageCode.NO_CODE, ""
+
+    async def _follow(
+        self,
+        search: Search,
+        own: Declaration,
+        asked: Declaration,
+        key: str,
+        replies: AsyncGenerator[MessageFromLeader, None],
+    ) -> MessageFromLeader:
+        """Follows a leader that has taken this peer in until it begins or disbands; returns what it says then."""
+        leader = asked.endpoint
+        search.follow(leader)
+        try:
+            async with asyncio.timeout(self._patience(search, own, asked)):
+                answer = await anext(replies)
+            search.answers[leader] = answer.code.name
+            if answer.code is MessageCode.BEGIN_ALLREDUCE:
+                group = rules.read_group(answer, self._endpoint, leader)
+                if self._only_named:
+                    await self._check_members(group, leader, key)
+                search.adopt(group)
+            return answer
+        finally:
+            search.unfollow()
+
+    def _patience(self, search: Search, own: Declaration, asked: Declaration) -> float:
+        """Seconds that a leader may take to decide: it begins or disbands at its declared time, not after ours."""
+        now = self._clock()
+        if search.state.member.mode is Mode.CLIENT:  # whose own time may be far off
+            left = min(own.expiration, asked.expiration) - now
+        else:  # if the clock was set back, the time until ours is no guide
+            left = min(own.expiration - now, self._matchmaking_time)
+        return max(0.0, left) + rules.CLOCK_TOLERANCE
 
     async def _check_members(self, group: Group, leader: str, key: str) -> None:
         """Returns once discovery names all members that can be dialled: those are the only ones a leader may name.
