@@ -112,7 +112,7 @@ class Reducing:
         """
         sender = self._senders.get(lost.endpoint)
         if sender is not None and not sender.opened and not sender.done.is_set():
-            shortest = Deadline(self._watch.deadlines.lower, "min_part_timeout")
+            shortest = self._watch.deadlines.shortest
             self._watch.begin(lost.endpoint, Phase.OPENING, lambda *_: self._drop(lost), shortest)
 
     def drop_unfinished(self, reason: str) -> None:

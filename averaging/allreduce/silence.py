@@ -64,8 +64,7 @@ class Silence:
 
     def answered_all(self) -> None:
         """Only the end of its stream is still to come. One that never ends it holds nobody up for longer than this."""
-        shortest = Deadline(self._watch.deadlines.lower, "min_part_timeout")
-        self._watch.begin(self._name, Phase.REPLY, lambda *_: self._expire(), shortest)
+        self._watch.begin(self._name, Phase.REPLY, lambda *_: self._expire(), self._watch.deadlines.shortest)
 
     def _expire(self) -> None:
         self._limit.reschedule(asyncio.get_running_loop().time())
@@ -95,14 +94,13 @@ class Silence:
 
     async def _lives(self) -> bool:
         """Whether it answers anything within the shortest deadline."""
-        shortest = Deadline(self._watch.deadlines.lower, "min_part_timeout")
         try:
             async with asyncio.timeout(None) as limit:
 
                 def overdue(waited: float, deadline: Deadline) -> None:
                     limit.reschedule(asyncio.get_running_loop().time())
 
-                self._watch.begin(self._name, Phase.ANSWER, overdue, shortest)
+                self._watch.begin(self._name, Phase.ANSWER, overdue, self._watch.deadlines.shortest)
                 await self._transport.get_schema(self._name)
         except (TimeoutError, PeerUnreachableError):
             return False

@@ -160,6 +160,11 @@ class Deadlines:
                 found = guess
         return self._bounded(found, phase, known.missed)
 
+    @property
+    def shortest(self) -> Deadline:
+        """No deadline is shorter."""
+        return Deadline(self.lower, "min_part_timeout")
+
     def longest(self, phase: Phase) -> Deadline:
         """No deadline is longer, and so long is waited while nothing is known."""
         if phase is Phase.VERDICT:
