@@ -123,8 +123,8 @@ class _Item(Generic[T]):
 class _Pipe(Generic[T]):
     """One direction of a call."""
 
-    def __init__(self, call: _Call, sender: str) -> None:
-        self._call, self._sender = call, sender
+    def __init__(self, call: _Call) -> None:
+        self._call = call
         self._queue: asyncio.Queue[_Item[T]] = asyncio.Queue()
         self._window = asyncio.Semaphore(WINDOW)
         self._due = 0.0
@@ -134,17 +134,14 @@ class _Pipe(Generic[T]):
         network = self._call.network
         if network.loss and network.rng.random() < network.loss:
             self._call.break_off("connection lost")
-        self._put(_Item(self._arrival(), message))
+        self._queue.put_nowait(_Item(self._arrival(), message))
 
     def end(self, error: Exception | None = None) -> None:
-        self._put(_Item(self._arrival(), error=error))
+        self._queue.put_nowait(_Item(self._arrival(), error=error))
 
     def _arrival(self) -> float:
         self._due = max(self._due, asyncio.get_running_loop().time() + self._call.network._delay())
         return self._due
-
-    def _put(self, item: _Item[T]) -> None:
-        self._queue.put_nowait(item)
 
     async def __aiter__(self) -> AsyncGenerator[T, None]:
         while True:
@@ -166,8 +163,8 @@ class _Call:
 
     def __init__(self, network: MemoryNetwork, caller: str, callee: str) -> None:
         self.network, self.caller, self.callee = network, caller, callee
-        self.up: _Pipe[Any] = _Pipe(self, caller)
-        self.down: _Pipe[Any] = _Pipe(self, callee)
+        self.up: _Pipe[Any] = _Pipe(self)
+        self.down: _Pipe[Any] = _Pipe(self)
         self.broken = False
         self.server: asyncio.Task[None] | None = None
 
