@@ -8,13 +8,11 @@ from collections.abc import Mapping, Sequence
 from averaging.addresses import parse_address
 from averaging.group import CLIENT_PREFIX
 from averaging.observe.plain import counted as counted
+from averaging.observe.plain import listed
 from averaging.observe.plain import printable as printable
 from averaging.observe.plain import size as size
 from averaging.observe.receipts import Outcome, Receipt
 from averaging.schema import Schema
-
-MAX_NAMES = 4
-"""More members than this are counted, not listed."""
 
 
 def round_name(number: int, rounds: int | None) -> str:
@@ -42,11 +40,9 @@ def looking(name: str, known: int) -> str:
 
 def averaged(name: str, endpoint: str, receipt: Receipt, gathered: Mapping[str, object]) -> str:
     """A round is done."""
-    others = [member for member in receipt.members if member != endpoint]
-    listed = ", ".join(printable(member) for member in others[:MAX_NAMES])
-    more = f" and {len(others) - MAX_NAMES} more" if len(others) > MAX_NAMES else ""
+    others = listed([printable(member) for member in receipt.members if member != endpoint])
     lines = [
-        f"{name}: averaged with {listed}{more} in {receipt.seconds:.2f} s (all-reduce "
+        f"{name}: averaged with {others} in {receipt.seconds:.2f} s (all-reduce "
         f"{receipt.allreduce_seconds:.2f} s, {size(receipt.bytes_sent)} sent, {size(receipt.bytes_received)} received)"
     ]
     lines += [f"  {printable(who)} says {printable(str(said))}" for who, said in gathered.items() if said is not None]

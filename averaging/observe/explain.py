@@ -8,11 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from averaging.observe.plain import counted, printable, size
+from averaging.observe.plain import MAX_NAMES, counted, listed, printable, size
 from averaging.observe.receipts import Dropped, Outcome, Receipt, Straggler
-
-MAX_NAMES = 4
-"""More peers than this are counted, not listed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +127,7 @@ def describe(one: Round, peers: Iterable[str] = ()) -> str:
         told += _agreement(one)
         silent = sorted((set(peers) & set(one.members)) - {receipt.endpoint for receipt in one.receipts})
         if silent:
-            told.append(f"no receipt of {_listed(silent)}")
+            told.append(f"no receipt of {listed(silent)}")
     return printable(f"{one.name}: {'; '.join(told)}")
 
 
@@ -156,7 +153,7 @@ def _drop(one: Round, name: str, several: bool) -> str:
     by = ""
     if several:
         heard = {receipt.endpoint for receipt in one.receipts} - {name}
-        by = "" if heard <= observers.keys() else f" by {_listed(sorted(observers))}"
+        by = "" if heard <= observers.keys() else f" by {listed(sorted(observers))}"
     reasons = list(dict.fromkeys(dropped.reason for dropped in observers.values()))
     more = "".join(f"; or {reason}" for reason in reasons[1:MAX_NAMES])
     return f"{name} dropped{by}, {reasons[0]}{more}"
@@ -166,7 +163,7 @@ def _agreement(one: Round) -> list[str]:
     """What the digests say, one item for each reducer about which peers differ."""
     differing = [
         f"DIFFERENT AVERAGES of {reducer}: "
-        + ", ".join(f"{digest} at {_listed(names)}" for digest, names in found.items())
+        + ", ".join(f"{digest} at {listed(names)}" for digest, names in found.items())
         for reducer, found in one.digests.items()
         if len(found) > 1
     ]
@@ -180,7 +177,7 @@ def _header(rounds: Sequence[Round], peers: Iterable[str]) -> str:
     runs = sorted({receipt.run_id for receipt in receipts})
     begin, end = min(map(_began, receipts)), max(receipt.started + receipt.seconds for receipt in receipts)
     whose = f"{'runs' if len(runs) > 1 else 'run'} {', '.join(runs)}"
-    return f"{whose}, as told by {_listed(sorted(peers))}, from {_moment(begin)} to {_moment(end)} UTC"
+    return f"{whose}, as told by {listed(sorted(peers))}, from {_moment(begin)} to {_moment(end)} UTC"
 
 
 def _summary(rounds: Sequence[Round], peers: set[str]) -> Iterator[str]:
@@ -267,8 +264,3 @@ def _moment(seconds: float) -> str:
 
 def _at(receipt: Receipt, several: bool) -> str:
     return f" at {receipt.endpoint}" if several else ""
-
-
-def _listed(names: Sequence[str]) -> str:
-    listed = ", ".join(name for name in names[:MAX_NAMES])
-    return f"{listed} and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else listed

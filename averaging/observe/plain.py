@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 MAX_DEPTH = 16
 """Deeper levels of what other members gathered are left out."""
+
+MAX_NAMES = 4
+"""More peers than this are counted, not listed."""
 
 
 def plain(value: Any, depth: int = 0) -> Any:
@@ -44,3 +47,9 @@ def size(count: float) -> str:
 def counted(number: int, noun: str) -> str:
     """`1 round`, `2 rounds`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """`a, b`; of many the first few and how many more."""
+    first = ", ".join(names[:MAX_NAMES])
+    return f"{first} and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else first
