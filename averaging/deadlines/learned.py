@@ -41,6 +41,9 @@ VERDICT_SECONDS = 3.0
 MAX_KNOWN = 4096
 """Kinds of waits, of all peers together, that are remembered."""
 
+MAX_TOLD = 256
+"""Of these, so many are told in a peer's status."""
+
 LIFETIME = 3600.0
 """Seconds after which a kind of wait of a peer that was not met again is forgotten."""
 
@@ -200,11 +203,11 @@ class Deadlines:
         """It was given up at its deadline; should that have been too short, the next one is longer."""
         self._use(endpoint, phase, size, now).missed += 1
 
-    def learned(self, limit: int = 256) -> list[Learned]:
+    def learned(self) -> list[Learned]:
         """What is known well enough to be used, the latest first. For any thread."""
         result: list[Learned] = []
         for (endpoint, phase, size), known in reversed(list(self._known.items())):
-            if len(waits := list(known.waits)) >= ENOUGH and len(result) < limit:
+            if len(waits := list(known.waits)) >= ENOUGH and len(result) < MAX_TOLD:
                 deadline = self._bounded(known.usual, phase, known.missed)
                 median = statistics.median(waits)
                 result.append(Learned(endpoint, phase, size, len(waits), median, deadline.seconds, deadline.basis))

@@ -285,7 +285,7 @@ class Rounds:
         if topic.commits:
             self._snapshots.commit(self._snapshots.version + 1)
 
-    def _receipt(self, attempt: _Attempt, outcome: Outcome, reason: str = "") -> Receipt:
+    def _receipt(self, attempt: _Attempt, outcome: Outcome, reason: str) -> Receipt:
         now = asyncio.get_running_loop().time()
         group, result = attempt.group, attempt.result
         if result is None and attempt.round is not None:
