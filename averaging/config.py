@@ -77,7 +77,7 @@ class PeerOptions(TypedDict, total=False):
     share_state: bool
     verify_donors: int
     in_place: bool
-    receipts: str | os.PathLike[str] | None
+    receipts: FilePath | None
     tls_ca: FilePath | None
     tls_cert: FilePath | None
     tls_key: FilePath | None
@@ -158,7 +158,7 @@ class PeerConfig:
     share_state: bool = True
     verify_donors: int = 1
     in_place: bool = False
-    receipts: str | os.PathLike[str] | None = None
+    receipts: FilePath | None = None
     tls_ca: FilePath | None = None
     tls_cert: FilePath | None = None
     tls_key: FilePath | None = None

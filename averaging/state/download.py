@@ -26,7 +26,6 @@ MAX_COMPARED = 16
 ATTEMPTS = 3
 """How often donors are compared anew if all that agreed have another state by the time it is read."""
 
-
 TRIES = 5
 """How often one donor is asked that is lost again and again, but delivers more each time."""
 

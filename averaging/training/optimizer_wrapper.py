@@ -19,7 +19,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
         optimizer: the inner one.
 
     Attributes:
-        state_key: the key in the state dict under which `own_state` is found.
+        state_key: the key in the state dict under which the wrapper's own state is found.
     """
 
     state_key = "averaging"
@@ -71,7 +71,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state dict, with the step counter under one more key."""
+        """The inner optimizer's state dict, with the averager's own state under one more key."""
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         state_dict = {**self._inner.state_dict(), self.state_key: self._own_state()}
@@ -81,12 +81,12 @@ class OptimizerWrapper(torch.optim.Optimizer):
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what `state_dict` returned here, or the state dict of an inner optimizer; that leaves the step counter.
+        """Loads what `state_dict` returned here, or the state dict of an inner optimizer; that leaves the own state.
 
         Newcomers get this state from now on, with the parameters that are there: load those first.
 
         Raises:
-            ConfigError: the step counter is not one.
+            ConfigError: the own state is malformed, or of another strategy or scheduler.
             ClosedError: the averager was closed, or its thread has failed.
         """
         state_dict = dict(state_dict)

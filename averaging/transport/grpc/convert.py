@@ -1,7 +1,7 @@
 """Between the dataclasses of `averaging.messages` and bytes.
 
 Every `decode_…` raises ProtocolViolationError if the bytes are not such a message, or name what does not exist.
-Only this module and `convert_status` know the generated classes.
+Only this module, `convert_status` and `convert_receipts` know the generated classes.
 """
 
 from __future__ import annotations
