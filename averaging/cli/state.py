@@ -63,17 +63,7 @@ VERSION_KEY, USER_KEY, PACKED_USER_KEY = "averaging.version", "averaging.user", 
 @click.option(
     "-v", "--verbose", count=True, show_default=False, help="Log to stderr what happens; -vv logs everything."
 )
-def state_command(
-    addresses: tuple[str, ...],
-    output: Path,
-    overwrite: bool,
-    timeout: float,
-    max_bytes: int,
-    verify_donors: int,
-    as_json: bool,
-    verbose: int,
-    **given: Any,
-) -> None:
+def state_command(addresses: tuple[str, ...], output: Path, *, as_json: bool, verbose: int, **given: Any) -> None:
     r"""Downloads the state of the peer at HOST:PORT and writes it to a safetensors file.
 
     That is what the peer committed last: its averaged tensors, and whatever its application adds. Every tensor is
@@ -96,27 +86,18 @@ def state_command(
       done     version, tensors, bytes, user, output
       error    message
     """
-    if verify_donors > len(set(addresses)):
-        raise click.UsageError(f"--verify-donors {verify_donors} needs as many different addresses.")
+    if given["verify_donors"] > len(set(addresses)):
+        raise click.UsageError(f"--verify-donors {given['verify_donors']} needs as many different addresses.")
     with starting():
         from averaging.cli.report import Report
 
         report = Report(as_json=as_json)
         # A failed download is told once, as the error that it is.
         with report.logging(verbose, quiet="averaging.state"), report.failures():
-            _run(list(dict.fromkeys(addresses)), output, overwrite, timeout, max_bytes, verify_donors, given, report)
+            _run(list(dict.fromkeys(addresses)), output, given, report)
 
 
-def _run(
-    addresses: list[str],
-    path: Path,
-    overwrite: bool,
-    timeout: float,
-    max_bytes: int,
-    verify_donors: int,
-    given: dict[str, Any],
-    report: Report,
-) -> None:
+def _run(addresses: list[str], path: Path, given: dict[str, Any], report: Report) -> None:
     from averaging.cli import events, signals, words
     from averaging.cli.files import Output
     from averaging.errors import AveragingError
@@ -125,10 +106,10 @@ def _run(
         credentials = credentials_of(given)
     except AveragingError as error:
         raise failure_of(error) from None
-    output = Output(path, overwrite=overwrite)
+    output = Output(path, overwrite=given["overwrite"])
 
     async def fetch(_: Stop) -> State:
-        state = await _download(addresses, credentials, timeout, max_bytes, verify_donors, report)
+        state = await _download(addresses, credentials, given, report)
         output.write(state.tensors, _metadata(state))
         return state
 
@@ -145,14 +126,7 @@ def _run(
     )
 
 
-async def _download(
-    addresses: list[str],
-    credentials: Credentials,
-    timeout: float,
-    max_bytes: int,
-    verify_donors: int,
-    report: Report,
-) -> State:
+async def _download(addresses: list[str], credentials: Credentials, given: dict[str, Any], report: Report) -> State:
     from averaging.cli import events, words
     from averaging.errors import AveragingError
     from averaging.state.download import download
@@ -179,9 +153,9 @@ async def _download(
                 transport,
                 addresses,
                 None,
-                silence=timeout,
-                max_bytes=max_bytes,
-                verify_donors=verify_donors,
+                silence=given["timeout"],
+                max_bytes=given["max_bytes"],
+                verify_donors=given["verify_donors"],
                 on_progress=on_progress,
             )
         except AveragingError as error:
