@@ -47,9 +47,6 @@ class Members:
     def __len__(self) -> int:
         return len(self._ring)
 
-    def __contains__(self, endpoint: object) -> bool:
-        return endpoint in self._ring
-
     def heard_of(self, endpoint: str) -> None:
         """`endpoint` gave a sign of life."""
         self._suspects.pop(endpoint, None)
