@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
 from tests.integration.foreign import Foreign, ForeignProcess, compile_seed
+from tests.integration.processes import Workers
 from tests.integration.training import Run
 
 
@@ -27,6 +29,13 @@ def nothing_is_left_behind(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
         and "PollerCompletionQueue._handle_events" not in record.getMessage()
     ]
     assert not [record.getMessage() for record in complaints if record.levelname in {"WARNING", "ERROR", "CRITICAL"}]
+
+
+@pytest.fixture
+def workers() -> Iterator[Workers]:
+    """Starts peers in processes of their own, and ends them."""
+    with ExitStack() as stack:
+        yield Workers(stack)
 
 
 @pytest.fixture

@@ -93,6 +93,12 @@ async def parts(count: int, nbytes: int = 4) -> AsyncGenerator[AveragingData, No
         yield part(number, nbytes)
 
 
+async def floods(_: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
+    """An `aggregate` that answers nothing that was asked, as fast as it is taken."""
+    while True:
+        yield part(0, 1 << 20)
+
+
 async def endless(pause: asyncio.Event | None = None) -> AsyncGenerator[AveragingData, None]:
     """Parts without end; after the first it waits for `pause`, if given."""
     number = 0

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -12,8 +10,7 @@ import pytest
 from averaging.deadlines.learned import ENOUGH
 from tests.integration.fault_proxy import Fault, FaultProxy
 from tests.integration.held import Held, wait_until_given_back
-from tests.integration.processes import JsonProcess
-from tests.integration.test_processes import Workers, average
+from tests.integration.processes import JsonProcess, Workers, average
 
 PART_TIMEOUT = 30.0
 OPTIONS = {"group_size": 3, "part_timeout": PART_TIMEOUT, "timeout": 60.0}
@@ -21,12 +18,6 @@ FAULTY = {"matchmaking_time": 30.0}
 """It never leads, since the others' time ends before: a leader may fail before all have read that the group begins."""
 PARTS_OF_USUAL_ROUNDS = ENOUGH * 26
 """That a member sends to the two others: 600,000 float32 in parts of 64 KiB are 37 for all three."""
-
-
-@pytest.fixture
-def workers() -> Iterator[Workers]:
-    with ExitStack() as stack:
-        yield Workers(stack)
 
 
 def check_others(workers: Workers, receipts: list[dict[str, Any]]) -> None:

@@ -32,8 +32,8 @@ from tests.integration.grpc_fakes import (
     FakePeer,
     client,
     endless,
+    floods,
     number_of,
-    part,
     parts,
     read_all,
     serving,
@@ -220,10 +220,6 @@ async def test_a_channel_that_has_reconnected_and_is_given_up_is_disconnected() 
 
 @pytest.mark.asyncio
 async def test_a_caller_lost_while_the_service_writes_closes_it() -> None:
-    async def floods(_: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
-        while True:
-            yield part(0, 1 << 20)
-
     service = FakePeer(aggregate=floods)
     async with (
         serving(service) as (_, endpoint),

@@ -17,7 +17,7 @@ from averaging.errors import BusyError, CallRefusedError, PeerUnreachableError
 from averaging.messages import AveragingData
 from averaging.transport.grpc import GrpcTransport, channels, methods, options, server
 from averaging.transport.grpc.security import Callers
-from tests.integration.grpc_fakes import MAX_MESSAGE_BYTES, REQUEST, FakePeer, client, part, parts, serving
+from tests.integration.grpc_fakes import MAX_MESSAGE_BYTES, REQUEST, FakePeer, client, floods, part, parts, serving
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 
@@ -184,10 +184,6 @@ async def a_reader_that_takes_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> AsyncIterator[tuple[GrpcTransport, AsyncGenerator[AveragingData, None]]]:
     """A peer that was flooding a reader until it gave it up, and the reader's call."""
-
-    async def floods(_: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
-        while True:
-            yield part(0, 1 << 20)
 
     monkeypatch.setattr(server, "WRITE_SECONDS", 0.3)
     monkeypatch.setattr(server, "WRITE_BYTES_PER_SECOND", 1 << 30)

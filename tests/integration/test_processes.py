@@ -2,52 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterator
-from contextlib import ExitStack
+from collections.abc import Collection
 from statistics import mean
 from typing import Any
 
 import pytest
 
-from tests.integration.processes import JsonProcess, all_expect
-
-
-class Workers:
-    """The processes of one test; the first one founds the run, the others join it."""
-
-    def __init__(self, stack: ExitStack) -> None:
-        self._stack = stack
-        self._join: list[str] = []
-        self.endpoints: list[str] = []
-
-    def start(self, *all_options: dict[str, Any]) -> list[JsonProcess]:
-        """Starts one worker per options, the first before the others, and waits until all are ready."""
-        workers = []
-        for options in all_options:
-            told = {"run_id": "run", "matchmaking_time": 20.0, "part_timeout": 5.0, "join": self._join} | options
-            worker = JsonProcess("python", "-m", "tests.integration.worker", json.dumps(told))
-            workers.append(self._stack.enter_context(worker))
-            if not self._join:
-                self.endpoints.append(worker.expect("ready")["endpoint"])
-                self._join = [self.endpoints[0]]
-        for worker in workers[len(workers) - len(all_options) + (1 if not self.endpoints[1:] else 0) :]:
-            if not any(event["event"] == "ready" for event in worker.seen):
-                self.endpoints.append(worker.expect("ready")["endpoint"])
-        return workers
-
-
-@pytest.fixture
-def workers() -> Iterator[Workers]:
-    with ExitStack() as stack:
-        yield Workers(stack)
-
-
-def average(*processes: JsonProcess) -> list[dict[str, Any]]:
-    """All average at once; their receipts."""
-    for process in processes:
-        process.send("average")
-    return all_expect(processes, "receipt")
+from tests.integration.processes import JsonProcess, Workers, average
 
 
 def quit_in_order(*processes: JsonProcess) -> None:

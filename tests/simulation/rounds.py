@@ -23,6 +23,11 @@ PART_TIMEOUT = 1.0
 ROUND_SECONDS = 30.0
 
 
+def nodes(count: int) -> list[Member]:
+    """So many members that send and reduce."""
+    return [Member(f"peer:{port + 1}") for port in range(count)]
+
+
 def assert_close(tensors: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float) -> None:
     for tensor, wanted in zip(tensors, expected, strict=True):
         torch.testing.assert_close(tensor.double(), wanted, rtol=tolerance, atol=tolerance)

@@ -18,13 +18,9 @@ from averaging.messages import AveragingData, CompressionType, MessageCode
 from averaging.observe.receipts import DropCode
 from averaging.schema import ReplyForm
 from averaging.transport import virtual_time
-from tests.simulation.rounds import PART_TIMEOUT, Simulation, assert_close
+from tests.simulation.rounds import PART_TIMEOUT, Simulation, assert_close, nodes
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 1e-6, torch.float64: 1e-12}
-
-
-def nodes(count: int) -> list[Member]:
-    return [Member(f"peer:{port + 1}") for port in range(count)]
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))

@@ -23,14 +23,10 @@ from averaging.peer.rounds import _why_failed
 from averaging.peer.topics import Adopt
 from averaging.schema import ReplyForm
 from averaging.transport import virtual_time
-from tests.simulation.rounds import PART_TIMEOUT, Simulation
+from tests.simulation.rounds import PART_TIMEOUT, Simulation, nodes
 from tests.simulation.swarm import Swarm, scalars
 
 NAMES = ["peer:1", "peer:2", "peer:3", "peer:4"]
-
-
-def nodes(count: int) -> list[Member]:
-    return [Member(f"peer:{port + 1}") for port in range(count)]
 
 
 def flows(results: dict[str, RoundResult]) -> dict[tuple[str, str], tuple[int, int]]:
