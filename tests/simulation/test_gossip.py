@@ -265,6 +265,36 @@ def test_who_gives_no_sign_of_life_is_no_peer_any_more_though_other_records_of_i
     swarm.simulate(main())
 
 
+def test_a_peer_that_slept_through_its_own_expiry_is_back_at_once() -> None:
+    """Its late sign of life is told; the exchanges would bring it only some time."""
+    quiet = GossipSettings(exchange_interval=1000.0, retry_interval=1000.0)
+    swarm = GossipSwarm(settings=quiet)
+
+    async def main() -> None:
+        await joined(swarm.start("a:1"))
+        swarm.settings = replace(quiet, peer_lifetime=3.0)
+        await joined(swarm.start("sleepy:1", ["a:1"]))
+        await until(lambda: members(swarm["a:1"]) == {"a:1", "sleepy:1"}, 1)
+        await until(lambda: members(swarm["a:1"]) == {"a:1"}, 3.5)
+        await until(lambda: members(swarm["a:1"]) == {"a:1", "sleepy:1"}, 8)
+
+    swarm.simulate(main())
+
+
+def test_a_sign_of_life_that_finds_no_room_is_reported_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    swarm = GossipSwarm(settings=GossipSettings(limits=Limits(records=2), peer_lifetime=3.0))
+
+    async def main() -> None:
+        await joined(swarm.start("a:1"))
+        await until(lambda: not members(swarm["a:1"]), 3.5)
+        for number in range(2):
+            await swarm["a:1"].store(KEY, f"{number}:1", b"", virtual_time.clock() + 8)
+        await until(lambda: "cannot show the others that it is here" in caplog.text, 8)
+        await until(lambda: members(swarm["a:1"]) == {"a:1"}, 11)
+
+    swarm.simulate(main())
+
+
 def test_a_peer_that_leaves_is_gone_at_once() -> None:
     swarm = GossipSwarm(11)
 
@@ -751,6 +781,17 @@ def test_a_client_that_reads_too_slowly_is_cut_off() -> None:
         await asyncio.sleep(1)
         async with aclosing(stranger.subscribe("peer-0:1", Digest(RUN, "", 0))) as stream:
             assert len(await anext(stream)) == 12
+
+    swarm.simulate(main())
+
+
+def test_it_is_entered_only_once() -> None:
+    swarm = GossipSwarm()
+
+    async def main() -> None:
+        await joined(swarm.start("a:1"))
+        with pytest.raises(ClosedError, match="only once"):
+            await swarm["a:1"].__aenter__()
 
     swarm.simulate(main())
 

@@ -241,6 +241,15 @@ def test_an_owner_may_have_so_many_records_and_no_more() -> None:
     assert t.merge(record(subkey="2:1", expiration=NOW + 20), NOW + 10).news
 
 
+def test_a_record_with_the_id_of_another_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("averaging.discovery.table.record_id", lambda *_: 7)
+    held = table()
+    assert held.merge(record(), NOW).news
+    assert held.merge(record(subkey="b:1"), NOW).reason is Reason.CLASH
+    assert held.merge(record(version=11), NOW).news
+    assert set(held.read("run.0b")) == {"a:1"}
+
+
 def test_a_record_that_is_replaced_often_does_not_fill_the_memory() -> None:
     t = table()
     for version in range(10, 2000):
