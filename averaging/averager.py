@@ -104,14 +104,7 @@ class DecentralizedAverager(OptimizerWrapper):
     ) -> None:
         if one_of(Mode, options.get("mode", Mode.NODE), "mode") is Mode.AUXILIARY:
             raise ConfigError("an auxiliary peer has nothing to train; start it as a Peer or with `averaging peer`")
-        if not isinstance(strategy, Strategy):
-            raise ConfigError(f"strategy must be one that was made, such as LocalSGD(every=50), not {strategy!r}")
-        if strategy.taken:
-            raise ConfigError(
-                f"{strategy!r} serves another averager, or one that was closed; make one for each averager"
-            )
-        if not hasattr(optimizer, "param_groups"):
-            raise ConfigError(f"the first argument must be an optimizer, not {type(optimizer).__name__}")
+        _check(strategy, optimizer)
         super().__init__(optimizer)
         self.strategy = strategy
         self.last_receipt: Receipt | None = None
@@ -329,6 +322,15 @@ class DecentralizedAverager(OptimizerWrapper):
                 self._on_round(receipt)
             finally:
                 self._telling = False
+
+
+def _check(strategy: object, optimizer: object) -> None:
+    if not isinstance(strategy, Strategy):
+        raise ConfigError(f"strategy must be one that was made, such as LocalSGD(every=50), not {strategy!r}")
+    if strategy.taken:
+        raise ConfigError(f"{strategy!r} serves another averager, or one that was closed; make one for each averager")
+    if not hasattr(optimizer, "param_groups"):
+        raise ConfigError(f"the first argument must be an optimizer, not {type(optimizer).__name__}")
 
 
 async def _begin(peer: Peer, take_over: Callable[[State], None]) -> None:
