@@ -85,7 +85,7 @@ class Outcome:
         alike: bool,
         adopt: Adopting | None = None,
     ) -> None:
-        self.group, self.group_id = group, group.group_id
+        self._group, self.group_id = group, group.group_id
         self._endpoint, self._parts_of, self._alike = endpoint, parts_of, alike
         self._sends = group.members[group.index(endpoint)].sends
         own = parts_of[endpoint]
@@ -183,7 +183,7 @@ class Outcome:
         return tuple(
             Account(
                 endpoint=name,
-                role=Role.LEADER if name == self.group.leader else Role.FOLLOWER,
+                role=Role.LEADER if name == self._group.leader else Role.FOLLOWER,
                 mode=member.mode.name.lower(),
                 weight=member.weight,
                 share=elements[name] / total,
@@ -191,7 +191,7 @@ class Outcome:
                 bytes_received=self._received[name],
                 digest=digests.get(name, ""),
             )
-            for member in self.group.members
+            for member in self._group.members
             for name in [member.endpoint]
         )
 

@@ -56,7 +56,7 @@ class AllReduce:
     ) -> None:
         if group.total_weight <= 0:
             raise RoundError(f"the weights of all {len(group.members)} members sum to zero; give somebody a weight")
-        self.group, self.schema = group, schema
+        self.group = group
         me = group.members[group.index(endpoint)]
         parts_of = dict(zip(group.endpoints, partition(schema, shares(group.members)), strict=True))
         own = parts_of[endpoint]

@@ -36,8 +36,8 @@ def assert_close(tensors: list[torch.Tensor], expected: list[torch.Tensor], tole
 class OneRound:
     """A peer that serves nothing but one round."""
 
-    def __init__(self, round_: AllReduce) -> None:
-        self.round = round_
+    def __init__(self, round_: AllReduce, schema: Schema) -> None:
+        self.round, self.schema = round_, schema
 
     async def aggregate_part(self, messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
         first = await anext(messages, None)
@@ -57,7 +57,7 @@ class OneRound:
         raise NotImplementedError
 
     def get_schema(self) -> Schema:
-        return self.round.schema
+        return self.schema
 
     def watch_rounds(self, last: int) -> AsyncGenerator[Watched, None]:
         raise NotImplementedError
@@ -118,7 +118,7 @@ class Simulation:
     async def run(self, disturb: Callable[[dict[str, asyncio.Task[RoundResult]]], object] | None = None) -> None:
         """Runs all members' rounds; `results` and `failures` tell how each ended, `seconds` how long all took."""
         for name, transport in self.transports.items():
-            await transport.serve(OneRound(self.rounds[name]), None)
+            await transport.serve(OneRound(self.rounds[name], self.schema), None)
         began = asyncio.get_running_loop().time()
         deadline = began + ROUND_SECONDS
         tasks = {name: asyncio.create_task(round_.run(deadline)) for name, round_ in self.rounds.items()}

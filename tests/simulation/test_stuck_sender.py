@@ -40,7 +40,7 @@ def test_a_sender_that_takes_no_replies_is_given_up() -> None:
 
     async def main() -> list[RoundResult]:
         for name in NODES:
-            await simulation.transports[name].serve(OneRound(simulation.rounds[name]), None)
+            await simulation.transports[name].serve(OneRound(simulation.rounds[name], simulation.schema), None)
         stuck = [asyncio.create_task(takes_one_reply(name)) for name in NODES]
         deadline = asyncio.get_running_loop().time() + ROUND_SECONDS
         results = await asyncio.gather(*(simulation.rounds[name].run(deadline) for name in NODES))
