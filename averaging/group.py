@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from dataclasses import dataclass
 from enum import IntEnum
@@ -11,7 +10,7 @@ from typing import Any
 import msgpack
 
 from averaging.errors import UnprovenViolationError
-from averaging.unpacking import unpack
+from averaging.unpacking import is_number, unpack
 
 CLIENT_PREFIX = "client::"
 """The name of a peer in client mode starts so; it is never dialled."""
@@ -130,9 +129,9 @@ def unpack_gather(endpoint: str, gather: bytes) -> Member:
     if not isinstance(fields, list | tuple) or len(fields) != 4:
         raise UnprovenViolationError(f"{endpoint} gathers something other than [weight, bandwidth, mode, user]")
     weight, bandwidth, mode, user = fields
-    if not _is_number(weight) or weight < 0:
+    if not is_number(weight) or weight < 0:
         raise UnprovenViolationError(f"{endpoint} has weight {weight!r}; it must be finite and at least 0")
-    if bandwidth is not None and (not _is_number(bandwidth) or bandwidth < 0):
+    if bandwidth is not None and (not is_number(bandwidth) or bandwidth < 0):
         raise UnprovenViolationError(
             f"{endpoint} has bandwidth {bandwidth!r}; it must be finite and at least 0, or nil"
         )
@@ -177,10 +176,6 @@ def next_group_bits(bits: str, group: Group, index: int, target_group_size: int)
 def digits_per_round(target_group_size: int) -> int:
     """How many bits one round replaces: ceil(log2 of the group size)."""
     return (target_group_size - 1).bit_length()
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _unpack(packed: bytes) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, TypeGuard
 
 import msgpack
 
@@ -38,6 +39,11 @@ def unpack(packed: bytes, max_items: int) -> Any:
         return msgpack.unpackb(packed, strict_map_key=False)
     except (TypeError, msgpack.UnpackException) as error:  # an unhashable key, for one
         raise ValueError(f"{type(error).__name__}: {error}") from None
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether what was read is a finite number; true and false are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _check(packed: bytes, max_items: int) -> None:

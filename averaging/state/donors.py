@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable
 from contextlib import aclosing
 
@@ -12,6 +11,7 @@ import msgpack
 from averaging.discovery.base import Discovery
 from averaging.discovery.notices import Notice
 from averaging.group import donors_key
+from averaging.unpacking import is_number
 
 LIFETIME, REFRESH = 60.0, 20.0
 """Seconds for which a declaration holds, and after which it is made again."""
@@ -66,6 +66,4 @@ def unpack_priority(value: bytes) -> float | None:
         priority = msgpack.unpackb(value)
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException):
         return None
-    if isinstance(priority, bool) or not isinstance(priority, int | float) or not math.isfinite(priority):
-        return None
-    return float(priority)
+    return float(priority) if is_number(priority) else None

@@ -11,6 +11,7 @@ import msgpack
 
 from averaging.errors import StateError
 from averaging.group import CLIENT_PREFIX
+from averaging.unpacking import is_number
 
 MAX_LINEAGE = 64
 
@@ -84,7 +85,7 @@ class Progress:
         """What `pack` returned; None if it is something else."""
         try:
             *history, samples, coming = msgpack.unpackb(packed)
-            if any(isinstance(one, bool) or not (math.isfinite(one) and one >= 0) for one in (samples, coming)):
+            if not all(is_number(one) and one >= 0 for one in (samples, coming)):
                 return None
             return cls(History.unpack(history), float(samples), float(coming))
         except (StateError, ValueError, TypeError, RecursionError, msgpack.UnpackException):

@@ -15,6 +15,7 @@ from averaging.strategies.base import Strategy
 from averaging.strategies.history import History, Others, Progress, look_around
 from averaging.strategies.retries import Retries
 from averaging.training.training import Training
+from averaging.unpacking import is_number
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +120,4 @@ def _check_history(user: Mapping[str, Any], wanted: History) -> None:
 def gathered_samples(user: Any) -> float:
     """The samples that a member has told its group; 0 if it told something else."""
     samples = user.get("samples") if isinstance(user, dict) else None
-    if not isinstance(samples, int | float) or isinstance(samples, bool):
-        return 0.0
-    return float(samples) if 0 < samples <= MAX_SAMPLES else 0.0
+    return float(samples) if is_number(samples) and 0 < samples <= MAX_SAMPLES else 0.0
