@@ -73,8 +73,10 @@ class TrainingState:
             logger.warning("the state has no optimizer's in it; only the parameters are taken over")
             return
         local_step, strategy = state.user.get("local_step"), state.user.get("strategy", {})
-        if not is_count(local_step) or not isinstance(strategy, dict):
-            raise StateError(f"its step counter is {local_step!r}")
+        if not is_count(local_step):
+            raise StateError(f"its step counter is {local_step!r:.100}")
+        if not isinstance(strategy, dict):
+            raise StateError(f"its strategy is told as {strategy!r:.100}")
         kept = {name: take_tensor(state.tensors, name, buffer) for name, buffer in self._buffers.items()}
         of_strategy = {
             name.removeprefix("strategy/"): tensor

@@ -1,0 +1,69 @@
+"""What a newcomer refuses of a training's state, and that it has changed nothing then."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from averaging.errors import StateError
+from averaging.state.packing import State
+from averaging.strategies import LocalSGD
+from averaging.training.optimizer_state import pack_optimizer
+from averaging.training.training import Training
+from averaging.training_state import TrainingState
+
+
+class Newcomer:
+    """The state of a training that has made three steps, with a buffer."""
+
+    def __init__(self) -> None:
+        self.optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+        self.training = SimpleNamespace(optimizer=self.optimizer, local_step=3)
+        self.buffer = torch.zeros(2, dtype=torch.int64)
+        self.strategy = LocalSGD(5)
+        buffers = {"buffer/seen": self.buffer}
+        self.state = TrainingState(cast(Training, self.training), self.strategy, None, buffers)
+
+    def take_over(self, version: int = 1, tensors: dict[str, torch.Tensor] | None = None, **user: Any) -> None:
+        packed = pack_optimizer(self.optimizer)[1]
+        told = {"local_step": 7, "optimizer": packed, "strategy": {"kind": "LocalSGD", "since": 2}} | user
+        known = {"buffer/seen": torch.ones(2, dtype=torch.int64)} if tensors is None else tensors
+        self.state.take_over(State(version, known, {name: value for name, value in told.items() if value != "none"}))
+
+
+def test_a_sound_state_is_taken_over() -> None:
+    newcomer = Newcomer()
+    newcomer.take_over()
+    assert (newcomer.training.local_step, newcomer.buffer.tolist()) == (7, [1, 1])
+    assert newcomer.strategy.state().user == {"since": 2}
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"version": 0}, "belongs to no run"),
+        ({"local_step": -1}, "step counter is -1"),
+        ({"strategy": [5]}, r"strategy is told as \[5\]"),
+        ({"strategy": {"kind": "DiLoCo"}}, "its strategy is DiLoCo, here it is LocalSGD"),
+        ({"strategy": {"since": "2"}}, "'2' under 'since', not a number of steps"),
+        ({"optimizer": 5}, "the state of its optimizer is unreadable"),
+        ({"tensors": {}}, "the state lacks 'buffer/seen'"),
+        ({"tensors": {"buffer/seen": torch.ones(3)}}, r"is torch.float32 \[3\] in the state, here torch.int64 \[2\]"),
+    ],
+)
+def test_an_unsound_state_changes_nothing(changed: dict[str, Any], words: str) -> None:
+    newcomer = Newcomer()
+    with pytest.raises(StateError, match=words):
+        newcomer.take_over(**changed)
+    assert (newcomer.training.local_step, newcomer.buffer.tolist()) == (3, [0, 0])
+    assert newcomer.strategy.state().user == {"since": 0}
+
+
+def test_of_a_state_without_a_training_only_the_parameters_are_for_a_newcomer(caplog: pytest.LogCaptureFixture) -> None:
+    newcomer = Newcomer()
+    newcomer.take_over(optimizer="none")
+    assert newcomer.training.local_step == 3
+    assert "only the parameters are taken over" in caplog.text
