@@ -203,6 +203,12 @@ async def test_if_the_application_cannot_take_the_state_nothing_changes() -> Non
         assert mine["w"].item() == 1.0
 
 
+@pytest.mark.parametrize("name", ["gradients.0", "g" * 65])
+def test_a_topic_has_a_name_that_discovery_can_carry(name: str) -> None:
+    with pytest.raises(ConfigError, match="without a dot and of at most 64 characters"):
+        Peer({"w": torch.zeros(3)}, run_id="run").topic(name, {"g": torch.zeros(3)})
+
+
 @pytest.mark.asyncio
 async def test_what_is_shared_besides_may_not_take_the_name_of_an_averaged_tensor() -> None:
     async with AsyncExitStack() as stack:

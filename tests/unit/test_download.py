@@ -20,7 +20,7 @@ from averaging.errors import PeerUnreachableError, StateError
 from averaging.messages import DownloadData, Resume, WireTensor
 from averaging.schema import Schema, describe
 from averaging.state.download import TRIES, choose, download
-from averaging.state.packing import State, pack, seal
+from averaging.state.packing import State, check_state, pack, seal
 from averaging.state.reader import Fingerprint, Held, StateReader
 from averaging.transport import virtual_time
 
@@ -382,3 +382,25 @@ def test_a_donor_that_goes_on_sending_nothing_is_silent(nothing: DownloadData) -
 
     with pytest.raises(StateError, match=r"x:1: silent for 5 s"):
         virtual_time.run(main())
+
+
+def test_two_tensors_of_one_name_are_refused() -> None:
+    first = next(pack(seal(state(1))))
+    told = msgpack.unpackb(first.metadata)
+    told["tensors"], told["digest"] = told["tensors"] * 2, told["digest"] * 2
+    with pytest.raises(StateError, match="two of its tensors have the same name"):
+        StateReader(None).feed(replace(first, metadata=msgpack.packb(told)))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "user", "words"),
+    [
+        ({"w": torch.zeros(1)}, {}, "'w' has the name of an averaged one"),
+        ({"z": torch.zeros(1, dtype=torch.complex64)}, {}, "'z' is torch.complex64; .*bool can be shared"),
+        ({}, {"model": object()}, "must be what msgpack can pack"),
+        ({}, {"step": 2**65}, "must be what msgpack can pack"),
+    ],
+)
+def test_what_cannot_be_packed_is_named(tensors: dict[str, torch.Tensor], user: dict[str, Any], words: str) -> None:
+    with pytest.raises(StateError, match=words):
+        check_state(["w"], tensors, user)

@@ -201,7 +201,11 @@ def test_a_rumour_needs_a_record() -> None:
         decode_rumours(gossip_pb2.Rumours(run_id="run", rumours=[gossip_pb2.Rumour()]).SerializeToString())
 
 
-def test_an_unknown_outcome() -> None:
+def test_an_unknown_outcome_or_role() -> None:
+    with pytest.raises(ProtocolViolationError, match="unknown role 'king'"):
+        decode_status(
+            status_pb2.PeerStatus(last_round=status_pb2.Receipt(outcome="failed", role="king")).SerializeToString()
+        )
     with pytest.raises(ProtocolViolationError, match="unknown outcome 'won'"):
         decode_status(status_pb2.PeerStatus(last_round=status_pb2.Receipt(outcome="won")).SerializeToString())
 

@@ -61,6 +61,8 @@ def test_the_first_difference_is_named() -> None:
     assert "only there" in str(first_difference(shorter, ours))
     assert "delta" in str(first_difference(ours, replace(ours, reply=ReplyForm.DELTA)))
     assert "parts are 1024" in str(first_difference(ours, replace(ours, part_size_bytes=2048)))
+    gradients = first_difference(ours, replace(ours, topic="gradients"))
+    assert gradients == "the peer's own tensors are averaged here and gradients there"
 
 
 def test_the_mean_is_not_part_of_the_hash_and_every_other_rule_is() -> None:
@@ -120,6 +122,9 @@ def test_a_sparse_tensor_is_refused() -> None:
         {"part_timeout": float("inf")},
         {"bandwidth": 0.0},
         {"part_size_bytes": 10},
+        {"run_id": "é" * 65},
+        {"group_bits": "0" * 65},
+        {"verify_donors": 17},
     ],
 )
 def test_options_that_cannot_work_are_refused(options: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 import torch
 
+from averaging.errors import TensorError
 from averaging.tensors import SharedTensors, Write
 
 
@@ -92,3 +93,8 @@ def test_a_tied_tensor_waits_until_the_other_one_has_been_sent() -> None:
     assert shared.write_now(2, 0, torch.ones(2), Write.REPLACE)
     beside = SharedTensors([whole[:2], whole[2:4], whole[4:]])
     assert all(beside.write_now(index, 0, torch.ones(2), Write.REPLACE) for index in range(3))
+
+
+def test_there_must_be_something_to_average() -> None:
+    with pytest.raises(TensorError, match="there are no tensors to average"):
+        SharedTensors({})
