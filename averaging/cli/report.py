@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from typing import IO, cast
 
 import click
 from rich.console import Console
@@ -28,11 +29,13 @@ class Report:
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json
         # Lines are for copying: never wrapped, never coloured by guesses about their content.
-        self._console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self._console = Console(
+            file=cast(IO[str], _Stdout(self._cannot_write)), highlight=False, markup=False, emoji=False, soft_wrap=True
+        )
         self._warned = False
 
     def tell(self, event: events.Event, words: str) -> None:
-        """Tells one thing, at once. A full disk behind stdout is told on stderr, and stops nothing."""
+        """Tells one thing, at once. A full disk or closed terminal behind stdout, told on stderr, stops nothing."""
         try:
             if self._as_json:
                 click.echo(events.dumps(event))
@@ -43,9 +46,12 @@ class Report:
         except BrokenPipeError:
             raise  # nobody reads on: click ends the command
         except OSError as error:
-            if not self._warned:
-                self._warned = True
-                _complain(f"cannot write to stdout: {error.strerror}; the command goes on. Make room there")
+            self._cannot_write(error)
+
+    def _cannot_write(self, error: OSError) -> None:
+        if not self._warned:
+            self._warned = True
+            _complain(f"cannot write to stdout: {error.strerror}; the command goes on. Make room there")
 
     @contextmanager
     def failures(self) -> Iterator[None]:
@@ -113,6 +119,40 @@ class Report:
         finally:
             logger.removeHandler(handler)
             logger.setLevel(before)
+
+
+class _Stdout:
+    """Standard output, for rich, whose spinners write from contexts and threads of their own: no failure ends these.
+
+    Args:
+        on_error: told what went wrong.
+    """
+
+    def __init__(self, on_error: Callable[[OSError], None]) -> None:
+        self._on_error = on_error
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(sys.stdout, name)
+
+    def write(self, text: str) -> int:
+        """Takes the text, whether or not it can be written."""
+        try:
+            return len(text) if sys.stdout is None else sys.stdout.write(text)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            self._on_error(error)
+            return len(text)
+
+    def flush(self) -> None:
+        """Writes what waits, if that can be done."""
+        try:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            self._on_error(error)
 
 
 class _StderrHandler(logging.Handler):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import signal
 import socket
 import subprocess
@@ -317,6 +318,27 @@ def test_a_terminal_of_few_means_shows_what_is_waited_for(start: Start, files: l
     assert b"looking for a group" in shown
     assert f"averaged with {join} in".encode() in shown
     assert b"Traceback" not in shown
+
+
+def test_a_terminal_that_is_closed_ends_no_peer(files: list[Path]) -> None:
+    master, slave = pty.openpty()
+    line = [sys.executable, "-m", "averaging", "peer", str(files[0]), *PAIR, "--serve"]
+    with subprocess.Popen(line, stdout=slave, stderr=slave, env=os.environ | {"TERM": "xterm"}) as process:
+        os.close(slave)
+        shown = b""
+        while b"looking for a group" not in shown and (chunk := read_terminal(master)):
+            shown += chunk
+        found = re.search(rb"--join (\S+)", shown)
+        assert found is not None, shown.decode()
+        os.close(master)  # whoever shrugs off SIGHUP, as with `disown`, goes on with a terminal that fails
+        try:
+            for _ in range(2):
+                result = command("peer", files[1], *PAIR, "--join", found[1].decode())
+                assert result.returncode == 0, result.stderr
+            process.terminate()
+            assert process.wait(DEADLINE) == 0
+        finally:
+            process.kill()
 
 
 def read_terminal(master: int) -> bytes:
