@@ -150,7 +150,7 @@ class Asking:
                 async with learned_timeout(self._deadlines, leader, Phase.VERDICT):
                     answer = await anext(replies)
                 if answer.code is MessageCode.BAD_SCHEMA_HASH:
-                    logger.warning("%s", await self._differences.of(leader, search.differing))
+                    await self._differences.warn(leader, search.differing)
                 search.answers[leader] = answer.code.name
                 if answer.code is MessageCode.ACCEPTED:
                     answer = await self._follow(search, own, asked, key, replies)

@@ -14,7 +14,7 @@ from averaging.group import Group, Mode, digits_per_round, group_key, next_group
 from averaging.matchmaking import rules
 from averaging.matchmaking.asking import Asking
 from averaging.matchmaking.conduct import Conduct
-from averaging.matchmaking.differences import Differences
+from averaging.matchmaking.differences import Differences, Told
 from averaging.matchmaking.rules import Declaration, Searching
 from averaging.matchmaking.search import Search
 from averaging.messages import JoinRequest, MessageCode, MessageFromLeader
@@ -42,6 +42,7 @@ class Matchmaking:
         once: whether nobody will look under its key again once its search is over.
         conduct: who has broken the protocol: such a peer is neither asked nor taken in for a while.
         deadlines: how long others take to answer, from search to search; nothing is known of them if None.
+        told: in what others differ, as it was warned of already; nothing was if None.
         clock: seconds since the epoch.
         rng: shuffles groups, makes their ids, spreads retries.
     """
@@ -64,6 +65,7 @@ class Matchmaking:
         rng: random.Random,
         conduct: Conduct | None = None,
         deadlines: Deadlines | None = None,
+        told: Told | None = None,
     ) -> None:
         self._run_id, self._endpoint = run_id, endpoint
         self.schema = schema
@@ -72,7 +74,7 @@ class Matchmaking:
         self._matchmaking_time, self._once = matchmaking_time, once
         self._clock, self._rng = clock, rng
         self._conduct = conduct or Conduct()
-        self._differences = Differences(schema, transport, discovery)
+        self._differences = Differences(schema, transport, discovery, told or Told())
         self._asking = Asking(
             endpoint,
             schema,

@@ -18,6 +18,7 @@ from averaging.errors import AveragingError, RoundError, SchemaMismatchError
 from averaging.group import Group, Mode
 from averaging.matchmaking import Matchmaking, NoGroupError
 from averaging.matchmaking.conduct import Conduct
+from averaging.matchmaking.differences import Told
 from averaging.observe.receipts import Outcome, Receipt, Role
 from averaging.peer.progress import RunProgress
 from averaging.peer.service import PeerService
@@ -104,6 +105,7 @@ class Rounds:
         self._clock, self._rng = clock, rng
         self._lasting: dict[bytes, Matchmaking] = {}  # by schema hash; their group bits move on from round to round
         self._attempts = 0
+        self._told = Told()
         self.conduct = Conduct()
 
     def matchmaking(self, schema: Schema, *, lasting: bool = True) -> Matchmaking:
@@ -127,6 +129,7 @@ class Rounds:
                 rng=self._rng,
                 conduct=self.conduct,
                 deadlines=self._service.deadlines,
+                told=self._told,
             )
             if lasting:
                 self._lasting[schema.hash] = found

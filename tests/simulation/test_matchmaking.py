@@ -84,6 +84,25 @@ def test_peers_with_other_tensors_are_told_the_first_difference() -> None:
         assert receipts[0].seconds < 3.0  # it does not wait for the whole time-out
 
 
+def test_a_peer_with_other_tensors_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    """And not in every search of the weeks for which it stays, nor in every phase of a topic."""
+    swarm = Swarm(1)
+    peers = [swarm.peer(f"peer:{n}", [torch.zeros(n)], matchmaking_time=2.0) for n in (1, 2)]
+
+    async def main() -> None:
+        async with peers[0], peers[1]:
+            topics = [peer.topic("other", {"w": torch.zeros(n)}) for n, peer in enumerate(peers, 1)]
+            for step in range(5):
+                await asyncio.gather(*(peer.average() for peer in peers))
+                phases = zip(peers, topics, strict=True)
+                await asyncio.gather(*(peer.average(topic, phase=f"{step}", patience=2.0) for peer, topic in phases))
+
+    swarm.simulate(main())
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert told
+    assert len(told) == len(set(told)) <= 4  # of each peer: its own tensors and those of the topic
+
+
 def test_a_peer_with_other_tensors_that_has_left_does_not_end_the_search() -> None:
     swarm = Swarm(1)
     options: PeerOptions = {"group_size": 2, "matchmaking_time": 2.0, "timeout": 20.0}
