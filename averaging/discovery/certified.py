@@ -7,6 +7,7 @@ certificate for its endpoint has written it.
 
 from __future__ import annotations
 
+import logging
 import struct
 from collections import OrderedDict
 from collections.abc import Callable
@@ -24,7 +25,9 @@ from averaging.addresses import covers, is_endpoint, parse_address
 from averaging.discovery.identity import Ed25519Identity
 from averaging.group import CLIENT_PREFIX
 from averaging.messages import Record
-from averaging.security.credentials import PrivateKey, Tls, hosts_of, is_issued_by, validity_problem
+from averaging.security.credentials import EXPIRES_SOON, PrivateKey, Tls, hosts_of, is_issued_by, validity_problem
+
+logger = logging.getLogger(__name__)
 
 SIGNATURE_BYTES = 64
 """Of Ed25519."""
@@ -59,6 +62,7 @@ class CertifiedIdentity:
         self._plain = Ed25519Identity()
         self._proofs: dict[str, bytes] = {}  # of this peer, by run
         self._known: OrderedDict[bytes, _Proven | None] = OrderedDict()
+        self._warned = self._age()  # at the start others look at the certificate
 
     @property
     def owner(self) -> bytes:
@@ -66,7 +70,10 @@ class CertifiedIdentity:
         return self._plain.owner
 
     def sign(self, run_id: str, record: Record) -> bytes:
-        """The signature, and the proof."""
+        """The signature, and the proof. Warns, once each, when the certificate expires soon and when it has expired."""
+        if (age := self._age()) > self._warned:
+            self._warned = age
+            self._warn(age)
         if run_id not in self._proofs:
             certificate = self._tls.certificate.public_bytes(Encoding.DER)
             signature = _sign(self._tls.key, _statement(run_id, self.owner))
@@ -87,6 +94,20 @@ class CertifiedIdentity:
         if record.subkey.startswith(CLIENT_PREFIX) or not is_endpoint(record.subkey):
             return True
         return covers(proven.hosts, parse_address(record.subkey)[0])
+
+    def _age(self) -> int:
+        """Of this peer's certificate: 0 while there is time, 1 shortly before its end, 2 after that."""
+        now = self._clock()
+        return sum(validity_problem(self._tls.certificate, moment) is not None for moment in (now, now + EXPIRES_SOON))
+
+    def _warn(self, age: int) -> None:
+        when = f"{self._tls.certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
+        told = f"expires on {when}" if age == 1 else f"has expired on {when}, and others let this peer into no group"
+        logger.warning(
+            "%s %s; issue another one (averaging ca issue) and start this peer again with it, since certificates are "
+            "read once",
+            *(self._tls.source, told),
+        )
 
     def _prove(self, run_id: str, owner: bytes, proof: bytes) -> _Proven | None:
         digest = sha256(owner + proof + run_id.encode()).digest()

@@ -10,6 +10,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -207,6 +208,29 @@ async def test_nobody_uses_the_endpoint_of_another(endpoint: str) -> None:
             with pytest.raises(CallRefusedError, match=f"calls itself {re.escape(endpoint)}, but .* stands for b.ex"):
                 await claim(caller, peer)
     assert service.requests == []
+    assert gossip.digests == []
+
+
+@pytest.mark.asyncio
+async def test_a_certificate_that_expires_while_a_connection_lasts_lets_nobody_into_a_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its records are believed no longer, so all others would refuse each group with it, and lose that round."""
+    service, gossip = FakePeer(), FakeGossip()
+    own = "127.0.0.1:1"
+    async with serving(service, gossip, credentials=secure(*HERE)) as (_, peer), client(credentials=secure(*HERE)) as c:
+        assert await one(c.join_group(peer, replace(REQUEST, endpoint=own))) == ACCEPTED
+        year = time.time() + 370 * 86400
+        monkeypatch.setattr("averaging.transport.grpc.security.time", SimpleNamespace(time=lambda: year))
+        for call in (
+            c.join_group(peer, replace(REQUEST, endpoint=own)),
+            c.exchange(peer, replace(DIGEST, endpoint=own)),
+            c.subscribe(peer, replace(DIGEST, endpoint=own)),
+        ):
+            with pytest.raises(CallRefusedError, match=f"calls itself {own}, but its certificate has expired on"):
+                await one(call)
+        assert await one(c.aggregate_part(peer, sent(replace(part(0), endpoint=own))))
+    assert len(service.requests) == 1
     assert gossip.digests == []
 
 

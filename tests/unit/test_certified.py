@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -28,14 +29,18 @@ T = NOW.timestamp()
 
 
 def identity(
-    *hosts: str, authority: Issued = AUTHORITY, believes: Issued = AUTHORITY, now: float = T
+    *hosts: str,
+    authority: Issued = AUTHORITY,
+    believes: Issued = AUTHORITY,
+    now: float | Callable[[], float] = T,
+    days: float = 1,
 ) -> CertifiedIdentity:
-    issued = issue(authority, "a", hosts, NOW, 1)
+    issued = issue(authority, "a", hosts, NOW, days)
     key = load_pem_private_key(issued.key, None)
     authorities = (x509.load_pem_x509_certificate(believes.certificate),)
     own = x509.load_pem_x509_certificate(issued.certificate)
     tls = Tls(believes.certificate, issued.certificate, issued.key, authorities, own, key, "a.pem")  # type: ignore[arg-type]
-    return CertifiedIdentity(tls, lambda: now)
+    return CertifiedIdentity(tls, now if callable(now) else lambda: now)
 
 
 def rsa_identity(*hosts: str) -> CertifiedIdentity:
@@ -106,6 +111,22 @@ def test_whose_certificate_has_expired_reads_so_when_it_writes() -> None:
     board = Board(Author("run", identity("a", now=later), Limits()), Limits(), lambda: later)
     with pytest.raises(DiscoveryError, match="expired"):
         board.write("run.peers", "a:1", b"", later + 30)
+
+
+def test_a_peer_says_that_its_certificate_expires_before_it_does_and_when_it_has(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The run may last longer than the certificate, and who starts a peer looks at its log once."""
+    moments = iter([T, T, T + 2 * 86400, T + 5 * 86400, T + 10.5 * 86400, T + 11 * 86400])
+    own = identity("a", now=lambda: next(moments), days=10)
+    told = []
+    for _ in range(5):
+        caplog.clear()
+        record(own, "a:1")
+        told.append([found.getMessage() for found in caplog.records])
+    assert [len(some) for some in told] == [0, 0, 1, 1, 0]
+    assert told[2][0].startswith("a.pem expires on ")
+    assert told[3][0].startswith("a.pem has expired on ")
 
 
 def test_a_proof_is_of_one_owner_and_one_run() -> None:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import hmac
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from hashlib import sha256
 from typing import Any, TypeVar
 
 import grpc
+from cryptography import x509
 
 from averaging.addresses import covers, is_endpoint, parse_address
 from averaging.config import Inspection
 from averaging.errors import BusyError, ForeignEndpointError
 from averaging.group import CLIENT_PREFIX
-from averaging.security.credentials import Credentials, Tls
+from averaging.security.credentials import Credentials, Tls, validity_problem
 from averaging.transport.grpc import methods
 from averaging.transport.grpc.methods import Method
 from averaging.transport.grpc.options import MAX_CALLS_PER_HOST
@@ -135,7 +138,8 @@ class Callers:
         """What decodes the messages of a call, and checks in whose name they are.
 
         Raises:
-            ForeignEndpointError: from the returned function, if its certificate does not stand for that endpoint.
+            ForeignEndpointError: from the returned function, if its certificate does not stand for that endpoint, or
+                has expired since the connection was made.
             ProtocolViolationError: likewise, if a message is malformed.
         """
         claim = _CLAIMS.get(method) if self._authenticated else None
@@ -144,7 +148,11 @@ class Callers:
 
         def decode(raw: bytes) -> Request:
             request = method.read_request(raw)
-            check_claim(claim(request), certified_hosts(context))
+            endpoint = claim(request)
+            check_claim(endpoint, certified_hosts(context))
+            # Whoever is in a group was let in while it was valid, and to end the round is no offence.
+            if endpoint and method is not methods.AGGREGATE_PART:
+                check_validity(endpoint, context)
             return request
 
         return decode
@@ -169,3 +177,21 @@ def check_claim(endpoint: str, hosts: Sequence[str]) -> None:
     if not covers(hosts, parse_address(endpoint)[0]):
         told = ", ".join(hosts) or "no host"
         raise ForeignEndpointError(f"calls itself {endpoint}, but its certificate stands for {told}")
+
+
+def check_validity(endpoint: str, context: Context) -> None:
+    """Whether the certificate of a caller that calls itself `endpoint` is still valid: a connection may last for weeks.
+
+    Its records are believed no longer, so whoever took it into a group would spoil that for all the others.
+
+    Raises:
+        ForeignEndpointError: it is not.
+    """
+    for pem in context.auth_context().get("x509_pem_cert", ()):
+        if problem := validity_problem(_certificate(pem), time.time()):
+            raise ForeignEndpointError(f"calls itself {endpoint}, but its certificate {problem}")
+
+
+@lru_cache(maxsize=256)
+def _certificate(pem: bytes) -> x509.Certificate:
+    return x509.load_pem_x509_certificate(pem)
