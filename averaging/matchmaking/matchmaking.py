@@ -23,9 +23,6 @@ from averaging.transport.base import Transport
 
 logger = logging.getLogger(__name__)
 
-TOLD_SECONDS = 10.0
-"""After so long all others know that a peer looks no more; under a key that nobody uses again they may forget it."""
-
 
 class NoGroupError(AveragingError):
     """No group came together in time. The message says who was there and what they answered."""
@@ -39,7 +36,8 @@ class Matchmaking:
         matchmaking_time: seconds that one declaration lasts.
         only_named: whether a leader may name as members only those whom discovery names. In an open run, which may have
             peers of other implementations, it may name whomever it met.
-        once: whether nobody will look under its key again once its search is over.
+        told_seconds: for which it is told under its key that a search is over, if nobody looks there again; until the
+            end of what was declared if None.
         conduct: who has broken the protocol: such a peer is neither asked nor taken in for a while.
         deadlines: how long others take to answer, from search to search; nothing is known of them if None.
         told: in what others differ, as it was warned of already; nothing was if None.
@@ -60,7 +58,7 @@ class Matchmaking:
         matchmaking_time: float,
         group_bits: str = "",
         only_named: bool = False,
-        once: bool = False,
+        told_seconds: float | None = None,
         clock: Callable[[], float],
         rng: random.Random,
         conduct: Conduct | None = None,
@@ -71,7 +69,7 @@ class Matchmaking:
         self.schema = schema
         self._discovery = discovery
         self._group_size, self._min_group_size = group_size, min_group_size
-        self._matchmaking_time, self._once = matchmaking_time, once
+        self._matchmaking_time, self._told_seconds = matchmaking_time, told_seconds
         self._clock, self._rng = clock, rng
         self._conduct = conduct or Conduct()
         self._differences = Differences(schema, transport, discovery, told or Told())
@@ -251,9 +249,9 @@ class Matchmaking:
         if search.state.declared is None or search.state.declared <= self._clock():
             return
         until = search.state.declared
-        if self._once and not looking:
+        if self._told_seconds is not None and not looking:
             # Who averages under a new key in every step would else have all the records that a peer may have.
-            until = min(until, self._clock() + TOLD_SECONDS)
+            until = min(until, self._clock() + self._told_seconds)
         try:
             await self._discovery.store(self.group_key, self._endpoint, rules.pack_looking(looking), until)
         except AveragingError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -28,6 +29,12 @@ from averaging.state.snapshots import Snapshots
 from averaging.transport.base import Transport
 
 Overtaken = Callable[[Mapping[str, bytes]], bool]
+
+TOLD_SECONDS = 10.0
+"""After so long all others know that a peer looks no more; under a key that nobody uses again they may forget it."""
+
+MOST_TOLD = 64
+"""Keys that nobody uses again under which that is told at a time; twice as many until the time for each is adapted."""
 
 
 class RoundOptions(TypedDict, total=False):
@@ -105,6 +112,7 @@ class Rounds:
         self._clock, self._rng = clock, rng
         self._lasting: dict[bytes, Matchmaking] = {}  # by schema hash; their group bits move on from round to round
         self._attempts = 0
+        self._phases: deque[float] = deque(maxlen=MOST_TOLD)  # when those under keys of their own began
         self._told = Told()
         self.conduct = Conduct()
 
@@ -124,7 +132,7 @@ class Rounds:
                 matchmaking_time=config.matchmaking_time,
                 group_bits=config.group_bits,
                 only_named=config.is_closed,
-                once=not lasting,
+                told_seconds=None if lasting else self._told_seconds(),
                 clock=self._clock,
                 rng=self._rng,
                 conduct=self.conduct,
@@ -134,6 +142,12 @@ class Rounds:
             if lasting:
                 self._lasting[schema.hash] = found
         return found
+
+    def _told_seconds(self) -> float:
+        """Less than usual where steps are so quick that there would be more to tell than there is room for."""
+        if len(self._phases) < MOST_TOLD:
+            return TOLD_SECONDS
+        return min(TOLD_SECONDS, asyncio.get_running_loop().time() - self._phases[0])
 
     async def attempt(
         self,
@@ -189,6 +203,8 @@ class Rounds:
         attempt.enter("looking")
         lasting = attempt.schema == topic.schema
         matchmaking = self._service.matchmaking = self.matchmaking(attempt.schema, lasting=lasting)
+        if not lasting:
+            self._phases.append(attempt.phases["looking"])
         finding = matchmaking.find_group(gathered, self._clock() + patience, enough)
         try:
             group = await self._unless_overtaken(attempt, finding, overtaken)

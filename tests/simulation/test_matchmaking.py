@@ -218,6 +218,23 @@ def test_a_key_for_every_step_does_not_use_up_a_peers_records() -> None:
     swarm.simulate(main())
 
 
+def test_steps_that_are_quick_do_not_use_up_a_peers_records_either() -> None:
+    """What is told of each is kept for a shorter time then: at 30 steps a second all of a run stood still every 8 s."""
+    swarm = Swarm(1, latency=(0.0005, 0.002), delay=0.002)
+    peers = [swarm.peer(f"peer:{n + 1}", [torch.zeros(2)], group_size=2, matchmaking_time=60.0) for n in range(2)]
+
+    async def main() -> None:
+        async with peers[0], peers[1]:
+            topics = [peer.topic("gradients", {"w": torch.zeros(2)}) for peer in peers]
+            for step in range(600):
+                pairs = zip(peers, topics, strict=True)
+                receipts = await asyncio.gather(*(peer.average(topic, phase=str(step)) for peer, topic in pairs))
+                assert [receipt.outcome for receipt in receipts] == [Outcome.AVERAGED] * 2, f"step {step}"
+                assert max(receipt.seconds for receipt in receipts) < 0.1, f"step {step}"
+
+    swarm.simulate(main())
+
+
 @pytest.mark.parametrize(("size", "count"), [(2, 16), (4, 64), (8, 64)])
 def test_a_grid_of_groups_reaches_the_exact_mean(size: int, count: int) -> None:
     rounds, reach = 0, 1
