@@ -36,6 +36,9 @@ TOLD_SECONDS = 10.0
 MOST_TOLD = 64
 """Keys that nobody uses again under which that is told at a time; twice as many until the time for each is adapted."""
 
+MAX_LASTING = 256
+"""Topics whose group bits are remembered; an application may make a new one whenever it averages."""
+
 
 class RoundOptions(TypedDict, total=False):
     """What a strategy may say of one round.
@@ -110,7 +113,7 @@ class Rounds:
         self._transport, self._discovery = transport, discovery
         self._progress, self._service, self._snapshots = progress, service, snapshots
         self._clock, self._rng = clock, rng
-        self._lasting: dict[bytes, Matchmaking] = {}  # by schema hash; their group bits move on from round to round
+        self._lasting: dict[bytes, Matchmaking] = {}  # by schema hash, the latest last; their group bits move on
         self._attempts = 0
         self._phases: deque[float] = deque(maxlen=MOST_TOLD)  # when those under keys of their own began
         self._told = Told()
@@ -118,7 +121,8 @@ class Rounds:
 
     def matchmaking(self, schema: Schema, *, lasting: bool = True) -> Matchmaking:
         """The matchmaking for peers with this schema; one that is not `lasting` is made for a single attempt."""
-        found = self._lasting.get(schema.hash)
+        found = self._lasting.pop(schema.hash, None)
+        lasting = lasting or found is not None
         if found is None:
             config = self._config
             found = Matchmaking(
@@ -139,8 +143,10 @@ class Rounds:
                 deadlines=self._service.deadlines,
                 told=self._told,
             )
-            if lasting:
-                self._lasting[schema.hash] = found
+        if lasting:
+            self._lasting[schema.hash] = found
+            if len(self._lasting) > MAX_LASTING:
+                del self._lasting[next(iter(self._lasting))]
         return found
 
     def _told_seconds(self) -> float:

@@ -16,6 +16,7 @@ from averaging.errors import PeerUnreachableError
 from averaging.group import pack_gather
 from averaging.matchmaking.rules import pack_looking
 from averaging.messages import JoinRequest, MessageCode
+from averaging.peer import rounds
 from averaging.transport import virtual_time
 from tests.simulation import leaks
 from tests.simulation.swarm import Swarm, groups_of, scalars, spread
@@ -231,6 +232,22 @@ def test_steps_that_are_quick_do_not_use_up_a_peers_records_either() -> None:
                 receipts = await asyncio.gather(*(peer.average(topic, phase=str(step)) for peer, topic in pairs))
                 assert [receipt.outcome for receipt in receipts] == [Outcome.AVERAGED] * 2, f"step {step}"
                 assert max(receipt.seconds for receipt in receipts) < 0.1, f"step {step}"
+
+    swarm.simulate(main())
+
+
+def test_a_topic_of_its_own_for_every_average_leaves_little_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "MAX_LASTING", 8)
+    swarm = Swarm(1)
+    peer = swarm.peer("peer:1", [torch.zeros(2)])
+
+    async def main() -> None:
+        async with peer:
+            before = leaks.sizes(peer)
+            for number in range(50):
+                await peer.average(peer.topic(f"of{number}", {"w": torch.zeros(2)}), patience=0.0)
+            grown = leaks.sizes(peer) - before
+        assert max(grown.values()) <= 8, grown
 
     swarm.simulate(main())
 
