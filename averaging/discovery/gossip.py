@@ -232,7 +232,8 @@ class GossipDiscovery:
                 self._spawn(self._upkeep.look_for_missing())
                 self._spawn(self._show_life())
         except BaseException as error:
-            await self._stop(type(error), error, error.__traceback__)
+            # In order: a seed may have this peer's presence already, and would have it for long.
+            await self.__aexit__(type(error), error, error.__traceback__)
             raise
         return self
 

@@ -504,6 +504,34 @@ def test_an_error_in_the_body_is_not_wrapped_and_a_cancellation_goes_through() -
     swarm.simulate(main())
 
 
+def test_who_gives_up_while_it_joins_is_gone_and_can_come_back_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A seed may have its record by then, and would have it for as long as that of a peer that was killed."""
+    pushed: list[float] = []
+
+    def attempt(patience: float) -> None:
+        swarm = GossipSwarm(23)
+
+        async def main() -> None:
+            [seed] = await swarm.grow(1)
+            leaving = swarm.start("a:1", ["peer-0:1"])
+            await asyncio.sleep(patience)
+            if not leaving.joined.is_set() and "a:1" in members(seed):
+                pushed.append(patience)
+            leaving.task.cancel()
+            await asyncio.wait([leaving.task])
+            await asyncio.sleep(0.1)
+            assert members(seed) == {"peer-0:1"}
+            await joined(swarm.start("a:1", ["peer-0:1"]))
+            await until(lambda: "a:1" in members(seed), 1.0)
+
+        swarm.simulate(main())
+
+    for milliseconds in range(1, 120, 3):
+        attempt(milliseconds / 1000)
+    assert pushed
+    assert caplog.messages == []
+
+
 def test_nothing_is_written_any_more_by_a_peer_that_is_leaving() -> None:
     """It would outlive the peer: the others would take it for one that is there."""
     swarm = GossipSwarm(settings=GossipSettings(peer_refresh=0.3))
