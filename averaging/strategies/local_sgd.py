@@ -155,8 +155,11 @@ class LocalSGD(Strategy):
                 return
 
     def _apply(self, training: Training, pending: Future[Receipt]) -> None:
-        self._pending = None
-        receipt = training.receipt_of(pending)
+        try:
+            receipt = training.receipt_of(pending)
+        finally:
+            if pending.done():  # a KeyboardInterrupt ends the wait, not the round
+                self._pending = None
         self._note(training, receipt)
         if not receipt.averaged or self._replaced:
             return

@@ -73,6 +73,34 @@ def test_overlap_adds_the_change_once_where_parameters_share_their_memory(start:
     assert [parameter.tolist() for model in run.models for parameter in model.parameters()] == [[2.0] * 3] * 4
 
 
+def test_an_interrupt_ends_the_wait_for_a_late_change_and_not_the_round(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start()
+    for value in (1.0, 3.0):
+        memory = torch.zeros(3)
+        run.add(LocalSGD(1, overlap=True), SGD, torch.nn.ParameterList([torch.nn.Parameter(memory)]), group_size=2)
+        memory.fill_(value)
+    run.meet()
+    first, second = run.averagers
+
+    def interrupted(begun: object) -> Receipt:
+        raise KeyboardInterrupt
+
+    first.step()  # begins a round; there are no gradients
+    with monkeypatch.context() as patch:
+        patch.setattr(first._training, "receipt_of", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            first.average_now()
+    first.step()  # the other has not come yet
+    second.step()
+    for averager in run.averagers:
+        averager.strategy.finish(averager._training)
+        assert averager.last_receipt is not None
+        assert averager.last_receipt.averaged
+    assert [parameter.tolist() for model in run.models for parameter in model.parameters()] == [[2.0] * 3] * 2
+
+
 def test_a_newcomer_gets_what_a_peer_has_learnt_alone(start: Start) -> None:
     run = start()
     run.add(LocalSGD(4), SGD)
