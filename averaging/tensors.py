@@ -6,7 +6,7 @@ import asyncio
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import Enum, auto
 from typing import TypeVar
 
@@ -75,6 +75,8 @@ class SharedTensors:
     async def while_locked(self, action: Callable[[], T], timeout: float) -> T:
         """Runs `action` under the lock without blocking the event loop while somebody else holds it.
 
+        A cancellation that comes before it has begun keeps it from beginning; one that comes later waits for its end.
+
         Raises:
             RoundError: the lock was not free within `timeout` seconds.
         """
@@ -84,7 +86,7 @@ class SharedTensors:
             finally:
                 self._lock.release()
 
-        abandoned = threading.Event()
+        decided = threading.Lock()  # taken by the thread that begins, or by a cancellation that comes before
 
         def wait_and_run() -> T:
             if not self._lock.acquire(timeout=timeout):
@@ -92,16 +94,22 @@ class SharedTensors:
                     f"the application held the tensors' lock for {timeout:g} s; release it sooner, or raise `timeout`"
                 )
             try:
-                if abandoned.is_set():
+                if not decided.acquire(blocking=False):
                     raise RoundError("nobody waits for it any more")
                 return action()
             finally:
                 self._lock.release()
 
+        running = asyncio.ensure_future(asyncio.to_thread(wait_and_run))
         try:
-            return await asyncio.to_thread(wait_and_run)
+            return await asyncio.shield(running)
         except asyncio.CancelledError:
-            abandoned.set()  # a thread cannot be cancelled, but what it waits to do must not be done any more
+            # A thread cannot be cancelled, but once this has ended nothing may be written any more.
+            if decided.acquire(blocking=False):
+                running.cancel()
+            while not running.done():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([running])
             raise
 
     def flat(self) -> list[torch.Tensor]:

@@ -272,9 +272,9 @@ class Peer:
     ) -> Receipt:
         """Finds a group and averages the tensors with it.
 
-        Cancelling it leaves the group in order and, without `in_place`, the tensors untouched. Changes that the
-        application makes to the tensors meanwhile are overwritten by an average, and kept where the reply form is
-        `delta`.
+        Cancelling it leaves the group in order and, without `in_place`, the tensors untouched, unless the average is
+        being written already: then they hold it when this ends. Changes that the application makes to the tensors
+        meanwhile are overwritten by an average, and kept where the reply form is `delta`.
 
         Args:
             topic: what is averaged, from `topic`; the peer's own tensors if None.

@@ -74,6 +74,7 @@ class _Attempt:
     round: AllReduce | None = None
     result: RoundResult | None = None
     inputs: list[torch.Tensor] | None = None  # what was contributed, where it is not the tensors themselves
+    adopted: bool = False  # whether the result is written
     phases: dict[str, float] = field(default_factory=dict)  # when each began
 
     def enter(self, phase: str) -> None:
@@ -188,7 +189,12 @@ class Rounds:
         try:
             receipt = await self._average(attempt, gathered, enough, patience, overtaken)
         except asyncio.CancelledError:
-            self._service.book.keep(self._receipt(attempt, Outcome.CANCELLED, "cancelled by this peer's application"))
+            if attempt.adopted:  # it came too late
+                self._service.rounds += 1
+                self._service.book.keep(self._receipt(attempt, Outcome.AVERAGED, ""))
+            else:
+                told = "cancelled by this peer's application"
+                self._service.book.keep(self._receipt(attempt, Outcome.CANCELLED, told))
             raise
         except Exception as error:
             self._service.book.keep(self._receipt(attempt, Outcome.FAILED, f"{type(error).__name__}: {error}"))
@@ -309,6 +315,7 @@ class Rounds:
         topic.write(result)
         if topic.commits:
             self._snapshots.commit(self._snapshots.version + 1)
+        attempt.adopted = True
 
     def _receipt(self, attempt: _Attempt, outcome: Outcome, reason: str) -> Receipt:
         now = asyncio.get_running_loop().time()

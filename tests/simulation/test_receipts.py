@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -234,6 +235,32 @@ def test_an_attempt_that_raises_leaves_a_receipt_too(tmp_path: Path) -> None:
     assert (wrong.outcome, list(wrong.phases)) == (Outcome.FAILED, ["checking"])
     assert wrong.reason.startswith("TensorError: tensor 'tensor_0' holds nan at flat index 1")
     assert (alone.outcome, alone.role, alone.accounts) == (Outcome.NO_GROUP, None, ())
+
+
+def test_an_attempt_that_was_cancelled_too_late_leaves_the_receipt_of_an_average() -> None:
+    swarm = Swarm(6)
+    tensors = [torch.full((3,), value) for value in (1.0, 3.0)]
+    late, other = (swarm.peer(f"peer:{n + 1}", [tensors[n]], group_size=2) for n in range(2))
+
+    async def main() -> None:
+        async with late, other:
+            shared = late._tensors
+            while_locked = shared.while_locked
+
+            async def cancelled(action: Callable[[], Any], timeout: float) -> None:
+                if await while_locked(action, timeout) is None and late.version:  # the average was written
+                    raise asyncio.CancelledError
+
+            shared.while_locked = cancelled  # type: ignore[method-assign, assignment]
+            ends = await asyncio.gather(late.average(), other.average(), return_exceptions=True)
+            assert isinstance(ends[0], asyncio.CancelledError)
+            receipt = late.status.last_round
+            assert receipt is not None
+            assert (receipt.outcome, receipt.reason, receipt.state_version) == (Outcome.AVERAGED, "", 1)
+            assert late.status.rounds == 1
+
+    swarm.simulate(main())
+    assert [tensor.tolist() for tensor in tensors] == [[2.0] * 3] * 2
 
 
 def test_a_round_goes_on_though_the_disk_is_full(caplog: pytest.LogCaptureFixture) -> None:

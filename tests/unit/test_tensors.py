@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 import torch
@@ -54,6 +55,33 @@ async def test_what_was_cancelled_while_it_waited_for_the_lock_is_not_done() -> 
             await waiting
     await asyncio.get_running_loop().shutdown_default_executor()  # the thread has ended then
     assert done == []
+
+
+@pytest.mark.asyncio
+async def test_a_cancellation_waits_for_what_has_begun_under_the_lock() -> None:
+    """Else the tensors would be written while the application takes them for its own again."""
+    shared, begun, go_on = SharedTensors([torch.zeros(2)]), threading.Event(), threading.Event()
+    done: list[bool] = []
+
+    def action() -> None:
+        begun.set()
+        done.append(go_on.wait(60.0))
+
+    with shared.locked():
+        waiting = asyncio.create_task(shared.while_locked(action, 60.0))
+        await asyncio.sleep(0)
+    assert await asyncio.to_thread(begun.wait, 60.0)
+    try:
+        for _ in range(2):
+            waiting.cancel()
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert not waiting.done()
+    finally:
+        go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert done == [True]
 
 
 @pytest.mark.parametrize(
