@@ -51,7 +51,9 @@ class Peer:
     Args:
         tensors: in the same order at all peers; a mapping gives them names.
         run_id: peers with the same run average together.
-        extra_state: asked, with the tensors locked, what belongs to the downloadable state besides them.
+        extra_state: asked, with the tensors locked, what belongs to the downloadable state besides them. What it raises
+            comes out of the `average`, `download_state` or `commit` that asked; the tensors hold the result of that
+            then, under the former version.
         transport: how peers reach each other; gRPC on sockets if not given.
         discovery: how peers find each other; gossip between them if not given.
         clock: seconds since the epoch.

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from averaging import Peer
 from averaging.allreduce import RoundResult
+from averaging.discovery.memory import MemoryDiscovery
 from averaging.errors import TensorError
 from averaging.group import Member, Mode
 from averaging.messages import CompressionType
@@ -23,6 +25,7 @@ from averaging.observe.receipts import DropCode, Outcome, Receipt, Role
 from averaging.peer.rounds import _why_failed
 from averaging.peer.topics import Adopt
 from averaging.schema import ReplyForm
+from averaging.state.snapshots import Extras
 from averaging.transport import virtual_time
 from tests.simulation.rounds import PART_TIMEOUT, Simulation, nodes
 from tests.simulation.swarm import Swarm, scalars
@@ -258,6 +261,43 @@ def test_an_attempt_that_was_cancelled_too_late_leaves_the_receipt_of_an_average
             assert receipt is not None
             assert (receipt.outcome, receipt.reason, receipt.state_version) == (Outcome.AVERAGED, "", 1)
             assert late.status.rounds == 1
+
+    swarm.simulate(main())
+    assert [tensor.tolist() for tensor in tensors] == [[2.0] * 3] * 2
+
+
+def test_an_error_of_extra_state_comes_after_the_average_which_has_no_version_of_its_own() -> None:
+    swarm, broken = Swarm(6), False
+    tensors = [torch.full((3,), value) for value in (1.0, 3.0)]
+
+    def extra() -> Extras:
+        if broken:
+            raise ZeroDivisionError
+        return Extras({}, {})
+
+    asking, other = (
+        Peer(
+            [tensors[n]],
+            run_id="run",
+            extra_state=extra if n == 0 else None,
+            transport=swarm.network.transport(f"peer:{n + 1}"),
+            discovery=lambda endpoint, transport: MemoryDiscovery(swarm.registry),
+            clock=virtual_time.clock,
+            group_size=2,
+        )
+        for n in range(2)
+    )
+
+    async def main() -> None:
+        nonlocal broken
+        async with asking, other:
+            broken = True
+            ends = await asyncio.gather(asking.average(), other.average(), return_exceptions=True)
+            assert isinstance(ends[0], ZeroDivisionError)
+            assert [asking.version, other.version] == [0, 1]
+            broken = False
+            for receipt in await asyncio.gather(asking.average(), other.average()):
+                assert receipt.averaged
 
     swarm.simulate(main())
     assert [tensor.tolist() for tensor in tensors] == [[2.0] * 3] * 2
