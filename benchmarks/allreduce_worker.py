@@ -102,8 +102,9 @@ class Usage:
                 cpu_seconds += time.clock_gettime((~pid << 3) | 2)  # the number that clock_getcpuclockid(3) gives
             status = Path(f"/proc/{pid}/status").read_text()
             kib = {name: int(size) for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", status, re.MULTILINE)}
-            held += kib["RssAnon"] * 1024
-            peak += (kib["VmHWM"] - kib["RssFile"] - kib["RssShmem"]) * 1024
+            if kib:  # one that has just ended holds none
+                held += kib["RssAnon"] * 1024
+                peak += (kib["VmHWM"] - kib["RssFile"] - kib["RssShmem"]) * 1024
         return cls(cpu_seconds, held, peak)
 
     @staticmethod

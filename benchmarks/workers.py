@@ -51,7 +51,12 @@ class Worker:
         except TimeoutError:
             raise WorkerError(f"no {event!r} within {limit:g} s; {self._told()}") from None
         if not line:
-            raise WorkerError(f"ended without {event!r}; {self._told()}")
+            with suppress(TimeoutError):
+                async with asyncio.timeout(GRACE):
+                    await self.process.wait()
+            killed = self.process.returncode == -signal.SIGKILL
+            how = ", killed by the system, as when memory is out" if killed else ""
+            raise WorkerError(f"ended without {event!r}{how}; {self._told()}")
         answer: dict[str, Any] = json.loads(line)
         if answer["event"] != event:
             raise WorkerError(f"answered {answer}, not {event!r}")

@@ -31,6 +31,7 @@ from benchmarks import (
     scale,
     wan,
 )
+from benchmarks.allreduce_worker import Usage, process_tree
 from benchmarks.convergence_train import Recipe
 from benchmarks.workers import ROOT, without_interrupts
 
@@ -239,3 +240,10 @@ def test_tuning_results_that_cannot_be_written_spoil_nothing_that_was_there(
         convergence_tuning.main()
     assert json.loads(runs.read_text()) == [{"of": "hours"}]
     assert list(tmp_path.iterdir()) == [runs]
+
+
+def test_a_child_that_has_just_ended_holds_no_memory() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as child:
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # its parent has not asked for its status yet
+        assert child.pid in process_tree()
+        assert Usage.now().held > 0
