@@ -14,7 +14,7 @@ from averaging.state.packing import State
 from averaging.state.snapshots import Extras
 from averaging.strategies.base import Strategy, take_tensor
 from averaging.training.optimizer_state import load_optimizer, pack_optimizer, restored_on_error
-from averaging.training.scheduler import set_initial_lr
+from averaging.training.scheduler import loaded, set_initial_lr
 from averaging.training.training import Training
 from averaging.values import is_count
 
@@ -112,7 +112,7 @@ class TrainingState:
         """Loads the inner optimizer's state dict and what was `saved`. The caller holds the tensors' lock.
 
         Raises:
-            ConfigError: it is of another strategy or scheduler; the inner optimizer is as it was.
+            ConfigError: it is of another strategy or scheduler; the inner optimizer and the scheduler are as they were.
         """
         strategy, schedule = saved.get("strategy"), saved.get("scheduler")
         optimizer = self._training.optimizer
@@ -121,10 +121,9 @@ class TrainingState:
             try:
                 if isinstance(strategy, dict):
                     self._check_kind(strategy.get("user", {}))
-                if self._scheduler is not None and isinstance(schedule, dict):
-                    _load_scheduler(self._scheduler, schedule)
-                if isinstance(strategy, dict):
-                    self._strategy.load(strategy.get("tensors", {}), strategy.get("user", {}))
+                with loaded(self._scheduler, schedule):
+                    if isinstance(strategy, dict):
+                        self._strategy.load(strategy.get("tensors", {}), strategy.get("user", {}))
             except StateError as error:
                 raise ConfigError(f"the state dict is not of {self._strategy!r}: {error}") from error
             self._training.local_step = saved["local_step"]
@@ -138,14 +137,3 @@ class TrainingState:
         kind, ours = strategy.get("kind"), type(self._strategy).__name__
         if kind not in (None, ours):
             raise StateError(f"its strategy is {str(kind)[:100]}, here it is {ours}; use the same one")
-
-
-def _load_scheduler(scheduler: LRScheduler, saved: dict[str, Any]) -> None:
-    kind = type(scheduler).__name__
-    try:
-        scheduler.load_state_dict(saved)
-    except Exception as error:  # whatever it stumbles over in the state of another kind
-        raise ConfigError(
-            f"the state dict has the state of another scheduler than {kind} ({type(error).__name__}: {error}); use the "
-            "same one, or drop it: del state_dict['averaging']['scheduler']"
-        ) from error

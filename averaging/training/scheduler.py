@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,6 +32,32 @@ def make_scheduler(make: Any, optimizer: torch.optim.Optimizer) -> LRScheduler:
             "training loop"
         )
     return made
+
+
+@contextmanager
+def loaded(scheduler: LRScheduler | None, saved: object) -> Iterator[None]:
+    """Loads a scheduler's state, if there are both, and gives it back its own if that or the block raises.
+
+    Raises:
+        ConfigError: it is the state of another kind.
+    """
+    if scheduler is None or not isinstance(saved, dict):
+        yield
+        return
+    before = copy.deepcopy(scheduler.state_dict())
+    try:
+        try:
+            scheduler.load_state_dict(saved)
+        except Exception as error:  # whatever it stumbles over in the state of another kind
+            raise ConfigError(
+                f"the state dict has the state of another scheduler than {type(scheduler).__name__} "
+                f"({type(error).__name__}: {error}); use the same one, or drop it: "
+                "del state_dict['averaging']['scheduler']"
+            ) from error
+        yield
+    except BaseException:
+        scheduler.load_state_dict(before)
+        raise
 
 
 def drive(scheduler: LRScheduler, steps: int) -> None:
