@@ -99,16 +99,10 @@ class Snapshots:
     def _copy_once(self) -> State:
         if self._copy is None:
             copies = {name: _copied(tensor) for name, tensor in self._named().items()}
-            self._copy = State(self.version, copies, self._user_then())
+            # Tuples, not lists, since a key can be one; packed they are alike.
+            user = msgpack.unpackb(self._committed_user, strict_map_key=False, use_list=False)
+            self._copy = State(self.version, copies, user)
         return self._copy
-
-    def _user_then(self) -> Mapping[str, Any]:
-        """The user dict as it was committed."""
-        try:
-            user: dict[str, Any] = msgpack.unpackb(self._committed_user, strict_map_key=False)
-        except (ValueError, TypeError):  # such as a key that is a tuple; newcomers refuse it
-            return dict(self._committed_extras.user)
-        return user
 
     def _named(self) -> dict[str, torch.Tensor]:
         own = zip(self._tensors.names, self._tensors.tensors, strict=True)
