@@ -28,30 +28,17 @@ class Report:
 
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json
+        self._stdout = cast(IO[str], _Stdout())
         # Lines are for copying: never wrapped, never coloured by guesses about their content.
-        self._console = Console(
-            file=cast(IO[str], _Stdout(self._cannot_write)), highlight=False, markup=False, emoji=False, soft_wrap=True
-        )
-        self._warned = False
+        self._console = Console(file=self._stdout, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
     def tell(self, event: events.Event, words: str) -> None:
         """Tells one thing, at once. A full disk or closed terminal behind stdout, told on stderr, stops nothing."""
-        try:
-            if self._as_json:
-                click.echo(events.dumps(event))
-            else:
-                self._console.print(words)
-            if sys.stdout is not None:  # closed by whoever started the command
-                sys.stdout.flush()
-        except BrokenPipeError:
-            raise  # nobody reads on: click ends the command
-        except OSError as error:
-            self._cannot_write(error)
-
-    def _cannot_write(self, error: OSError) -> None:
-        if not self._warned:
-            self._warned = True
-            _complain(f"cannot write to stdout: {error.strerror}; the command goes on. Make room there")
+        if self._as_json:
+            click.echo(events.dumps(event), file=self._stdout)
+        else:
+            self._console.print(words)
+        self._stdout.flush()
 
     @contextmanager
     def failures(self) -> Iterator[None]:
@@ -122,37 +109,37 @@ class Report:
 
 
 class _Stdout:
-    """Standard output, for rich, whose spinners write from contexts and threads of their own: no failure ends these.
+    """Standard output whose failures end nothing, also where rich's spinners write to it; the first one is told."""
 
-    Args:
-        on_error: told what went wrong.
-    """
-
-    def __init__(self, on_error: Callable[[OSError], None]) -> None:
-        self._on_error = on_error
+    def __init__(self) -> None:
+        self._warned = False
 
     def __getattr__(self, name: str) -> object:
         return getattr(sys.stdout, name)
 
     def write(self, text: str) -> int:
         """Takes the text, whether or not it can be written."""
-        try:
-            return len(text) if sys.stdout is None else sys.stdout.write(text)
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            self._on_error(error)
-            return len(text)
+        with self._failing():
+            if sys.stdout is not None:  # closed by whoever started the command
+                sys.stdout.write(text)
+        return len(text)
 
     def flush(self) -> None:
         """Writes what waits, if that can be done."""
-        try:
+        with self._failing():
             if sys.stdout is not None:
                 sys.stdout.flush()
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
         except BrokenPipeError:
-            raise
+            raise  # nobody reads on: click ends the command
         except OSError as error:
-            self._on_error(error)
+            if not self._warned:
+                self._warned = True
+                _complain(f"cannot write to stdout: {error.strerror}; the command goes on. Make room there")
 
 
 class _StderrHandler(logging.Handler):
