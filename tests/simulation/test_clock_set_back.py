@@ -123,24 +123,28 @@ class SilentLeader:
         await asyncio.get_running_loop().create_future()
 
 
+def matchmaking_of(transport: Transport, discovery: MemoryDiscovery, clock: Clock) -> Matchmaking:
+    return Matchmaking(
+        "run",
+        ME,
+        Schema((TensorSpec("w", "float32", (3,), CompressionType.NONE),), 1024),
+        transport,
+        discovery,
+        group_size=4,
+        min_group_size=2,
+        matchmaking_time=3.0,
+        clock=clock,
+        rng=random.Random(2),
+    )
+
+
 def test_a_follower_waits_for_a_silent_leader_no_longer() -> None:
     async def main() -> float:
         clock, loop = Clock(), asyncio.get_running_loop()
         registry = MemoryRegistry(clock=clock, rng=random.Random(1))
         async with MemoryDiscovery(registry) as discovery:
             await discovery.store(group_key("run", ""), LEADER, pack_looking(True), clock() + 1.0)
-            matchmaking = Matchmaking(
-                "run",
-                ME,
-                Schema((TensorSpec("w", "float32", (3,), CompressionType.NONE),), 1024),
-                cast(Transport, SilentLeader(clock)),
-                discovery,
-                group_size=4,
-                min_group_size=2,
-                matchmaking_time=3.0,
-                clock=clock,
-                rng=random.Random(2),
-            )
+            matchmaking = matchmaking_of(cast(Transport, SilentLeader(clock)), discovery, clock)
             with pytest.raises(NoGroupError):
                 await matchmaking.find_group(pack_gather(1.0, None, Mode.NODE), clock() + TIMEOUT)
             return loop.time()
@@ -163,18 +167,7 @@ def test_a_declaration_that_runs_out_as_it_is_taken_back_is_no_matter_of_the_clo
 
     async def main() -> None:
         async with Late(MemoryRegistry(clock=clock, rng=random.Random(1))) as discovery:
-            matchmaking = Matchmaking(
-                "run",
-                ME,
-                Schema((TensorSpec("w", "float32", (3,), CompressionType.NONE),), 1024),
-                MemoryNetwork(random.Random(3)).transport(ME),
-                discovery,
-                group_size=4,
-                min_group_size=2,
-                matchmaking_time=3.0,
-                clock=clock,
-                rng=random.Random(2),
-            )
+            matchmaking = matchmaking_of(MemoryNetwork(random.Random(3)).transport(ME), discovery, clock)
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(1.0):
                     await matchmaking.find_group(pack_gather(1.0, None, Mode.NODE), clock() + TIMEOUT)
