@@ -5,6 +5,7 @@ import random
 import pytest
 from hypothesis import HealthCheck, settings
 
+import averaging.transport.grpc  # noqa: F401  (before grpc, for which it chooses the engine, whichever test comes first)
 from tests.fuzz.counting import FuzzedInputs
 
 # Machines that run tests are slow and shared: an example, and the drawing of it, may take as long as they take.

@@ -50,6 +50,7 @@ _UNREACHABLE = {
 }
 
 _LOST = "connection lost"
+_SILENT = "no answer to the connection"
 
 _REASONS = (
     ("wrong_version_number", "it does not speak TLS: start both peers with TLS, or both without"),
@@ -66,8 +67,12 @@ _REASONS = (
     ("handshake failed", "no TLS connection came about: check the certificates of both"),
     ("ping timeout", "connection lost: no answer to pings"),
     # Older releases give up dialling so; whoever refuses a connection resets none.
-    ("getsockopt(so_error): connection reset", "no answer to the connection"),
-    ("fd shutdown", "no answer to the connection"),  # likewise, in the midst of TLS
+    ("getsockopt(so_error): connection reset", _SILENT),
+    ("fd shutdown", _SILENT),  # likewise, in the midst of TLS
+    ("read failed (endpoint closing", _SILENT),  # the same, by gRPC's newer engine
+    # Two clocks of gRPC's run out at the same time, that of the socket and that of the whole connection.
+    ("timed out", _SILENT),
+    ("handshaker shutdown", _SILENT),
     ("alpn", "what answers there is not a peer"),
     ("stream removed", _LOST),
     ("socket closed", _LOST),
@@ -78,8 +83,7 @@ _REASONS = (
     ("domain name not found", "unknown host"),
     ("errors resolving", "unknown host"),
     ("dns resolution failed", "unknown host"),
-    ("before receiving settings", "no answer to the connection"),
-    ("timed out", "no answer to the connection"),
+    ("before receiving settings", _SILENT),
     ("no route to host", "no route to the host"),
     ("network is unreachable", "network unreachable"),
     ("failed parsing http/2", "what answers there is not a peer"),

@@ -1,0 +1,34 @@
+"""What gRPC says of a failed call, and what is told for it. Which of its words come is decided by its timers."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+
+from averaging.errors import PeerUnreachableError
+from averaging.transport.grpc.faults import error_of_call
+
+DIALLING = "failed to connect to all addresses; last error: "
+
+
+@pytest.mark.parametrize(
+    "details",
+    [
+        "UNKNOWN: ipv4:127.0.0.1:1: Failed to connect to remote host: connect() timed out",
+        "UNKNOWN: ipv4:127.0.0.1:1: Failed to connect to remote host: "
+        "Timeout occurred: FD Shutdown (connect() timed out)",
+        "UNKNOWN: ipv4:127.0.0.1:1: Failed to connect to remote host: "
+        "getsockopt(SO_ERROR): Connection reset by peer (104)",
+        "UNKNOWN: ipv4:127.0.0.1:1: tcp handshaker shutdown",
+        "UNKNOWN: ipv4:127.0.0.1:1: connection attempt timed out before receiving SETTINGS frame",
+        "UNAVAILABLE: ipv4:127.0.0.1:1: Handshake read failed (FD Shutdown (endpoint shutdown))",
+        "UNAVAILABLE: ipv4:127.0.0.1:1: Handshake read failed (Endpoint closing)",
+    ],
+)
+def test_who_does_not_answer_is_told_as_one_who_does_not_answer(details: str) -> None:
+    failure = grpc.aio.AioRpcError(
+        grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), details=DIALLING + details
+    )
+    error = error_of_call("127.0.0.1:1", failure)
+    assert isinstance(error, PeerUnreachableError)
+    assert str(error) == "127.0.0.1:1: no answer to the connection"
