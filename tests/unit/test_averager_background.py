@@ -241,7 +241,12 @@ assert thread.run(use_a_worker_thread()) == os.getpid()
 
 def run_script(rest: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", SCRIPT + rest], capture_output=True, text=True, timeout=60, check=False
+        # From Python 3.12 on a fork beside threads, which is what is tried here, brings a warning.
+        [sys.executable, "-W", "ignore:This process:DeprecationWarning", "-c", SCRIPT + rest],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
 
 

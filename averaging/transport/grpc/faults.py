@@ -137,7 +137,8 @@ def calling(endpoint: str) -> Iterator[None]:
         yield
     except grpc.aio.AioRpcError as error:
         logger.debug("%s: %s", endpoint, error.debug_error_string())
-        raise error_of_call(endpoint, error) from None
+        # From Python 3.12 on its traceback would come back to it, and keep the call and with it gRPC's connection.
+        raise error_of_call(endpoint, error.with_traceback(None)) from None
     except asyncio.CancelledError:
         # gRPC raises it too if the call was cancelled (its channel closed, its upload failed), and not this task.
         task = asyncio.current_task()
