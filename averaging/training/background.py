@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
@@ -20,6 +20,18 @@ T = TypeVar("T")
 
 SIGNAL_PERIOD = 0.5
 """Seconds after which a waiting thread looks up: a signal that came just before a wait does not interrupt that wait."""
+
+
+class _EventLoop(asyncio.SelectorEventLoop):
+    """Ends its executor itself: asyncio starts a thread for that, which Python 3.12 refuses as the interpreter ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._executor = ThreadPoolExecutor()
+        self.set_default_executor(self._executor)
+
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
+        self._executor.shutdown()
 
 
 class EventLoopThread:
@@ -39,7 +51,7 @@ class EventLoopThread:
         self._context = context
         self._name = name
         self._pid = os.getpid()
-        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._runner = asyncio.Runner(loop_factory=_EventLoop)
         self._loop = self._runner.get_loop()
         self._entered: Future[None] = Future()
         self._closing = asyncio.Event()

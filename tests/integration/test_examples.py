@@ -133,7 +133,9 @@ def test_machines_of_one_process_each_average(monkeypatch: pytest.MonkeyPatch) -
         endpoint = founder.read_until("--join ").split("--join ")[1]
         with Example("ddp", "--steps=100", "--wait-for=2", "--join", endpoint) as newcomer:
             for printed in (newcomer.end(0), founder.end(0)):
-                assert re.search(r"step 100: loss 0\.\d+, averaged 2 times, 1 other machines", printed)
+                assert re.search(
+                    r"step 100: loss 0\.\d+, averaged 2 times, [01] other machines", printed
+                )  # one ends first
 
 
 def test_ctrl_c_ends_all_peers_that_were_started() -> None:
