@@ -45,6 +45,9 @@ class Peer:
         receipt = await peer.average(weight=32)
     ```
 
+    Await the task in which it lives, as a TaskGroup does: if `asyncio.run` has to cancel that task itself, it cancels
+    gRPC's own with it, of which grpcio (1.85) can crash.
+
     The tensors may have any shape, be empty or 0-dim, non-contiguous, on CPU or GPU, float16, bfloat16, float32 or
     float64. They are written once a round, when its result is in; with `in_place` as it comes.
 
