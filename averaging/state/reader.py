@@ -88,6 +88,41 @@ class Held:
         return resume_at(self.announced, self.offset) if self.offset else None
 
 
+class _Filling:
+    """A tensor of which bytes come, or are yet to come.
+
+    Args:
+        buffer: for its bytes; None if the tensor is held, so that they are passed over.
+        filled: bytes that an earlier attempt has read into it.
+
+    Attributes:
+        filled: bytes by now.
+        taken_over: those of the earlier attempt.
+        opened: whether its first message has come.
+    """
+
+    def __init__(self, tensor: Described, buffer: bytearray | None, filled: int = 0) -> None:
+        self.tensor, self.buffer = tensor, buffer
+        self.filled = self.taken_over = filled
+        self.opened = False
+        self._chunks_left = 0
+
+    def open(self, chunks: int) -> None:
+        """Its first message has come, and tells in how many chunks it comes."""
+        self.opened, self._chunks_left = True, max(1, chunks)
+
+    def add(self, piece: Buffer) -> bool:
+        """Takes a chunk. Returns whether it was the last."""
+        end = self.filled + len(piece)
+        self._chunks_left -= 1
+        if end > self.tensor.nbytes or self._chunks_left < 0:
+            raise StateError(f"tensor {self.tensor.name!r} is longer than announced")
+        if self.buffer is not None:
+            self.buffer[self.filled : end] = piece
+        self.filled = end
+        return end == self.tensor.nbytes and not self._chunks_left
+
+
 class StateReader:
     """Puts a download together again and verifies it. No I/O.
 
@@ -130,11 +165,7 @@ class StateReader:
         self._user: Mapping[str, Any] = {}
         self._announced: tuple[Described, ...] = ()
         self._done: list[torch.Tensor] = []
-        self._reading = False  # in the midst of a tensor
-        self._buffer: bytearray | None = None  # of that tensor; None if it is held, so that its bytes are passed over
-        self._filled = 0
-        self._taken_over = 0  # bytes of the tensor that comes first of which an earlier attempt has read
-        self._chunks_left = 0
+        self._filling: _Filling | None = None
         self._started = False
 
     @property
@@ -145,7 +176,7 @@ class StateReader:
     @property
     def whole(self) -> bool:
         """Whether all that was announced is there and verified."""
-        return self._started and not self._reading and len(self._done) == len(self._announced)
+        return self._started and self._filling is None and len(self._done) == len(self._announced)
 
     @property
     def count(self) -> int:
@@ -164,9 +195,9 @@ class StateReader:
         before = self._before.tensors
         tensors = {tensor: before[tensor] for tensor in self._announced if tensor in before}
         tensors |= zip(self._announced, self._done, strict=False)
-        cut = None
-        if self._buffer is not None and 0 < self._filled < len(self._buffer):
-            cut = Cut(self._announced[len(self._done)], self._buffer, self._filled)
+        cut, filling = None, self._filling
+        if filling is not None and filling.buffer is not None and 0 < filling.filled < len(filling.buffer):
+            cut = Cut(filling.tensor, filling.buffer, filling.filled)
         return Held(self._announced, tensors, cut)
 
     def feed(self, message: DownloadData) -> None:
@@ -226,48 +257,41 @@ class StateReader:
             if (known := before.tensors.get(tensor)) is not None:
                 self._done.append(known)
             else:  # it has no bytes
-                self._complete(tensor, bytearray())
+                self._complete(_Filling(tensor, bytearray()))
         if inside and before.cut is not None:
-            self._buffer, self._filled, self._taken_over = before.cut.buffer, inside, inside
+            self._filling = _Filling(self._announced[whole], before.cut.buffer, inside)
         self.received = skipped
 
     def _start_tensor(self, wire: WireTensor) -> None:
-        if self._reading:
+        if self._filling is not None and self._filling.opened:
             raise StateError(f"tensor {len(self._done)} is cut short")
         if len(self._done) == len(self._announced):
             raise StateError("it sent more tensors than it announced")
         tensor = self._announced[len(self._done)]
         if (STATE_DTYPES.get(wire.dtype), tuple(wire.size)) != (tensor.dtype, tensor.shape) or wire.compression:
             raise StateError(f"tensor {tensor.name!r} came as {wire.dtype} {list(wire.size)}, not as announced")
-        self._reading = True
-        self._chunks_left = max(1, wire.chunks)
-        if not self._taken_over:
-            self._buffer = None if tensor in self._before.tensors else bytearray(tensor.nbytes)
-            self._filled = 0
+        if self._filling is None:
+            known = tensor in self._before.tensors
+            self._filling = _Filling(tensor, None if known else bytearray(tensor.nbytes))
+        self._filling.open(wire.chunks)
 
     def _add_chunk(self, piece: Buffer) -> None:
-        if not self._reading:
+        filling = self._filling
+        if filling is None or not filling.opened:
             raise StateError("a chunk came that belongs to no tensor")
-        tensor = self._announced[len(self._done)]
-        end = self._filled + len(piece)
-        self._chunks_left -= 1
-        if end > tensor.nbytes or self._chunks_left < 0:
-            raise StateError(f"tensor {tensor.name!r} is longer than announced")
-        if self._buffer is not None:
-            self._buffer[self._filled : end] = piece
-        self._filled = end
+        last = filling.add(piece)
         self.received += len(piece)
-        if end == tensor.nbytes and not self._chunks_left:
-            self._complete(tensor, self._buffer)
+        if last:
+            self._complete(filling)
 
-    def _complete(self, tensor: Described, buffer: bytearray | None) -> None:
-        taken_over, self._taken_over = self._taken_over, 0
-        self._reading, self._buffer, self._filled = False, None, 0
+    def _complete(self, filling: _Filling) -> None:
+        self._filling = None
+        tensor, buffer = filling.tensor, filling.buffer
         if buffer is None:
             self._done.append(self._before.tensors[tensor])
         elif hashlib.sha256(buffer).digest() != tensor.digest:
-            self.spliced = taken_over > 0
-            whence = f"; its first {taken_over} bytes came in an earlier attempt" if self.spliced else ""
+            self.spliced = filling.taken_over > 0
+            whence = f"; its first {filling.taken_over} bytes came in an earlier attempt" if self.spliced else ""
             raise StateError(f"tensor {tensor.name!r} does not match its digest{whence}")
         else:
             flat = (
