@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 import torch
 
 from averaging.allreduce.losses import ANSWERS, code_of
-from averaging.allreduce.outcome import Outcome
 from averaging.allreduce.pace import Pace
 from averaging.allreduce.partition import Part
 from averaging.allreduce.robust import reducer_for
+from averaging.allreduce.tally import Tally
 from averaging.allreduce.watch import Overdue, Watch
 from averaging.compression import decode, encode
 from averaging.config import NonFinite
@@ -66,7 +66,7 @@ class Reducing:
         senders: the members whose parts come over the network; none if there are no parts.
         parts: the shard, in order.
         tensors: flat CPU tensors, one per tensor of the schema; read, never written.
-        outcome: where averages, bytes and losses are noted.
+        tally: where averages, bytes and losses are noted.
         watch: keeps the deadlines; a sender that lets one pass is given up.
         reach: how many of its parts are read of a sender that has been answered so many, see `pace.reach`.
     """
@@ -78,7 +78,7 @@ class Reducing:
         parts: Sequence[Part],
         schema: Schema,
         tensors: Sequence[torch.Tensor],
-        outcome: Outcome,
+        tally: Tally,
         *,
         watch: Watch,
         reach: Sequence[int],
@@ -88,7 +88,7 @@ class Reducing:
         self._parts = parts
         self._schema = schema
         self._tensors = tensors
-        self._outcome = outcome
+        self._tally = tally
         self._watch = watch
         self._non_finite = non_finite
         self._senders = {member.endpoint: _Sender(Pace(reach)) for member in senders}
@@ -158,7 +158,7 @@ class Reducing:
                     yield reply
                     return
                 handed_over += 1
-                self._outcome.sent(name, len(reply.tensor_part.buffer))
+                self._tally.sent(name, len(reply.tensor_part.buffer))
                 self._watch.begin(name, Phase.TAKING, untaken)
                 yield reply
                 self._watch.end(name, Phase.TAKING)
@@ -200,14 +200,14 @@ class Reducing:
         except TransportError as error:
             self._drop(Dropped(name, error.reason, code_of(error)))
         except Exception as error:
-            logger.exception("group %s: could not take a part of %s", self._outcome.group_id.hex()[:8], name)
+            logger.exception("group %s: could not take a part of %s", self._tally.group_id.hex()[:8], name)
             reason = f"internal error at this peer, {type(error).__name__}; its log tells more"
             self._drop(Dropped(name, reason, DropCode.INTERNAL_ERROR), MessageCode.INTERNAL_ERROR)
 
     def _overdue(self, name: str, phase: Phase, deed: str) -> Overdue:
         def overdue(waited: float, deadline: Deadline) -> None:
             self._watch.missed(name, phase)
-            answering = phase is Phase.OPENING and self._outcome.has_heard(name)
+            answering = phase is Phase.OPENING and self._tally.has_heard(name)
             # As of a peer behind a firewall, to which nobody else's receipt says so.
             after = f"answering this peer all the same; can it reach {self._me.endpoint}?" if answering else ""
             self._drop(Dropped.overdue(name, deed, waited, deadline.seconds, deadline.basis, after=after))
@@ -224,7 +224,7 @@ class Reducing:
         if self._non_finite is NonFinite.REFUSE and not all_finite(values):
             raise NonFiniteError(f"sent NaN or infinity in part {number}")
         self._reducer.add(name, values)
-        self._outcome.received_part(name, len(message.tensor_part.buffer))
+        self._tally.received_part(name, len(message.tensor_part.buffer))
         sender.delivered[number] = _Delivered(
             CompressionType(message.tensor_part.compression),
             values if self._schema.reply is ReplyForm.DELTA else _NOTHING,
@@ -237,7 +237,7 @@ class Reducing:
         sender = self._senders[name]
         if sender.done.is_set():
             return
-        self._outcome.lose(lost)
+        self._tally.lose(lost)
         sender.done.set()
         self._watch.forget(name, Phase.OPENING, Phase.PART, Phase.TAKING)
         sender.delivered.clear()
@@ -262,7 +262,7 @@ class Reducing:
                 for sender, _ in waiting:
                     sender.replies.put_nowait(_NO_AVERAGE)
                 continue
-            self._outcome.averaged = True
+            self._tally.averaged = True
             if self._schema.reply is ReplyForm.DELTA:
                 self._answer_with_deltas(number, average, local, waiting)
             else:
@@ -279,9 +279,9 @@ class Reducing:
         for compression in {delivered.compression for _, delivered in waiting} - {spec.compression}:
             encoded = encode(_as_sent(average, spec.torch_dtype, compression), compression)
             replies[compression] = AveragingData(MessageCode.AVERAGED_PART, tensor_part=encoded)
-        self._outcome.reduced(own.buffer)
+        self._tally.reduced(own.buffer)
         if local is not None:
-            self._outcome.put(part, sent if spec.compression is CompressionType.NONE else decode(own))
+            self._tally.put(part, sent if spec.compression is CompressionType.NONE else decode(own))
         for sender, delivered in waiting:
             sender.replies.put_nowait(replies[delivered.compression])
 
@@ -294,7 +294,7 @@ class Reducing:
         if local is not None:
             own = _as_sent(average - local, spec.torch_dtype, CompressionType.NONE)
             if not may_overflow or self._is_sound("this peer's own delta", number, own):
-                self._outcome.put(part, own)
+                self._tally.put(part, own)
         for sender, delivered in waiting:
             delta = _as_sent(average - delivered.values, spec.torch_dtype, delivered.compression)
             reply = _NO_AVERAGE
@@ -310,7 +310,7 @@ class Reducing:
         logger.warning(
             "group %s: %s of part %d of %s overflows %s, though what was sent is finite; the part keeps its local "
             "values. Look for values that have grown too large",
-            self._outcome.group_id.hex()[:8],
+            self._tally.group_id.hex()[:8],
             what,
             number,
             self._me.endpoint,

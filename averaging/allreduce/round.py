@@ -11,11 +11,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
 import torch
 
-from averaging.allreduce.outcome import Adopting, Outcome, RoundResult
 from averaging.allreduce.pace import bytes_ahead, reach
 from averaging.allreduce.partition import Part, packed_size, packed_sizes, partition, shares
 from averaging.allreduce.reducing import Reducing
 from averaging.allreduce.sending import Sending
+from averaging.allreduce.tally import Adopting, RoundResult, Tally
 from averaging.allreduce.watch import Watch
 from averaging.config import NonFinite
 from averaging.deadlines.learned import Deadlines, size_class
@@ -36,7 +36,7 @@ class AllReduce:
     Args:
         tensors: flat CPU tensors, one per tensor of the schema; read during the round, never written here.
         deadlines: after so long without progress a member is given up; learned further here.
-        adopt: see `Outcome`; it may write a part's average over that part of `tensors`, which is read no more then.
+        adopt: see `Tally`; it may write a part's average over that part of `tensors`, which is read no more then.
 
     Raises:
         RoundError: the weights sum to zero, or nobody can reduce.
@@ -64,14 +64,14 @@ class AllReduce:
         ahead = bytes_ahead(schema.part_size_bytes, sum(map(bool, parts_of.values())) - 1)
         own_reach = reach(packed_sizes(schema, own), ahead)
         alike = schema.reply is ReplyForm.AVERAGE
-        self._outcome = Outcome(group, endpoint, parts_of, reach=own_reach, alike=alike, adopt=adopt)
+        self._tally = Tally(group, endpoint, parts_of, reach=own_reach, alike=alike, adopt=adopt)
         senders = [member for member in group.members if own and member.sends and member is not me]
         self._watch = Watch(deadlines, size_class(packed_size(schema), len(group.members)), len(senders))
         self._sending = Sending(
-            endpoint, schema, tensors, transport, self._outcome, watch=self._watch, ahead=ahead, non_finite=non_finite
+            endpoint, schema, tensors, transport, self._tally, watch=self._watch, ahead=ahead, non_finite=non_finite
         )
         self._reducing = Reducing(
-            me, senders, own, schema, tensors, self._outcome, watch=self._watch, reach=own_reach, non_finite=non_finite
+            me, senders, own, schema, tensors, self._tally, watch=self._watch, reach=own_reach, non_finite=non_finite
         )
 
     async def run(self, deadline: float) -> RoundResult:
@@ -79,7 +79,7 @@ class AllReduce:
 
         Cancelling it tells the other members that this one leaves.
         """
-        began = self._outcome.begin()
+        began = self._tally.begin()
         try:
             async with asyncio.timeout_at(deadline), self._watch.running(), asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._reducing.run())
@@ -89,9 +89,9 @@ class AllReduce:
             whole = f"the round's deadline of {deadline - began:.1f} s passed before"
             self._reducing.drop_unfinished(f"{whole} it was done")
             for name, parts in self._reducers.items():
-                if any(part not in self._outcome.arrived for part in parts):
+                if any(part not in self._tally.arrived for part in parts):
                     reason = f"{whole} its last average came"
-                    self._outcome.lose(Dropped(name, reason, DropCode.ROUND_DEADLINE))
+                    self._tally.lose(Dropped(name, reason, DropCode.ROUND_DEADLINE))
         except BaseException as error:
             code = MessageCode.CANCELLED if isinstance(error, asyncio.CancelledError) else MessageCode.INTERNAL_ERROR
             self._reducing.close(code)
@@ -107,7 +107,7 @@ class AllReduce:
 
     def result(self) -> RoundResult:
         """What has come of the round so far."""
-        return self._outcome.result()
+        return self._tally.result()
 
     def aggregate_part(
         self, first: AveragingData, messages: AsyncIterator[AveragingData]

@@ -10,10 +10,10 @@ from contextlib import aclosing
 import torch
 
 from averaging.allreduce.losses import ANSWERS, code_of
-from averaging.allreduce.outcome import Outcome
 from averaging.allreduce.pace import PATIENCE_SECONDS, Pace, reach
 from averaging.allreduce.partition import Part, packed_sizes
 from averaging.allreduce.silence import Silence
+from averaging.allreduce.tally import Tally
 from averaging.allreduce.watch import Watch
 from averaging.compression import decode, encode
 from averaging.config import NonFinite
@@ -33,7 +33,7 @@ class Sending:
 
     Args:
         tensors: flat CPU tensors, one per tensor of the schema; read, never written.
-        outcome: where averages, bytes and losses are noted.
+        tally: where averages, bytes and losses are noted.
         watch: keeps the deadlines.
         ahead: see `pace.bytes_ahead`.
     """
@@ -44,7 +44,7 @@ class Sending:
         schema: Schema,
         tensors: Sequence[torch.Tensor],
         transport: Transport,
-        outcome: Outcome,
+        tally: Tally,
         *,
         watch: Watch,
         ahead: int,
@@ -54,7 +54,7 @@ class Sending:
         self._schema = schema
         self._tensors = tensors
         self._transport = transport
-        self._outcome = outcome
+        self._tally = tally
         self._watch = watch
         self._ahead = ahead
         self._non_finite = non_finite
@@ -93,7 +93,7 @@ class Sending:
         if received == len(parts):
             self._watch.done(name, Phase.REPLY)
             return None
-        self._outcome.lose(lost)
+        self._tally.lose(lost)
         return lost
 
     async def _messages(
@@ -105,9 +105,9 @@ class Sending:
             progress()
             values = self._tensors[part.tensor][part.start : part.stop]
             wire = encode(values, self._schema.tensors[part.tensor].compression)
-            self._outcome.sent(name, len(wire.buffer))
+            self._tally.sent(name, len(wire.buffer))
             if number == 0:
-                group_id = self._outcome.group_id
+                group_id = self._tally.group_id
                 yield AveragingData(MessageCode.PART_FOR_AVERAGING, group_id, self._endpoint, tensor_part=wire)
             else:
                 yield AveragingData(tensor_part=wire)
@@ -122,11 +122,11 @@ class Sending:
             raise ProtocolViolationError(f"answered with shape {list(values.shape)} instead of [{part.numel}]")
         if self._non_finite is NonFinite.REFUSE and not all_finite(values):
             raise NonFiniteError("answered with NaN or infinity")
-        self._outcome.received_average(name, part, values, reply.tensor_part.buffer)
+        self._tally.received_average(name, part, values, reply.tensor_part.buffer)
 
     async def say_farewell(self, names: Sequence[str], code: MessageCode, seconds: float) -> None:
         """Tells reducers that this member leaves, so that none waits for its parts; tries for so many seconds."""
-        message = AveragingData(code=code, group_id=self._outcome.group_id, endpoint=self._endpoint)
+        message = AveragingData(code=code, group_id=self._tally.group_id, endpoint=self._endpoint)
 
         async def tell(name: str) -> None:
             async def once() -> AsyncGenerator[AveragingData, None]:

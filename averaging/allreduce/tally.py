@@ -59,7 +59,7 @@ def changes(result: RoundResult) -> Iterator[tuple[int, int, torch.Tensor]]:
         yield part.tensor, part.start, values
 
 
-class Outcome:
+class Tally:
     """The account of a round in progress at one member.
 
     Args:

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from averaging.discovery.base import Entry
 from averaging.discovery.identity import Author
 from averaging.discovery.records import Limits, Reason
-from averaging.discovery.table import Change, Outcome, RecordTable
+from averaging.discovery.table import Change, Merged, RecordTable
 from averaging.discovery.watching import Watchers
 from averaging.errors import DiscoveryError
 from averaging.messages import Record
@@ -65,10 +65,10 @@ class Board:
         """
         now, table = self._clock(), self.table()
         record = self._author.write(key, subkey, value, expiration, now, table.claim(key, subkey, self._author.owner))
-        outcome = table.merge(record, now)
-        if outcome.reason is not None and not outcome.news:
-            raise DiscoveryError(f"cannot store {subkey!r} under {key!r}: {outcome.reason}")
-        self._changed(outcome.change)
+        merged = table.merge(record, now)
+        if merged.reason is not None and not merged.news:
+            raise DiscoveryError(f"cannot store {subkey!r} under {key!r}: {merged.reason}")
+        self._changed(merged.change)
         self._notice_waiting(key, subkey)
         return record
 
@@ -89,17 +89,17 @@ class Board:
         withdrawals = [self.withdraw(record.key, record.subkey) for record in own]
         return [record for record in withdrawals if record is not None]
 
-    def merge(self, record: Record, sender: str) -> Outcome:
+    def merge(self, record: Record, sender: str) -> Merged:
         """Takes a record from the network, counting and now and then reporting those that are refused."""
         now, table = self._clock(), self.table()
-        outcome = table.merge(record, now)
-        if outcome.news:
+        merged = table.merge(record, now)
+        if merged.news:
             self._author.observe(record)
-            self._changed(outcome.change)
+            self._changed(merged.change)
         just_expired = record.expiration > now - self._limits.clock_tolerance  # on the way, or by its owner's clock
-        if outcome.reason is not None and not (outcome.reason is Reason.EXPIRED and just_expired):
-            self._refused(outcome.reason, record, sender, now)
-        return outcome
+        if merged.reason is not None and not (merged.reason is Reason.EXPIRED and just_expired):
+            self._refused(merged.reason, record, sender, now)
+        return merged
 
     def watch(self, key: str) -> AsyncGenerator[Mapping[str, Entry], None]:
         """See `Discovery.watch`."""

@@ -30,7 +30,7 @@ from averaging.discovery.records import Reason
 from averaging.discovery.rumours import Rumours
 from averaging.discovery.settings import GossipSettings
 from averaging.discovery.spread import RING, all_others
-from averaging.discovery.table import Change, Outcome
+from averaging.discovery.table import Change, Merged
 from averaging.discovery.upkeep import Upkeep
 from averaging.errors import CallRefusedError, ClosedError, ConfigError, DiscoveryError, ProtocolViolationError
 from averaging.group import CLIENT_PREFIX
@@ -275,11 +275,11 @@ class GossipDiscovery:
 
     # What happens to records
 
-    def _take(self, record: Record, sender: str) -> Outcome:
-        outcome = self._board.merge(record, sender)
-        if outcome.news:
+    def _take(self, record: Record, sender: str) -> Merged:
+        merged = self._board.merge(record, sender)
+        if merged.news:
             self._followers.publish(record)
-        return outcome
+        return merged
 
     def _tell(self, record: Record) -> None:
         """Has a record of this peer's own told to everybody."""

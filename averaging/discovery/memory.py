@@ -63,9 +63,9 @@ class MemoryRegistry:
         Raises:
             DiscoveryError: the table takes no more.
         """
-        outcome = self.table().merge(record, self.clock())
-        if outcome.reason is not None and not outcome.news:
-            raise DiscoveryError(f"cannot store {record.subkey!r} under {record.key!r}: {outcome.reason}")
+        merged = self.table().merge(record, self.clock())
+        if merged.reason is not None and not merged.news:
+            raise DiscoveryError(f"cannot store {record.subkey!r} under {record.key!r}: {merged.reason}")
         self._notify(record.key)
 
     def publish_late(self, record: Record, done: Callable[[], None]) -> None:

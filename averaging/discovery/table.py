@@ -29,7 +29,7 @@ class Change(NamedTuple):
     after: Record | None
 
 
-class Outcome(NamedTuple):
+class Merged(NamedTuple):
     """What became of a record that was offered to the table.
 
     Attributes:
@@ -43,7 +43,7 @@ class Outcome(NamedTuple):
     change: Change | None = None
 
 
-_NOTHING_NEW = Outcome()
+_NOTHING_NEW = Merged()
 
 
 class RecordTable:
@@ -74,7 +74,7 @@ class RecordTable:
         """Equal for equal tables; 0 if it is empty."""
         return self._hash
 
-    def merge(self, record: Record, now: float) -> Outcome:
+    def merge(self, record: Record, now: float) -> Merged:
         """Takes `record` if it is newer than what its owner had there and nothing is wrong with it.
 
         Call `expire(now)` before.
@@ -84,17 +84,17 @@ class RecordTable:
             return _NOTHING_NEW
         reason = objection(record, now, self._limits)
         if reason is not None:
-            return Outcome(reason=reason)
+            return Merged(reason=reason)
         number = record_id(record.key, record.subkey, record.owner)
         reason = self._no_room(number, record, known)
         if reason is None and not self._verify(record):
             reason = Reason.FORGED
         if reason is not None:
-            return Outcome(reason=reason)
+            return Merged(reason=reason)
         self._put(number, record, known)
         change = self._reread(record.key, record.subkey)
         waits = not record.withdrawn and self.holder(record.key, record.subkey) is not record
-        return Outcome(news=True, reason=Reason.FOREIGN if waits else None, change=change)
+        return Merged(news=True, reason=Reason.FOREIGN if waits else None, change=change)
 
     def expire(self, now: float) -> list[Change]:
         """Forgets what has expired, and returns what that changed for readers."""

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from averaging.allreduce import AllReduce
-from averaging.allreduce.outcome import Outcome
 from averaging.allreduce.reducing import Reducing
 from averaging.allreduce.sending import Sending
+from averaging.allreduce.tally import Tally
 from averaging.allreduce.watch import Watch
 from averaging.deadlines.learned import Deadlines
 from averaging.matchmaking import search
@@ -20,7 +20,7 @@ from averaging.peer.rounds import _Attempt
 from averaging.state.reader import StateReader
 from averaging.transport.memory import MemoryNetwork
 
-PASSING = (AllReduce, Outcome, Reducing, Sending, Watch, search.Search, _Attempt, StateReader)
+PASSING = (AllReduce, Tally, Reducing, Sending, Watch, search.Search, _Attempt, StateReader)
 """Nothing of these outlives its round, search or download."""
 
 ON_PURPOSE = ("_expirations", "_sealed", "_copy")
