@@ -62,7 +62,8 @@ class DecentralizedAverager(OptimizerWrapper):
     hooks registered here enclose the averaging, those of the inner optimizer do not.
 
     Args:
-        optimizer: the inner optimizer. It may have been made from `model.named_parameters()`, then errors name them.
+        optimizer: the inner optimizer. It may have been made from `model.named_parameters()` (torch 2.6 or newer), then
+            errors name them.
         run_id: peers with the same run average together.
         strategy: what is averaged, and when.
         weight: of this peer in the averages, where the strategy sets none; the attribute may be changed at any time.
