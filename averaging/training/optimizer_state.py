@@ -61,6 +61,19 @@ def load_optimizer(
         except Exception as error:  # any optimizer's own checks, and what it stumbles over without any
             what = f"{type(error).__name__}: {error}"
             raise StateError(f"{ours} does not take the state of its optimizer: {what}") from error
+        _lay_out(optimizer)
+
+
+def _lay_out(optimizer: torch.optim.Optimizer) -> None:
+    """Gives what came dense the strides of its parameter: a fused optimizer takes them for equal, and does not look."""
+    for parameter, values in optimizer.state.items():
+        if not isinstance(parameter, torch.Tensor):
+            continue  # some optimizers keep things of their own beside those of the parameters
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                as_parameter = torch.empty_like(parameter, dtype=value.dtype, device=value.device, requires_grad=False)
+                if as_parameter.stride() != value.stride():
+                    values[key] = as_parameter.copy_(value)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgpack
@@ -70,6 +71,24 @@ def test_the_copy_goes_on_exactly_as_the_original(make: Make) -> None:
     step(optimizer, params, 3)
     step(copy, others, 3)
     assert all(torch.equal(param, other) for param, other in zip(params, others, strict=True))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [partial(torch.optim.AdamW, fused=True), partial(torch.optim.SGD, momentum=0.9, fused=True)],
+    ids=["AdamW", "SGD"],
+)
+def test_a_fused_optimizer_goes_on_too_where_the_memory_is_not_contiguous(make: Make) -> None:
+    weights = torch.arange(24.0).reshape(2, 3, 2, 2).to(memory_format=torch.channels_last)
+    params, others = [torch.nn.Parameter(weights.clone())], [torch.nn.Parameter(weights.clone())]
+    optimizer, copy = make(params), make(others)
+    step(optimizer, params, 3)
+    others[0].data.copy_(params[0].data)
+    tensors, packed = travel(optimizer)
+    load_optimizer(copy, {name: tensor.contiguous() for name, tensor in tensors.items()}, packed)  # as a state comes
+    step(optimizer, params, 3)
+    step(copy, others, 3)
+    assert torch.equal(params[0], others[0])
 
 
 def test_hyperparameters_stay_the_newcomers_own(make: Make) -> None:
