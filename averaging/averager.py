@@ -83,7 +83,7 @@ class DecentralizedAverager(OptimizerWrapper):
 
     Raises:
         ConfigError: an option that cannot work.
-        TensorError: the optimizer has a parameter that cannot be averaged.
+        TensorError: the optimizer has a parameter that cannot be averaged, or there is such a buffer.
         ListenError: the address cannot be had.
         NoSeedAnsweredError: none of `join` answered in time.
         StateError: there are peers with a state, and none could deliver it; nothing was changed.

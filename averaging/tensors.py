@@ -53,7 +53,7 @@ class SharedTensors:
         self.names = tuple(named)
         self.tensors = tuple(tensor.detach() for tensor in named.values())
         self._views = [
-            tensor.view(-1) if tensor.device.type == "cpu" and tensor.is_contiguous() else None
+            tensor.view(-1) if tensor.device.type == "cpu" and _is_dense(tensor) and tensor.is_contiguous() else None
             for tensor in self.tensors
         ]
         self._tied = sharing_memory(self.tensors)

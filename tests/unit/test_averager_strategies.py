@@ -9,7 +9,7 @@ import torch
 
 from averaging import LocalSGD
 from averaging.errors import ConfigError, TensorError
-from averaging.training.parameters import named_parameters
+from averaging.training.parameters import named_buffers, named_parameters
 
 
 @pytest.mark.parametrize("every", [0, -1, 2.0, True, "5", None])
@@ -55,3 +55,33 @@ def test_what_cannot_be_averaged_is_named() -> None:
     optimizer.param_groups[0]["param_names"] = ["w", "w"]
     with pytest.raises(TensorError, match="two parameters of the optimizer are named 'w'"):
         named_parameters(optimizer)
+
+
+def made_in_inference_mode() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "told"),
+    [
+        (torch.ones(3, device="meta"), "is on the meta device and has no values"),
+        (made_in_inference_mode(), "was made in inference mode"),
+        (torch.ones(1).expand(3), "are the same in memory"),
+    ],
+    ids=["meta", "inference", "expanded"],
+)
+def test_what_cannot_be_written_to_is_refused_before_anybody_tries(tensor: torch.Tensor, told: str) -> None:
+    with torch.inference_mode(tensor.is_inference()):
+        parameter = torch.nn.Parameter(tensor)
+    with pytest.raises(TensorError, match="parameter 'group0.param0' ") as of_parameter:
+        named_parameters(torch.optim.SGD([parameter]))
+    with pytest.raises(TensorError, match="buffer 'b' ") as of_buffer:
+        named_buffers({"b": tensor})
+    assert told in str(of_parameter.value)
+    assert told in str(of_buffer.value)
+
+
+def test_a_buffer_expanded_by_nothing_is_like_any_other() -> None:
+    """Models of text have their positions so."""
+    assert named_buffers({"position_ids": torch.arange(4).expand(1, -1)})
