@@ -26,7 +26,7 @@ def pack_optimizer(
     The names of the tensors start with `prefix` and a slash.
 
     Raises:
-        StateError: a value is neither a number, a string, a tensor, None, nor a list, tuple or dict of these.
+        StateError: a value is neither a number, a string, a dense tensor, None, nor a list, tuple or dict of these.
     """
     tensors: dict[str, torch.Tensor] = {}
     packed = _pack(optimizer.state_dict()["state"], prefix, tensors)
@@ -91,7 +91,7 @@ def _pack(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     match value:
         case None | bool() | int() | float() | str() | bytes():
             return value
-        case torch.Tensor():
+        case torch.Tensor() if value.layout is torch.strided:
             if name in tensors:
                 raise StateError(f"two tensors of the optimizer's state are named {name!r}")
             tensors[name] = value
@@ -101,8 +101,9 @@ def _pack(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
             return {kind: [_pack(item, f"{name}/{number}", tensors) for number, item in enumerate(value)]}
         case Mapping() if all(isinstance(key, int | str) for key in value):
             return {"dict": [[key, _pack(item, f"{name}/{key}", tensors)] for key, item in value.items()]}
+    what = value.layout if isinstance(value, torch.Tensor) else type(value).__name__
     raise StateError(
-        f"{name} of the optimizer's state is {type(value).__name__}, which cannot be shared with newcomers; "
+        f"{name} of the optimizer's state is {what}, which cannot be shared with newcomers; "
         "use another optimizer, or share_state=False"
     )
 

@@ -111,7 +111,9 @@ def test_tensors_have_telling_names() -> None:
     assert packed["class"] == "AdamW"
 
 
-@pytest.mark.parametrize("value", [print, object(), {1.5: 2}, [torch.ones(1), {"deep": print}]])
+@pytest.mark.parametrize(
+    "value", [print, object(), {1.5: 2}, [torch.ones(1), {"deep": print}], torch.eye(2).to_sparse()]
+)
 def test_what_cannot_travel_is_named(value: object) -> None:
     optimizer = torch.optim.SGD(parameters())
     optimizer.state[optimizer.param_groups[0]["params"][1]]["odd"] = value
