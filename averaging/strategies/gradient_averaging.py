@@ -179,7 +179,7 @@ class GradientAveraging(Together):
                 lacking &= _numbers(receipt.gathered[member], "lacking")
         for number, (name, parameter) in enumerate(training.parameters.items()):
             # As in one process, the optimizer passes over a parameter for which nobody has a gradient.
-            parameter.grad = None if number in lacking else self._means[name].to(parameter.dtype, copy=True)
+            parameter.grad = None if number in lacking else self._means[name].to(_gradient_dtype(parameter), copy=True)
         with training.replacing():
             training.optimizer.step()
             self._advance(training, receipt, self._gathered)
@@ -212,6 +212,12 @@ def _check_gradient(name: str, gradient: torch.Tensor, allows_non_finite: bool) 
             f"the gradient of {name!r} holds NaN or infinity, so this batch is not counted; leave it out, use a "
             "GradScaler if it comes from float16, or allow it with non_finite='allow'"
         )
+
+
+def _gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """Of its gradients: newer torch lets a parameter have others than its own, and takes no other then."""
+    dtype: torch.dtype | None = getattr(parameter, "grad_dtype", None)
+    return parameter.dtype if dtype is None else dtype
 
 
 def _bitmap(numbers: Collection[int], count: int) -> bytes:

@@ -56,6 +56,18 @@ def test_a_peer_alone_gathers_its_batch_and_says_that_it_is_alone(
     assert len([record for record in caplog.records if "alone" in record.getMessage()]) == 1
 
 
+def test_gradients_may_be_of_another_dtype_than_their_parameters(start: Start) -> None:
+    run = start()
+    opt = run.add(GradientAveraging(4), SGD, model_of(0, torch.bfloat16))
+    dtype = torch.float32 if hasattr(torch.Tensor, "grad_dtype") else torch.bfloat16  # older torch knows no other
+    for parameter in run.models[0].parameters():
+        parameter.grad_dtype = dtype
+        parameter.grad = torch.full_like(parameter, 0.5, dtype=dtype)
+    opt.step(batch_size=4)
+    assert opt.global_step == 1
+    assert [p.grad.dtype for p in run.models[0].parameters() if p.grad is not None] == [dtype] * 4
+
+
 def test_gradients_of_a_model_that_was_left_for_a_checkpoint_are_dropped(start: Start) -> None:
     run = start()
     opt = run.add(GradientAveraging(16), SGD)
