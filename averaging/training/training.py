@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Unpack
 
 import torch
@@ -155,27 +155,45 @@ class Training:
             return closure()
 
     def inner_step(self, closure: Callable[[], float] | None = None, max_norm: float | None = None) -> float | None:
-        """One step of the inner optimizer under the tensors' lock.
+        """One step of the inner optimizer under the tensors' lock, which is free until the optimizer changes something.
+
+        Some training loops put the whole forward and backward pass into the closure; rounds in progress and newcomers
+        need not wait for that. An optimizer that has begun to change the parameters when it evaluates the closure, as
+        LBFGS does when it does so again, must find in them what it wrote.
 
         Args:
             closure: reevaluates the model and returns the loss.
             max_norm: gradients are clipped to this norm before they are used; None leaves them.
         """
+        with ExitStack() as lock:
+            lock.enter_context(self._peer.tensors())
+            untouched = self._versions() if closure is not None else []
 
-        def clipped() -> float:
-            loss = closure() if closure is not None else 0.0
-            clip((p.grad for p in self.parameters.values() if p.grad is not None), max_norm or 0.0)
-            return loss
-
-        with self._peer.tensors():
-            if closure is None:
+            def evaluated() -> float:
+                loss = 0.0
+                if closure is not None and self._versions() == untouched:
+                    lock.close()
+                    try:
+                        loss = closure()
+                    finally:
+                        lock.enter_context(self._peer.tensors())
+                elif closure is not None:
+                    loss = closure()
                 if max_norm is not None:
-                    clipped()
+                    clip((p.grad for p in self.parameters.values() if p.grad is not None), max_norm)
+                return loss
+
+            if closure is None:
+                evaluated()
                 loss = self.optimizer.step()
             else:
-                loss = self.optimizer.step(closure if max_norm is None else clipped)
+                loss = self.optimizer.step(evaluated)
             self.local_step += 1
         return loss
+
+    def _versions(self) -> list[int]:
+        """How often each parameter has been written to."""
+        return [parameter._version for parameter in self.parameters.values()]
 
     def count_local_step(self) -> None:
         """A step that was not the inner optimizer's."""

@@ -220,6 +220,37 @@ def test_a_newcomer_gets_the_last_averaged_state_while_its_donor_trains_on(make:
     assert other.local_step == 2
 
 
+def test_a_newcomer_gets_the_state_while_its_donor_evaluates_a_closure(make: Make) -> None:
+    first, one = make(timeout=2.0)
+    models: list[torch.nn.Linear] = []
+
+    def closure() -> float:
+        models.append(make(join=[one.endpoint])[0])
+        first(torch.ones(4, 3)).sum().backward()
+        return 0.0
+
+    before = copy.deepcopy(first)
+    one.step(closure)
+    assert equal(models[0], before)
+    assert not equal(first, before)
+
+
+def test_a_state_that_is_loaded_in_a_closure_is_given_as_it_was_before_the_step(make: Make) -> None:
+    first, one = make()
+
+    def closure() -> float:
+        one.load_state_dict(one.state_dict())
+        first(torch.ones(4, 3)).sum().backward()
+        return 0.0
+
+    train(first, one, 2)
+    before = copy.deepcopy(first)
+    one.step(closure)
+    second, other = make(join=[one.endpoint])
+    assert equal(second, before)
+    assert other.local_step == 2
+
+
 def test_a_newcomer_keeps_its_hyperparameters_and_its_scheduler_goes_on_where_the_run_is(make: Make) -> None:
     first, one = make()
     train(first, one, 3)

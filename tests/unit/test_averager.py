@@ -9,6 +9,7 @@ import pickle
 import random
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -134,6 +135,41 @@ def test_a_closure_is_called_and_its_loss_returned(make: Make) -> None:
     assert opt.step(closure) == losses[0]
     assert len(losses) > 1
     assert opt.local_step == 1
+
+
+class Probing(torch.optim.SGD):
+    """Evaluates the closure before its step, and once more a little way off, as sharpness-aware ones do."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        parameter = self.param_groups[0]["params"][0]
+        with torch.no_grad():
+            parameter.add_(1.0)
+            closure()
+            parameter.sub_(1.0)
+        super().step()
+        return loss
+
+
+def test_the_tensors_are_free_while_a_closure_is_evaluated_until_the_optimizer_has_changed_them(make: Make) -> None:
+    model = linear()
+    opt = make(Probing(model.parameters(), lr=0.1))
+    lock = opt._training._peer._tensors._lock
+    free = []
+
+    def probe() -> bool:
+        if taken := lock.acquire(blocking=False):
+            lock.release()
+        return taken
+
+    def closure() -> float:
+        with ThreadPoolExecutor() as other_thread:
+            free.append(other_thread.submit(probe).result())
+        with torch.enable_grad():
+            return backward(model).item()
+
+    opt.step(closure)
+    assert free == [True, False]
 
 
 def test_what_a_closure_raises_is_raised_and_the_step_not_counted(make: Make) -> None:
