@@ -252,7 +252,7 @@ class Rounds:
         """The group that is being looked for.
 
         Raises:
-            NoGroupError: there is none, or the others have gone on.
+            NoGroupError: there is none, or the others have gone on or left.
             SchemaMismatchError: everybody else averages other tensors.
             Exception: what `overtaken` raised.
         """
@@ -268,7 +268,7 @@ class Rounds:
                 group = attempt.group = await finding
         except TimeoutError:
             if not failures:
-                raise NoGroupError("the others have gone on without this peer") from None
+                raise NoGroupError("the others have gone on without this peer, or left") from None
         finally:
             if watching is not None:
                 watching.cancel()

@@ -62,9 +62,9 @@ class Together(Strategy):
         return look_around(self.history, told, self._partners, is_client=training.is_client)
 
     def _overtaken(self, training: Training) -> Callable[[Mapping[str, bytes]], bool]:
-        """Whether the others have gone on, so that nobody will come any more to where this peer waits."""
+        """Whether the others have gone on or left, so that nobody will come any more to where this peer waits."""
         own, partners, is_client = self.history, self._partners, training.is_client
-        return lambda told: bool(look_around(own, told, partners, is_client=is_client).ahead)
+        return lambda told: not told or bool(look_around(own, told, partners, is_client=is_client).ahead)
 
     def _advance(self, training: Training, receipt: Receipt | None, samples: float) -> None:
         """Notes a global step.

@@ -256,6 +256,8 @@ class Training:
                 "enough": len(self._peer.progress.told) + 1,
                 "patience": 0.0 if alone else patience,
             }
+            if self._peer.progress.told and "patience" not in options:
+                chosen["overtaken"] = lambda told: not told  # all that it could wait for have left
             chosen.update(options)
             return await self._peer.average(topic or self._whole, **chosen)
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from averaging import DecentralizedAverager, LocalSGD, Mode, Outcome, Receipt
+from averaging import DecentralizedAverager, DiLoCo, GradientAveraging, LocalSGD, Mode, Outcome, Receipt, Strategy
 from averaging.errors import ClosedError, ListenError, NoSeedAnsweredError, PeerUnreachableError, StateError
 from averaging.messages import DownloadData, Resume
 from averaging.transport.grpc import GrpcTransport
@@ -150,6 +150,31 @@ def test_training_goes_on_when_the_other_leaves_and_together_when_another_comes(
     receipts = average_together(one, another)
     assert all(receipt.averaged for receipt in receipts), receipts
     assert equal(first, third)
+
+
+@pytest.mark.parametrize("strategy", [LocalSGD, DiLoCo, GradientAveraging])
+def test_who_leaves_while_it_is_waited_for_is_waited_for_no_longer(
+    make: Make, monkeypatch: pytest.MonkeyPatch, strategy: Callable[[int], Strategy]
+) -> None:
+    model, opt = make(strategy=strategy(1), matchmaking_time=30.0)
+    _, other = make(strategy=strategy(1), join=[opt.endpoint])
+    assert opt.wait_for_peers(2, 60)
+    model(torch.ones(4, 3)).pow(2).mean().backward()
+    begun = threading.Event()
+    average = opt._peer.average
+
+    async def told(*topic: Any, **arguments: Any) -> Receipt:
+        begun.set()
+        return await average(*topic, **arguments)
+
+    monkeypatch.setattr(opt._peer, "average", told)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(lambda: opt.step(batch_size=4))
+        assert begun.wait(60)
+        other.close()
+        waiting.result(60)
+    assert opt.last_receipt is not None
+    assert "the others have gone on without this peer, or left" in opt.last_receipt.reason
 
 
 def test_closing_in_the_middle_of_a_round_ends_it(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
