@@ -18,6 +18,7 @@ from rich.text import Text
 
 from averaging.cli import events
 from averaging.cli.failures import Failure
+from averaging.cli.outlet import Outlet
 
 REFRESH_SECONDS = 0.25
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -28,17 +29,17 @@ class Report:
 
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json
-        self._stdout = cast(IO[str], _Stdout())
+        self._stderr = _Stderr()
+        self._stdout = cast(IO[str], _Stdout(self._stderr))
         # Lines are for copying: never wrapped, never coloured by guesses about their content.
         self._console = Console(file=self._stdout, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
     def tell(self, event: events.Event, words: str) -> None:
-        """Tells one thing, at once. A full disk or closed terminal behind stdout, told on stderr, stops nothing."""
+        """Tells one thing, at once. A stdout that is a full disk or pipe, or a closed terminal, stops nothing."""
         if self._as_json:
             click.echo(events.dumps(event), file=self._stdout)
         else:
             self._console.print(words)
-        self._stdout.flush()
 
     @contextmanager
     def failures(self) -> Iterator[None]:
@@ -95,7 +96,7 @@ class Report:
             verbose: see above.
             quiet: a logger whose messages are told otherwise.
         """
-        logger, handler = logging.getLogger("averaging"), _StderrHandler(self._console)
+        logger, handler = logging.getLogger("averaging"), _StderrHandler(self._console, self._stderr)
         handler.setFormatter(logging.Formatter(LOG_FORMAT))
         handler.addFilter(lambda record: record.name != quiet)
         before = logger.level
@@ -111,7 +112,9 @@ class Report:
 class _Stdout:
     """Standard output whose failures end nothing, also where rich's spinners write to it; the first one is told."""
 
-    def __init__(self) -> None:
+    def __init__(self, stderr: _Stderr) -> None:
+        self._outlet = Outlet()
+        self._stderr = stderr
         self._warned = False
 
     def __getattr__(self, name: str) -> object:
@@ -119,49 +122,48 @@ class _Stdout:
 
     def write(self, text: str) -> int:
         """Takes the text, whether or not it can be written."""
-        with self._failing():
-            if sys.stdout is not None:  # closed by whoever started the command
-                sys.stdout.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        """Writes what waits, if that can be done."""
-        with self._failing():
-            if sys.stdout is not None:
-                sys.stdout.flush()
-
-    @contextmanager
-    def _failing(self) -> Iterator[None]:
         try:
-            yield
+            if sys.stdout is not None:  # closed by whoever started the command
+                self._outlet.write(sys.stdout, text)
         except BrokenPipeError:
             raise  # nobody reads on: click ends the command
         except OSError as error:
             if not self._warned:
                 self._warned = True
-                _complain(f"cannot write to stdout: {error.strerror}; the command goes on. Make room there")
+                self._stderr.tell(f"cannot write to stdout: {error.strerror}; the command goes on. Make room there")
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing waits."""
+
+
+class _Stderr:
+    """Standard error; if that cannot be written either, the work is more than the word."""
+
+    def __init__(self) -> None:
+        self._outlet = Outlet()
+
+    def tell(self, line: str) -> None:
+        """Writes a line, if that can be done."""
+        try:
+            if sys.stderr is not None:
+                self._outlet.write(sys.stderr, f"{line}\n")
+        except BrokenPipeError:
+            raise
+        except OSError:
+            return
 
 
 class _StderrHandler(logging.Handler):
     """Writes to stderr; through the console if both are one terminal, so that a spinner is not written over."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, stderr: _Stderr) -> None:
         super().__init__()
-        self._console = console
+        self._console, self._stderr = console, stderr
 
     def emit(self, record: logging.LogRecord) -> None:
         line = self.format(record)
         if self._console.is_terminal and sys.stderr.isatty():
             self._console.print(line)
         else:
-            _complain(line)
-
-
-def _complain(line: str) -> None:
-    """Writes to stderr; if that cannot be written either, the work is more than the word."""
-    try:
-        click.echo(line, err=True)
-    except BrokenPipeError:
-        raise
-    except OSError:
-        return
+            self._stderr.tell(line)

@@ -10,6 +10,7 @@ import contextlib
 import io
 import json
 import logging
+import os
 import resource
 import subprocess
 import sys
@@ -126,6 +127,32 @@ def test_a_full_stdout_is_told_once_and_stops_nothing(
         with contextlib.suppress(OSError):
             full.close()
     assert told == "cannot write to stdout: No space left on device; the command goes on. Make room there\n"
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_pipe_that_nobody_reads_is_told_once_and_stops_nothing(
+    blocking: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("averaging.cli.outlet.PATIENCE", 0.1)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, bytes(1 << 12))
+    os.set_blocking(writer, blocking)
+    with os.fdopen(writer, "w") as full, os.fdopen(reader, "rb") as unread:
+        monkeypatch.setattr(sys, "stdout", full)
+        report = Report(as_json=True)
+        for number in range(3):
+            report.tell({"event": "round", "round": number}, "")
+        monkeypatch.undo()
+        told = capsys.readouterr().err
+        # What waited for a reader is whole when one comes.
+        line = b""
+        while not line.endswith(b"\n"):
+            line = (line + unread.read1()).lstrip(b"\0")
+    assert told == "cannot write to stdout: it is full, and nobody reads it; the command goes on. Make room there\n"
+    assert line == b'{"event": "round", "round": 0}\n'
 
 
 def test_a_full_stdout_of_the_other_commands_is_one_line(tmp_path: Path) -> None:
