@@ -22,7 +22,7 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "show_default": True, "max_con
 
 
 class Commands(click.Group):
-    """The commands; a Ctrl+C at any moment ends each of them in one line."""
+    """The commands; a Ctrl+C or SIGTERM at any moment ends each of them in one line."""
 
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the command that is meant; its arguments are read here, too, which may import torch."""

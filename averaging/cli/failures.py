@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -22,6 +22,8 @@ WITHOUT_REMEDY = frozenset(
     {"connection refused", "unknown host", "no answer to the connection", "no route to the host", "network unreachable"}
 )
 """Reasons of the transport that do not say themselves what to do."""
+
+BEFORE = "before it began; nothing was written"
 
 CHECK_ADDRESS = "check the address, and that a peer is up there"
 
@@ -46,47 +48,69 @@ class Stopped(Exception):  # noqa: N818 - it is no error
         self.number = number
 
 
+class Interrupted(KeyboardInterrupt):
+    """Is raised by a signal.
+
+    Not KeyboardInterrupt itself: when that has left an `exec`, as those of dataclasses, `python -m` ends by SIGINT
+    whatever the exit code.
+    """
+
+
 class Interrupt:
-    """What Ctrl+C does before the command takes care of signals itself.
+    """What SIGINT and SIGTERM do before the command takes care of signals itself.
 
     An exception may be lost in the middle of an import: callbacks and C code pass over it. So it is noted as well.
+    SIGTERM is taken, too, since it would do nothing to the first process of a container, which has no default for it.
 
     Attributes:
-        came: whether there was one.
+        number: of the signal that came; 0 if there was none.
     """
 
     def __init__(self) -> None:
-        self.came = False
+        self.number = 0
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Takes the signal."""
-        self.came = True
-        raise KeyboardInterrupt
+        self.number = number
+        raise Interrupted
+
+
+DEFAULTS: Mapping[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+"""The signals that end a command, and what they do in a Python that nobody has told anything else."""
+
+
+def interrupted() -> int:
+    """The number of a signal that has come while the command did not take care of signals itself, or else 0."""
+    handlers = [signal.getsignal(number) for number in DEFAULTS]
+    return next((handler.number for handler in handlers if isinstance(handler, Interrupt)), 0)
 
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """Turns a Ctrl+C that comes while the command does not take care of signals itself into a `Failure`."""
-    interrupt, before = Interrupt(), signal.getsignal(signal.SIGINT)
-    ours = before is signal.default_int_handler and threading.current_thread() is threading.main_thread()
-    if ours:
-        signal.signal(signal.SIGINT, interrupt)
+    """Turns a signal that comes while the command does not take care of signals itself into a `Failure`."""
+    interrupt, ours = Interrupt(), []
+    if threading.current_thread() is threading.main_thread():
+        ours = [number for number, default in DEFAULTS.items() if signal.getsignal(number) is default]
+    for number in ours:
+        signal.signal(number, interrupt)
     try:
         yield
     except KeyboardInterrupt:
         # asyncio, which took care of signals, leaves Python's own handler behind.
         ended = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        what = "as it ended" if ended else "before it began; nothing was written"
-        raise Failure(f"stopped by SIGINT {what}", SIGNALLED + signal.SIGINT) from None
+        raise _stopped(interrupted() or signal.SIGINT, "as it ended" if ended else BEFORE) from None
     except ImportError:
-        handler = signal.getsignal(signal.SIGINT)
-        if not (isinstance(handler, Interrupt) and handler.came):
+        if not (came := interrupted()):
             raise
         # C code that is imported makes an error of its own of it.
-        raise Failure("stopped by SIGINT before it began; nothing was written", SIGNALLED + signal.SIGINT) from None
+        raise _stopped(came, BEFORE) from None
     finally:
-        if ours:
-            signal.signal(signal.SIGINT, before)
+        for number in ours:
+            signal.signal(number, DEFAULTS[number])
+
+
+def _stopped(number: int, when: str) -> Failure:
+    return Failure(f"stopped by {signal.Signals(number).name} {when}", SIGNALLED + number)
 
 
 def write_line(line: str) -> str:

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from averaging.cli.failures import Interrupt, Stopped
+from averaging.cli.failures import Stopped, interrupted
 
 T = TypeVar("T")
 
@@ -53,9 +53,9 @@ async def _run(main: Callable[[Stop], Awaitable[T]]) -> T:
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     if task is None:
         raise RuntimeError("not in a task")
-    stop, interrupt = Stop(task), signal.getsignal(signal.SIGINT)
-    if isinstance(interrupt, Interrupt) and interrupt.came:
+    if interrupted():
         raise KeyboardInterrupt
+    stop = Stop(task)
     for number in SIGNALS:
         loop.add_signal_handler(number, stop.request, number)
     try:

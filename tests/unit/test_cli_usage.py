@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
+import subprocess
+import sys
 from dataclasses import MISSING, fields
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -275,6 +277,39 @@ def test_ctrl_c_while_arguments_are_read_is_no_traceback(monkeypatch: pytest.Mon
     result = CliRunner().invoke(main, ["watch", "127.0.0.1:1"])
     assert (result.exit_code, result.stdout) == (130, "")
     assert result.stderr == "Error: stopped by SIGINT before it began; nothing was written\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_the_start_is_told_and_gives_the_exit_code(number: signal.Signals, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(
+        "import signal, sys\n"
+        "from averaging.cli.failures import Failure, starting\n"
+        "try:\n"
+        "    with starting():\n"
+        f"        exec('signal.raise_signal({number:d})')\n"  # as in the middle of making a dataclass
+        "except Failure as failure:\n"
+        "    print(failure.message)\n"
+        "    sys.exit(failure.exit_code)\n"
+    )
+    command = [sys.executable, "-m", "program"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (128 + number, "")
+    assert ended.stdout == f"stopped by {number.name} before it began; nothing was written\n"
+
+
+def test_sigterm_that_an_import_has_lost_still_ends_the_command() -> None:
+    async def begin(_: object) -> None:
+        raise AssertionError("it began")
+
+    def import_and_run() -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        run(begin)
+
+    with pytest.raises(Failure, match="SIGTERM before it began") as caught, starting():
+        import_and_run()
+    assert caught.value.exit_code == 143
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_ctrl_c_after_the_work_does_not_deny_it() -> None:
