@@ -23,6 +23,11 @@ class Outlet:
         self._thread = threading.Thread()
         self._error: OSError | None = None
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether somebody has yet to read what was written last."""
+        return self._thread.is_alive()
+
     def write(self, stream: TextIO, text: str) -> None:
         """Writes at once, without the stream's buffer.
 

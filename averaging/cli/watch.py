@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from averaging.cli.failures import CHECK_ADDRESS, WITHOUT_REMEDY, Failure, Stopped, failure_of, starting, write_line
+from averaging.cli.failures import CHECK_ADDRESS, WITHOUT_REMEDY, Failure, Stopped, failure_of, starting
 from averaging.cli.options import address_to_dial
+from averaging.cli.outlet import Outlet
 from averaging.cli.security import credentials_of, security_options
 
 if TYPE_CHECKING:
@@ -17,6 +20,9 @@ if TYPE_CHECKING:
     from averaging.security.credentials import Credentials
 
 MAX_MESSAGE_BYTES = 16 << 20
+
+LOOK_SECONDS = 0.1
+"""Between two looks whether a stdout that is full is read again."""
 
 
 @click.command("watch", context_settings={"max_content_width": 100})
@@ -70,11 +76,11 @@ async def _watch(address: str, credentials: Credentials, last: int, rounds: int 
         click.echo(f"watching the rounds of {address}: a line as each ends; Ctrl+C ends this", err=True)
     transport = GrpcTransport(None, max_message_bytes=MAX_MESSAGE_BYTES, credentials=credentials, given=[address])
     await transport.bind()
-    told, warned = 0, False
+    told, warned, outlet = 0, False, Outlet()
     try:
         async with aclosing(transport.watch_rounds(address, last)) as receipts:
             async for watched in receipts:
-                why_not = _tell(watched, as_json)
+                why_not = await _tell(watched, as_json, outlet)
                 if why_not and not warned:
                     warned = True
                     click.echo(f"{why_not}; the command goes on. Make room there", err=True)
@@ -91,12 +97,23 @@ async def _watch(address: str, credentials: Credentials, last: int, rounds: int 
         await transport.close()
 
 
-def _tell(watched: Watched, as_json: bool) -> str:
-    """Tells one receipt; returns why it could not."""
+async def _tell(watched: Watched, as_json: bool, outlet: Outlet) -> str:
+    """Tells one receipt; returns why it could not. A reader is waited for: the peer counts what it leaves out then."""
     from averaging.observe.explain import Round, describe
     from averaging.observe.journal import dumps
     from averaging.observe.plain import counted
 
     if watched.skipped:
         click.echo(f"{counted(watched.skipped, 'receipt')} before the next came too fast and are missing", err=True)
-    return write_line(dumps(watched.receipt) if as_json else describe(Round((watched.receipt,))))
+    line = dumps(watched.receipt) if as_json else describe(Round((watched.receipt,)))
+    try:
+        if sys.stdout is not None:  # closed by whoever started the command
+            outlet.write(sys.stdout, f"{line}\n")
+    except BrokenPipeError:
+        raise  # nobody reads on: click ends the command
+    except OSError as error:
+        if not outlet.is_busy:
+            return f"cannot write to stdout: {error.strerror}"
+    while outlet.is_busy:  # noqa: ASYNC110 - no event: a thread is looked at
+        await asyncio.sleep(LOOK_SECONDS)
+    return ""

@@ -6,16 +6,19 @@ rights; /dev/full is a full disk for what is written to a stream.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import json
 import logging
 import os
 import resource
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import BinaryIO, TextIO
 
 import pytest
 import torch
@@ -129,11 +132,9 @@ def test_a_full_stdout_is_told_once_and_stops_nothing(
     assert told == "cannot write to stdout: No space left on device; the command goes on. Make room there\n"
 
 
-@pytest.mark.parametrize("blocking", [True, False])
-def test_a_pipe_that_nobody_reads_is_told_once_and_stops_nothing(
-    blocking: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("averaging.cli.outlet.PATIENCE", 0.1)
+@contextlib.contextmanager
+def full_pipe(*, blocking: bool = True) -> Iterator[tuple[BinaryIO, TextIO]]:
+    """Both ends of a pipe that holds as many zeros as fit."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     with contextlib.suppress(BlockingIOError):
@@ -141,6 +142,20 @@ def test_a_pipe_that_nobody_reads_is_told_once_and_stops_nothing(
             os.write(writer, bytes(1 << 12))
     os.set_blocking(writer, blocking)
     with os.fdopen(writer, "w") as full, os.fdopen(reader, "rb") as unread:
+        yield unread, full
+
+
+def next_line(reader: BinaryIO) -> bytes:
+    """The first line behind the zeros."""
+    return reader.readline().lstrip(b"\0")
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_pipe_that_nobody_reads_is_told_once_and_stops_nothing(
+    blocking: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("averaging.cli.outlet.PATIENCE", 0.1)
+    with full_pipe(blocking=blocking) as (reader, full):
         monkeypatch.setattr(sys, "stdout", full)
         report = Report(as_json=True)
         for number in range(3):
@@ -148,11 +163,33 @@ def test_a_pipe_that_nobody_reads_is_told_once_and_stops_nothing(
         monkeypatch.undo()
         told = capsys.readouterr().err
         # What waited for a reader is whole when one comes.
-        line = b""
-        while not line.endswith(b"\n"):
-            line = (line + unread.read1()).lstrip(b"\0")
+        assert next_line(reader) == b'{"event": "round", "round": 0}\n'
     assert told == "cannot write to stdout: it is full, and nobody reads it; the command goes on. Make room there\n"
-    assert line == b'{"event": "round", "round": 0}\n'
+
+
+def test_a_pipe_that_nobody_reads_keeps_no_watch_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Transport:
+        def __init__(self, *arguments: object, **options: object) -> None: ...
+
+        async def bind(self) -> None: ...
+
+        async def close(self) -> None:
+            closed.append(True)
+
+        async def watch_rounds(self, address: str, last: int) -> AsyncIterator[Watched]:
+            asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGTERM)
+            yield Watched(AVERAGED, 0)
+            raise AssertionError("it did not wait for the reader")
+
+    closed: list[bool] = []
+    monkeypatch.setattr("averaging.cli.outlet.PATIENCE", 0.1)
+    monkeypatch.setattr("averaging.transport.grpc.GrpcTransport", Transport)
+    with full_pipe() as (reader, full):
+        monkeypatch.setattr(sys, "stdout", full)
+        main(["watch", "127.0.0.1:1", "--json"], standalone_mode=False)
+        monkeypatch.undo()
+        assert closed
+        assert next_line(reader) == dumps(AVERAGED).encode() + b"\n"
 
 
 def test_a_full_stdout_of_the_other_commands_is_one_line(tmp_path: Path) -> None:
