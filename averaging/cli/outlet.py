@@ -45,8 +45,12 @@ class Outlet:
                 data, self._error = text.encode(stream.encoding, stream.errors or "strict"), None
                 # A daemon, so that the command ends all the same.
                 self._thread = threading.Thread(target=self._write, args=(descriptor, data), daemon=True)
-                self._thread.start()
-                self._thread.join(PATIENCE)
+                try:
+                    self._thread.start()
+                except RuntimeError:  # no more threads may be started
+                    self._write(descriptor, data)
+                else:
+                    self._thread.join(PATIENCE)
             if self._thread.is_alive():
                 raise TimeoutError(errno.ETIMEDOUT, "it is full, and nobody reads it")
             if self._error is not None:

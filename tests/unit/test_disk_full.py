@@ -16,6 +16,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import BinaryIO, TextIO
@@ -165,6 +166,20 @@ def test_a_pipe_that_nobody_reads_is_told_once_and_stops_nothing(
         # What waited for a reader is whole when one comes.
         assert next_line(reader) == b'{"event": "round", "round": 0}\n'
     assert told == "cannot write to stdout: it is full, and nobody reads it; the command goes on. Make room there\n"
+
+
+def test_a_line_is_told_where_no_more_threads_may_be_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with (tmp_path / "stdout").open("w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        monkeypatch.setattr(threading.Thread, "start", start)
+        report = Report(as_json=True)
+        for _ in range(2):
+            report.tell({"event": "round"}, "")
+        monkeypatch.undo()
+    assert (tmp_path / "stdout").read_text() == '{"event": "round"}\n' * 2
 
 
 def test_a_pipe_that_nobody_reads_keeps_no_watch_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
