@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
 
 import pytest
 import torch
 
-from averaging import Mode, Outcome, Peer, Receipt
+from averaging import Mode, Outcome, Peer, Receipt, Topic
 from averaging.config import PeerOptions
 from averaging.discovery.records import Limits
 from averaging.errors import PeerUnreachableError
@@ -201,6 +202,13 @@ def test_what_those_gathered_who_come_and_go_is_not_kept(patience: float) -> Non
     swarm.simulate(main())
 
 
+async def average_together(peers: Sequence[Peer], topics: Sequence[Topic], step: int) -> list[Receipt]:
+    pairs = zip(peers, topics, strict=True)
+    receipts = await asyncio.gather(*(peer.average(topic, phase=str(step)) for peer, topic in pairs))
+    assert {receipt.outcome for receipt in receipts} == {Outcome.AVERAGED}, f"step {step}"
+    return receipts
+
+
 def test_a_key_for_every_step_does_not_use_up_a_peers_records() -> None:
     """A peer may have a few hundred of them, and long declarations would outlive the steps in which they were made."""
     swarm = Swarm(1)
@@ -211,9 +219,7 @@ def test_a_key_for_every_step_does_not_use_up_a_peers_records() -> None:
         async with peers[0], peers[1]:
             topics = [peer.topic("gradients", {"w": torch.zeros(2)}) for peer in peers]
             for step in range(30):
-                pairs = zip(peers, topics, strict=True)
-                receipts = await asyncio.gather(*(peer.average(topic, phase=str(step)) for peer, topic in pairs))
-                assert [receipt.outcome for receipt in receipts] == [Outcome.AVERAGED] * 2, f"step {step}"
+                await average_together(peers, topics, step)
                 await asyncio.sleep(2.0)
 
     swarm.simulate(main())
@@ -228,9 +234,7 @@ def test_steps_that_are_quick_do_not_use_up_a_peers_records_either() -> None:
         async with peers[0], peers[1]:
             topics = [peer.topic("gradients", {"w": torch.zeros(2)}) for peer in peers]
             for step in range(600):
-                pairs = zip(peers, topics, strict=True)
-                receipts = await asyncio.gather(*(peer.average(topic, phase=str(step)) for peer, topic in pairs))
-                assert [receipt.outcome for receipt in receipts] == [Outcome.AVERAGED] * 2, f"step {step}"
+                receipts = await average_together(peers, topics, step)
                 assert max(receipt.seconds for receipt in receipts) < 0.1, f"step {step}"
 
     swarm.simulate(main())
