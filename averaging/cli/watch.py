@@ -11,7 +11,7 @@ import click
 
 from averaging.cli.failures import CHECK_ADDRESS, WITHOUT_REMEDY, Failure, Stopped, failure_of, starting
 from averaging.cli.options import address_to_dial
-from averaging.cli.outlet import Outlet
+from averaging.cli.outlet import begin
 from averaging.cli.security import credentials_of, security_options
 
 if TYPE_CHECKING:
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from averaging.security.credentials import Credentials
 
 MAX_MESSAGE_BYTES = 16 << 20
-
-LOOK_SECONDS = 0.1
-"""Between two looks whether a stdout that is full is read again."""
 
 
 @click.command("watch", context_settings={"max_content_width": 100})
@@ -76,11 +73,11 @@ async def _watch(address: str, credentials: Credentials, last: int, rounds: int 
         click.echo(f"watching the rounds of {address}: a line as each ends; Ctrl+C ends this", err=True)
     transport = GrpcTransport(None, max_message_bytes=MAX_MESSAGE_BYTES, credentials=credentials, given=[address])
     await transport.bind()
-    told, warned, outlet = 0, False, Outlet()
+    told, warned = 0, False
     try:
         async with aclosing(transport.watch_rounds(address, last)) as receipts:
             async for watched in receipts:
-                why_not = await _tell(watched, as_json, outlet)
+                why_not = await _tell(watched, as_json)
                 if why_not and not warned:
                     warned = True
                     click.echo(f"{why_not}; the command goes on. Make room there", err=True)
@@ -97,7 +94,7 @@ async def _watch(address: str, credentials: Credentials, last: int, rounds: int 
         await transport.close()
 
 
-async def _tell(watched: Watched, as_json: bool, outlet: Outlet) -> str:
+async def _tell(watched: Watched, as_json: bool) -> str:
     """Tells one receipt; returns why it could not. A reader is waited for: the peer counts what it leaves out then."""
     from averaging.observe.explain import Round, describe
     from averaging.observe.journal import dumps
@@ -108,12 +105,9 @@ async def _tell(watched: Watched, as_json: bool, outlet: Outlet) -> str:
     line = dumps(watched.receipt) if as_json else describe(Round((watched.receipt,)))
     try:
         if sys.stdout is not None:  # closed by whoever started the command
-            outlet.write(sys.stdout, f"{line}\n")
+            await asyncio.wrap_future(begin(sys.stdout, f"{line}\n"))
     except BrokenPipeError:
         raise  # nobody reads on: click ends the command
     except OSError as error:
-        if not outlet.is_busy:
-            return f"cannot write to stdout: {error.strerror}"
-    while outlet.is_busy:  # noqa: ASYNC110 - no event: a thread is looked at
-        await asyncio.sleep(LOOK_SECONDS)
+        return f"cannot write to stdout: {error.strerror}"
     return ""
