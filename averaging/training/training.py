@@ -167,29 +167,35 @@ class Training:
         """
         with ExitStack() as lock:
             lock.enter_context(self._peer.tensors())
-            untouched = self._versions() if closure is not None else []
-
-            def evaluated() -> float:
-                loss = 0.0
-                if closure is not None and self._versions() == untouched:
-                    lock.close()
-                    try:
-                        loss = closure()
-                    finally:
-                        lock.enter_context(self._peer.tensors())
-                elif closure is not None:
-                    loss = closure()
-                if max_norm is not None:
-                    clip((p.grad for p in self.parameters.values() if p.grad is not None), max_norm)
-                return loss
-
             if closure is None:
-                evaluated()
+                self._clip(max_norm)
                 loss = self.optimizer.step()
             else:
-                loss = self.optimizer.step(evaluated)
+                loss = self.optimizer.step(self._freeing(lock, closure, max_norm))
             self.local_step += 1
         return loss
+
+    def _freeing(self, lock: ExitStack, closure: Callable[[], float], max_norm: float | None) -> Callable[[], float]:
+        """The closure, evaluated without the lock as long as the parameters are what they are now."""
+        untouched = self._versions()
+
+        def evaluated() -> float:
+            if self._versions() != untouched:
+                loss = closure()
+            else:
+                lock.close()
+                try:
+                    loss = closure()
+                finally:
+                    lock.enter_context(self._peer.tensors())
+            self._clip(max_norm)
+            return loss
+
+        return evaluated
+
+    def _clip(self, max_norm: float | None) -> None:
+        if max_norm is not None:
+            clip((p.grad for p in self.parameters.values() if p.grad is not None), max_norm)
 
     def _versions(self) -> list[int]:
         """How often each parameter has been written to."""
