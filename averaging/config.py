@@ -105,7 +105,8 @@ class PeerConfig:
         matchmaking_time: seconds a peer waits in one declaration before it begins with those who are there.
         timeout: seconds for finding a group, and as many again for the all-reduce with it.
         part_timeout: seconds without any progress after which a member is given up in a round, at the latest: what is
-            learned of each member makes it less (docs/reliability.md).
+            learned of each member makes it less (docs/reliability.md). A part must get through within it, while a link
+            carries one to and one from each other member at once.
         min_part_timeout: but not less than this, unless part_timeout is.
         bandwidth: of this peer's link in bytes/s, so that it is given a share to match. None if unknown: it counts as
             the median of those that are told, so all should tell theirs. Told by the slowest alone it changes nothing.
@@ -147,7 +148,7 @@ class PeerConfig:
     group_bits: str = ""
     matchmaking_time: float = 5.0
     timeout: float = 60.0
-    part_timeout: float = 10.0
+    part_timeout: float = 30.0
     min_part_timeout: float = 1.0
     bandwidth: float | None = None
     compression: CompressionType = CompressionType.NONE

@@ -16,7 +16,8 @@ class Silence:
     """Keeps the deadline of one reducer's replies; a context manager around the reading of them.
 
     Near a learned deadline the reducer is asked whether it lives; while it answers, it is waited for up to two
-    part_timeouts, since it waits up to one for somebody else. While nobody is known yet, nobody is asked.
+    part_timeouts, since it waits up to one for somebody else. While nobody is known yet, the link
+    may be so narrow that the question waits for long behind a part: a third of part_timeout, and two thirds to answer.
 
     Args:
         name: the reducer.
@@ -37,12 +38,13 @@ class Silence:
         self.deed, self.seconds, self.deadline = "no reply", 0.0, (0.0, "")
 
     async def __aenter__(self) -> Self:
-        self._learned = self._watch.deadline(self._name, Phase.REPLY)
-        self._until_asked = self._learned
-        if (shortest := self._watch.deadlines.lower) < self._learned.seconds < self._watch.deadlines.upper:
-            # The answer may take the shortest deadline, and is to be there by then.
-            early = max(shortest, self._learned.seconds - shortest)
-            self._until_asked = Deadline(early, self._learned.basis)
+        deadlines = self._watch.deadlines
+        self._learned, self._answer = self._watch.deadline(self._name, Phase.REPLY), deadlines.shortest
+        if self._learned.seconds >= deadlines.upper:
+            self._answer = Deadline(max(deadlines.lower, 2 / 3 * deadlines.upper), "2/3 × part_timeout")
+        # The answer is to be there by the deadline.
+        early = max(deadlines.lower, self._learned.seconds - self._answer.seconds)
+        self._until_asked = Deadline(early, self._learned.basis)
         self.progress()
         self._guarding = asyncio.create_task(self._guard())
         return self
@@ -81,8 +83,8 @@ class Silence:
             if self.seconds >= 2 * deadlines.upper:
                 self.deadline = 2 * deadlines.upper, "2 × part_timeout"
                 break
-            learned, asked = self._learned.seconds < deadlines.upper, asyncio.get_running_loop().time()
-            if learned and not await self._lives() and steps == self._steps:
+            asked = asyncio.get_running_loop().time()
+            if not await self._lives() and steps == self._steps:
                 self.seconds += asyncio.get_running_loop().time() - asked
                 self.deed = "no reply, nor an answer when asked whether it lives,"
                 self.deadline = self._learned.seconds, self._learned.basis
@@ -93,14 +95,14 @@ class Silence:
         self._expire()
 
     async def _lives(self) -> bool:
-        """Whether it answers anything within the shortest deadline."""
+        """Whether it answers anything in time."""
         try:
             async with asyncio.timeout(None) as limit:
 
                 def overdue(waited: float, deadline: Deadline) -> None:
                     limit.reschedule(asyncio.get_running_loop().time())
 
-                self._watch.begin(self._name, Phase.ANSWER, overdue, self._watch.deadlines.shortest)
+                self._watch.begin(self._name, Phase.ANSWER, overdue, self._answer)
                 await self._transport.get_schema(self._name)
         except (TimeoutError, PeerUnreachableError):
             return False

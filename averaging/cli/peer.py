@@ -94,7 +94,7 @@ SECONDS = finite(above=0)
 )
 @click.option(
     "--part-timeout",
-    default=10.0,
+    default=30.0,
     type=SECONDS,
     metavar="SECONDS",
     help="Without progress a member of the round is given up, at the latest; sooner once more is known of it.",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Coroutine
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from averaging.errors import RoundError
 from averaging.group import Member, Mode
 from averaging.messages import AveragingData, MessageCode
 from averaging.observe.receipts import DropCode
+from averaging.schema import Schema
 from averaging.transport import virtual_time
 from averaging.transport.virtual_time import VirtualTimeLoop
 from tests.simulation.rounds import Simulation
@@ -203,6 +205,46 @@ def test_a_newcomer_that_is_far_slower_than_the_others_is_in_after_a_few_rounds(
             dropped.append(any(lost.endpoint == VICTIM for result in results.values() for lost in result.dropped))
         assert dropped[0]
         assert not any(dropped[6:])
+
+    virtual_time.run(main())
+
+
+def test_a_first_round_over_narrow_links_drops_nobody() -> None:
+    """Nothing is known yet, and a part takes nearly all the time that it may; so does the answer of who is asked."""
+
+    async def main() -> None:
+        everybody = members(client=False)
+        deadlines = {member.endpoint: Deadlines(LOWER, UPPER) for member in everybody}
+        simulation = Simulation(9, everybody, [(64,)], deadlines=deadlines)
+        for name, transport in simulation.transports.items():
+            simulation.slow_down(name, 0.9 * UPPER)
+            transport.get_schema = slowly(transport.get_schema, 0.6 * UPPER)  # type: ignore[method-assign,assignment]
+        await simulation.run()
+        assert not simulation.failures
+        assert all(not result.dropped for result in simulation.results.values())
+
+    virtual_time.run(main())
+
+
+def slowly(ask: Callable[[str], Awaitable[Schema]], seconds: float) -> Callable[[str], Coroutine[Any, Any, Schema]]:
+    async def asked(endpoint: str) -> Schema:
+        await asyncio.sleep(seconds)
+        return await ask(endpoint)
+
+    return asked
+
+
+def test_a_reducer_that_is_dead_in_the_first_round_is_lost_after_the_longest_deadline() -> None:
+    async def main() -> None:
+        rounds = Rounds(10)
+        rounds.members[-1] = Member(VICTIM, mode=Mode.AUXILIARY)
+        results = await rounds.one(Silent("before opening").prepare, may_fail={VICTIM})
+        for name in ("peer:1", "peer:2", "peer:3"):
+            (lost,) = results[name].dropped
+            assert (lost.endpoint, lost.code) == (VICTIM, DropCode.SILENT)
+            assert "nor an answer when asked" in lost.reason
+            assert lost.waited is not None
+            assert UPPER <= lost.waited <= UPPER + 2 * LOWER
 
     virtual_time.run(main())
 

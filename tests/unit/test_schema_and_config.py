@@ -165,6 +165,13 @@ def test_an_option_of_another_type_is_refused_by_name(options: dict[str, Any]) -
         PeerConfig(**{"run_id": "run", **options})
 
 
+def test_a_part_gets_through_in_time_by_default_where_links_carry_ten_megabits() -> None:
+    config = PeerConfig(run_id="run")
+    sharing = 2 * (config.group_size - 1)  # one part to and one from each other member, in either direction of a link
+    seconds = sharing * config.part_size_bytes * 8 / 10e6
+    assert 2 * seconds < config.part_timeout  # with room for shares of the link that are not equal
+
+
 def test_every_option_can_be_given_as_a_keyword() -> None:
     assert option_names() == PeerOptions.__optional_keys__
 
