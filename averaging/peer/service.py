@@ -82,9 +82,11 @@ class PeerService:
 
     async def _serve_sender(self, messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
         try:
-            async with self._part_timeout():
+            # Senders of a round have the deadlines of that; this one ends the streams of others.
+            async with self._part_timeout(2):
                 first = await anext(messages, None)
         except TimeoutError:
+            yield AveragingData(code=MessageCode.CANCELLED)
             return
         except ProtocolViolationError:
             yield AveragingData(code=MessageCode.PROTOCOL_VIOLATION)
@@ -152,15 +154,15 @@ class PeerService:
         """The round of that group, waiting while one is being assembled."""
         if not self._is_current(group_id) and self.matchmaking is not None:
             try:
-                async with self._part_timeout():
+                async with self._part_timeout(1):
                     await self.matchmaking.assembling()
             except TimeoutError:
                 return None
         return self.round if self._is_current(group_id) else None
 
-    def _part_timeout(self) -> FairTimeout:
+    def _part_timeout(self, times: int) -> FairTimeout:
         """Time in which this peer was suspended is not held against a sender."""
-        return FairTimeout(Deadline(self._config.part_timeout, "part_timeout"), self.deadlines.lower)
+        return FairTimeout(Deadline(times * self._config.part_timeout, f"{times} × part_timeout"), self.deadlines.lower)
 
     def _is_current(self, group_id: bytes) -> bool:
         return self.round is not None and self.round.group.group_id == group_id
