@@ -86,7 +86,7 @@ class AllReduce:
                 for name, parts in self._reducers.items():
                     tasks.create_task(self._exchange(name, parts))
         except TimeoutError:
-            whole = f"the round's deadline of {deadline - began:.1f} s passed before"
+            whole = f"the round's deadline of {deadline - began:.1f} s = timeout passed before"
             self._reducing.drop_unfinished(f"{whole} it was done")
             for name, parts in self._reducers.items():
                 if any(part not in self._tally.arrived for part in parts):
