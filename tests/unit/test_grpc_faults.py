@@ -32,3 +32,19 @@ def test_who_does_not_answer_is_told_as_one_who_does_not_answer(details: str) ->
     error = error_of_call("127.0.0.1:1", failure)
     assert isinstance(error, PeerUnreachableError)
     assert str(error) == "127.0.0.1:1: no answer to the connection"
+
+
+@pytest.mark.parametrize(
+    "details",
+    [
+        "Too many pings",  # gRPC's C core
+        "Stream removed (Socket closed (GOAWAY received; Error code: 11; Debug Text: too_many_pings))",  # grpc-go
+    ],
+)
+def test_a_server_that_wants_fewer_pings_is_told_as_one(details: str) -> None:
+    failure = grpc.aio.AioRpcError(
+        grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), details=details
+    )
+    error = error_of_call("127.0.0.1:1", failure)
+    assert isinstance(error, PeerUnreachableError)
+    assert str(error) == "127.0.0.1:1: connection lost (its server must allow a ping every 20 s)"

@@ -51,6 +51,7 @@ _UNREACHABLE = {
 
 _LOST = "connection lost"
 _SILENT = "no answer to the connection"
+_TOO_MANY_PINGS = "connection lost (its server must allow a ping every 20 s)"
 
 _REASONS = (
     ("wrong_version_number", "it does not speak TLS: start both peers with TLS, or both without"),
@@ -74,11 +75,13 @@ _REASONS = (
     ("timed out", _SILENT),
     ("handshaker shutdown", _SILENT),
     ("alpn", "what answers there is not a peer"),
+    # Before the words below, with which gRPC surrounds what grpc-go says as it breaks the connection.
+    ("too_many_pings", _TOO_MANY_PINGS),
+    ("too many pings", _TOO_MANY_PINGS),
     ("stream removed", _LOST),
     ("socket closed", _LOST),
     ("connection reset", _LOST),
     ("broken pipe", _LOST),
-    ("too many pings", "connection lost: it takes no pings"),
     ("connection refused", "connection refused"),
     ("domain name not found", "unknown host"),
     ("errors resolving", "unknown host"),
