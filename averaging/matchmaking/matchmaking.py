@@ -36,8 +36,8 @@ class Matchmaking:
         matchmaking_time: seconds that one declaration lasts.
         only_named: whether a leader may name as members only those whom discovery names. In an open run, which may have
             peers of other implementations, it may name whomever it met.
-        told_seconds: for which it is told under its key that a search is over, if nobody looks there again; until the
-            end of what was declared if None.
+        over_lifetime: seconds for which the record stays that says that a search is over, where no later search is made
+            under its key; if None, as long as the declaration that it replaces would have.
         conduct: who has broken the protocol: such a peer is neither asked nor taken in for a while.
         deadlines: how long others take to answer, from search to search; nothing is known of them if None.
         told: in what others differ, as it was warned of already; nothing was if None.
@@ -58,7 +58,7 @@ class Matchmaking:
         matchmaking_time: float,
         group_bits: str = "",
         only_named: bool = False,
-        told_seconds: float | None = None,
+        over_lifetime: float | None = None,
         clock: Callable[[], float],
         rng: random.Random,
         conduct: Conduct | None = None,
@@ -69,7 +69,7 @@ class Matchmaking:
         self.schema = schema
         self._discovery = discovery
         self._group_size, self._min_group_size = group_size, min_group_size
-        self._matchmaking_time, self._told_seconds = matchmaking_time, told_seconds
+        self._matchmaking_time, self._over_lifetime = matchmaking_time, over_lifetime
         self._clock, self._rng = clock, rng
         self._conduct = conduct or Conduct()
         self._differences = Differences(schema, transport, discovery, told or Told())
@@ -249,9 +249,9 @@ class Matchmaking:
         if search.state.declared is None or search.state.declared <= self._clock():
             return
         until = search.state.declared
-        if self._told_seconds is not None and not looking:
+        if self._over_lifetime is not None and not looking:
             # Who averages under a new key in every step would else have all the records that a peer may have.
-            until = min(until, self._clock() + self._told_seconds)
+            until = min(until, self._clock() + self._over_lifetime)
         try:
             await self._discovery.store(self.group_key, self._endpoint, rules.pack_looking(looking), until)
         except AveragingError as error:

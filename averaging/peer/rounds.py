@@ -30,11 +30,13 @@ from averaging.transport.base import Transport
 
 Overtaken = Callable[[Mapping[str, bytes]], bool]
 
-TOLD_SECONDS = 10.0
-"""After so long all others know that a peer looks no more; under a key that nobody uses again they may forget it."""
+OVER_LIFETIME = 10.0
+"""Seconds for which a record stays that says that a search is over, where the key is that of a single phase. All others
+have read it by then, and no later search replaces it."""
 
-MOST_TOLD = 64
-"""Keys that nobody uses again under which that is told at a time; twice as many until the time for each is adapted."""
+MAX_OVER_RECORDS = 64
+"""Such records of one peer at a time, since discovery takes only so many; where phases follow each other faster, each
+stays for less. When they become faster there may be twice as many for a moment."""
 
 MAX_LASTING = 256
 """Topics whose group bits are remembered; an application may make a new one whenever it averages."""
@@ -70,21 +72,21 @@ class _Attempt:
     started: float
     wall_clock: float  # when it was started, in seconds since the epoch
     group: Group | None = None
-    begun: float = 0.0
+    group_found: float = 0.0  # when
     round: AllReduce | None = None
     result: RoundResult | None = None
     inputs: list[torch.Tensor] | None = None  # what was contributed, where it is not the tensors themselves
     adopted: bool = False  # whether the result is written
-    phases: dict[str, float] = field(default_factory=dict)  # when each began
+    stages: dict[str, float] = field(default_factory=dict)  # when each began; the receipt calls them phases
 
-    def enter(self, phase: str) -> None:
-        """The last phase is over, and the next one begins."""
-        self.phases[phase] = asyncio.get_running_loop().time()
+    def enter(self, stage: str) -> None:
+        """The last stage is over, and the next one begins."""
+        self.stages[stage] = asyncio.get_running_loop().time()
 
-    def seconds_of_phases(self, end: float) -> dict[str, float]:
+    def seconds_of_stages(self, end: float) -> dict[str, float]:
         """How long each took."""
-        moments = [*self.phases.values(), end]
-        return {phase: after - moment for phase, moment, after in zip(self.phases, moments, moments[1:], strict=False)}
+        moments = [*self.stages.values(), end]
+        return {stage: after - moment for stage, moment, after in zip(self.stages, moments, moments[1:], strict=False)}
 
 
 class Rounds:
@@ -116,7 +118,7 @@ class Rounds:
         self._clock, self._rng = clock, rng
         self._lasting: dict[bytes, Matchmaking] = {}  # by schema hash, the latest last; their group bits move on
         self._attempts = 0
-        self._phases: deque[float] = deque(maxlen=MOST_TOLD)  # when those under keys of their own began
+        self._phase_searches: deque[float] = deque(maxlen=MAX_OVER_RECORDS)  # when the latest, each for a phase, began
         self._told = Told()
         self.conduct = Conduct()
 
@@ -137,7 +139,7 @@ class Rounds:
                 matchmaking_time=config.matchmaking_time,
                 group_bits=config.group_bits,
                 only_named=config.is_closed,
-                told_seconds=None if lasting else self._told_seconds(),
+                over_lifetime=None if lasting else self._over_lifetime(),
                 clock=self._clock,
                 rng=self._rng,
                 conduct=self.conduct,
@@ -150,11 +152,11 @@ class Rounds:
                 del self._lasting[next(iter(self._lasting))]
         return found
 
-    def _told_seconds(self) -> float:
-        """Less than usual where steps are so quick that there would be more to tell than there is room for."""
-        if len(self._phases) < MOST_TOLD:
-            return TOLD_SECONDS
-        return min(TOLD_SECONDS, asyncio.get_running_loop().time() - self._phases[0])
+    def _over_lifetime(self) -> float:
+        """Less than usual where phases follow each other so fast that there would be too many records."""
+        if len(self._phase_searches) < MAX_OVER_RECORDS:
+            return OVER_LIFETIME
+        return min(OVER_LIFETIME, asyncio.get_running_loop().time() - self._phase_searches[0])
 
     async def attempt(
         self,
@@ -216,7 +218,7 @@ class Rounds:
         lasting = attempt.schema == topic.schema
         matchmaking = self._service.matchmaking = self.matchmaking(attempt.schema, lasting=lasting)
         if not lasting:
-            self._phases.append(attempt.phases["looking"])
+            self._phase_searches.append(attempt.stages["looking"])
         finding = matchmaking.find_group(gathered, self._clock() + patience, enough)
         try:
             group = await self._unless_overtaken(attempt, finding, overtaken)
@@ -224,14 +226,14 @@ class Rounds:
             return self._receipt(attempt, Outcome.NO_GROUP, str(error))
         # No await from here until the round is known: its members' parts may come at any moment.
         attempt.enter("preparing")
-        attempt.begun = asyncio.get_running_loop().time()
+        attempt.group_found = asyncio.get_running_loop().time()
         try:
             this_round = attempt.round = self._service.round = self._new_round(attempt, group)
         except AveragingError as error:
             return self._receipt(attempt, Outcome.FAILED, str(error))
         attempt.enter("allreduce")
         try:
-            result = attempt.result = await this_round.run(attempt.begun + self._config.timeout)
+            result = attempt.result = await this_round.run(attempt.group_found + self._config.timeout)
             attempt.enter("adopting")
             matchmaking.move_on(group)
             reason = _why_failed(group, self._endpoint, result, topic.adopt)
@@ -331,7 +333,7 @@ class Rounds:
             dropped=result.dropped if result else (),
             gathered={member.endpoint: member.user for member in group.members} if group else {},
             seconds=now - attempt.started,
-            allreduce_seconds=now - attempt.begun if group else 0.0,
+            allreduce_seconds=now - attempt.group_found if group else 0.0,
             bytes_sent=result.bytes_sent if result else 0,
             bytes_received=result.bytes_received if result else 0,
             kept_local=result.kept_local if result else 0,
@@ -342,7 +344,7 @@ class Rounds:
             started=attempt.wall_clock,
             role=None if group is None else Role.LEADER if group.leader == self._endpoint else Role.FOLLOWER,
             accounts=result.accounts if result else (),
-            phases=attempt.seconds_of_phases(now),
+            phases=attempt.seconds_of_stages(now),
             straggler=result.straggler if result else None,
             digest=result.digest if result else "",
         )
