@@ -1,4 +1,4 @@
-"""What a peer averages that answered that it averages something else."""
+"""In what the tensors of another peer differ, once it has answered that they do."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from averaging.transport.base import Transport
 
 logger = logging.getLogger(__name__)
 
-MAX_TOLD = 256
-"""Differences of which it is remembered that they were told."""
+MAX_WARNED = 256
+"""Differences that are remembered as warned of."""
 
 
-class Told:
-    """What was warned of already, in all topics: a peer that stays as it is is met in every search, for weeks maybe."""
+class Warned:
+    """The differences that were warned of, in all topics: a peer with other tensors may be met in every search."""
 
     def __init__(self) -> None:
         self._words: dict[str, None] = {}  # the oldest first
 
-    def is_new(self, difference: SchemaMismatchError) -> bool:
-        """Whether it has not been told; from now on it has."""
+    def add(self, difference: SchemaMismatchError) -> bool:
+        """Adds a difference; returns whether it is new."""
         words = str(difference)
         if words in self._words:
             return False
         self._words[words] = None
-        if len(self._words) > MAX_TOLD:
+        if len(self._words) > MAX_WARNED:
             del self._words[next(iter(self._words))]
         return True
 
@@ -38,17 +38,17 @@ class Differences:
     """Finds out in what others' schemas differ from `schema`.
 
     Args:
-        told: what all searches of this peer have told.
+        warned: of what all searches of this peer have warned.
     """
 
-    def __init__(self, schema: Schema, transport: Transport, discovery: Discovery, told: Told) -> None:
+    def __init__(self, schema: Schema, transport: Transport, discovery: Discovery, warned: Warned) -> None:
         self._schema, self._transport, self._discovery = schema, transport, discovery
-        self._told = told
+        self._warned = warned
 
     async def warn(self, endpoint: str, known: dict[str, SchemaMismatchError | None]) -> None:
-        """Tells in the log what `of` finds, once."""
+        """Warns of what `of` finds, once."""
         difference = await self.of(endpoint, known)
-        logger.log(logging.WARNING if self._told.is_new(difference) else logging.DEBUG, "%s", difference)
+        logger.log(logging.WARNING if self._warned.add(difference) else logging.DEBUG, "%s", difference)
 
     async def of(self, endpoint: str, known: dict[str, SchemaMismatchError | None]) -> SchemaMismatchError:
         """Asks `endpoint`, unless that is among `known` already, where it is kept."""

@@ -14,7 +14,7 @@ from averaging.group import Group, Mode, digits_per_round, group_key, next_group
 from averaging.matchmaking import rules
 from averaging.matchmaking.asking import Asking
 from averaging.matchmaking.conduct import Conduct
-from averaging.matchmaking.differences import Differences, Told
+from averaging.matchmaking.differences import Differences, Warned
 from averaging.matchmaking.rules import Declaration, Searching
 from averaging.matchmaking.search import Search
 from averaging.messages import JoinRequest, MessageCode, MessageFromLeader
@@ -40,7 +40,7 @@ class Matchmaking:
             under its key; if None, as long as the declaration that it replaces would have.
         conduct: who has broken the protocol: such a peer is neither asked nor taken in for a while.
         deadlines: how long others take to answer, from search to search; nothing is known of them if None.
-        told: in what others differ, as it was warned of already; nothing was if None.
+        warned: the differences that were warned of already; none if None.
         clock: seconds since the epoch.
         rng: shuffles groups, makes their ids, spreads retries.
     """
@@ -63,7 +63,7 @@ class Matchmaking:
         rng: random.Random,
         conduct: Conduct | None = None,
         deadlines: Deadlines | None = None,
-        told: Told | None = None,
+        warned: Warned | None = None,
     ) -> None:
         self._run_id, self._endpoint = run_id, endpoint
         self.schema = schema
@@ -72,7 +72,7 @@ class Matchmaking:
         self._matchmaking_time, self._over_lifetime = matchmaking_time, over_lifetime
         self._clock, self._rng = clock, rng
         self._conduct = conduct or Conduct()
-        self._differences = Differences(schema, transport, discovery, told or Told())
+        self._differences = Differences(schema, transport, discovery, warned or Warned())
         self._asking = Asking(
             endpoint,
             schema,

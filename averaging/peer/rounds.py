@@ -19,7 +19,7 @@ from averaging.errors import AveragingError, RoundError, SchemaMismatchError
 from averaging.group import Group, Mode
 from averaging.matchmaking import Matchmaking, NoGroupError
 from averaging.matchmaking.conduct import Conduct
-from averaging.matchmaking.differences import Told
+from averaging.matchmaking.differences import Warned
 from averaging.observe.receipts import Outcome, Receipt, Role
 from averaging.peer.progress import RunProgress
 from averaging.peer.service import PeerService
@@ -119,7 +119,7 @@ class Rounds:
         self._lasting: dict[bytes, Matchmaking] = {}  # by schema hash, the latest last; their group bits move on
         self._attempts = 0
         self._phase_searches: deque[float] = deque(maxlen=MAX_OVER_RECORDS)  # when the latest, each for a phase, began
-        self._told = Told()
+        self._warned = Warned()
         self.conduct = Conduct()
 
     def matchmaking(self, schema: Schema, *, lasting: bool = True) -> Matchmaking:
@@ -144,7 +144,7 @@ class Rounds:
                 rng=self._rng,
                 conduct=self.conduct,
                 deadlines=self._service.deadlines,
-                told=self._told,
+                warned=self._warned,
             )
         if lasting:
             self._lasting[schema.hash] = found
