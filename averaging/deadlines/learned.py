@@ -14,25 +14,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-FACTOR = 4.0
-"""A deadline is so many times the median wait, so that a link may get three times slower from one round to the next."""
+MEDIAN_FACTOR = 4.0
+"""A deadline is so many times the median wait, so that a link may be three times slower in the next round ..."""
 
-DEVIATIONS = 4.0
-"""And so many median absolute deviations more."""
+DEVIATION_FACTOR = 4.0
+"""... and so many median absolute deviations more ..."""
 
-LATEST = 2.0
-"""And at least so many times the latest wait, so that a lasting change is followed at once."""
+LATEST_FACTOR = 2.0
+"""... and at least so many times the latest wait, so that a lasting change is followed at once."""
 
-ROUNDS = 16
+MAX_WAITS = 16
 """Waits that are remembered of each kind."""
 
-ENOUGH = 3
-"""Fewer waits than that tell nothing yet."""
+ENOUGH_WAITS = 3
+"""Fewer waits of one kind are too few to go by, and the deadline is guessed."""
 
-GUESS = 2.0
+GUESS_FACTOR = 2.0
 """A deadline that was learned of other peers, or in rounds of another size, is so many times as long."""
 
-CLASS = 4
+SIZE_CLASS_FACTOR = 4
 """Rounds of one size class are so many times as large as those of the class below."""
 
 VERDICT_SECONDS = 3.0
@@ -41,8 +41,8 @@ VERDICT_SECONDS = 3.0
 MAX_KNOWN = 4096
 """Kinds of waits, of all peers together, that are remembered."""
 
-MAX_TOLD = 256
-"""Of these, so many are told in a peer's status."""
+MAX_IN_STATUS = 256
+"""Kinds of waits that a peer's status tells."""
 
 LIFETIME = 3600.0
 """Seconds after which a kind of wait of a peer that was not met again is forgotten."""
@@ -122,14 +122,14 @@ class Guesses:
 
 @dataclass(slots=True)
 class _Known:
-    waits: deque[float] = field(default_factory=lambda: deque(maxlen=ROUNDS))
+    waits: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_WAITS))
     usual: Deadline | None = None  # by the waits alone, without bounds
     missed: int = 0  # deadlines in a row
     used: float = 0.0
 
     @property
     def enough(self) -> bool:
-        return len(self.waits) >= ENOUGH
+        return len(self.waits) >= ENOUGH_WAITS
 
 
 _Key = tuple[str, Phase, int]
@@ -207,7 +207,7 @@ class Deadlines:
         """What is known well enough to be used, the latest first. For any thread."""
         result: list[Learned] = []
         for (endpoint, phase, size), known in reversed(list(self._known.items())):
-            if len(waits := list(known.waits)) >= ENOUGH and len(result) < MAX_TOLD:
+            if len(waits := list(known.waits)) >= ENOUGH_WAITS and len(result) < MAX_IN_STATUS:
                 deadline = self._bounded(known.usual, phase, known.missed)
                 median = statistics.median(waits)
                 result.append(Learned(endpoint, phase, size, len(waits), median, deadline.seconds, deadline.basis))
@@ -215,11 +215,11 @@ class Deadlines:
 
     def _guess(self, usual: Deadline, smaller: int, whose: str) -> Deadline:
         """From what was usual in rounds that were so many classes smaller; larger ones take no less."""
-        factor = GUESS * float(CLASS ** min(max(0, smaller), 16))
+        factor = GUESS_FACTOR * float(SIZE_CLASS_FACTOR ** min(max(0, smaller), 16))
         rounds = f" in {'smaller' if smaller > 0 else 'larger'} rounds" if smaller else ""
-        least = GUESS * self.lower
+        least = GUESS_FACTOR * self.lower
         if usual.seconds * factor < least:
-            return Deadline(least, f"{GUESS:g} × {whose}{rounds}")
+            return Deadline(least, f"{GUESS_FACTOR:g} × {whose}{rounds}")
         return Deadline(usual.seconds * factor, f"{factor:g} × {whose}{rounds}")
 
     def _bounded(self, found: Deadline | None, phase: Phase, missed: int) -> Deadline:
@@ -263,10 +263,10 @@ def _usual(waits: Sequence[float]) -> Deadline:
     """What is usual by these waits, with room for variation."""
     median, latest = statistics.median(waits), waits[-1]
     deviation = statistics.median(abs(wait - median) for wait in waits)
-    seconds = FACTOR * median + DEVIATIONS * deviation
-    if LATEST * latest > seconds:
-        return Deadline(LATEST * latest, f"{LATEST:g} × its last of {_short(latest)}")
-    return Deadline(seconds, f"{seconds / median if median else FACTOR:.2g} × its median of {_short(median)}")
+    seconds = MEDIAN_FACTOR * median + DEVIATION_FACTOR * deviation
+    if LATEST_FACTOR * latest > seconds:
+        return Deadline(LATEST_FACTOR * latest, f"{LATEST_FACTOR:g} × its last of {_short(latest)}")
+    return Deadline(seconds, f"{seconds / median if median else MEDIAN_FACTOR:.2g} × its median of {_short(median)}")
 
 
 def _short(seconds: float) -> str:

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from averaging.deadlines.fair_timeout import FairTimeout
-from averaging.deadlines.learned import LATEST, Deadline, Deadlines, Phase
+from averaging.deadlines.learned import LATEST_FACTOR, Deadline, Deadlines, Phase
 
 WINDOW = 8
 """Of so many chunks the longest wait is learned, so that a long download has learned before it is over."""
@@ -104,10 +104,10 @@ class DonorSilence:
 
     def _bounded(self) -> Deadline:
         """What was learned, but never less than it has just taken."""
-        seconds = min(LATEST * self._ever, self._deadlines.upper)
+        seconds = min(LATEST_FACTOR * self._ever, self._deadlines.upper)
         if seconds <= self._deadline.seconds:
             return self._deadline
-        return Deadline(seconds, f"{LATEST:g} × its longest of {self._ever:.2g} s in this download")
+        return Deadline(seconds, f"{LATEST_FACTOR:g} × its longest of {self._ever:.2g} s in this download")
 
 
 def _now() -> float:

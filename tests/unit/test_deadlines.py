@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from averaging.deadlines.fair_clock import FairClock
-from averaging.deadlines.learned import ENOUGH, LIFETIME, ROUNDS, Deadline, Deadlines, Phase, size_class
+from averaging.deadlines.learned import ENOUGH_WAITS, LIFETIME, MAX_WAITS, Deadline, Deadlines, Phase, size_class
 
-waits = st.lists(st.floats(0, 1e4), min_size=ENOUGH, max_size=3 * ROUNDS)
+waits = st.lists(st.floats(0, 1e4), min_size=ENOUGH_WAITS, max_size=3 * MAX_WAITS)
 
 
 def after(seen: list[float], lower: float = 1.0, upper: float = 10.0) -> Deadlines:
@@ -29,11 +29,11 @@ def of(learned: Deadlines, endpoint: str = "a:1", phase: Phase = Phase.PART, siz
 def test_a_deadline_keeps_its_bounds_and_leaves_room(seen: list[float], lower: float, upper: float) -> None:
     deadline = of(after(seen, lower, upper))
     assert min(lower, upper) <= deadline.seconds <= upper
-    room = max(3 * statistics.median(seen[-ROUNDS:]), 2 * seen[-1])
+    room = max(3 * statistics.median(seen[-MAX_WAITS:]), 2 * seen[-1])
     assert deadline.seconds >= min(room, upper)
 
 
-@given(st.floats(0.01, 10), st.lists(st.floats(0.9, 1.1), min_size=7, max_size=ROUNDS))
+@given(st.floats(0.01, 10), st.lists(st.floats(0.9, 1.1), min_size=7, max_size=MAX_WAITS))
 def test_among_usual_waits_it_is_a_few_times_the_usual(usual: float, factors: list[float]) -> None:
     assert of(after([usual * factor for factor in factors], 1e-3, 1e3)).seconds <= 6 * usual
 
@@ -48,7 +48,7 @@ def test_one_odd_round_among_many_hardly_counts(odd: float, place: int) -> None:
 
 def test_while_nobody_is_known_everybody_gets_the_longest() -> None:
     assert of(after([0.1] * 5)) == Deadline(1.0, "min_part_timeout, more than 4 × its median of 0.1 s")
-    for unknown in (of(after([0.1] * 5), phase=Phase.OPENING), of(after([0.1] * (ENOUGH - 1)))):
+    for unknown in (of(after([0.1] * 5), phase=Phase.OPENING), of(after([0.1] * (ENOUGH_WAITS - 1)))):
         assert unknown == Deadline(10.0, "part_timeout")
 
 
@@ -60,14 +60,14 @@ def test_who_is_not_known_gets_twice_the_longest_of_the_others() -> None:
         (0.5, Deadline(4.0, "2 × the longest of 2 others")),
         (0.2, Deadline(4.0, "2 × the longest of 3 others")),
     ):
-        for number in range(ENOUGH):
+        for number in range(ENOUGH_WAITS):
             learned.saw(f"{usual}:1", Phase.PART, 3, usual, float(number))
         assert of(learned, "new:1") == expected
 
 
 @given(
     st.lists(waits, min_size=1, max_size=4),
-    st.lists(st.floats(0, 1e4), max_size=ENOUGH - 1),
+    st.lists(st.floats(0, 1e4), max_size=ENOUGH_WAITS - 1),
     st.floats(0.01, 100),
     st.floats(0.01, 100),
 )
@@ -152,8 +152,8 @@ def test_a_missed_deadline_is_doubled_until_it_is_kept() -> None:
 
 
 def test_a_lasting_change_is_followed_at_once() -> None:
-    learned = after([1.0] * ROUNDS, upper=100.0)
-    for _ in range(ROUNDS):
+    learned = after([1.0] * MAX_WAITS, upper=100.0)
+    for _ in range(MAX_WAITS):
         learned.saw("a:1", Phase.PART, 3, 5.0, 50.0)
         assert of(learned).seconds >= 10.0
 

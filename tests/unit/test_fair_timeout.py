@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from averaging.deadlines.fair_timeout import FairTimeout, learned_timeout
-from averaging.deadlines.learned import ENOUGH, Deadline, Deadlines, Phase
+from averaging.deadlines.learned import ENOUGH_WAITS, Deadline, Deadlines, Phase
 from averaging.state.patience import WINDOW, Patience
 from averaging.transport import virtual_time
 from averaging.transport.virtual_time import VirtualTimeLoop
@@ -99,7 +99,7 @@ def test_a_verdict_is_learned_and_who_gives_none_costs_little() -> None:
             return now() - began
 
         assert await ask("frozen:1", 60) == pytest.approx(3.0, abs=0.1)
-        for _ in range(ENOUGH):
+        for _ in range(ENOUGH_WAITS):
             await ask("a:1", 0.01)
         assert await ask("dead:1", 60) == pytest.approx(2.0, abs=0.1)
         assert await ask("a:1", 60) == pytest.approx(1.0, abs=0.1)
@@ -133,7 +133,7 @@ async def download(deadlines: Deadlines, donor: str, gaps: list[float]) -> float
 def test_a_donor_of_which_nothing_is_known_gets_the_longest_and_then_what_this_download_taught() -> None:
     async def main() -> None:
         assert await download(Deadlines(LOWER, UPPER), "a:1", [60]) == pytest.approx(10.0, abs=0.3)
-        usual = [0.5] * (1 + WINDOW * ENOUGH)
+        usual = [0.5] * (1 + WINDOW * ENOUGH_WAITS)
         assert await download(Deadlines(LOWER, UPPER), "a:1", [0.5, 0.5, 60]) == pytest.approx(10.0, abs=0.3)
         assert await download(Deadlines(LOWER, UPPER), "a:1", [*usual, 60]) == pytest.approx(2.0, abs=0.3)
         assert await download(Deadlines(LOWER, UPPER), "a:1", [*usual, 1.9, 60]) == pytest.approx(3.8, abs=0.3)
@@ -144,7 +144,7 @@ def test_a_donor_of_which_nothing_is_known_gets_the_longest_and_then_what_this_d
 def test_what_was_learned_serves_the_next_download_from_it_and_from_others() -> None:
     async def main() -> None:
         deadlines = Deadlines(LOWER, UPPER)
-        for _ in range(ENOUGH):
+        for _ in range(ENOUGH_WAITS):
             assert not await download(deadlines, "a:1", [0.1, 0.3, 0.3])
         medians = {one.phase: one.median for one in deadlines.learned()}
         assert medians == pytest.approx({Phase.STATE: 0.1, Phase.CHUNK: 0.3})
@@ -160,7 +160,7 @@ def test_what_was_learned_serves_the_next_download_from_it_and_from_others() -> 
 def test_a_donor_that_was_given_up_and_becomes_slower_is_read_in_the_end() -> None:
     async def main() -> None:
         deadlines = Deadlines(LOWER, UPPER)
-        for _ in range(ENOUGH):
+        for _ in range(ENOUGH_WAITS):
             assert not await download(deadlines, "a:1", [0.1] * 4)
         lost = [await download(deadlines, "a:1", [0.1, 5.0, 5.0]) for _ in range(6)]
         assert lost[0] == pytest.approx(1.0, abs=0.3)
@@ -172,7 +172,7 @@ def test_a_donor_that_was_given_up_and_becomes_slower_is_read_in_the_end() -> No
 def test_a_donor_that_was_given_up_early_gets_the_longest_deadline_once() -> None:
     async def main() -> None:
         deadlines = Deadlines(LOWER, UPPER)
-        for _ in range(ENOUGH):
+        for _ in range(ENOUGH_WAITS):
             assert not await download(deadlines, "a:1", [0.1])
         patience = Patience(deadlines)
         for seconds, owed in ((1.0, True), (10.0, False)):
