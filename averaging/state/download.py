@@ -23,10 +23,10 @@ logger = logging.getLogger("averaging.state")
 MAX_COMPARED = 16
 """So many donors are asked at most what they have."""
 
-ATTEMPTS = 3
-"""How often donors are compared anew if all that agreed have another state by the time it is read."""
+MAX_COMPARISONS = 3
+"""How often donors are compared in all, should those that agreed have another state each time it is read."""
 
-TRIES = 5
+TRIES_PER_DONOR = 5
 """How often one donor is asked that is lost again and again, but delivers more each time."""
 
 
@@ -73,15 +73,15 @@ async def download(
     """
     if deadlines is None:
         deadlines = Deadlines(silence, silence, "timeout")
-    download = _Download(transport, schema, deadlines, declared or {}, max_bytes, on_progress)
+    this_download = _Download(transport, schema, deadlines, declared or {}, max_bytes, on_progress)
     if verify_donors <= 1:
-        return await download.load(donors)
-    for _ in range(ATTEMPTS - 1):
+        return await this_download.load(donors)
+    for _ in range(MAX_COMPARISONS - 1):
         try:
-            return await download.load(*await download.compare(donors, verify_donors))
+            return await this_download.load(*await this_download.compare(donors, verify_donors))
         except _LostError:
             logger.info("all donors that agreed were lost or have moved on; comparing anew")
-    return await download.load(*await download.compare(donors, verify_donors))
+    return await this_download.load(*await this_download.compare(donors, verify_donors))
 
 
 def choose(announced: Mapping[str, Fingerprint], wanted: int) -> list[str]:
@@ -150,7 +150,7 @@ class _Download:
             # Of two states the one of which there is more.
             self._held = max(self._held, reader.held, key=lambda held: held.nbytes)
             worthwhile = self._held.nbytes > before or self._patience.owes(donor)
-            if reader.outdated or (cut and worthwhile and tries[donor] < TRIES):
+            if reader.outdated or (cut and worthwhile and tries[donor] < TRIES_PER_DONOR):
                 waiting.append(donor)
         raise _LostError(_told(failures.values()))
 

@@ -19,7 +19,7 @@ from averaging.deadlines.learned import ENOUGH_WAITS, Deadlines
 from averaging.errors import PeerUnreachableError, StateError
 from averaging.messages import DownloadData, Resume, WireTensor
 from averaging.schema import Schema, describe
-from averaging.state.download import TRIES, choose, download
+from averaging.state.download import TRIES_PER_DONOR, choose, download
 from averaging.state.packing import State, check_state, pack, seal
 from averaging.state.reader import Fingerprint, Held, StateReader
 from averaging.transport import virtual_time
@@ -109,7 +109,7 @@ async def test_one_donor_that_is_cut_and_delivers_more_each_time_is_asked_again(
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize(("cuts", "calls"), [([2], 2), ([0], 1), ([1, 2, 3, 4], TRIES)])
+@pytest.mark.parametrize(("cuts", "calls"), [([2], 2), ([0], 1), ([1, 2, 3, 4], TRIES_PER_DONOR)])
 async def test_one_that_delivers_nothing_more_is_given_up(cuts: list[int], calls: int) -> None:
     donors = Donors({"x:1": [state(1)]}, cuts={"x:1": cuts})
     with pytest.raises(StateError, match="x:1: connection lost.*nothing was changed"):
