@@ -139,13 +139,13 @@ class Matchmaking:
         self._search = search
         self._dropped = 0  # by the next search its own place may be taken again
         self._over.clear()
-        ends = asyncio.get_running_loop().time() + deadline - self._clock()
+        loop_deadline = asyncio.get_running_loop().time() + deadline - self._clock()
         try:
-            while (group := await self._search_once(search, deadline, ends)) is None:
+            while (group := await self._search_once(search, deadline, loop_deadline)) is None:
                 search.disband("")
                 if search.seen and search.seen <= search.differing.keys():
                     raise await self._differences.of(next(iter(search.differing)), search.differing)
-                if self._seconds_left(deadline, ends) <= 0:
+                if self._seconds_left(deadline, loop_deadline) <= 0:
                     raise NoGroupError(search.explain(self.group_key, self._min_group_size) + self._left_out(search))
                 if not search.seen and self._dropped < len(self.group_bits):
                     self._dropped += 1
@@ -201,27 +201,27 @@ class Matchmaking:
         finally:
             search.release(request.endpoint, fate)
 
-    async def _search_once(self, search: Search, deadline: float, ends: float) -> Group | None:
+    async def _search_once(self, search: Search, deadline: float, loop_deadline: float) -> Group | None:
         """One declaration: until a group is there, or the declared time is over and too few are there.
 
-        The search ends at `deadline`, or about when it is `ends` by the loop's time should the clock be set.
+        The search ends at `deadline`, or about when it is `loop_deadline` by the loop's time should the clock be set.
         """
         loop = asyncio.get_running_loop()
-        deadline = self._clock() + self._seconds_left(deadline, ends)
+        deadline = self._clock() + self._seconds_left(deadline, loop_deadline)
         expiration = min(self._clock() + self._matchmaking_time, deadline)
         if search.state.member.mode is not Mode.CLIENT:
             search.state.declared = expiration
             await self._declare_looking(search, True)
         elif self._dropped == len(self.group_bits):
             expiration = deadline  # it declares nothing and asks anyone, and there is no other key to look under
-        ends = self._ends_at(expiration)
+        loop_expiration = self._latest_loop_time(expiration)
         async with asyncio.TaskGroup() as tasks:
             asking = tasks.create_task(
                 self._asking.ask(search, Declaration(expiration, self._endpoint), self.group_key)
             )
             while search.group is None:
                 search.changed.clear()
-                remaining = min(expiration - self._clock(), ends - loop.time())
+                remaining = min(expiration - self._clock(), loop_expiration - loop.time())
                 undecided = bool(search.asking or search.state.leader)
                 if not undecided and remaining <= 0:
                     if search.state.member.mode is Mode.CLIENT or not search.begin(self._min_group_size):
@@ -236,12 +236,12 @@ class Matchmaking:
             asking.cancel()
         return search.group
 
-    def _seconds_left(self, deadline: float, ends: float) -> float:
-        """Until `deadline`, which is `ends` by the loop's time: a clock that is set hardly changes that."""
-        left = ends - asyncio.get_running_loop().time()
+    def _seconds_left(self, deadline: float, loop_deadline: float) -> float:
+        """Until `deadline`, which is `loop_deadline` by the loop's time: a clock that is set hardly changes that."""
+        left = loop_deadline - asyncio.get_running_loop().time()
         return min(max(deadline - self._clock(), left - rules.CLOCK_TOLERANCE), left + rules.CLOCK_TOLERANCE)
 
-    def _ends_at(self, moment: float) -> float:
+    def _latest_loop_time(self, moment: float) -> float:
         """The loop's time at which `moment` must have come; a clock that is set back would put it off."""
         return asyncio.get_running_loop().time() + moment - self._clock() + rules.CLOCK_TOLERANCE
 
