@@ -192,7 +192,7 @@ class Rounds:
             receipt = await self._average(attempt, gathered, enough, patience, overtaken)
         except asyncio.CancelledError:
             if attempt.adopted:  # it came too late
-                self._service.rounds += 1
+                self._service.averaged += 1
                 self._service.book.keep(self._receipt(attempt, Outcome.AVERAGED, ""))
             else:
                 told = "cancelled by this peer's application"
@@ -245,7 +245,7 @@ class Rounds:
             self._service.round = None
             self.conduct.note_dropped(this_round.result().dropped, self._clock())
         outcome = Outcome.FAILED if reason else Outcome.AVERAGED
-        self._service.rounds += outcome is Outcome.AVERAGED
+        self._service.averaged += outcome is Outcome.AVERAGED
         return self._receipt(attempt, outcome, reason)
 
     async def _unless_overtaken(

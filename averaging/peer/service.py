@@ -36,7 +36,7 @@ class PeerService:
     Attributes:
         matchmaking: None until the peer has joined its run.
         round: the round in progress.
-        rounds: how many attempts ended in an average.
+        averaged: how many attempts ended in an average.
         book: the receipts of this peer's attempts.
         deadlines: what it has learned of the others, from round to round.
     """
@@ -57,7 +57,7 @@ class PeerService:
         self.matchmaking: Matchmaking | None = None
         self.discovery: Discovery | None = None
         self.round: AllReduce | None = None
-        self.rounds = 0
+        self.averaged = 0
         self.book = book
         self.deadlines = Deadlines(config.min_part_timeout, config.part_timeout)
 
@@ -140,7 +140,7 @@ class PeerService:
             group_id=current.group.group_id if current else b"",
             members=current.group.endpoints if current else (),
             last_round=self.book.last,
-            rounds=self.rounds,
+            rounds=self.averaged,
             state_version=self._snapshots.version,
             known_peers=len((self.discovery.endpoints() if self.discovery else frozenset()) | {self._endpoint}),
             deadlines=tuple(self.deadlines.learned()),
