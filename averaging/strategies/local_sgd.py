@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -13,8 +13,8 @@ from averaging.observe.receipts import Receipt
 from averaging.peer.topics import Adopt, Topic, TopicOptions
 from averaging.state.snapshots import Extras
 from averaging.strategies.base import Strategy, count_in
+from averaging.strategies.late_change import LateChange
 from averaging.strategies.turns import Turns
-from averaging.tensors import sharing_memory
 from averaging.training.training import Training
 
 
@@ -56,10 +56,7 @@ class LocalSGD(Strategy):
         self.overlap = overlap
         self._topic: Topic | None = None
         self._averaged: list[torch.Tensor] = []
-        self._sent: list[torch.Tensor] = []
-        self._kinds: dict[str, list[int]] = {}  # places in _averaged of each kind of statistics and buffers
-        self._before: dict[int, torch.Tensor] = {}  # what was sent of second moments, by their place in _averaged
-        self._tied: frozenset[int] = frozenset()  # places in _averaged of tensors that share memory
+        self._late: LateChange | None = None  # with `overlap`: what is averaged instead, and added
         self._pending: Future[Receipt] | None = None
         self._replaced = False  # the parameters have been loaded since the pending round began
 
@@ -95,11 +92,8 @@ class LocalSGD(Strategy):
             return
         if self.statistics:
             topic = self._settle_anew(training, topic)
-        if self.overlap:
-            with torch.no_grad():
-                for buffer, tensor in zip(self._sent, self._averaged, strict=True):
-                    buffer.copy_(tensor)
-            self._before = {place: self._sent[place].clone() for place in _moments(self._kinds, self._sent)}
+        if self._late is not None:
+            self._late.copy()
             self._replaced = False
             self._pending = training.begin(topic)
         else:
@@ -122,19 +116,12 @@ class LocalSGD(Strategy):
 
     def _settle(self, training: Training, tensors: dict[str, torch.Tensor]) -> Topic:
         self._averaged = list(tensors.values())
-        self._kinds = {}
-        for place, name in enumerate(tensors):
-            if name not in training.parameters:
-                kind = name.rpartition(".")[2] if name in training.buffers else name.partition("/")[0]
-                self._kinds.setdefault(kind, []).append(place)
         options: TopicOptions = {"compression": self.compression, "error_feedback": self.error_feedback}
         if self.overlap:
             # Under the run's own key: those who do not overlap, and auxiliaries, average with those who do.
-            buffers = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-            self._sent = list(buffers.values())
-            self._tied = sharing_memory(self._averaged)
+            self._late = LateChange(tensors, _kinds(training, tensors))
             options["adopt"] = Adopt.CHANGE
-            self._topic = training.topic("", buffers, **options)
+            self._topic = training.topic("", self._late.copies, **options)
         else:
             # Training waits for the round, so nobody looks at the tensors while some are averaged and some are not.
             options["commits"] = options["in_place"] = True
@@ -161,34 +148,17 @@ class LocalSGD(Strategy):
             if pending.done():  # a KeyboardInterrupt ends the wait, not the round
                 self._pending = None
         self._note(training, receipt)
-        if not receipt.averaged or self._replaced:
+        if not receipt.averaged or self._replaced or self._late is None:
             return
-        with training.replacing(), torch.no_grad():
-            was = {place: self._averaged[place].clone() for place in self._tied}  # before the first of them is written
-            for place, (tensor, change) in enumerate(zip(self._averaged, self._sent, strict=True)):
-                result = was.get(place, tensor)
-                if place in self._before and bool((result >= 0).all()):
-                    _add_to_moment(result, change.to(tensor.device), self._before[place].to(tensor.device))
-                else:
-                    result.add_(change.to(tensor.device))
-                if place in was:
-                    tensor.copy_(result)
+        with training.replacing():
+            self._late.add()
 
 
-def _moments(kinds: Mapping[str, Sequence[int]], sent: Sequence[torch.Tensor]) -> list[int]:
-    """Places of second moments: of the kinds of statistics of which nothing is below 0 in any parameter's.
-
-    A single parameter's momentum may well be above 0, all of it. The running variances of a model are a kind, too.
-    """
-    found = [places for places in kinds.values() if all(bool((sent[place] >= 0).all()) for place in places)]
-    return [place for places in found for place in places]
-
-
-def _add_to_moment(moment: torch.Tensor, change: torch.Tensor, before: torch.Tensor) -> None:
-    """Adds a late change to a second moment so that it stays at least 0.
-
-    A moment that was `before` has decayed since, and the change would have decayed with it: no more than
-    `moment / before` of it is left, since squares of gradients only add to it.
-    """
-    left = torch.where(before > moment, moment / before, 1.0)
-    moment.add_(change * left).clamp_(min=0)
+def _kinds(training: Training, tensors: Iterable[str]) -> dict[str, list[str]]:
+    """The names of statistics and buffers, by the kind that they are of, such as `exp_avg_sq` or `running_var`."""
+    kinds: dict[str, list[str]] = {}
+    for name in tensors:
+        if name not in training.parameters:
+            kind = name.rpartition(".")[2] if name in training.buffers else name.partition("/")[0]
+            kinds.setdefault(kind, []).append(name)
+    return kinds

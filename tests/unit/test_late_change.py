@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.strategies.local_sgd import _add_to_moment, _moments
+from averaging.strategies.late_change import _add_to_moment, _moments
 
 
 @given(
@@ -44,5 +44,6 @@ def test_a_sum_of_squares_gets_the_whole_change() -> None:
 
 
 def test_a_momentum_that_is_above_0_in_one_parameter_is_no_second_moment() -> None:
-    sent = [torch.ones(2), torch.tensor([-1.0, 2.0]), torch.tensor([1.0, 4.0]), torch.tensor(3.0), torch.tensor(9.0)]
-    assert _moments({"exp_avg": [1, 3], "exp_avg_sq": [2, 4]}, sent) == [2, 4]
+    momentum = {"exp_avg/weight": torch.tensor([-1.0, 2.0]), "exp_avg/bias": torch.tensor(3.0)}
+    squares = {"exp_avg_sq/weight": torch.tensor([1.0, 4.0]), "exp_avg_sq/bias": torch.tensor(9.0)}
+    assert _moments([list(momentum), list(squares)], momentum | squares) == list(squares)
