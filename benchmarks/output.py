@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import benchmarks
-from averaging.cli.whole import replacing
+from averaging.cli.atomic import replaced_atomically
 
 
 def make_folder(parser: argparse.ArgumentParser, folder: Path) -> None:
@@ -24,6 +24,6 @@ def make_folder(parser: argparse.ArgumentParser, folder: Path) -> None:
 
 def write(path: Path, results: Any) -> None:
     """Writes JSON whole or not at all."""
-    with replacing(path) as temporary:
+    with replaced_atomically(path) as temporary:
         temporary.write_text(json.dumps(results, indent=1) + "\n")
     benchmarks.kept[path] = None

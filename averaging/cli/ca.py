@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from averaging.cli.atomic import replaced_atomically
 from averaging.cli.failures import NOT_DONE, WRONG_USAGE, Failure, failure_of, starting, write_line
-from averaging.cli.whole import replacing
 
 if TYPE_CHECKING:
     from averaging.security.ca import Issued
@@ -232,7 +232,7 @@ def _replace(contents: Mapping[Path, tuple[bytes, int]]) -> None:
     """Writes each file beside its place, with its mode from the first byte on, and moves all when all are whole."""
     with ExitStack() as stack:
         for path, (content, mode) in contents.items():
-            temporary = stack.enter_context(replacing(path))
+            temporary = stack.enter_context(replaced_atomically(path))
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
             with os.fdopen(descriptor, "wb") as file:
                 file.write(content)

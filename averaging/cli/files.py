@@ -10,8 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from averaging.cli.atomic import beside, replaced_atomically
 from averaging.cli.failures import NOT_DONE, WRONG_USAGE, Failure
-from averaging.cli.whole import beside, replacing
 from averaging.schema import DTYPES
 from averaging.tensors import all_finite
 
@@ -136,7 +136,7 @@ class Output:
                 f"{self.path} was not written: the format allows no tensor called {RESERVED_NAME!r}", NOT_DONE
             )
         try:
-            with replacing(self._target) as temporary:
+            with replaced_atomically(self._target) as temporary:
                 save_file(dict(tensors), temporary, dict(metadata) if metadata else None)
                 temporary.chmod(self._mode)
                 if self._target.exists() and not self._may_exist:

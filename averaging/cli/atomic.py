@@ -15,7 +15,7 @@ def beside(path: Path) -> Path:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replaced_atomically(path: Path) -> Iterator[Path]:
     """Where to write inside; outside it is on the disk and at `path`, or, after an error, gone.
 
     Raises:
