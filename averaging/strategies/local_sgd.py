@@ -70,9 +70,9 @@ class LocalSGD(Strategy):
         return f"LocalSGD(every={self.every}{flags}{self._options()})"
 
     def start(self, training: Training) -> None:
-        """Statistics come into being with the first gradients, so what is averaged along is settled at each turn."""
+        """Statistics come into being with the first gradients, so what is averaged along is looked up at each turn."""
         if not self.statistics:
-            self._settle(training, training.tensors)
+            self._make_topic(training, training.tensors)
 
     def joined(self, training: Training) -> None:
         """The statistics of a state are other tensors."""
@@ -83,7 +83,7 @@ class LocalSGD(Strategy):
     def after_step(self, training: Training) -> None:
         """Averages if it is time."""
         self._turns.count(training.now())
-        topic = self._topic or self._settle(training, training.tensors | training.statistics())
+        topic = self._topic or self._make_topic(training, training.tensors | training.statistics())
         if self._pending is not None:
             if not self._pending.done():
                 return
@@ -91,7 +91,7 @@ class LocalSGD(Strategy):
         if not self._turns.is_due(training.now(), training.awaited_until(topic)):
             return
         if self.statistics:
-            topic = self._settle_anew(training, topic)
+            topic = self._topic_by_now(training, topic)
         if self._late is not None:
             self._late.copy()
             self._replaced = False
@@ -114,7 +114,7 @@ class LocalSGD(Strategy):
         if self._pending is not None:
             self._apply(training, self._pending)
 
-    def _settle(self, training: Training, tensors: dict[str, torch.Tensor]) -> Topic:
+    def _make_topic(self, training: Training, tensors: dict[str, torch.Tensor]) -> Topic:
         self._averaged = list(tensors.values())
         options: TopicOptions = {"compression": self.compression, "error_feedback": self.error_feedback}
         if self.overlap:
@@ -129,11 +129,11 @@ class LocalSGD(Strategy):
         self._topic = self._topic.sending_exactly(tensors.keys() - training.tensors.keys())
         return self._topic
 
-    def _settle_anew(self, training: Training, topic: Topic) -> Topic:
-        """The topic as it must be now: statistics come with a parameter's first gradient, and some are replaced."""
+    def _topic_by_now(self, training: Training, topic: Topic) -> Topic:
+        """The topic, made anew if need be: statistics come with a parameter's first gradient, and some are replaced."""
         present = training.tensors | training.statistics()
         same = [id(tensor) for tensor in present.values()] == [id(tensor) for tensor in self._averaged]
-        return topic if same else self._settle(training, present)
+        return topic if same else self._make_topic(training, present)
 
     def _note(self, training: Training, receipt: Receipt) -> None:
         """What a peer has learnt alone is the run's state, too."""

@@ -250,7 +250,8 @@ class Training:
         return self._noted(self._thread.wait(begun))
 
     def _round(self, topic: Topic | None, options: RoundOptions) -> Coroutine[Any, Any, Receipt]:
-        self._settle()
+        self.check_places()
+        self._synchronize()
         config, weight = self._peer.config, self.weight
         # One declaration, and one more for each of the group bits that may have to be dropped.
         patience = min(config.matchmaking_time * (1 + len(config.group_bits)), config.timeout)
@@ -269,9 +270,8 @@ class Training:
 
         return average()
 
-    def _settle(self) -> None:
+    def _synchronize(self) -> None:
         """Makes sure that the peer's thread sees what the training thread has computed."""
-        self.check_places()
         for device in {tensor.device for tensor in self.tensors.values()}:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
