@@ -259,7 +259,7 @@ class DecentralizedAverager(OptimizerWrapper):
 
     @property
     def weight(self) -> float:
-        """Of this peer in the averages; finite and at least 0."""
+        """Weight of this peer in the averages; finite and at least 0."""
         return self._training.weight
 
     @weight.setter

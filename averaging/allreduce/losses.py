@@ -12,11 +12,11 @@ ANSWERS = {
     MessageCode.BAD_GROUP_ID: DropCode.REFUSED,
     MessageCode.PROTOCOL_VIOLATION: DropCode.REFUSED,
 }
-"""A code in the place of a part or an average."""
+"""What a member is dropped for that sends one of these codes instead of a part or an average."""
 
 
 def code_of(error: AveragingError) -> DropCode:
-    """Of what was raised while a member was sent to or read from."""
+    """What a member is dropped for if this was raised while it was sent to or read from."""
     match error:
         case PeerUnreachableError():
             return DropCode.CONNECTION_LOST

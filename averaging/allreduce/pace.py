@@ -12,23 +12,25 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 AHEAD_BYTES = 8 << 20
-"""Of one member to all reducers together, parts that have no average yet: a link of 1 Gbit/s and 50 ms holds 6 MiB."""
+"""Bytes of parts that one member may have sent before their averages come, to all reducers together: a link of
+1 Gbit/s and 50 ms holds 6 MiB."""
 
 LEAST_PARTS = 3
-"""Whole parts to each reducer in any case: one on its way there, one that is averaged, one whose average comes back."""
+"""Whole parts that each reducer gets in any case: one on its way there, one that is averaged, and one whose average is
+on its way back."""
 
 PATIENCE_SECONDS = 1.0
-"""No part is held back for longer, not even while smaller ones are answered; the rest is sent all the same then. A
-reducer may answer only when it has it all, or give up a sender that delivers nothing."""
+"""A part that was held back for so long is sent all the same, even if others were answered meanwhile, and so are all
+after it: a reducer may answer only when it has all parts, or give up a sender that delivers nothing."""
 
 
 def bytes_ahead(part_bytes: int, reducers: int) -> int:
-    """Of parts without an average between a member and one reducer, on the wire; the same for both of them.
+    """How many bytes of parts without an average may be between a member and one reducer; both compute the same.
 
     Args:
-        part_bytes: of a part on the wire, at most.
-        reducers: in the group, besides a member that reduces. One that does not, a client for example, has one more of
-            them, and with that up to twice `AHEAD_BYTES` under way.
+        part_bytes: the largest size of a part on the wire.
+        reducers: of the group, but for one: a member that reduces sends to no more. One that does not, a client for
+            example, sends to one more, and has up to twice `AHEAD_BYTES` under way.
     """
     return max(LEAST_PARTS * part_bytes, AHEAD_BYTES // max(1, reducers))
 
@@ -38,7 +40,7 @@ def reach(sizes: Sequence[int], nbytes: int) -> list[int]:
 
     Args:
         sizes: of a shard's parts on the wire, in order; none above `nbytes`.
-        nbytes: that may await their averages, see `bytes_ahead`.
+        nbytes: how many bytes may await their averages, see `bytes_ahead`.
 
     Returns:
         One more than there are parts; the last is the number of parts.
@@ -51,7 +53,7 @@ class Pace:
     """Holds one stream of parts back, at its sender or where it is read.
 
     Args:
-        reach: see above.
+        reach: for each number of parts that are answered, how many may go on, see the function `reach`.
         patience: seconds for which one part is held back at most, and then no other any longer; None for ever.
     """
 

@@ -110,12 +110,12 @@ def packed_sizes(schema: Schema, parts: Sequence[Part]) -> list[int]:
 
 
 def packed_size(schema: Schema) -> int:
-    """Bytes of all tensors on the wire, likewise."""
+    """Bytes of all tensors' values on the wire, in round numbers."""
     return sum(spec.numel * _per_element(spec) for spec in schema.tensors)
 
 
 def _bandwidths(members: Sequence[Member]) -> list[float]:
-    """Of the reducing members, the unknown ones filled in, scaled to below 1; all 0 if nobody told one.
+    """The bandwidths of the reducing members, unknown ones filled in, scaled to below 1; all 0 if nobody told one.
 
     Scaling by powers of two changes no digit of the shares, and no sum can overflow.
     """

@@ -11,10 +11,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from averaging.observe.receipts import Straggler
 
 STANDS_OUT_SECONDS = 0.1
-"""Who held the others back for less is not named."""
+"""Nobody is named who held the others back for less."""
 
 STANDS_OUT_FRACTION = 0.25
-"""Of the round's seconds; likewise."""
+"""Nor anybody who held them back for a smaller fraction of the round."""
 
 
 class Lag:

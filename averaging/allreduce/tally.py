@@ -21,7 +21,7 @@ from averaging.observe.receipts import Account, Dropped, Role, Straggler
 logger = logging.getLogger("averaging.allreduce")
 
 Adopting: TypeAlias = "Callable[[Part, torch.Tensor], bool]"
-"""Takes a part's average, or its delta, where it belongs; whether it could just now."""
+"""Writes a part's average, or its delta, to where it belongs; returns whether it could do so at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ class Tally:
         )
 
     def _digest(self, name: str) -> str:
-        """Of a shard; empty if not all of it is there."""
+        """The digest of a shard; empty if not all of it is there."""
         digest = self._digests[name]
         return str(digest) if digest.parts == len(self._parts_of[name]) else ""
 

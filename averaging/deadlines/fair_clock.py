@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 TICKS = 8
-"""The clock is looked at so many times in the shortest deadline."""
+"""The clock is looked at so many times in the shortest deadline ..."""
 
 MAX_INTERVAL = 0.25
-"""And at least every so many seconds."""
+"""... and at least every so many seconds."""
 
 
 def interval_of(shortest: float) -> float:

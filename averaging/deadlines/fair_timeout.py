@@ -12,7 +12,7 @@ from averaging.deadlines.fair_clock import FairClock, interval_of
 from averaging.deadlines.learned import Deadline, Deadlines, Phase
 
 LEAST = 0.001
-"""Seconds; less may not move the clock on at all, for want of digits."""
+"""Seconds between two ticks at least: less may be too little to change the time, which is a floating-point number."""
 
 
 class FairTimeout:

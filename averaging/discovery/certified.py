@@ -30,7 +30,7 @@ from averaging.security.credentials import EXPIRES_SOON, PrivateKey, Tls, hosts_
 logger = logging.getLogger(__name__)
 
 SIGNATURE_BYTES = 64
-"""Of Ed25519."""
+"""Length of a signature of Ed25519."""
 
 MAX_PROOF_BYTES = 4096
 """A certificate of two kilobytes, of RSA with many names, and its signature are shorter."""

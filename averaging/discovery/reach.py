@@ -6,8 +6,8 @@ import logging
 
 logger = logging.getLogger(__name__)
 
-MANY = 30
-"""Others that are asked every 2 s ask as often themselves: so many answers in a row without a call are no chance."""
+MANY_ANSWERS = 30
+"""So many answers in a row without a call are no chance: each peer asks another one every 2 s."""
 
 
 class Reach:
@@ -24,12 +24,12 @@ class Reach:
     def answered(self) -> None:
         """Another peer has answered a call."""
         self._unrequited += 1
-        if self._unrequited == MANY:
+        if self._unrequited == MANY_ANSWERS:
             logger.warning(
                 "others answer this peer, and none of them has called it for %d answers: can they reach %s? "
                 "Let connections to it through, advertise an address that leads here, or take part in client mode, "
                 "which needs none",
-                *(MANY, self._endpoint),
+                *(MANY_ANSWERS, self._endpoint),
             )
 
     def called(self) -> None:

@@ -32,8 +32,8 @@ class GossipSettings:
         first_backoff: before a failed seed is asked again, or a client looks for another peer to follow; doubled ...
         last_backoff: ... until it is this.
         leave_timeout: for telling others of leaving.
-        rumours_per_push: records in one message.
-        records_per_reply: likewise.
+        rumours_per_push: records in one push.
+        records_per_reply: records in one message of an exchange.
         most_followers: clients that may hold a stream to one peer.
         follower_backlog: records that may wait for a client; one that is slower is cut off.
     """

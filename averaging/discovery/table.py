@@ -208,7 +208,7 @@ class RecordTable:
 
 
 def _precedence(record: Record) -> tuple[int, bytes]:
-    """Of the owners of a place the one with the lowest holds it."""
+    """The owner for whom this is lowest holds the place."""
     return record.claimed, record.owner
 
 

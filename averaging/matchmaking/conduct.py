@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from averaging.observe.receipts import DropCode, Dropped
 
 FIRST_SECONDS, LAST_SECONDS = 300.0, 6 * 3600.0
-"""For so long a peer is left out that broke the protocol, doubled each time; and at most."""
+"""Seconds for which a peer that broke the protocol is left out, doubled each further time; and the most."""
 
 FORGOTTEN_AFTER = 24 * 3600.0
 """Seconds without an offence after which a peer is as good as new."""

@@ -18,10 +18,10 @@ from averaging.observe.receipts import Receipt
 logger = logging.getLogger(__name__)
 
 FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
-"""Of an open file; a pipe that nobody reads must not stop a round."""
+"""How the file is opened; a pipe that nobody reads must not stop a round."""
 
 VERSION = 1
-"""Of the form. New fields do not change it, and readers pass over those that they do not know."""
+"""The version of the form. New fields do not change it, and readers pass over those that they do not know."""
 
 
 def to_json(receipt: Receipt) -> dict[str, Any]:

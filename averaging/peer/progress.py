@@ -11,10 +11,10 @@ from averaging.discovery.notices import Notice
 from averaging.group import progress_key
 
 LIFETIME, REFRESH = 15.0, 5.0
-"""Seconds for which a peer's word holds, and after which it is told again: so long a dead peer is waited for."""
+"""Seconds for which what a peer tells holds, and a dead peer may be waited for; and after which it is told again."""
 
 PAUSE = 0.02
-"""Seconds between two tellings of one peer at least."""
+"""A peer tells how far it is at most once in so many seconds."""
 
 
 class RunProgress:

@@ -27,14 +27,15 @@ MAX_DOWNLOADS = 16
 """Downloads of the state in progress at one donor; more wait in line."""
 
 LINGER_SECONDS = 0.5
-"""For so long the stream of a sender that was refused is read on: some clients lose the answer if a write fails."""
+"""Seconds for which the stream of a refused sender is still read: some clients lose the answer if a write fails."""
 
 
 class PeerService:
     """The serving side of one peer; implements `transport.base.AveragingService`.
 
     Attributes:
-        matchmaking: None until the peer has joined its run.
+        matchmaking: the latest; None until the peer has joined its run.
+        discovery: of the run; None until the peer has joined it.
         round: the round in progress.
         averaged: how many attempts ended in an average.
         book: the receipts of this peer's attempts.

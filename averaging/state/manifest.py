@@ -24,10 +24,11 @@ from averaging.unpacking import unpack
 MAX_METADATA_BYTES = 16 << 20
 MAX_TENSORS = 100_000
 MAX_VERSION = 1 << 62
-"""Of a download; what follows it still fits into the messages, which hold 64 bits."""
+"""The highest version that a download may have: those that follow still fit into the messages, which hold 64 bits."""
 MAX_ITEMS = 1 << 20
 BASE_ITEMS, ITEMS_PER_TENSOR = 1 << 16, 256
-"""Of the metadata, counted as in `unpacking`: so many for each averaged tensor, since its optimizer has its own."""
+"""Items that the metadata may have, see `unpacking`: some, and more for each averaged tensor, since its optimizer has
+its own."""
 
 STATE_DTYPES: dict[str, torch.dtype] = {
     **DTYPES,
@@ -53,12 +54,12 @@ class Described(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of the whole tensor."""
+        """Bytes of the whole tensor."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 def nbytes_of(tensors: Sequence[Described]) -> int:
-    """Of all of them."""
+    """Bytes of all of them."""
     return sum(tensor.nbytes for tensor in tensors)
 
 

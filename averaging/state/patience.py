@@ -11,7 +11,7 @@ from averaging.deadlines.fair_timeout import FairTimeout
 from averaging.deadlines.learned import LATEST_FACTOR, Deadline, Deadlines, Phase
 
 WINDOW = 8
-"""Of so many chunks the longest wait is learned, so that a long download has learned before it is over."""
+"""The longest wait among so many chunks is learned, so that a long download learns before it is over."""
 
 
 class Patience:

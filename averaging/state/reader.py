@@ -185,7 +185,7 @@ class StateReader:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Of the state, as announced."""
+        """The fingerprint of the state, as announced."""
         compared = self._announced[: len(self._schema.tensors)] if self._schema else self._announced
         return Fingerprint(self.version, tuple((dtype, shape, digest) for _, dtype, shape, digest in compared))
 

@@ -16,8 +16,8 @@ from averaging.state.manifest import Described, Manifest
 from averaging.state.packing import Snapshot, State, check_state, seal
 from averaging.tensors import SharedTensors
 
-DIGEST = bytes(32)
-"""In place of one that was not computed yet."""
+NO_DIGEST = bytes(32)
+"""In the place of a digest that was not computed yet."""
 
 INLINE_BYTES = 1 << 20
 """A state up to this size is copied and hashed on the event loop, a larger one in a thread."""
@@ -80,7 +80,7 @@ class Snapshots:
             self._committed_user = check_state(self._tensors.names, extras.tensors, extras.user)
             self._committed_extras = extras
             if not self._acceptance.tried:  # later ones when somebody asks for them
-                described = tuple(Described(n, t.dtype, tuple(t.shape), DIGEST) for n, t in self._named().items())
+                described = tuple(Described(n, t.dtype, tuple(t.shape), NO_DIGEST) for n, t in self._named().items())
                 self._acceptance.check(Manifest(version, described, extras.user))
         self._copy = self._sealed = None
         self.version = max(version, self.version)

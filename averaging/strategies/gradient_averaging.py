@@ -215,7 +215,7 @@ def _check_gradient(name: str, gradient: torch.Tensor, allows_non_finite: bool) 
 
 
 def _gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """Of its gradients: newer torch lets a parameter have others than its own, and takes no other then."""
+    """The dtype of its gradients. Newer torch lets a parameter have another one for them, and takes only that then."""
     dtype: torch.dtype | None = getattr(parameter, "grad_dtype", None)
     return parameter.dtype if dtype is None else dtype
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 FIRST_PAUSE, LAST_PAUSE = 0.25, 8.0
-"""Seconds after a failure, doubled with each further one; and at most."""
+"""Seconds to wait after the first failure, doubled with each further one; and the most."""
 
 
 class Retries:

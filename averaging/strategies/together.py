@@ -20,7 +20,7 @@ from averaging.unpacking import is_number
 logger = logging.getLogger(__name__)
 
 MAX_SAMPLES = 2.0**53
-"""Of one member in one step; a history with infinitely many could be told to nobody."""
+"""The most samples of one member in one step; a history with infinitely many could be told to nobody."""
 
 
 class Together(Strategy):

@@ -85,7 +85,7 @@ class Training:
 
     @property
     def weight(self) -> float:
-        """Of this peer in averages where the strategy sets none; finite and at least 0."""
+        """Weight of this peer in averages where the strategy sets none; finite and at least 0."""
         return self._weight
 
     @weight.setter

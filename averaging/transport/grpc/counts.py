@@ -20,13 +20,13 @@ MAX_RUMOURS = 1 << 10
 """Records in a push."""
 
 MAX_MEMBERS = 1 << 14
-"""Of a group: no more peers have records."""
+"""Members of a group: no more peers have records."""
 
 MAX_DIMENSIONS = 64
-"""Of a tensor: PyTorch computes with no more."""
+"""Dimensions of a tensor: PyTorch computes with no more."""
 
 MAX_TENSORS = 1 << 18
-"""Of a schema."""
+"""Tensors of a schema."""
 
 SMALL_BYTES = 64 << 10
 """A request that says next to nothing."""

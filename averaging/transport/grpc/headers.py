@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from averaging.messages import Resume
 
 RESUME = "averaging-resume"
-"""Of a download: the bytes that are there, a space, and the fingerprint of their tensors in hexadecimal digits."""
+"""What of a state is there already: the number of bytes, a space, and the fingerprint of their tensors in hexadecimal
+digits."""
 
 _RESUME = re.compile(r"([0-9]{1,18}) ([0-9a-f]{64})")
 

@@ -47,7 +47,7 @@ WRITE_SECONDS, WRITE_BYTES_PER_SECOND = 60.0, 16 << 10
 """A caller that takes no message in this time, or takes it more slowly, is given up."""
 
 UNCOMPRESSED = 1
-"""Of the ways in which gRPC itself could compress whole messages: none. Tensors have codecs of their own."""
+"""gRPC's bit set of the ways to compress whole messages, here none: tensors have codecs of their own."""
 
 Options = list[tuple[str, int]]
 
