@@ -75,8 +75,9 @@ class LocalSGD(Strategy):
             self._make_topic(training, training.tensors)
 
     def joined(self, training: Training) -> None:
-        """The statistics of a state are other tensors."""
+        """The statistics of a state are other tensors, and a checkpoint may have nothing to `load` in it."""
         super().joined(training)
+        self._replaced = True
         if self.statistics:
             self._topic = None
 
