@@ -14,6 +14,16 @@ import torch
 
 from averaging.errors import StateError
 
+OPTIONAL: Mapping[type[torch.optim.Optimizer], Mapping[str, str]] = {
+    torch.optim.Adam: {"amsgrad": "max_exp_avg_sq"},
+    torch.optim.AdamW: {"amsgrad": "max_exp_avg_sq"},
+    torch.optim.RMSprop: {"momentum": "momentum_buffer", "centered": "grad_avg"},
+}
+"""What is kept of each parameter only with some option, and is not made later on: without it a step fails.
+
+SGD is not among them: it makes its `momentum_buffer` when there is none.
+"""
+
 PREFIX = "optimizer"
 """The names of the inner optimizer's tensors start so: `optimizer/0/exp_avg`."""
 
@@ -55,6 +65,7 @@ def load_optimizer(
     for key, values in state.items():
         if isinstance(key, int) and (key not in numbers or not isinstance(values, dict)):
             raise StateError(f"the state of its optimizer has a parameter {key} that this one lacks")
+    _check_options(optimizer, own["param_groups"], state)
     with restored_on_error(optimizer):
         try:
             optimizer.load_state_dict({"state": state, "param_groups": own["param_groups"]})
@@ -62,6 +73,24 @@ def load_optimizer(
             what = f"{type(error).__name__}: {error}"
             raise StateError(f"{ours} does not take the state of its optimizer: {what}") from error
         _lay_out(optimizer)
+
+
+def _check_options(
+    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: Mapping[int | str, Any]
+) -> None:
+    """Whether a state was kept with the options of this optimizer, as far as it shows."""
+    optional = next((optional for kind, optional in OPTIONAL.items() if isinstance(optimizer, kind)), {})
+    for group in groups:
+        for number in group["params"]:
+            values = state.get(number)
+            for option, entry in optional.items():
+                # There is nothing of a parameter that has had no gradient.
+                if values and (entry in values) != bool(group.get(option)):
+                    has = "has" if entry in values else "lacks"
+                    raise StateError(
+                        f"the state of its optimizer {has} {entry!r}, and {type(optimizer).__name__} has "
+                        f"{option}={group.get(option)!r} here; use the same {option}"
+                    )
 
 
 def _lay_out(optimizer: torch.optim.Optimizer) -> None:

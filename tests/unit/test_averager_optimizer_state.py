@@ -167,6 +167,44 @@ def test_another_optimizers_state_is_refused_by_name() -> None:
         load_optimizer(torch.optim.AdamW(parameters()), *travel(torch.optim.SGD(parameters())))
 
 
+RMSPROP: Make = partial(torch.optim.RMSprop, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "option", "value", "entry"),
+    [
+        (torch.optim.Adam, "amsgrad", True, "max_exp_avg_sq"),
+        (torch.optim.AdamW, "amsgrad", True, "max_exp_avg_sq"),
+        (RMSPROP, "centered", True, "grad_avg"),
+        (RMSPROP, "momentum", 0.9, "momentum_buffer"),
+    ],
+)
+def test_the_state_of_other_options_is_refused_by_their_name(
+    make: Callable[..., torch.optim.Optimizer], option: str, value: object, entry: str
+) -> None:
+    params, others = parameters(), parameters()
+    plain, special = make(params), make(others, **{option: value})
+    load_optimizer(special, *travel(plain))  # neither has made a step
+    load_optimizer(plain, *travel(special))
+    step(plain, params, 1)
+    step(special, others, 1)
+    before = str(plain.state_dict()), str(special.state_dict())
+    with pytest.raises(StateError, match=f"lacks '{entry}', and .* has {option}={value} here; use the same {option}"):
+        load_optimizer(special, *travel(plain))
+    with pytest.raises(StateError, match=f"has '{entry}', and .* has {option}=(False|0) here; use the same {option}"):
+        load_optimizer(plain, *travel(special))
+    assert before == (str(plain.state_dict()), str(special.state_dict()))
+
+
+def test_sgd_takes_up_momentum_where_the_others_have_none() -> None:
+    params, others = parameters(), parameters()
+    plain, newcomer = torch.optim.SGD(params, lr=0.1), torch.optim.SGD(others, lr=0.1, momentum=0.9)
+    step(plain, params, 1)
+    load_optimizer(newcomer, *travel(plain))
+    step(newcomer, others, 1)
+    assert "momentum_buffer" in newcomer.state[others[0]]
+
+
 def test_what_the_optimizer_itself_refuses_changes_nothing() -> None:
     class Picky(torch.optim.SGD):
         def __setstate__(self, state: dict[str, Any]) -> None:
