@@ -43,6 +43,12 @@ def read(path: Path) -> Document:
     if not path.is_file():
         raise Failure(f"{path} is not a file; give one written by safetensors.torch.save_file", WRONG_USAGE)
     try:
+        str(path).encode()
+    except UnicodeEncodeError:  # the system takes any bytes for a name, safetensors does not
+        raise Failure(
+            f"{path} cannot be read: its name is not valid UTF-8; rename it, or the directory", WRONG_USAGE
+        ) from None
+    try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name).clone() for name in sorted(file.keys())}
             return Document(tensors, file.metadata())

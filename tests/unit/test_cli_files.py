@@ -67,6 +67,16 @@ def peer(*arguments: str | Path) -> Result:
     return CliRunner().invoke(main, ["peer", *map(str, arguments), "--run-id", "demo"])
 
 
+def test_a_file_whose_name_is_no_text_is_to_be_renamed(tmp_path: Path) -> None:
+    source = tmp_path / os.fsdecode(b"weights\xff.safetensors")
+    save_file(GOOD, tmp_path / "in.safetensors")
+    (tmp_path / "in.safetensors").rename(source)
+    result = peer(source)
+    assert result.exit_code == 2
+    assert "its name is not valid UTF-8; rename it" in result.stderr
+    assert "copy" not in result.stderr
+
+
 @pytest.mark.parametrize(("make", "told", "remedy"), BAD_FILES.values(), ids=BAD_FILES)
 def test_a_bad_file_is_refused(tmp_path: Path, make: Callable[[Path], None], told: str, remedy: str) -> None:
     source, output = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
