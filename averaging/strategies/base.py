@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 
@@ -50,6 +50,15 @@ class Strategy(ABC):
         self.compression = None if compression is None else parse_compression(compression)
         self.error_feedback = error_feedback
         self.max_norm = max_norm
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """Copies and pickles one that has not been given to an averager yet."""
+        if self.taken:
+            raise ConfigError(
+                f"{self!r} works with its averager's thread and connections, so it cannot be copied or pickled any "
+                "more; make a new one for another averager, and save the averager's state_dict()"
+            )
+        return super().__reduce_ex__(protocol)
 
     @property
     def global_step(self) -> int | None:

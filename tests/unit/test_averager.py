@@ -288,6 +288,16 @@ def test_it_is_neither_copied_nor_pickled(make: Make) -> None:
             attempt(opt)
 
 
+def test_a_strategy_is_copied_and_pickled_only_until_an_averager_has_it(make: Make) -> None:
+    strategy = LocalSGD(every=7)
+    for copied in (copy.copy(strategy), copy.deepcopy(strategy), pickle.loads(pickle.dumps(strategy))):
+        assert copied.every == 7
+    opt = make(torch.optim.SGD(linear().parameters()), strategy=strategy)
+    for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(ConfigError, match=r"cannot be copied or pickled any more; make a new one .*state_dict"):
+            attempt(opt.strategy)
+
+
 def test_its_repr_says_all_there_is_to_know(make: Make) -> None:
     opt = make(torch.optim.SGD(linear().parameters(), lr=0.25), every=50)
     for word in ("192.0.2.1:1", "'alone'", "LocalSGD(every=50)", "step 0", "SGD (", "lr: 0.25"):
