@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
@@ -32,7 +33,7 @@ from averaging.messages import CompressionType
 from benchmarks.convergence_report import draw, page
 from benchmarks.convergence_train import Case, PeerProcess, Recipe, Trained, held_out, new_model, train_alone
 from benchmarks.output import make_folder, write
-from benchmarks.workers import without_interrupts
+from benchmarks.workers import WorkerError, without_interrupts
 from examples.language_model import read, windows
 
 CURVE, JUDGED = 256, 2048
@@ -79,7 +80,11 @@ def in_process(recipe: Recipe, name: str, case: Case, part: int, port: int) -> T
 
 
 def train(recipe: Recipe, name: str, case: Case) -> list[Trained]:
-    """Trains a case in fresh processes; what each of them has done."""
+    """Trains a case in fresh processes; what each of them has done.
+
+    Raises:
+        WorkerError: one of them was killed.
+    """
     count = 1 if case.strategy is None else recipe.peers
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -88,6 +93,8 @@ def train(recipe: Recipe, name: str, case: Case) -> list[Trained]:
             with without_interrupts():
                 running = [pool.submit(in_process, recipe, name, case, part, port) for part in range(count)]
             return [process.result() for process in running]
+        except BrokenProcessPool:  # which has ended the others
+            raise WorkerError("a process that trains was killed, as by the system when memory is out") from None
         except BaseException:  # such as Ctrl+C: the pool would wait until they have trained to the end
             for process in multiprocessing.active_children():
                 process.kill()
@@ -176,7 +183,12 @@ def main() -> None:
     for name in chosen:
         case = known[name]
         say(name, case.title)
-        measured = measure(recipe, train(recipe, name, case), text)
+        try:
+            trained = train(recipe, name, case)
+        except WorkerError as error:
+            say(name, f"{error}; the same command goes on from here")
+            sys.exit(2)
+        measured = measure(recipe, trained, text)
         results["cases"][name] = {"title": case.title, "lr": case.lr} | measured | provenance()
         results["cases"] = {name: results["cases"][name] for name in known if name in results["cases"]}
         write(raw, results)

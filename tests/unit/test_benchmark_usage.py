@@ -179,6 +179,25 @@ def test_ctrl_c_ends_the_processes_that_train(monkeypatch: pytest.MonkeyPatch) -
     assert multiprocessing.active_children() == []
 
 
+def is_killed(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_that_trains_and_is_killed_is_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(convergence, "in_process", is_killed)
+    monkeypatch.setattr(sys, "argv", ["convergence", "--cases", "diloco-50", "--output", str(tmp_path)])
+    with pytest.raises(SystemExit) as caught:
+        convergence.main()
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.splitlines()[1:] == [
+        "diloco-50: a process that trains was killed, as by the system when memory is out; "
+        "the same command goes on from here"
+    ]
+    assert multiprocessing.active_children() == []
+
+
 def test_processes_that_others_end_do_not_hear_ctrl_c() -> None:
     """The terminal sends it to all; each would write a traceback."""
     command = [sys.executable, "-c", "import signal; signal.raise_signal(signal.SIGINT); print('goes on')"]
