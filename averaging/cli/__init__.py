@@ -6,6 +6,7 @@ Nothing here imports torch or grpc before a command runs, so that `--help` answe
 from __future__ import annotations
 
 import io
+import signal
 import sys
 from typing import Any
 
@@ -13,7 +14,7 @@ import click
 
 from averaging.cli.ca import ca_group
 from averaging.cli.explain import explain_command
-from averaging.cli.failures import starting
+from averaging.cli.failures import DEFAULTS, starting
 from averaging.cli.peer import peer_command
 from averaging.cli.state import state_command
 from averaging.cli.watch import watch_command
@@ -23,6 +24,17 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "show_default": True, "max_con
 
 class Commands(click.Group):
     """The commands; a Ctrl+C or SIGTERM at any moment ends each of them in one line."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """As a process of its own; once it is done its exit code stands, whatever signal comes while Python ends.
+
+        With torch and gRPC in it that takes half a second.
+        """
+        try:
+            return super().__call__(*arguments, **options)
+        finally:
+            for number in DEFAULTS:
+                signal.signal(number, signal.SIG_IGN)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the command that is meant; its arguments are read here, too, which may import torch."""

@@ -55,7 +55,7 @@ async def _run(main: Callable[[Stop], Awaitable[T]]) -> T:
         raise RuntimeError("not in a task")
     if interrupted():
         raise KeyboardInterrupt
-    stop = Stop(task)
+    stop, before = Stop(task), signal.getsignal(signal.SIGTERM)
     for number in SIGNALS:
         loop.add_signal_handler(number, stop.request, number)
     try:
@@ -67,3 +67,4 @@ async def _run(main: Callable[[Stop], Awaitable[T]]) -> T:
     finally:
         for number in SIGNALS:
             loop.remove_signal_handler(number)
+        signal.signal(signal.SIGTERM, before)  # asyncio leaves the default, with an exit code of its own

@@ -312,16 +312,31 @@ def test_sigterm_that_an_import_has_lost_still_ends_the_command() -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_ctrl_c_after_the_work_does_not_deny_it() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_after_the_work_does_not_deny_it(number: signal.Signals) -> None:
     async def work(_: object) -> None:
         return
 
     def work_and_end() -> None:
         run(work)
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(number)
 
-    with pytest.raises(Failure, match="stopped by SIGINT as it ended$"), starting():
+    with pytest.raises(Failure, match=f"stopped by {number.name} as it ended$") as caught, starting():
         work_and_end()
+    assert caught.value.exit_code == 128 + number
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_python_ends_changes_no_exit_code(number: signal.Signals) -> None:
+    program = (
+        "import atexit, signal; from averaging.cli import main; "
+        f"atexit.register(signal.raise_signal, {number:d}); main()"
+    )
+    for argument, code in (("--version", 0), ("--none", 2)):
+        command = [sys.executable, "-c", program, argument]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert ended.returncode == code, ended.stderr
+        assert "Traceback" not in ended.stderr
 
 
 def test_the_package_offers_all_that_it_names() -> None:
