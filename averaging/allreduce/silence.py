@@ -33,7 +33,7 @@ class Silence:
 
     def __init__(self, name: str, transport: Transport, watch: Watch, limit: asyncio.Timeout) -> None:
         self._name, self._transport, self._watch, self._limit = name, transport, watch, limit
-        self._passed: asyncio.Queue[tuple[float, Deadline]] = asyncio.Queue()
+        self._passed: asyncio.Queue[tuple[int, float]] = asyncio.Queue()  # at which step, and seconds waited
         self._steps = 0
         self.deed, self.seconds, self.deadline = "no reply", 0.0, (0.0, "")
 
@@ -62,7 +62,7 @@ class Silence:
             self._watch.end(self._name, Phase.REPLY)
         self._steps += 1
         self.seconds = 0.0
-        self._wait()
+        self._wait(self._until_asked)
 
     def answered_all(self) -> None:
         """Only the end of its stream is still to come. One that never ends it holds nobody up for longer than this."""
@@ -71,26 +71,38 @@ class Silence:
     def _expire(self) -> None:
         self._limit.reschedule(asyncio.get_running_loop().time())
 
-    def _wait(self) -> None:
-        self._watch.begin(self._name, Phase.REPLY, lambda *passed: self._passed.put_nowait(passed), self._until_asked)
+    def _wait(self, deadline: Deadline) -> None:
+        """Waits, or waits on: what is learned is the whole time without progress, however often it is asked."""
+        steps = self._steps
+
+        def overdue(waited: float, _: Deadline) -> None:
+            self._passed.put_nowait((steps, waited))
+
+        self._watch.begin(self._name, Phase.REPLY, overdue, deadline, waited=self.seconds)
 
     async def _guard(self) -> None:
-        deadlines = self._watch.deadlines
+        now = asyncio.get_running_loop().time
+        longest = Deadline(2 * self._watch.deadlines.upper, "2 × part_timeout")
         while True:
-            waited, _ = await self._passed.get()
-            steps = self._steps
-            self.seconds += waited
-            if self.seconds >= 2 * deadlines.upper:
-                self.deadline = 2 * deadlines.upper, "2 × part_timeout"
+            steps, waited = await self._passed.get()
+            if steps != self._steps:
+                continue
+            self.seconds = waited
+            if waited >= longest.seconds:
+                self.deadline = longest.seconds, longest.basis
                 break
-            asked = asyncio.get_running_loop().time()
-            if not await self._lives() and steps == self._steps:
-                self.seconds += asyncio.get_running_loop().time() - asked
+            self._wait(longest)
+            asked = now()
+            lives = await self._lives()
+            if steps != self._steps:
+                continue
+            self.seconds += now() - asked
+            if not lives:
                 self.deed = "no reply, nor an answer when asked whether it lives,"
                 self.deadline = self._learned.seconds, self._learned.basis
                 break
-            if steps == self._steps:
-                self._wait()
+            again = min(self.seconds + self._until_asked.seconds, longest.seconds)
+            self._wait(Deadline(again, longest.basis))
         self._watch.missed(self._name, Phase.REPLY)
         self._expire()
 

@@ -56,16 +56,19 @@ class Watch:
             finally:
                 ticking.cancel()
 
-    def begin(self, name: str, phase: Phase, overdue: Overdue, deadline: Deadline | None = None) -> None:
-        """A wait begins, or begins anew.
+    def begin(
+        self, name: str, phase: Phase, overdue: Overdue, deadline: Deadline | None = None, *, waited: float = 0.0
+    ) -> None:
+        """A wait begins, begins anew, or goes on.
 
         Args:
             name: who is waited for.
             phase: what for.
             overdue: called once if the deadline passes.
             deadline: the one that was learned if None.
+            waited: seconds for which it has been waited already.
         """
-        self._waits[name, phase] = _Wait(self._fair(), deadline or self.deadline(name, phase), overdue)
+        self._waits[name, phase] = _Wait(self._fair() - waited, deadline or self.deadline(name, phase), overdue)
 
     def deadline(self, name: str, phase: Phase) -> Deadline:
         """What was learned before this round. Waits begin with every part; it need not be looked up so often."""
