@@ -133,8 +133,10 @@ class Board:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError:
                 sys.exit("--tensorboard needs one more package: python -m pip install 'averaging[examples]'")
+            own = folder / f"{socket.gethostname()}-{os.getpid()}"
             try:
-                self._writer = SummaryWriter(folder / f"{socket.gethostname()}-{os.getpid()}")
+                own.mkdir(parents=True, exist_ok=True)  # the writer's error is no OSError beside TensorFlow
+                self._writer = SummaryWriter(own)
             except OSError as error:
                 sys.exit(f"nothing can be written to {folder}: {error.strerror}; give --tensorboard another folder")
 

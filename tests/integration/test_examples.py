@@ -226,7 +226,18 @@ def test_a_missing_package_is_named_with_its_remedy(
 
 
 @pytest.mark.usefixtures("threads_as_they_were")
-def test_a_folder_for_tensorboard_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tensorflow", [False, True])
+def test_a_folder_for_tensorboard_that_cannot_be_made_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensorflow: bool
+) -> None:
+    class FailedPreconditionError(Exception):
+        """Like TensorFlow's: no OSError."""
+
+    def refuse(_: Path) -> None:
+        raise FailedPreconditionError
+
+    if tensorflow:
+        monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", refuse)
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit, match="file: .*; give --tensorboard another folder"):
         diloco.main([f"--tensorboard={tmp_path / 'file'}", "--steps=1"])
