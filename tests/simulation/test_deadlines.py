@@ -210,7 +210,7 @@ def test_a_newcomer_that_is_far_slower_than_the_others_is_in_after_a_few_rounds(
 
 
 def test_narrow_links_drop_nobody() -> None:
-    """A part takes nearly all the time that it may, and the answer of who is asked nearly as long: it waits behind it."""
+    """A part takes nearly all the time that it may; the answer of who is asked waits behind it, nearly as long."""
 
     async def main() -> None:
         everybody = members(client=False)
