@@ -16,8 +16,8 @@ class Silence:
     """Keeps the deadline of one reducer's replies; a context manager around the reading of them.
 
     Near a learned deadline the reducer is asked whether it lives; while it answers, it is waited for up to two
-    part_timeouts, since it waits up to one for somebody else. While nobody is known yet, the link
-    may be so narrow that the question waits for long behind a part: a third of part_timeout, and two thirds to answer.
+    part_timeouts, since it waits up to one for somebody else. While nobody is known yet, it is
+    asked after a third of part_timeout and has two thirds to answer: on a narrow link the question waits behind a part.
 
     Args:
         name: the reducer.
