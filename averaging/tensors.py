@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from enum import Enum, auto
 from typing import TypeVar
 
 import torch
 
 from averaging.errors import RoundError, TensorError
+from averaging.offload import in_thread, takes_long
 
 T = TypeVar("T")
 
@@ -56,6 +56,7 @@ class SharedTensors:
             tensor.view(-1) if tensor.device.type == "cpu" and _is_dense(tensor) and tensor.is_contiguous() else None
             for tensor in self.tensors
         ]
+        self.nbytes = sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
         self._tied = sharing_memory(self.tensors)
         self.before_application_writes: Callable[[], object] = lambda: None
         self._lock: threading.Lock = under._lock if under else threading.Lock()
@@ -72,15 +73,20 @@ class SharedTensors:
                 self.before_application_writes()
             yield list(self.tensors)
 
-    async def while_locked(self, action: Callable[[], T], timeout: float) -> T:
-        """Runs `action` under the lock without blocking the event loop while somebody else holds it.
+    async def while_locked(self, action: Callable[[], T], timeout: float, nbytes: int = 0) -> T:
+        """Runs `action` under the lock without blocking the event loop: in a thread if somebody else holds the lock.
 
         A cancellation that comes before it has begun keeps it from beginning; one that comes later waits for its end.
 
+        Args:
+            action: what to do.
+            timeout: seconds to wait for the lock.
+            nbytes: how much `action` goes through; if it is much, it runs in a thread in any case.
+
         Raises:
-            RoundError: the lock was not free within `timeout` seconds.
+            RoundError: the lock was not free in time.
         """
-        if self._lock.acquire(blocking=False):
+        if not takes_long(nbytes) and self._lock.acquire(blocking=False):
             try:
                 return action()
             finally:
@@ -100,17 +106,8 @@ class SharedTensors:
             finally:
                 self._lock.release()
 
-        running = asyncio.ensure_future(asyncio.to_thread(wait_and_run))
-        try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-            # A thread cannot be cancelled, but once this has ended nothing may be written any more.
-            if decided.acquire(blocking=False):
-                running.cancel()
-            while not running.done():
-                with suppress(asyncio.CancelledError):
-                    await asyncio.wait([running])
-            raise
+        # Once this has ended nothing may be written any more.
+        return await in_thread(wait_and_run, lambda: decided.acquire(blocking=False))
 
     def flat(self) -> list[torch.Tensor]:
         """Each tensor as one dimension on the CPU: a view of its memory if it is contiguous there, else a copy."""

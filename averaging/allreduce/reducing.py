@@ -65,7 +65,6 @@ class Reducing:
         me: this member; its own values are in the average if it sends.
         senders: the members whose parts come over the network; none if there are no parts.
         parts: the shard, in order.
-        tensors: flat CPU tensors, one per tensor of the schema; read, never written.
         tally: where averages, bytes and losses are noted.
         watch: keeps the deadlines; a sender that lets one pass is given up.
         reach: how many of its parts are read of a sender that has been answered so many, see `pace.reach`.
@@ -77,7 +76,6 @@ class Reducing:
         senders: Sequence[Member],
         parts: Sequence[Part],
         schema: Schema,
-        tensors: Sequence[torch.Tensor],
         tally: Tally,
         *,
         watch: Watch,
@@ -87,7 +85,7 @@ class Reducing:
         self._me = me
         self._parts = parts
         self._schema = schema
-        self._tensors = tensors
+        self._tensors: Sequence[torch.Tensor] | None = None  # of this member, which the others may be ahead of
         self._tally = tally
         self._watch = watch
         self._non_finite = non_finite
@@ -96,8 +94,14 @@ class Reducing:
         self._reducer = reducer_for(schema.aggregation, [part.numel for part in parts], weights)
         self._over = False
 
-    async def run(self) -> None:
-        """Until every sender has all its averages or was dropped."""
+    async def run(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Until every sender has all its averages or was dropped.
+
+        Args:
+            tensors: of this member: flat, on the CPU, one per tensor of the schema; read, never written. Parts are
+                taken in before this begins, but none is answered.
+        """
+        self._tensors = tensors
         self._answer_complete()
         for name, sender in self._senders.items():
             if not sender.opened and not sender.done.is_set():
@@ -247,8 +251,8 @@ class Reducing:
 
     def _answer_complete(self) -> None:
         """Averages every part that has become complete and hands the replies to the senders' streams."""
-        if self._over:
-            return  # nobody waits for it, and the tensors are the application's again
+        if self._over or self._tensors is None:
+            return  # nobody waits for it and the tensors are the application's again, or there are none yet
         for number in self._reducer.take_complete():
             part = self._parts[number]
             local = self._tensors[part.tensor][part.start : part.stop] if self._me.sends else None

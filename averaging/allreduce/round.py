@@ -7,7 +7,8 @@ written to the tensors here: the result is handed over.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from typing import TypeAlias
 
 import torch
 
@@ -26,6 +27,8 @@ from averaging.observe.receipts import DropCode, Dropped
 from averaging.schema import ReplyForm, Schema
 from averaging.transport.base import Transport
 
+Prepare: TypeAlias = "Callable[[], Awaitable[Sequence[torch.Tensor]]]"
+
 FAREWELL_SECONDS = 1.0
 """How long a member that gives up tries to tell the others."""
 
@@ -34,9 +37,10 @@ class AllReduce:
     """One round of `group` at the member `endpoint`.
 
     Args:
-        tensors: flat CPU tensors, one per tensor of the schema; read during the round, never written here.
+        prepare: makes what this member contributes: flat CPU tensors, one per tensor of the schema; read until the end
+            of the round, never written here. The others' parts are taken in meanwhile.
         deadlines: after so long without progress a member is given up; learned further here.
-        adopt: see `Tally`; it may write a part's average over that part of `tensors`, which is read no more then.
+        adopt: see `Tally`; it may write a part's average over that part of the tensors, which is read no more then.
 
     Raises:
         RoundError: the weights sum to zero, or nobody can reduce.
@@ -47,7 +51,7 @@ class AllReduce:
         group: Group,
         endpoint: str,
         schema: Schema,
-        tensors: Sequence[torch.Tensor],
+        prepare: Prepare,
         transport: Transport,
         *,
         deadlines: Deadlines,
@@ -57,6 +61,7 @@ class AllReduce:
         if group.total_weight <= 0:
             raise RoundError(f"the weights of all {len(group.members)} members sum to zero; give somebody a weight")
         self.group = group
+        self._prepare = prepare
         me = group.members[group.index(endpoint)]
         parts_of = dict(zip(group.endpoints, partition(schema, shares(group.members)), strict=True))
         own = parts_of[endpoint]
@@ -68,10 +73,10 @@ class AllReduce:
         senders = [member for member in group.members if own and member.sends and member is not me]
         self._watch = Watch(deadlines, size_class(packed_size(schema), len(group.members)), len(senders))
         self._sending = Sending(
-            endpoint, schema, tensors, transport, self._tally, watch=self._watch, ahead=ahead, non_finite=non_finite
+            endpoint, schema, transport, self._tally, watch=self._watch, ahead=ahead, non_finite=non_finite
         )
         self._reducing = Reducing(
-            me, senders, own, schema, tensors, self._tally, watch=self._watch, reach=own_reach, non_finite=non_finite
+            me, senders, own, schema, self._tally, watch=self._watch, reach=own_reach, non_finite=non_finite
         )
 
     async def run(self, deadline: float) -> RoundResult:
@@ -81,10 +86,12 @@ class AllReduce:
         """
         began = self._tally.begin()
         try:
-            async with asyncio.timeout_at(deadline), self._watch.running(), asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._reducing.run())
-                for name, parts in self._reducers.items():
-                    tasks.create_task(self._exchange(name, parts))
+            async with asyncio.timeout_at(deadline):
+                tensors = await self._prepare()
+                async with self._watch.running(), asyncio.TaskGroup() as tasks:
+                    tasks.create_task(self._reducing.run(tensors))
+                    for name, parts in self._reducers.items():
+                        tasks.create_task(self._exchange(name, parts, tensors))
         except TimeoutError:
             whole = f"the round's deadline of {deadline - began:.1f} s = timeout passed before"
             self._reducing.drop_unfinished(f"{whole} it was done")
@@ -100,8 +107,8 @@ class AllReduce:
         self._reducing.close(MessageCode.CANCELLED)
         return self.result()
 
-    async def _exchange(self, name: str, parts: Sequence[Part]) -> None:
-        lost = await self._sending.send_to(name, parts)
+    async def _exchange(self, name: str, parts: Sequence[Part], tensors: Sequence[torch.Tensor]) -> None:
+        lost = await self._sending.send_to(name, parts, tensors)
         if lost is not None:
             self._reducing.doubt(lost)
 

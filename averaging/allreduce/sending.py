@@ -32,7 +32,6 @@ class Sending:
     """One member's streams to the reducers of its group.
 
     Args:
-        tensors: flat CPU tensors, one per tensor of the schema; read, never written.
         tally: where averages, bytes and losses are noted.
         watch: keeps the deadlines.
         ahead: see `pace.bytes_ahead`.
@@ -42,7 +41,6 @@ class Sending:
         self,
         endpoint: str,
         schema: Schema,
-        tensors: Sequence[torch.Tensor],
         transport: Transport,
         tally: Tally,
         *,
@@ -52,15 +50,23 @@ class Sending:
     ) -> None:
         self._endpoint = endpoint
         self._schema = schema
-        self._tensors = tensors
         self._transport = transport
         self._tally = tally
         self._watch = watch
         self._ahead = ahead
         self._non_finite = non_finite
 
-    async def send_to(self, name: str, parts: Sequence[Part]) -> Dropped | None:
-        """Sends `name` its parts and collects their averages, until all are in or it is lost; why it was, if so."""
+    async def send_to(self, name: str, parts: Sequence[Part], tensors: Sequence[torch.Tensor]) -> Dropped | None:
+        """Sends `name` its parts and collects their averages, until all are in or it is lost.
+
+        Args:
+            name: a reducer.
+            parts: its shard, in order.
+            tensors: what they are parts of: flat, on the CPU, one per tensor of the schema; read, never written.
+
+        Returns:
+            Why it was lost, if it was.
+        """
         received = 0
         pace = Pace(reach(packed_sizes(self._schema, parts), self._ahead), PATIENCE_SECONDS)
         answer = MessageCode.AVERAGED_PART
@@ -70,7 +76,7 @@ class Sending:
 
         try:
             async with asyncio.timeout(None) as limit, Silence(name, self._transport, self._watch, limit) as silence:
-                outgoing = self._messages(name, parts, pace, silence.progress)
+                outgoing = self._messages(name, parts, tensors, pace, silence.progress)
                 async with aclosing(self._transport.aggregate_part(name, outgoing)) as replies:
                     # Read on after the last reply, to the end of the stream: closing it early would look like a loss.
                     async for reply in replies:
@@ -97,13 +103,18 @@ class Sending:
         return lost
 
     async def _messages(
-        self, name: str, parts: Sequence[Part], pace: Pace, progress: Callable[[], None]
+        self,
+        name: str,
+        parts: Sequence[Part],
+        tensors: Sequence[torch.Tensor],
+        pace: Pace,
+        progress: Callable[[], None],
     ) -> AsyncGenerator[AveragingData, None]:
         """One stream to a reducer; only its first message says who sends what."""
         for number, part in enumerate(parts):
             await pace.wait(number)
             progress()
-            values = self._tensors[part.tensor][part.start : part.stop]
+            values = tensors[part.tensor][part.start : part.stop]
             wire = encode(values, self._schema.tensors[part.tensor].compression)
             self._tally.sent(name, len(wire.buffer))
             if number == 0:

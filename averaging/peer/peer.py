@@ -54,9 +54,9 @@ class Peer:
     Args:
         tensors: in the same order at all peers; a mapping gives them names.
         run_id: peers with the same run average together.
-        extra_state: asked, with the tensors locked, what belongs to the downloadable state besides them. What it raises
-            comes out of the `average`, `download_state` or `commit` that asked; the tensors hold the result of that
-            then, under the former version.
+        extra_state: asked, with the tensors locked and in any thread, what belongs to the downloadable state besides
+            them. What it raises comes out of the `average`, `download_state` or `commit` that asked; the tensors hold
+            the result of that then, under the former version.
         transport: how peers reach each other; gRPC on sockets if not given.
         discovery: how peers find each other; gossip between them if not given.
         clock: seconds since the epoch.
@@ -333,8 +333,8 @@ class Peer:
 
         Args:
             donors: endpoints to ask, in this order; all that offer a state, the best first, if None.
-            apply: called with the verified state before the tensors are overwritten, which are locked meanwhile; it
-                takes over what the application added. If it raises, nothing is changed.
+            apply: called with the verified state before the tensors are overwritten, which are locked meanwhile, in any
+                thread; it takes over what the application added. If it raises, nothing is changed.
 
         Raises:
             StateError: nobody could deliver a sound state; nothing was changed.
@@ -358,7 +358,7 @@ class Peer:
             self._tensors.copy_from(list(state.tensors.values())[: len(self.schema.tensors)])
             self._snapshots.commit(state.version)
 
-        await self._tensors.while_locked(take_over, self.config.timeout)
+        await self._tensors.while_locked(take_over, self.config.timeout, self._tensors.nbytes)
         self._entered.donors.notice.changed()
         logger.info("took over the state of %s, version %d", donor, state.version)
         return state

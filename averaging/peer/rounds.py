@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypedDict
 
 import torch
@@ -21,6 +22,7 @@ from averaging.matchmaking import Matchmaking, NoGroupError
 from averaging.matchmaking.conduct import Conduct
 from averaging.matchmaking.differences import Warned
 from averaging.observe.receipts import Outcome, Receipt, Role
+from averaging.offload import offload
 from averaging.peer.progress import RunProgress
 from averaging.peer.service import PeerService
 from averaging.peer.topics import Adopt, Topic
@@ -211,7 +213,8 @@ class Rounds:
         if self._config.non_finite is NonFinite.REFUSE and self._config.mode is not Mode.AUXILIARY:
             attempt.enter("checking")
             try:
-                await topic.tensors.while_locked(topic.tensors.check_finite, self._config.timeout)
+                check, nbytes = topic.tensors.check_finite, topic.tensors.nbytes
+                await topic.tensors.while_locked(check, self._config.timeout, nbytes)
             except RoundError as error:
                 return self._receipt(attempt, Outcome.FAILED, str(error))
         attempt.enter("looking")
@@ -231,14 +234,14 @@ class Rounds:
             this_round = attempt.round = self._service.round = self._new_round(attempt, group)
         except AveragingError as error:
             return self._receipt(attempt, Outcome.FAILED, str(error))
-        attempt.enter("allreduce")
         try:
             result = attempt.result = await this_round.run(attempt.group_found + self._config.timeout)
             attempt.enter("adopting")
             matchmaking.move_on(group)
             reason = _why_failed(group, self._endpoint, result, topic.adopt)
             if not reason and self._config.mode is not Mode.AUXILIARY:
-                await topic.tensors.while_locked(lambda: self._adopt(attempt, result), self._config.timeout)
+                adopt, nbytes = partial(self._adopt, attempt, result), topic.tensors.nbytes
+                await topic.tensors.while_locked(adopt, self._config.timeout, nbytes)
         except RoundError as error:
             return self._receipt(attempt, Outcome.FAILED, str(error))
         finally:
@@ -292,19 +295,30 @@ class Rounds:
 
     def _new_round(self, attempt: _Attempt, group: Group) -> AllReduce:
         topic = attempt.topic
-        tensors = topic.tensors.flat()
-        if topic.feedback is not None:
-            tensors = attempt.inputs = topic.feedback.inputs(tensors)
         return AllReduce(
             group,
             self._endpoint,
             attempt.schema,
-            tensors,
+            lambda: self._prepare(attempt),
             self._transport,
             deadlines=self._service.deadlines,
             non_finite=self._config.non_finite,
             adopt=(lambda part, values: topic.write_now(part, values, self._may_write)) if topic.writes_early else None,
         )
+
+    async def _prepare(self, attempt: _Attempt) -> list[torch.Tensor]:
+        """What is sent: the tensors themselves where they lie on the CPU and nothing is added, else copies."""
+        shared, feedback = attempt.topic.tensors, attempt.topic.feedback
+
+        def contributed() -> list[torch.Tensor]:
+            tensors = shared.flat()
+            if feedback is not None:
+                tensors = attempt.inputs = feedback.inputs(tensors)
+            return tensors
+
+        tensors = await offload(contributed, shared.nbytes)
+        attempt.enter("allreduce")
+        return tensors
 
     def _may_write(self) -> bool:
         return not self._snapshots.at_stake

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import msgpack
 import torch
 
+from averaging.offload import offload
 from averaging.schema import Schema
 from averaging.state.acceptance import Acceptance
 from averaging.state.manifest import Described, Manifest
@@ -18,9 +18,6 @@ from averaging.tensors import SharedTensors
 
 NO_DIGEST = bytes(32)
 """In the place of a digest that was not computed yet."""
-
-INLINE_BYTES = 1 << 20
-"""A state up to this size is copied and hashed on the event loop, a larger one in a thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +85,9 @@ class Snapshots:
     async def latest(self, timeout: float) -> Snapshot:
         """The committed state with its digests; waits at most `timeout` seconds for the tensors' lock."""
         if self._sealed is None:
-            state = await self._tensors.while_locked(self._copy_once, timeout)
-            small = sum(tensor.nbytes for tensor in state.tensors.values()) <= INLINE_BYTES
-            sealed = self._seal(state) if small else await asyncio.to_thread(self._seal, state)
+            nbytes = sum(tensor.nbytes for tensor in self._named().values())
+            state = await self._tensors.while_locked(self._copy_once, timeout, nbytes)
+            sealed = await offload(lambda: self._seal(state), nbytes)
             if self._copy is not state:
                 return sealed  # a newer one was committed meanwhile; this one is whole all the same
             self._sealed = sealed

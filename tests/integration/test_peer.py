@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
@@ -24,6 +25,9 @@ from averaging.errors import (
     TensorError,
 )
 from averaging.group import donors_key, group_key
+from averaging.peer.feedback import Feedback
+from averaging.state.snapshots import Snapshots
+from averaging.tensors import SharedTensors
 from tests.integration.fault_proxy import free_port
 
 
@@ -51,6 +55,50 @@ async def told(peer: Peer, key: str, subkey: str) -> None:
 async def average(*peers: Peer, **options: Any) -> list[Receipt]:
     async with asyncio.timeout(60):
         return list(await asyncio.gather(*(peer.average(**options) for peer in peers)))
+
+
+@pytest.mark.asyncio
+async def test_nothing_that_goes_through_many_bytes_stops_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others ask this peer meanwhile whether it lives."""
+    inline: list[str] = []
+    in_threads: set[str] = set()
+
+    def watch(owner: type, name: str) -> None:
+        original = getattr(owner, name)
+
+        def noted(*args: Any) -> Any:
+            if threading.current_thread() is threading.main_thread():
+                inline.append(name)
+            else:
+                in_threads.add(name)
+            return original(*args)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    monkeypatch.setattr("averaging.offload.INLINE_BYTES", 0)
+    heavy = {
+        SharedTensors: ["check_finite", "flat", "write", "copy_from"],
+        Feedback: ["inputs", "sent"],
+        Snapshots: ["_copy_once", "_seal"],
+    }
+    for owner, names in heavy.items():
+        for name in names:
+            watch(owner, name)
+    tensors = [{"x": torch.full((3000, 4), value).t()} for value in (1.0, 3.0)]
+    async with AsyncExitStack() as stack:
+        peers = await swarm(stack, tensors, compression="int8")
+        topics = [peer.topic("steps", mine, error_feedback=True) for peer, mine in zip(peers, tensors, strict=True)]
+        async with asyncio.timeout(60):
+            receipts = await asyncio.gather(*(peer.average(topic) for peer, topic in zip(peers, topics, strict=True)))
+        assert all(receipt.averaged for receipt in receipts)
+        torch.testing.assert_close(tensors[0]["x"], torch.full((4, 3000), 2.0))
+        await peers[0].commit()
+        await told(peers[1], donors_key("run"), peers[0].endpoint)
+        tensors[1]["x"].zero_()
+        await peers[1].download_state()
+        assert torch.equal(tensors[1]["x"], tensors[0]["x"])
+    assert inline == []
+    assert in_threads == {name for names in heavy.values() for name in names}
 
 
 @pytest.mark.asyncio

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 
 import torch
 
@@ -102,6 +103,7 @@ class Simulation:
             part_size_bytes=part_size_bytes,
             reply=reply,
         )
+        self.preparing: dict[str, Callable[[], Awaitable[object]]] = {}  # what a member does before it sends
         self.transports: dict[str, MemoryTransport] = {}
         self.rounds: dict[str, AllReduce] = {}
         self.deadlines = deadlines or {m.endpoint: Deadlines(PART_TIMEOUT, PART_TIMEOUT) for m in members}
@@ -109,11 +111,16 @@ class Simulation:
             client = not member.reduces
             transport = self.network.transport(None if client else member.endpoint)
             transport.endpoint = member.endpoint
-            flat = SharedTensors(self.tensors[member.endpoint]).flat()
+            prepare = partial(self._prepare, member.endpoint)
             self.transports[member.endpoint] = transport
             self.rounds[member.endpoint] = AllReduce(
-                self.group, member.endpoint, self.schema, flat, transport, deadlines=self.deadlines[member.endpoint]
+                self.group, member.endpoint, self.schema, prepare, transport, deadlines=self.deadlines[member.endpoint]
             )
+
+    async def _prepare(self, name: str) -> list[torch.Tensor]:
+        if name in self.preparing:
+            await self.preparing[name]()
+        return SharedTensors(self.tensors[name]).flat()
 
     async def run(self, disturb: Callable[[dict[str, asyncio.Task[RoundResult]]], object] | None = None) -> None:
         """Runs all members' rounds; `results` and `failures` tell how each ended, `seconds` how long all took."""
@@ -146,6 +153,13 @@ class Simulation:
             sum((m.weight * self.before[m.endpoint][i].double() for m in members), torch.zeros(shape).double()) / total
             for i, shape in enumerate(tensor.shape for tensor in next(iter(self.before.values())))
         ]
+
+    def assert_between_the_means(self, name: str, survivors: list[str]) -> None:
+        """Each element is the mean of all, the mean of the survivors, or (its reducer was lost) the local value."""
+        candidates = [self.mean(), self.mean(*survivors), [t.double() for t in self.before[name]]]
+        for index, tensor in enumerate(self.tensors[name]):
+            off = torch.stack([(tensor.double() - candidate[index]).abs() for candidate in candidates])
+            assert off.amin(dim=0).max() < 1e-5 if tensor.numel() else True
 
     async def cancel(self, task: asyncio.Task[RoundResult]) -> None:
         task.cancel()

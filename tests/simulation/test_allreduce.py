@@ -105,14 +105,6 @@ def test_shares_follow_the_bandwidth() -> None:
         assert_close(tensors, simulation.mean(), 1e-6)
 
 
-def between_the_means(simulation: Simulation, name: str, survivors: list[str]) -> None:
-    """Each element is the mean of all, the mean of the survivors, or (its reducer was lost) the local value."""
-    candidates = [simulation.mean(), simulation.mean(*survivors), [t.double() for t in simulation.before[name]]]
-    for index, tensor in enumerate(simulation.tensors[name]):
-        off = torch.stack([(tensor.double() - candidate[index]).abs() for candidate in candidates])
-        assert off.amin(dim=0).max() < 1e-5 if tensor.numel() else True
-
-
 @pytest.mark.parametrize("seed", range(40))
 def test_a_member_that_dies_costs_its_contribution_and_its_shard(seed: int) -> None:
     simulation = Simulation(seed, nodes(4), [(200,)])
@@ -130,7 +122,7 @@ def test_a_member_that_dies_costs_its_contribution_and_its_shard(seed: int) -> N
         assert {dropped.endpoint for dropped in result.dropped} <= {"peer:4"}
         if result.kept_local:
             assert result.dropped
-        between_the_means(simulation, name, survivors)
+        simulation.assert_between_the_means(name, survivors)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -152,7 +144,7 @@ def test_a_member_that_goes_silent_is_given_up_in_bounded_time(seed: int) -> Non
     assert took < 4 * PART_TIMEOUT
     for name in survivors:
         assert {dropped.endpoint for dropped in simulation.results[name].dropped} <= {"peer:4"}
-        between_the_means(simulation, name, survivors)
+        simulation.assert_between_the_means(name, survivors)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -170,7 +162,7 @@ def test_a_member_that_leaves_tells_the_others(seed: int) -> None:
     virtual_time.run(simulation.run(leave))
     assert took < PART_TIMEOUT  # nobody waited for a deadline
     for name in ("peer:1", "peer:2"):
-        between_the_means(simulation, name, ["peer:1", "peer:2"])
+        simulation.assert_between_the_means(name, ["peer:1", "peer:2"])
 
 
 def overflowing(simulation: Simulation, values: Sequence[float]) -> None:

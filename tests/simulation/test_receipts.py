@@ -250,8 +250,8 @@ def test_an_attempt_that_was_cancelled_too_late_leaves_the_receipt_of_an_average
             shared = late._tensors
             while_locked = shared.while_locked
 
-            async def cancelled(action: Callable[[], Any], timeout: float) -> None:
-                if await while_locked(action, timeout) is None and late.version:  # the average was written
+            async def cancelled(action: Callable[[], Any], timeout: float, nbytes: int) -> None:
+                if await while_locked(action, timeout, nbytes) is None and late.version:  # the average was written
                     raise asyncio.CancelledError
 
             shared.while_locked = cancelled  # type: ignore[method-assign, assignment]

@@ -1,0 +1,90 @@
+"""A member that has to copy its tensors before it can send them, while the others do not."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+import pytest
+
+from averaging.allreduce import RoundResult
+from averaging.errors import RoundError
+from averaging.observe.receipts import DropCode
+from averaging.schema import ReplyForm
+from averaging.transport import virtual_time
+from tests.simulation.rounds import PART_TIMEOUT, Simulation, assert_close, nodes
+
+PREPARING = PART_TIMEOUT / 2
+SLOWEST = "peer:2"
+
+
+def simulated(reply: ReplyForm = ReplyForm.AVERAGE) -> Simulation:
+    simulation = Simulation(1, nodes(4), [(200,), (7, 3)], part_size_bytes=64, reply=reply)
+    simulation.preparing[SLOWEST] = partial(asyncio.sleep, PREPARING)
+    return simulation
+
+
+@pytest.mark.parametrize("reply", list(ReplyForm))
+def test_the_others_parts_are_taken_in_meanwhile_and_nobody_is_lost(reply: ReplyForm) -> None:
+    simulation = simulated(reply)
+    received = 0
+
+    async def look(_: object) -> None:
+        nonlocal received
+        await asyncio.sleep(PREPARING * 0.9)
+        received = simulation.rounds[SLOWEST].result().bytes_received
+
+    virtual_time.run(simulation.run(look))
+    assert received > 0
+    for name, result in simulation.results.items():
+        assert result.dropped == ()
+        assert_close(simulation.tensors[name], simulation.mean(), 1e-6)
+
+
+def test_the_round_goes_on_without_a_member_that_is_lost_meanwhile() -> None:
+    simulation = simulated()
+    survivors = ["peer:1", SLOWEST, "peer:3"]
+
+    async def leave(tasks: dict[str, asyncio.Task[RoundResult]]) -> None:
+        await asyncio.sleep(PREPARING / 2)
+        await simulation.cancel(tasks["peer:4"])
+
+    virtual_time.run(simulation.run(leave))
+    for name in survivors:
+        assert [lost.endpoint for lost in simulation.results[name].dropped] == ["peer:4"]
+        simulation.assert_between_the_means(name, survivors)
+
+
+@pytest.mark.parametrize("cancelled", [True, False], ids=["cancelled", "failed"])
+def test_who_gives_up_then_tells_the_others(cancelled: bool) -> None:
+    simulation = simulated()
+    took = 0.0
+
+    async def fail() -> None:
+        await asyncio.sleep(PREPARING)
+        raise RoundError("no memory")
+
+    async def end(tasks: dict[str, asyncio.Task[RoundResult]]) -> None:
+        nonlocal took
+        if cancelled:
+            await asyncio.sleep(PREPARING)
+            await simulation.cancel(tasks[SLOWEST])
+        await asyncio.wait(list(tasks.values()))
+        took = asyncio.get_running_loop().time()
+
+    simulation.preparing[SLOWEST] = partial(asyncio.sleep, 60.0) if cancelled else fail
+    virtual_time.run(simulation.run(end))
+    assert took < PREPARING + PART_TIMEOUT / 2  # nobody waited for a deadline
+    assert type(simulation.failures[SLOWEST]) is (asyncio.CancelledError if cancelled else RoundError)
+    for result in simulation.results.values():
+        told = {lost.endpoint: lost.code for lost in result.dropped}
+        assert told == {SLOWEST: DropCode.CANCELLED if cancelled else DropCode.INTERNAL_ERROR}
+
+
+def test_the_rounds_deadline_holds_while_a_member_prepares() -> None:
+    simulation = simulated()
+    simulation.preparing[SLOWEST] = partial(asyncio.sleep, 1000.0)
+    virtual_time.run(simulation.run())
+    assert not simulation.results[SLOWEST].heard
+    for name in ("peer:1", "peer:3", "peer:4"):
+        assert [lost.endpoint for lost in simulation.results[name].dropped] == [SLOWEST]
