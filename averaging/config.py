@@ -103,7 +103,8 @@ class PeerConfig:
             small groups, log2(group_size) bits for each round after the first, spread evenly: of 64 peers in groups of
             4 the n-th has `f"{n % 16:04b}"`, and all have the mean after 3 rounds.
         matchmaking_time: seconds a peer waits in one declaration before it begins with those who are there.
-        timeout: seconds for finding a group, and as many again for the all-reduce with it.
+        timeout: seconds for finding a group, and as many again for the all-reduce with it, besides what this takes on
+            links of 10 Mbit/s.
         part_timeout: seconds without any progress after which a member is given up in a round, at the latest: what is
             learned of each member makes it less (docs/reliability.md). A part must get through within it, while a link
             carries one to and one from each other member at once.

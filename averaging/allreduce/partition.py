@@ -66,6 +66,16 @@ def shares(members: Sequence[Member]) -> list[float]:
     return result
 
 
+def busiest_link(shares: Sequence[float], nbytes: int) -> float:
+    """Bytes that the member whose link has to carry most sends, or receives, in a round.
+
+    Args:
+        shares: of the members, see the function `shares`.
+        nbytes: of all tensors on the wire.
+    """
+    return nbytes * (1 + max(0, len(shares) - 2) * max(shares) / sum(shares))
+
+
 def partition(schema: Schema, shares: Sequence[float]) -> list[list[Part]]:
     """The parts that each member reduces, in order.
 

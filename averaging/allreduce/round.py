@@ -13,7 +13,7 @@ from typing import TypeAlias
 import torch
 
 from averaging.allreduce.pace import bytes_ahead, reach
-from averaging.allreduce.partition import Part, packed_size, packed_sizes, partition, shares
+from averaging.allreduce.partition import Part, busiest_link, packed_size, packed_sizes, partition, shares
 from averaging.allreduce.reducing import Reducing
 from averaging.allreduce.sending import Sending
 from averaging.allreduce.tally import Adopting, RoundResult, Tally
@@ -28,6 +28,10 @@ from averaging.schema import ReplyForm, Schema
 from averaging.transport.base import Transport
 
 Prepare: TypeAlias = "Callable[[], Awaitable[Sequence[torch.Tensor]]]"
+
+SLOW_LINK = 10e6 / 8
+"""Bytes/s. What a round takes on links like this is allowed in any case, so that nobody has to guess how long large
+tensors will take; those that are slower still need a larger `timeout`."""
 
 FAREWELL_SECONDS = 1.0
 """How long a member that gives up tries to tell the others."""
@@ -63,7 +67,9 @@ class AllReduce:
         self.group = group
         self._prepare = prepare
         me = group.members[group.index(endpoint)]
-        parts_of = dict(zip(group.endpoints, partition(schema, shares(group.members)), strict=True))
+        reduced = shares(group.members)
+        parts_of = dict(zip(group.endpoints, partition(schema, reduced), strict=True))
+        self._at_slow_links = busiest_link(reduced, packed_size(schema)) / SLOW_LINK
         own = parts_of[endpoint]
         self._reducers = {name: parts for name, parts in parts_of.items() if me.sends and parts and name != endpoint}
         ahead = bytes_ahead(schema.part_size_bytes, sum(map(bool, parts_of.values())) - 1)
@@ -79,21 +85,24 @@ class AllReduce:
             me, senders, own, schema, self._tally, watch=self._watch, reach=own_reach, non_finite=non_finite
         )
 
-    async def run(self, deadline: float) -> RoundResult:
-        """Runs the round until every part is in or given up, at most until `deadline` in the running loop's time.
+    async def run(self, timeout: float) -> RoundResult:
+        """Runs the round until every part is in or given up. Cancelling it tells the others that this member leaves.
 
-        Cancelling it tells the other members that this one leaves.
+        Args:
+            timeout: seconds after which it ends at the latest, besides those that it takes on slow links.
         """
-        began = self._tally.begin()
+        self._tally.begin()
+        seconds = timeout + self._at_slow_links
         try:
-            async with asyncio.timeout_at(deadline):
+            async with asyncio.timeout(seconds):
                 tensors = await self._prepare()
                 async with self._watch.running(), asyncio.TaskGroup() as tasks:
                     tasks.create_task(self._reducing.run(tensors))
                     for name, parts in self._reducers.items():
                         tasks.create_task(self._exchange(name, parts, tensors))
         except TimeoutError:
-            whole = f"the round's deadline of {deadline - began:.1f} s = timeout passed before"
+            told = f"timeout + {self._at_slow_links:.1f} s for its bytes at 10 Mbit/s"
+            whole = f"the round's deadline of {seconds:.1f} s = {told} passed before"
             self._reducing.drop_unfinished(f"{whole} it was done")
             for name, parts in self._reducers.items():
                 if any(part not in self._tally.arrived for part in parts):

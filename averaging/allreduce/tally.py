@@ -103,10 +103,9 @@ class Tally:
         self._averages_in: dict[str, float] = {}
         self._began: float | None = None
 
-    def begin(self) -> float:
-        """The round begins now, which is returned in the running loop's time."""
-        self._began = now = _now()
-        return now
+    def begin(self) -> None:
+        """The round begins now."""
+        self._began = _now()
 
     def sent(self, name: str, nbytes: int) -> None:
         """Values left for a member."""

@@ -90,7 +90,11 @@ SECONDS = finite(above=0)
     "--matchmaking-time", default=5.0, type=SECONDS, metavar="SECONDS", help="How long a leader waits for a full group."
 )
 @click.option(
-    "--timeout", default=60.0, type=SECONDS, metavar="SECONDS", help="For finding a group, and again for averaging."
+    "--timeout",
+    default=60.0,
+    type=SECONDS,
+    metavar="SECONDS",
+    help="For finding a group, and again for averaging, besides what that takes at 10 Mbit/s.",
 )
 @click.option(
     "--part-timeout",

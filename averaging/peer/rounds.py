@@ -235,7 +235,7 @@ class Rounds:
         except AveragingError as error:
             return self._receipt(attempt, Outcome.FAILED, str(error))
         try:
-            result = attempt.result = await this_round.run(attempt.group_found + self._config.timeout)
+            result = attempt.result = await this_round.run(self._config.timeout)
             attempt.enter("adopting")
             matchmaking.move_on(group)
             reason = _why_failed(group, self._endpoint, result, topic.adopt)

@@ -127,8 +127,7 @@ class Simulation:
         for name, transport in self.transports.items():
             await transport.serve(OneRound(self.rounds[name], self.schema), None)
         began = asyncio.get_running_loop().time()
-        deadline = began + ROUND_SECONDS
-        tasks = {name: asyncio.create_task(round_.run(deadline)) for name, round_ in self.rounds.items()}
+        tasks = {name: asyncio.create_task(round_.run(ROUND_SECONDS)) for name, round_ in self.rounds.items()}
         disturbing = asyncio.ensure_future(disturb(tasks)) if disturb else None  # type: ignore[call-overload]
         ended = await asyncio.gather(*tasks.values(), return_exceptions=True)
         self.seconds = asyncio.get_running_loop().time() - began

@@ -17,7 +17,7 @@ from averaging.observe.receipts import DropCode
 from averaging.schema import Schema
 from averaging.transport import virtual_time
 from averaging.transport.virtual_time import VirtualTimeLoop
-from tests.simulation.rounds import Simulation
+from tests.simulation.rounds import PART_TIMEOUT, Simulation, nodes
 
 LOWER, UPPER = 0.2, 20.0
 USUAL = 5
@@ -107,7 +107,7 @@ class Silent:
 def dead_leader(simulation: Simulation) -> object:
     """The victim has led the group and died before one of its followers was told that it begins."""
 
-    async def never_begins(deadline: float) -> RoundResult:
+    async def never_begins(timeout: float) -> RoundResult:
         raise RoundError("it is not in the round")
 
     async def unknown(
@@ -318,6 +318,25 @@ def test_who_hears_nobody_at_all_waits_twice_as_long() -> None:
         assert all(lost.code is not DropCode.SILENT for lost in results[VICTIM].dropped), results[VICTIM].dropped
 
     virtual_time.run(main())
+
+
+@pytest.mark.parametrize("bytes_per_second", [100.0, 1e6])
+def test_a_round_has_the_time_that_its_bytes_take_on_slow_links_besides_its_timeout(
+    bytes_per_second: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.simulation.rounds.ROUND_SECONDS", 3.0)
+    monkeypatch.setattr("averaging.allreduce.round.SLOW_LINK", bytes_per_second)
+    simulation = Simulation(1, nodes(2), [(200,)], part_size_bytes=64)
+    simulation.slow_down("peer:2", 0.9 * PART_TIMEOUT)  # of its seven parts each
+    virtual_time.run(simulation.run())
+    dropped = [lost for result in simulation.results.values() for lost in result.dropped]
+    if bytes_per_second == 100.0:
+        assert dropped == []
+        assert simulation.seconds > 6 * 0.9 * PART_TIMEOUT
+    else:
+        (late,) = {lost.reason for lost in dropped if lost.code is DropCode.ROUND_DEADLINE}
+        assert "3.0 s = timeout + 0.0 s for its bytes at 10 Mbit/s" in late
+        assert simulation.seconds == pytest.approx(3.0, abs=0.1)
 
 
 def test_a_reducer_that_waits_for_a_newcomer_is_not_given_up() -> None:

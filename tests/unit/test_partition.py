@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.allreduce.partition import Part, packed_size, packed_sizes, partition, shares
+from averaging.allreduce.partition import Part, busiest_link, packed_size, packed_sizes, partition, shares
 from averaging.errors import ConfigError, RoundError
 from averaging.group import Member, Mode
 from averaging.messages import CompressionType
@@ -55,6 +55,14 @@ def test_in_proportion_if_two_or_one() -> None:
     assert fast == 3 * slow
     assert shares(group(100.0, 900.0, clients=[1]))[1] == 0
     assert shares(group(100.0))[0] > 0
+
+
+@given(st.lists(st.integers(0, 10), min_size=1, max_size=6).filter(any))
+def test_the_busiest_link_carries_what_its_member_sends_and_receives(proportions: list[int]) -> None:
+    total = sum(proportions)
+    # Each sends what others reduce and, as a reducer, what it has reduced to all others; with itself alone, its own.
+    sent = [(total - share) + (len(proportions) - 1) * share for share in proportions]
+    assert busiest_link(proportions, 840) == pytest.approx(840 * (max(sent) / total if len(sent) > 1 else 1))
 
 
 def test_by_hand() -> None:
