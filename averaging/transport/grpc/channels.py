@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass
 from urllib.parse import quote
 
 import grpc
@@ -19,32 +18,17 @@ from averaging.transport.grpc.dialling import Dialling
 from averaging.transport.grpc.options import UNUSED_SECONDS, Options
 from averaging.transport.grpc.security import call_metadata, channel_credentials
 
-Started = TypeVar("Started", bound=grpc.aio.Call)
-
 MAX_IDLE = 256
 """Channels kept open without a call in progress; beyond it the one unused for longest is closed."""
 
 
 @dataclass(slots=True, eq=False)
 class Line:
-    """A channel to one endpoint and the calls on it."""
+    """A channel to one endpoint, and how many calls are on it."""
 
     channel: grpc.aio.Channel
     users: int = 0
     unused_since: float = 0.0
-    calls: set[grpc.aio.Call] = field(default_factory=set)
-
-    def watch(self, call: Started) -> Started:
-        """Has `call` end when the channel is closed, of which older releases of grpcio make no point."""
-        self.calls.add(call)
-        call.add_done_callback(self.calls.discard)
-        return call
-
-    async def close(self) -> None:
-        """Ends the calls, and the connection with the last of their objects, for which gRPC keeps it."""
-        for call in list(self.calls):
-            call.cancel()
-        await self.channel.close()
 
 
 class Channels:
@@ -124,10 +108,10 @@ class Channels:
     async def _tidy(self) -> None:
         for line in [line for line in self._replaced if not line.users]:
             self._replaced.discard(line)
-            await line.close()
+            await line.channel.close()
         idle = [endpoint for endpoint, line in self._lines.items() if not line.users]
         for endpoint in idle[: max(0, len(idle) - self._max_idle)]:
-            await self._lines.pop(endpoint).close()
+            await self._lines.pop(endpoint).channel.close()
 
     async def close(self) -> None:
         """Closes all channels; calls in progress end."""
@@ -136,7 +120,7 @@ class Channels:
         self._lines.clear()
         self._replaced.clear()
         for line in lines:
-            await line.close()
+            await line.channel.close()
 
 
 def target(endpoint: str) -> str:

@@ -27,7 +27,7 @@ async def call_unary(channels: Channels, endpoint: str, method: Method[Request, 
     async with channels.call(endpoint) as line:
         start: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = line.channel.unary_unary(method.path)
         with calling(endpoint):
-            raw = await line.watch(start(method.encode_request(request), metadata=channels.metadata))
+            raw = await start(method.encode_request(request), metadata=channels.metadata)
         return read_reply(endpoint, method.read_reply, raw)
 
 
@@ -41,7 +41,7 @@ async def call_stream(
     """One request, with headers of its own besides those of every call, and many replies."""
     async with channels.call(endpoint) as line:
         start: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = line.channel.unary_stream(method.path)
-        call = line.watch(start(method.encode_request(request), metadata=(*channels.metadata, *headers)))
+        call = start(method.encode_request(request), metadata=(*channels.metadata, *headers))
         replies = aiter(call)
         try:
             while (raw := await _next(endpoint, call, replies)) is not None:
@@ -57,7 +57,7 @@ async def call_both_ways(
     """Many requests, many replies: `messages` go up in a task of their own, and are closed with the call."""
     async with channels.call(endpoint) as line:
         start: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = line.channel.stream_stream(method.path)
-        call = line.watch(start(metadata=channels.metadata))
+        call = start(metadata=channels.metadata)
         replies = aiter(call)
         upload = _Upload(call, method.encode_request, messages)
         try:
