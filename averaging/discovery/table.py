@@ -25,7 +25,6 @@ class Change(NamedTuple):
 
     key: str
     subkey: str
-    before: Record | None
     after: Record | None
 
 
@@ -204,7 +203,7 @@ class RecordTable:
             self._subkeys[subkey] -= 1
             if not self._subkeys[subkey]:
                 del self._subkeys[subkey]
-        return Change(key, subkey, before, after)
+        return Change(key, subkey, after)
 
 
 def _precedence(record: Record) -> tuple[int, bytes]:
