@@ -32,11 +32,6 @@ class ShardReducer:
         self._arrived: dict[int, float] = {}
         self._completed = 0
 
-    @property
-    def expected(self) -> set[str]:
-        """Senders that are neither dropped nor done."""
-        return {sender for sender, number in self._next.items() if number < len(self._sizes)}
-
     def add(self, sender: str, values: torch.Tensor) -> None:
         """Takes the next part of `sender`.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import replace
 
 from averaging.errors import SchemaMismatchError
 from averaging.group import Group, unpack_gather
@@ -110,5 +109,5 @@ class Search:
     def _decide(self, message: MessageFromLeader) -> None:
         for fate in self._fates.values():
             if not fate.done():
-                fate.set_result(replace(message))
+                fate.set_result(message)
         self._fates.clear()
