@@ -120,13 +120,6 @@ class GossipSwarm:
         host.leave.set()
         await host.task
 
-    async def stop_all(self) -> None:
-        """Has all peers leave at once."""
-        for host in self.hosts.values():
-            host.leave.set()
-        await asyncio.gather(*(host.task for host in self.hosts.values()))
-        self.hosts.clear()
-
     def simulate(self, main: Coroutine[Any, Any, None]) -> None:
         """Runs `main`, ends all peers, and checks that no service raised what it must not."""
 
