@@ -23,7 +23,7 @@ WITHOUT_REMEDY = frozenset(
 )
 """Reasons of the transport that do not say themselves what to do."""
 
-BEFORE = "before it began; nothing was written"
+BEFORE = " before it began; nothing was written"
 
 CHECK_ADDRESS = "check the address, and that a peer is up there"
 
@@ -98,19 +98,20 @@ def starting() -> Iterator[None]:
     except KeyboardInterrupt:
         # asyncio, which took care of signals, leaves Python's own handler behind.
         ended = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        raise _stopped(interrupted() or signal.SIGINT, "as it ended" if ended else BEFORE) from None
+        raise stopped(interrupted() or signal.SIGINT, " as it ended" if ended else BEFORE) from None
     except ImportError:
         if not (came := interrupted()):
             raise
         # C code that is imported makes an error of its own of it.
-        raise _stopped(came, BEFORE) from None
+        raise stopped(came, BEFORE) from None
     finally:
         for number in ours:
             signal.signal(number, DEFAULTS[number])
 
 
-def _stopped(number: int, when: str) -> Failure:
-    return Failure(f"stopped by {signal.Signals(number).name} {when}", SIGNALLED + number)
+def stopped(number: int, when: str) -> Failure:
+    """The end of a command that a signal ended early."""
+    return Failure(f"stopped by {signal.Signals(number).name}{when}", SIGNALLED + number)
 
 
 def write_line(line: str) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from averaging.cli.failures import SIGNALLED, WRONG_USAGE, Failure, Stopped, failure_of, starting
+from averaging.cli.failures import WRONG_USAGE, Failure, Stopped, failure_of, starting, stopped
 from averaging.cli.options import (
     PathToLookAt,
     address,
@@ -273,12 +273,11 @@ def _run(file: Path, output: Path | None, given: dict[str, Any], report: Report)
     session = _session(file, document, destination, given, report)
     try:
         signals.run(session.run)
-    except Stopped as stopped:
+    except Stopped as signal:
         if not given["serve"]:
             rounds = f"{session.rounds} of {words.counted(given['rounds'] or 1, 'round')}"
             written = f"wrote {session.output}" if session.output else "nothing was written"
-            message = f"stopped by {signals.name(stopped.number)} after {rounds}; {written}"
-            raise Failure(message, SIGNALLED + stopped.number) from None
+            raise stopped(signal.number, f" after {rounds}; {written}") from None
     if session.unwritten:
         raise Failure(session.unwritten)
     why_not = "no --output was given" if destination is None else "no round was done"

@@ -7,11 +7,9 @@ import signal
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from averaging.cli.failures import Stopped, interrupted
+from averaging.cli.failures import DEFAULTS, Stopped, interrupted
 
 T = TypeVar("T")
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stop:
@@ -35,11 +33,6 @@ class Stop:
             self._task.cancel()
 
 
-def name(number: int) -> str:
-    """`SIGINT` or `SIGTERM`."""
-    return signal.Signals(number).name
-
-
 def run(main: Callable[[Stop], Awaitable[T]]) -> T:
     """Runs `main` on an event loop of its own; it is cancelled by signals as `Stop` says.
 
@@ -56,7 +49,7 @@ async def _run(main: Callable[[Stop], Awaitable[T]]) -> T:
     if interrupted():
         raise KeyboardInterrupt
     stop, before = Stop(task), signal.getsignal(signal.SIGTERM)
-    for number in SIGNALS:
+    for number in DEFAULTS:
         loop.add_signal_handler(number, stop.request, number)
     try:
         return await main(stop)
@@ -65,6 +58,6 @@ async def _run(main: Callable[[Stop], Awaitable[T]]) -> T:
             raise
         raise Stopped(stop.number) from None
     finally:
-        for number in SIGNALS:
+        for number in DEFAULTS:
             loop.remove_signal_handler(number)
         signal.signal(signal.SIGTERM, before)  # asyncio leaves the default, with an exit code of its own

@@ -7,15 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from averaging.cli.failures import (
-    CHECK_ADDRESS,
-    SIGNALLED,
-    WITHOUT_REMEDY,
-    Failure,
-    Stopped,
-    failure_of,
-    starting,
-)
+from averaging.cli.failures import CHECK_ADDRESS, WITHOUT_REMEDY, Failure, Stopped, failure_of, starting, stopped
 from averaging.cli.options import PathToLookAt, address_to_dial, finite
 from averaging.cli.security import credentials_of, security_options
 
@@ -115,9 +107,8 @@ def _run(addresses: list[str], path: Path, given: dict[str, Any], report: Report
 
     try:
         state = signals.run(fetch)
-    except Stopped as stopped:
-        message = f"stopped by {signals.name(stopped.number)}; nothing was written"
-        raise Failure(message, SIGNALLED + stopped.number) from None
+    except Stopped as signal:
+        raise stopped(signal.number, "; nothing was written") from None
     nbytes = sum(tensor.nbytes for tensor in state.tensors.values())
     tensors = words.counted(len(state.tensors), "tensor")
     report.tell(
