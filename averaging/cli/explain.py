@@ -18,7 +18,7 @@ MAX_BAD_LINES = 5
 """More bad lines of a file are counted, not told."""
 
 
-@click.command("explain", context_settings={"max_content_width": 100})
+@click.command("explain")
 @click.argument(
     "files", nargs=-1, required=True, type=click.Path(path_type=Path, allow_dash=True), metavar="RECEIPTS.jsonl..."
 )

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 SECONDS = finite(above=0)
 
 
-@click.command("peer", context_settings={"max_content_width": 100})
+@click.command("peer")
 @click.argument("file", type=PathToLookAt(), metavar="FILE.safetensors")
 @click.option("--run-id", type=run_id, required=True, help="Peers with the same run average together; no dots.")
 @click.option(

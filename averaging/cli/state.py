@@ -25,7 +25,7 @@ VERSION_KEY, USER_KEY, PACKED_USER_KEY = "averaging.version", "averaging.user", 
 """Where the file's metadata holds the version, the user dict in JSON, or else in msgpack and base64."""
 
 
-@click.command("state", context_settings={"max_content_width": 100})
+@click.command("state")
 @click.argument("addresses", type=address_to_dial, nargs=-1, required=True, metavar="HOST:PORT...")
 @click.option("--output", type=PathToLookAt(), required=True, metavar="FILE.safetensors", help="Where to write it.")
 @click.option("--overwrite", is_flag=True, help="Replace --output if it exists.")

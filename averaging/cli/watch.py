@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MAX_MESSAGE_BYTES = 16 << 20
 
 
-@click.command("watch", context_settings={"max_content_width": 100})
+@click.command("watch")
 @click.argument("address", type=address_to_dial, metavar="HOST:PORT")
 @click.option(
     "--last",
