@@ -169,7 +169,7 @@ def next_group_bits(bits: str, group: Group, index: int, target_group_size: int)
     """
     digits = digits_per_round(target_group_size)
     places = random.Random(group.group_id).sample(range(target_group_size), len(group.members))
-    new = format(places[index], f"0{digits}b") if digits else ""
+    new = format(places[index], f"0{digits}b")
     return (bits + new)[-len(bits) :] if bits else ""
 
 

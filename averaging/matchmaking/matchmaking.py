@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Container
 from averaging.deadlines.learned import VERDICT_SECONDS, Deadlines
 from averaging.discovery.base import Discovery
 from averaging.errors import AveragingError
-from averaging.group import Group, Mode, digits_per_round, group_key, next_group_bits, unpack_gather
+from averaging.group import Group, Mode, group_key, next_group_bits, unpack_gather
 from averaging.matchmaking import rules
 from averaging.matchmaking.asking import Asking
 from averaging.matchmaking.conduct import Conduct
@@ -165,7 +165,7 @@ class Matchmaking:
     def move_on(self, group: Group) -> None:
         """After a round: takes the group bits that this peer's place in the group gives."""
         place = group.index(self._endpoint)
-        if len(group.members) <= self._group_size and digits_per_round(self._group_size):
+        if len(group.members) <= self._group_size:
             self.group_bits = next_group_bits(self.group_bits, group, place, self._group_size)
 
     async def assembling(self) -> None:
