@@ -15,13 +15,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any
 
 import torch
 
 from averaging import Peer, Receipt
-from averaging.discovery.base import DiscoveryContext
+from averaging.discovery.base import Discovery
 from averaging.discovery.memory import MemoryDiscovery, MemoryRegistry
 from averaging.discovery.records import Limits
 from averaging.discovery.settings import GossipSettings
@@ -66,7 +66,7 @@ async def matchmaking(peers: int, group_size: int, rounds: int, *, gossip: bool,
     registry = MemoryRegistry(clock=virtual_time.clock, delay=SHARED_DELAY, rng=rng, limits=Limits(records=1 << 20))
     real, before = time.perf_counter(), resident_bytes()
 
-    def discovery(endpoint: str, transport: Transport) -> DiscoveryContext:
+    def discovery(endpoint: str, transport: Transport) -> AbstractAsyncContextManager[Discovery]:
         if not gossip:
             return MemoryDiscovery(registry)
         return simulated(RUN, endpoint, transport, rng, GossipSettings(leave_timeout=0.001))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -69,7 +68,3 @@ class Discovery(Protocol):
         A peer that has given no sign of life for long may be left out sooner.
         """
         ...
-
-
-DiscoveryContext = AbstractAsyncContextManager[Discovery]
-"""A discovery that has not been entered yet."""

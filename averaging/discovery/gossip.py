@@ -252,21 +252,16 @@ class GossipDiscovery:
         except TimeoutError:
             logger.debug("%s left before all others had taken notice", self._endpoint)
         finally:
-            await self._stop(kind, error, traceback)
-
-    async def _stop(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._leaving = self._left = True
-        self._board.close()
-        self._followers.end()
-        for task in list(self._tasks):
-            task.cancel()
-        # Of the body's errors only a cancellation is the group's business: it may have caused it.
-        if isinstance(error, asyncio.CancelledError):
-            await self._group.__aexit__(kind, error, traceback)
-        else:
-            await self._group.__aexit__(None, None, None)
+            self._left = True
+            self._board.close()
+            self._followers.end()
+            for task in list(self._tasks):
+                task.cancel()
+            # Of the body's errors only a cancellation is the group's business: it may have caused it.
+            if isinstance(error, asyncio.CancelledError):
+                await self._group.__aexit__(kind, error, traceback)
+            else:
+                await self._group.__aexit__(None, None, None)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._group.create_task(work)
