@@ -6,7 +6,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Self, Unpack
 
 import torch
@@ -203,14 +203,12 @@ class Peer:
         """Who this peer is and what it is doing; the same that the status service tells."""
         return self._entered.service.get_status()
 
-    @contextmanager
-    def tensors(self) -> Iterator[list[torch.Tensor]]:
+    def tensors(self) -> AbstractContextManager[list[torch.Tensor]]:
         """The tensors, locked: no round writes them and no state is copied meanwhile.
 
         For any thread; it blocks. Do not wait for `average` or `download_state` inside.
         """
-        with self._tensors.locked() as tensors:
-            yield tensors
+        return self._tensors.locked()
 
     @contextmanager
     def replacing(self) -> Iterator[list[torch.Tensor]]:

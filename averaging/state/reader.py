@@ -134,6 +134,7 @@ class StateReader:
         at_least: refuses a state of a version below that.
 
     Attributes:
+        started: whether the metadata has come.
         version: of the state, as announced.
         nbytes: of all tensors, as announced; 0 before the first message.
         received: bytes of tensors so far, with those that were left out.
@@ -166,17 +167,12 @@ class StateReader:
         self._announced: tuple[Described, ...] = ()
         self._done: list[torch.Tensor] = []
         self._filling: _Filling | None = None
-        self._started = False
-
-    @property
-    def started(self) -> bool:
-        """Whether the metadata has come."""
-        return self._started
+        self.started = False
 
     @property
     def whole(self) -> bool:
         """Whether all that was announced is there and verified."""
-        return self._started and self._filling is None and len(self._done) == len(self._announced)
+        return self.started and self._filling is None and len(self._done) == len(self._announced)
 
     @property
     def count(self) -> int:
@@ -202,8 +198,8 @@ class StateReader:
 
     def feed(self, message: DownloadData) -> None:
         """Takes the next message of the stream."""
-        if not self._started:
-            self._started = True
+        if not self.started:
+            self.started = True
             self._read_metadata(message.metadata)
         if (wire := message.tensor_part) is None:
             return
@@ -213,7 +209,7 @@ class StateReader:
 
     def finish(self) -> State:
         """The whole state, once the stream has ended."""
-        if not self._started:
+        if not self.started:
             raise StateError("it shares no state")
         if not self.whole:
             raise StateError(f"its stream ended after {len(self._done)} of {len(self._announced)} tensors")
