@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
-from averaging.addresses import parse_address
+from averaging.addresses import is_loopback, parse_address
 from averaging.group import CLIENT_PREFIX
 from averaging.observe.plain import counted as counted
 from averaging.observe.plain import listed
@@ -28,9 +28,11 @@ def ready(endpoint: str, run_id: str, schema: Schema, join_command: Sequence[str
     )
     if endpoint.startswith(CLIENT_PREFIX):
         return f"{first}\nothers cannot join through it: it is a client"
-    local = parse_address(endpoint)[0] in ("127.0.0.1", "localhost", "[::1]")
-    where = "in another terminal of this machine (for other machines, --listen on an address they reach)"
-    return f"{first}\njoin it {where if local else 'from anywhere'}:\n  {shlex.join(join_command)}"
+    if is_loopback(parse_address(endpoint)[0]):
+        where = "in another terminal of this machine (for other machines, --listen on an address they reach)"
+    else:
+        where = "with --listen on an address that others reach, or with --client-mode"
+    return f"{first}\njoin it {where}:\n  {shlex.join(join_command)}"
 
 
 def looking(name: str, known: int) -> str:

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Any
 
 import grpc
 import pytest
@@ -31,6 +32,13 @@ pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 
 def transport(listen: str | None, advertise: str | None = None) -> GrpcTransport:
     return GrpcTransport(listen, advertise, max_message_bytes=MAX_MESSAGE_BYTES, credentials=Credentials(insecure=True))
+
+
+class Taken:
+    """A server that takes no port."""
+
+    def __init__(self, *_: object) -> None:
+        self.port = 4222
 
 
 async def bound(listen: str | None, advertise: str | None = None) -> str:
@@ -60,6 +68,47 @@ async def test_the_endpoint_has_the_port_that_was_taken(listen: str, advertise: 
 @pytest.mark.asyncio
 async def test_an_advertised_port_is_kept() -> None:
     assert await bound("127.0.0.1:0", "[2001:db8::7]:4222") == "[2001:db8::7]:4222"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("listen", "advertise", "join", "words"),
+    [
+        ("127.0.0.1:0", None, ["192.0.2.7:4222"], "and 192.0.2.7:4222 is on none"),
+        ("here.example.org:0", None, ["192.0.2.7:4222"], "here.example.org is 127.0.0.1 here, where only peers on"),
+        ("here.example.org:0", None, [], "here.example.org is 127.0.0.1 here, where only peers on loopback addresses"),
+        ("127.0.0.1:0", None, [], None),
+        ("127.0.0.1:0", None, ["192.0.2.7:4222", "[::1]:4222"], None),
+        ("127.0.0.1:0", None, ["here.example.org:4222"], None),
+        ("localhost:0", None, ["localhost:4222"], None),
+        ("127.0.0.1:0", "192.0.2.8:4222", ["192.0.2.7:4222"], None),
+        ("0.0.0.0:0", "here.example.org:0", ["192.0.2.7:4222"], None),
+    ],
+)
+async def test_a_peer_on_loopback_is_told_that_others_will_not_call_it(
+    listen: str,
+    advertise: str | None,
+    join: list[str],
+    words: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loop = asyncio.get_running_loop()
+    look_up = loop.getaddrinfo
+
+    async def found(host: str, port: int | None, **more: Any) -> object:
+        # A name that stands in /etc/hosts for the machine itself, as many systems have it.
+        return await look_up("127.0.0.1" if host == "here.example.org" else host, port, **more)
+
+    monkeypatch.setattr(loop, "getaddrinfo", found)
+    one = GrpcTransport(
+        listen, advertise, max_message_bytes=MAX_MESSAGE_BYTES, credentials=Credentials(insecure=True), given=join
+    )
+    # Name and port of this machine's are gRPC's business.
+    monkeypatch.setattr("averaging.transport.grpc.transport.Server", Taken)
+    await one.bind()
+    assert [record.getMessage() for record in caplog.records if words is None] == []
+    assert words is None or words in caplog.text
 
 
 @pytest.mark.asyncio

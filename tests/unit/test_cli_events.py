@@ -155,7 +155,10 @@ def test_the_command_that_joins_can_be_pasted() -> None:
     lines = words.ready(ME, "demo", SCHEMA, command).splitlines()
     assert shlex.split(lines[-1]) == command
     assert "this machine" in lines[1]
-    assert "this machine" not in words.ready("192.0.2.7:1", "demo", SCHEMA, command)
+    assert "this machine" in words.ready("127.0.1.1:1", "demo", SCHEMA, command)
+    elsewhere = words.ready("192.0.2.7:1", "demo", SCHEMA, command)
+    assert "this machine" not in elsewhere
+    assert "with --listen on an address that others reach, or with --client-mode:" in elsewhere
     assert "--join" not in words.ready("client::7", "demo", SCHEMA, command)
 
 

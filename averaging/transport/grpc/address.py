@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import socket
+from collections.abc import Sequence
 
 from averaging.addresses import is_loopback, parse_address, parse_ip
 from averaging.errors import ConfigError, ListenError
+from averaging.transport.grpc.dialling import resolve
+
+logger = logging.getLogger("averaging.transport")
 
 _REMEDIES = {
     errno.EADDRINUSE: "the port is taken; end the program that holds it, or choose another port (0 takes a free one)",
@@ -57,6 +62,29 @@ async def check_listen(address: str, advertise: str | None, *, exposed: bool = T
         number = errno.EADDRINUSE if taken else failure.errno
         reason = _REMEDIES.get(number or 0, f"{failure.strerror}; choose another address")
         raise ListenError(f"cannot listen on {address}: {reason}")
+
+
+async def warn_of_loopback(listen: str, join: Sequence[str]) -> None:
+    """Says so if this peer, which advertises no other address, listens where those whom it joins never call it.
+
+    Of somebody who joins nobody that can be said only if it listens under a name: many machines have their own as a
+    loopback address in /etc/hosts.
+    """
+    host = parse_address(listen)[0]
+    own = await resolve(host) or (host,)
+    if not all(map(is_loopback, own)):
+        return
+    places = [parse_address(endpoint)[0] for endpoint in join]
+    found = await asyncio.gather(*map(resolve, places))
+    there = [address for place, addresses in zip(places, found, strict=True) for address in (addresses or (place,))]
+    if any(map(is_loopback, (*places, *there))) or (is_loopback(host) and not join):
+        return
+    logger.warning(
+        "this peer listens on %s%s, where only peers on loopback addresses call it%s. Listen on an address that others "
+        "reach, advertise one that leads here, or take part in client mode, which needs none",
+        *(listen, "" if is_loopback(host) else f", and {host} is {own[0]} here"),
+        f", and {', '.join(join)} {'is' if len(join) == 1 else 'are'} on none" if join else "",
+    )
 
 
 def _is_wildcard(host: str) -> bool:

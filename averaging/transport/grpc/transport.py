@@ -26,7 +26,7 @@ from averaging.schema import Schema
 from averaging.security.credentials import Credentials
 from averaging.transport.base import AveragingService, GossipService
 from averaging.transport.grpc import headers, methods
-from averaging.transport.grpc.address import check_listen, endpoint_of
+from averaging.transport.grpc.address import check_listen, endpoint_of, warn_of_loopback
 from averaging.transport.grpc.channels import Channels
 from averaging.transport.grpc.client import call_both_ways, call_stream, call_unary
 from averaging.transport.grpc.dialling import Dialling, is_on_loopback
@@ -66,6 +66,7 @@ class GrpcTransport:
                 parse_address(address)
         self._listen = listen
         self._advertise = advertise
+        self._given = given
         self._max_message_bytes = max_message_bytes
         self._server: Server | None = None
         self._credentials = credentials or Credentials()
@@ -88,6 +89,8 @@ class GrpcTransport:
             return f"{CLIENT_PREFIX}{uuid.uuid4()}"
         tls = self._credentials.tls
         await check_listen(self._listen, self._advertise, exposed=tls is not None or self._credentials.insecure)
+        if self._advertise is None:
+            await warn_of_loopback(self._listen, self._given)
         hosts = {parse_address(address)[0] for address in (self._listen, self._advertise) if address}
         if tls is not None:
             tls.check_stands_for(parse_address(self._advertise or self._listen)[0])
