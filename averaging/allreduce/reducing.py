@@ -121,8 +121,10 @@ class Reducing:
 
     def drop_unfinished(self, reason: str) -> None:
         """Gives up every sender that is not done."""
-        for name in self._senders:
-            self._drop(Dropped(name, reason, DropCode.ROUND_DEADLINE))
+        for name, sender in self._senders.items():
+            after = "" if sender.opened else self._before_opening(name)
+            told = f"{reason}, after {after}" if after else reason
+            self._drop(Dropped(name, told, DropCode.ROUND_DEADLINE))
 
     def close(self, code: MessageCode) -> None:
         """The round is over: streams still open, and those that come yet, are answered with `code`."""
@@ -211,12 +213,15 @@ class Reducing:
     def _overdue(self, name: str, phase: Phase, deed: str) -> Overdue:
         def overdue(waited: float, deadline: Deadline) -> None:
             self._watch.missed(name, phase)
-            answering = phase is Phase.OPENING and self._tally.has_heard(name)
-            # As of a peer behind a firewall, to which nobody else's receipt says so.
-            after = f"answering this peer all the same; can it reach {self._me.endpoint}?" if answering else ""
+            after = self._before_opening(name) if phase is Phase.OPENING else ""
             self._drop(Dropped.overdue(name, deed, waited, deadline.seconds, deadline.basis, after=after))
 
         return overdue
+
+    def _before_opening(self, name: str) -> str:
+        """What a sender without a stream has done; a peer behind a firewall learns from nobody else's receipt."""
+        answering = self._tally.has_heard(name)
+        return f"answering this peer all the same; can it reach {self._me.endpoint}?" if answering else ""
 
     def _take_part(self, name: str, sender: _Sender, number: int, message: AveragingData) -> None:
         if message.code in (MessageCode.CANCELLED, MessageCode.INTERNAL_ERROR):

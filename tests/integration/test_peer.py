@@ -123,9 +123,14 @@ async def test_clients_and_auxiliaries_in_all_mixes(clients: int, auxiliaries: i
 
 
 @pytest.mark.asyncio
-async def test_a_peer_that_others_cannot_dial_is_told_so_as_well_as_they() -> None:
+@pytest.mark.parametrize(
+    ("deadline", "words"), [({"part_timeout": 1.0}, "sent nothing"), ({"timeout": 5.0}, "the round's deadline")]
+)
+async def test_a_peer_that_others_cannot_dial_is_told_so_as_well_as_they(
+    deadline: dict[str, float], words: str
+) -> None:
     async with AsyncExitStack() as stack:
-        options: dict[str, Any] = {"group_size": 2, "part_size_bytes": 1024, "part_timeout": 1.0}
+        options: dict[str, Any] = {"group_size": 2, "part_size_bytes": 1024, **deadline}
         founder = await enter(stack, {"w": torch.zeros(1000)}, **options)
         hidden = await enter(
             stack, {"w": torch.ones(1000)}, join=[founder.endpoint], advertise="127.0.0.1:1", insecure=True, **options
@@ -138,7 +143,7 @@ async def test_a_peer_that_others_cannot_dial_is_told_so_as_well_as_they() -> No
         [lost] = by_founder.dropped
         assert lost.reason.startswith("connection refused")
         [lost] = by_hidden.dropped
-        assert lost.reason.startswith("sent nothing")
+        assert lost.reason.startswith(words)
         assert lost.reason.endswith("can it reach 127.0.0.1:1?")
 
 
