@@ -104,6 +104,7 @@ class GossipDiscovery:
         self._upkeep = Upkeep(
             transport, self._members, self._exchange, self._take, settings, clock, rng, on_answer=self._reach.answered
         )
+        self._joins_itself = endpoint in join
         self._joining = Joining(self._members.seeds, self._exchange.compare, settings, rng)
         self._group = asyncio.TaskGroup()
         self._tasks: dict[asyncio.Task[None], None] = {}
@@ -231,6 +232,8 @@ class GossipDiscovery:
                 self._spawn(self._upkeep.exchange())
                 self._spawn(self._upkeep.look_for_missing())
                 self._spawn(self._show_life())
+                if self._joins_itself:
+                    self._spawn(self._joining.look_for_namesake(self._endpoint))
         except BaseException as error:
             # In order: a seed may have this peer's presence already, and would have it for long.
             await self.__aexit__(type(error), error, error.__traceback__)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from averaging.discovery.settings import CALL_FAILURES, GossipSettings
 from averaging.errors import NoSeedAnsweredError, TransportError
+
+logger = logging.getLogger(__name__)
 
 SAME_NAME = "it has the name of the peer that asks"
 """What a peer answers that is asked in its own name: by itself, under another address, or by one that took its name."""
@@ -61,6 +64,26 @@ class Joining:
                 await answered.wait()
         except TimeoutError:
             raise NoSeedAnsweredError(self._reasons, timeout) from None
+
+    async def look_for_namesake(self, endpoint: str) -> None:
+        """Asks at this peer's own endpoint, which it was told to join, until somebody answers: it should be itself.
+
+        Two peers that were told the same address by mistake would else be alone, each as the first of its run. Many a
+        router leads nobody back to where he came from, so that it need not be answered.
+        """
+        while True:
+            try:
+                await self._ask(endpoint)
+            except CALL_FAILURES as error:
+                if str(error).endswith(SAME_NAME):
+                    break
+            await asyncio.sleep(self._settings.retry_interval * self._rng.uniform(0.5, 1.5))
+        if not self._has_asked_itself:
+            logger.warning(
+                "this peer is to join %s, its own address, and another peer answers there: two peers have the same "
+                "address. Let each advertise one of its own",
+                endpoint,
+            )
 
     async def _ask_until(self, seed: str, deadline: float, answered: asyncio.Event) -> None:
         """Asks one seed until it answers or the time is over."""

@@ -509,6 +509,21 @@ async def test_who_reaches_only_itself_under_another_name_has_joined_nobody() ->
 
 
 @pytest.mark.asyncio
+async def test_who_has_the_address_of_another_and_joins_it_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    warned: asyncio.Queue[str] = asyncio.Queue()
+    monkeypatch.setattr(
+        "averaging.discovery.joining.logger.warning", lambda words, *given: warned.put_nowait(words % given)
+    )
+    own = f"127.0.0.1:{free_port()}"
+    async with AsyncExitStack() as stack:
+        await enter(stack, {"w": torch.zeros(1)}, listen=own, join=[own])  # the first of a list, say
+        await enter(stack, {"w": torch.zeros(1)}, advertise=own, join=[own])
+        async with asyncio.timeout(60):
+            assert f"is to join {own}, its own address, and another peer answers there" in await warned.get()
+        assert warned.empty()
+
+
+@pytest.mark.asyncio
 async def test_another_run_is_not_joined() -> None:
     async with AsyncExitStack() as stack:
         first = await enter(stack, {"w": torch.zeros(1)}, run_id="one")
