@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import time
@@ -151,6 +152,16 @@ async def test_an_address_that_cannot_be_had(listen: str, words: str, capfd: pyt
     with pytest.raises(ListenError, match=f"cannot listen on {listen}: {words}"):
         await bound(listen)
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.asyncio
+async def test_a_link_local_address_needs_its_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> OSError:
+        return OSError(errno.EINVAL, "Invalid argument")  # as Linux does, where it has IPv6
+
+    monkeypatch.setattr("averaging.transport.grpc.address._try_to_bind", refuse)
+    with pytest.raises(ListenError, match=r"a link-local one needs its interface, as in \[fe80::7%eth0\]:4222"):
+        await bound("[fe80::7]:4222")
 
 
 @pytest.mark.asyncio

@@ -48,3 +48,23 @@ def test_a_server_that_wants_fewer_pings_is_told_as_one(details: str) -> None:
     error = error_of_call("127.0.0.1:1", failure)
     assert isinstance(error, PeerUnreachableError)
     assert str(error) == "127.0.0.1:1: connection lost (its server must allow a ping every 20 s)"
+
+
+@pytest.mark.parametrize(
+    ("details", "told"),
+    [
+        ("INTERNAL: ipv4:127.0.0.1:1: socket: Too many open files", "raise its limit (ulimit -n)"),
+        ("UNKNOWN: ipv6:%5B::1%5D:1: socket: Address family not supported by protocol (97)", "speaks no IPv6"),
+        ("UNKNOWN: ipv4:127.0.0.1:1: connect: Cannot assign requested address (99)", "to call from"),
+        ("UNKNOWN: ipv6:%5Bfe80::1%5D:1: connect: Invalid argument (22)", "needs its interface, as in [fe80::7%eth0]"),
+        ("UNKNOWN: ipv4:127.0.0.1:1: connect: Permission denied (13)", "rules of this machine forbid"),
+        ("UNKNOWN: ipv4:127.0.0.1:1: connect: Operation not permitted (1)", "rules of this machine forbid"),
+    ],
+)
+def test_what_keeps_this_machine_from_dialling_is_told(details: str, told: str) -> None:
+    failure = grpc.aio.AioRpcError(
+        grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), details=DIALLING + details
+    )
+    error = error_of_call("127.0.0.1:1", failure)
+    assert isinstance(error, PeerUnreachableError)
+    assert told in error.reason

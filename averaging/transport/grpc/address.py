@@ -18,6 +18,7 @@ _REMEDIES = {
     errno.EADDRINUSE: "the port is taken; end the program that holds it, or choose another port (0 takes a free one)",
     errno.EADDRNOTAVAIL: "this machine has no such address; listen on one that it has, or on 0.0.0.0 with `advertise`",
     errno.EACCES: "this user may not take that port; choose one above 1023",
+    errno.EINVAL: "the system takes no such address; a link-local one needs its interface, as in [fe80::7%eth0]:4222",
     errno.EAFNOSUPPORT: "this machine does not speak that address family",
 }
 

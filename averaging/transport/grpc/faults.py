@@ -91,6 +91,16 @@ _REASONS = (
     ("network is unreachable", "network unreachable"),
     ("failed parsing http/2", "what answers there is not a peer"),
     ("with status: ", "what answers there is not a peer"),
+    # What keeps this machine from dialling.
+    ("too many open files", "this process may open no more files: raise its limit (ulimit -n)"),
+    ("address family not supported", "this machine speaks no IPv6: it needs an IPv4 address or a name that has one"),
+    ("cannot assign requested address", "this machine has no address or port left to call from"),
+    (
+        "connect: invalid argument",
+        "the system takes no such address (a link-local one needs its interface, as in [fe80::7%eth0]:4222)",
+    ),
+    ("connect: permission denied", "the rules of this machine forbid the connection"),
+    ("connect: operation not permitted", "the rules of this machine forbid the connection"),
     ("cancelling all calls", "it ended the call"),
 )
 """Words of gRPC's in an error, the first that is found, and the reason told for it."""
