@@ -263,4 +263,5 @@ class Matchmaking:
         now = self._clock()
         excluded = self._conduct.excluded(now)
         told = [f"{name} for another {excluded[name] - now:.0f} s" for name in sorted(search.seen & excluded.keys())]
-        return f"; left out because they broke the protocol: {', '.join(told)}" if told else ""
+        why = "they broke the protocol or gave an address that is not dialled"
+        return f"; left out because {why}: {', '.join(told)}" if told else ""
