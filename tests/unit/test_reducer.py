@@ -136,6 +136,24 @@ def test_weights_of_any_size_spoil_nothing(
     assert result.item() == pytest.approx(float(expected), rel=1e-5)
 
 
+@pytest.mark.parametrize("senders", [0, 1, 2])
+@pytest.mark.parametrize("with_local", [False, True])
+def test_an_average_is_made_in_memory_of_its_own(senders: int, with_local: bool) -> None:
+    """What was sent is decoded for others too, and what this member gives itself are its tensors."""
+    weights = {f"s{number}": 1.0 + number for number in range(senders)}
+    reducer = ShardReducer([2], weights)
+    contributed = [torch.tensor([5.0, float(number)]) for number in range(senders + with_local)]
+    before = [one.clone() for one in contributed]
+    for name, values in zip(weights, contributed, strict=False):
+        reducer.add(name, values)
+    assert list(reducer.take_complete()) == [0]
+    result = reducer.finish(0, contributed[-1] if with_local else None, 2.0)
+    assert [one.tolist() for one in contributed] == [one.tolist() for one in before]
+    if contributed:
+        assert result is not None
+        assert result.data_ptr() not in [one.data_ptr() for one in contributed]
+
+
 def test_float64_keeps_its_precision() -> None:
     reducer = ShardReducer([1], {"a": 1.0, "b": 1.0})
     for name, value in (("a", 1.0), ("b", 1.0 + 2**-50)):
