@@ -80,14 +80,25 @@ def test_the_earliest_is_asked_first_and_never_a_later_one() -> None:
     refused["b:1"] = Attempt(NOW + 5, 1, NOW + 0.5)
     assert rules.next_to_ask(own, entries, refused, NOW) == (None, NOW + 0.5)
     assert rules.next_to_ask(own, entries, refused, NOW + 0.5)[0] == Declaration(NOW + 5, "b:1")
+    for earlier, later in ((0.5, 0.7), (0.7, 0.5)):  # whoever of two may be asked again first, it is looked then
+        refused = {"y:1": Attempt(NOW + 4, 1, NOW + earlier), "b:1": Attempt(NOW + 5, 1, NOW + later)}
+        assert rules.next_to_ask(own, entries, refused, NOW) == (None, NOW + 0.5)
 
 
 def test_who_does_not_look_or_has_expired_is_not_asked() -> None:
     own = Declaration(NOW + 5, "m:1")
-    entries = looking((NOW - 4, "old:1"))
+    entries = looking((NOW - 3.1, "old:1"))
     entries["busy:1"] = Entry(rules.pack_looking(False), NOW + 1)
     entries["odd:1"] = Entry(b"\xc1", NOW + 1)
     assert rules.next_to_ask(own, entries, {}, NOW) == (None, None)
+    entries["late:1"] = Entry(rules.pack_looking(True), NOW - 2.9)  # its clock may be behind
+    assert rules.next_to_ask(own, entries, {}, NOW)[0] == Declaration(NOW - 2.9, "late:1")
+
+
+def test_who_is_left_out_or_cannot_be_called_is_not_asked() -> None:
+    own = Declaration(NOW + 5, "m:1")
+    entries = looking((NOW + 1, "bad:1"), (NOW + 2, "client::7"), (NOW + 3, "nonsense"), (NOW + 4, "good:1"))
+    assert rules.next_to_ask(own, entries, {}, NOW, {"bad:1"})[0] == Declaration(NOW + 4, "good:1")
 
 
 def test_a_new_declaration_is_asked_again_at_once_unless_its_tensors_differ() -> None:
