@@ -64,6 +64,7 @@ def test_the_lag_is_the_time_in_which_all_others_were_done_or_far_ahead(
         ({"b": 0.05}, {"b": 0.06, "c": 0.01}, {}, 0.06, (), None),  # too short to be noticed
         ({"b": 1.0}, {"b": 9.0, "c": 8.0}, {}, 9.0, (), None),  # little of the whole
         ({}, {"b": 3.0}, {"b": 0.3}, 3.0, (), Straggler("b", 2.7, "parts")),  # two peers
+        ({}, {"b": 3.0}, {"b": 0.3}, 3.0, ("b",), None),  # it is named already
         ({}, {"b": 0.3}, {"b": 3.0}, 3.0, (), None),  # two peers, and the slow one may be this one
         ({}, {"b": 3.0}, {}, 3.0, (), None),  # one client: nothing to compare it with
         ({}, {}, {"a": 0.5, "b": 0.6, "c": 3.1}, 3.1, (), Straggler("c", 2.5, "averages")),
