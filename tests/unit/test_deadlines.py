@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.deadlines.fair_clock import FairClock
+from averaging.deadlines.fair_clock import FairClock, interval_of
 from averaging.deadlines.learned import ENOUGH_WAITS, LIFETIME, MAX_WAITS, Deadline, Deadlines, Phase, size_class
 
 waits = st.lists(st.floats(0, 1e4), min_size=ENOUGH_WAITS, max_size=3 * MAX_WAITS)
@@ -166,6 +166,15 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(learned) == 10
 
 
+def test_who_was_not_met_for_longest_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("averaging.deadlines.learned.MAX_KNOWN", 2)
+    learned = after([0.1] * 5)
+    for number in range(3):
+        learned.missed(f"new:{number}", Phase.PART, 3, 10.0)
+        learned.saw("a:1", Phase.PART, 3, 0.1, 10.0)
+    assert of(learned).seconds == 1.0
+
+
 def test_who_was_not_met_for_long_is_forgotten() -> None:
     learned = after([0.1] * 5)
     learned.missed("b:1", Phase.PART, 3, 4.0 + LIFETIME)
@@ -202,6 +211,11 @@ def test_the_clock_never_goes_back_nor_faster_than_time(taken: list[tuple[float,
         assert after_tick == pytest.approx(fair + counted, abs=1e-6)
         assert ahead >= after_tick
         fair = after_tick
+
+
+@pytest.mark.parametrize(("shortest", "interval"), [(0.4, 0.05), (2.0, 0.25), (60.0, 0.25)])
+def test_the_clock_is_looked_at_several_times_in_the_shortest_deadline(shortest: float, interval: float) -> None:
+    assert interval_of(shortest) == pytest.approx(interval)
 
 
 def test_a_stop_of_a_minute_counts_as_one_interval() -> None:
