@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from averaging.allreduce import pace
-from averaging.allreduce.pace import LEAST_PARTS, PATIENCE_SECONDS, Pace, bytes_ahead, reach
+from averaging.allreduce.pace import AHEAD_BYTES, LEAST_PARTS, PATIENCE_SECONDS, Pace, bytes_ahead, reach
 from averaging.group import Member
 from averaging.messages import AveragingData
 from averaging.transport import memory, virtual_time
@@ -163,7 +163,7 @@ def test_small_parts_do_not_wait_for_each_other() -> None:
     ],
 )
 def test_bytes_ahead(monkeypatch: pytest.MonkeyPatch, part_bytes: int, reducers: int, expected: int) -> None:
-    monkeypatch.setattr(pace, "AHEAD_BYTES", 8 * MIB)
+    monkeypatch.setattr(pace, "AHEAD_BYTES", AHEAD_BYTES)  # as it was before the fixture
     assert bytes_ahead(part_bytes, reducers) == expected
 
 
