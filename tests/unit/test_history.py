@@ -65,7 +65,8 @@ def test_members_of_one_group_have_one_history_and_others_another() -> None:
 
 
 def test_those_with_the_same_history_step_together() -> None:
-    others = look_around(A, told(x=(A, 5.0), y=(A, 7.0), z=(B, 100.0), w=(History(2), 50.0)))
+    peers = told(x=(A, 5.0), y=(A, 7.0), z=(B, 100.0), w=(History(2), 50.0)) | {"odd": b"\xc1"}
+    others = look_around(A, peers)
     assert others.samples == 12.0
     assert others.coming == 6.0
     assert others.together == ("x", "y")
@@ -79,6 +80,8 @@ def test_a_partner_whose_word_is_old_is_waited_for_and_a_stranger_is_not() -> No
     assert others.together == ("partner",)
     assert (others.samples, others.coming) == (0.0, 0.0)  # those it tells were for an earlier step
     assert others.ahead == ()
+    gone_on = look_around(A, told(partner=(History(4, 3.0, "cc"), 9.0)), {"partner"})
+    assert (gone_on.together, gone_on.ahead) == ((), ("partner",))
 
 
 def test_more_steps_count_more_than_more_samples() -> None:
@@ -98,6 +101,7 @@ def test_nobody_catches_up_with_a_client_and_a_client_gives_way() -> None:
     node = told(**{"192.0.2.1:1": (A, 0.0)})
     assert look_around(B, node, is_client=True).ahead == ("192.0.2.1:1",)
     assert look_around(B, node).ahead == ()
+    assert look_around(A, node, is_client=True).ahead == ()  # it has what they have
     # The nodes may be about to finish the same step.
     assert look_around(B, told(**{"192.0.2.1:1": (History(2), 0.0)}), is_client=True).ahead == ()
 
