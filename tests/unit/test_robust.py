@@ -149,12 +149,24 @@ def test_the_reducer_takes_who_delivered_and_forgets_the_part(rule: str) -> None
         reducer.add(name, torch.full((2,), value, dtype=torch.float16))
     reducer.drop("b")
     assert list(reducer.take_complete()) == [0]
-    assert torch.tensor([2.0, 2.0]).equal(reducer.finish(0, torch.tensor([2.0, 2.0]), 1.0))  # type: ignore[arg-type]
+    local = torch.tensor([9.0, 5.0])
+    expected = aggregate(parse_aggregation(rule), [torch.full((2,), 1.0), torch.full((2,), 3.0), local], [1.0] * 3)
+    assert expected.tolist() != [2.0, 2.0]  # as it were without this member's own
+    assert expected.equal(reducer.finish(0, local, 1.0))  # type: ignore[arg-type]
     assert reducer.finish(0, None, 0.0) is None
     for name in ("a", "c"):
         reducer.add(name, torch.full((2,), 7.0))
     assert list(reducer.take_complete()) == [1]
     assert torch.tensor([7.0, 7.0]).equal(reducer.finish(1, None, 0.0))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_float64_keeps_its_precision(rule: str) -> None:
+    reducer = reducer_for(parse_aggregation(rule), [1], {"a": 1.0})
+    reducer.add("a", torch.tensor([1.0 + 2**-50], dtype=torch.float64))
+    result = reducer.finish(0, None, 0.0)
+    assert result is not None
+    assert result.item() == 1.0 + 2**-50
 
 
 def test_the_mean_stays_a_sum() -> None:
