@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from averaging.errors import StateError
 from averaging.strategies.history import History, Progress, look_around
-from averaging.strategies.together import gathered_samples
+from averaging.strategies.together import MAX_SAMPLES, _check_history, gathered_samples
 
 A, B = History(3, 12.0, "aa"), History(3, 12.0, "bb")
 
@@ -106,9 +106,23 @@ def test_nobody_catches_up_with_a_client_and_a_client_gives_way() -> None:
     assert look_around(B, told(**{"192.0.2.1:1": (History(2), 0.0)}), is_client=True).ahead == ()
 
 
-@pytest.mark.parametrize("told", [float("inf"), 1e308, float("nan"), -1.0, 2**64 - 1, True, "7", None])
+@pytest.mark.parametrize("told", [float("inf"), 1e308, float("nan"), -1.0, -0.5, 2**64 - 1, True, "7", None])
 def test_no_member_can_make_a_history_that_nobody_reads(told: object) -> None:
     samples = sum(gathered_samples(user) for user in ({"samples": told}, {"samples": told}, {"samples": 5}))
     progress = Progress(History(3, 10.0, "aa").after(b"x" * 20, samples))
     assert progress.history.samples == 5.0
     assert Progress.unpack(progress.pack()) == progress
+
+
+@pytest.mark.parametrize("samples", [1, 0.5, 32, MAX_SAMPLES])
+def test_what_a_member_tells_is_counted(samples: float) -> None:
+    assert gathered_samples({"samples": samples}) == samples
+    assert gathered_samples({"samples": 0}) == gathered_samples({}) == gathered_samples(b"?") == 0.0
+
+
+def test_a_state_is_taken_only_if_it_is_as_far_as_its_donor_told() -> None:
+    for history in (B, B.after(b"x" * 20, 1.0)):
+        _check_history({"history": history.pack()}, B)
+    for user in ({"history": A.pack()}, {"history": History().pack()}, {}):
+        with pytest.raises(StateError):
+            _check_history(user, B)
