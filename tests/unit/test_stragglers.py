@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from averaging.allreduce.digest import ShardDigest, digest_of
 from averaging.allreduce.losses import code_of
+from averaging.allreduce.pace import reach
+from averaging.allreduce.partition import Part
 from averaging.allreduce.stragglers import Lag, find_straggler
+from averaging.allreduce.tally import RoundResult, Tally
 from averaging.errors import AveragingError, CallRefusedError, NonFiniteError, PeerUnreachableError
+from averaging.group import Group, Member, Mode
 from averaging.observe.receipts import DropCode, Straggler
+from averaging.transport import virtual_time
 
 SENDERS = ("a", "b", "c")
 events = st.lists(st.tuples(st.sampled_from(SENDERS), st.sampled_from(["part"] * 8 + ["drop"])), max_size=40)
@@ -86,6 +93,50 @@ def test_who_stands_out(
     if found is not None and expected is not None:
         assert (found.endpoint, found.what) == (expected.endpoint, expected.what)
         assert found.seconds == pytest.approx(expected.seconds)
+
+
+def played(*moments: tuple[float, str], averaged: bool = False) -> RoundResult:
+    """Of a round in which parts come from `b` and `c` at these moments, and nothing from the auxiliary `x`."""
+
+    async def main() -> RoundResult:
+        group = Group(b"g", (*map(Member, "abc"), Member("x", mode=Mode.AUXILIARY)))
+        mine = [Part(0, start, start + 2) for start in (0, 2)]
+        shares = {"a": mine, "b": [], "c": [], "x": []}
+        tally = Tally(group, "a", shares, reach=reach([8, 8], 8), alike=True)
+        await asyncio.sleep(10.0)
+        began = tally.begin()
+        for moment, name in moments:
+            await asyncio.sleep(began + moment - asyncio.get_running_loop().time())
+            tally.received_part(name, 8)
+        if averaged:
+            tally.put(mine[0], torch.zeros(2))
+        return tally.result()
+
+    return virtual_time.run(main())
+
+
+def test_who_holds_a_round_back_stands_out_by_a_good_part_of_all_of_it() -> None:
+    assert played((1.0, "b"), (1.0, "b"), (2.0, "c"), (3.0, "c")).straggler == Straggler("c", 2.0, "parts")
+    assert played((8.0, "b"), (8.0, "b"), (8.5, "c"), (9.0, "c")).straggler is None
+
+
+def test_an_auxiliary_that_sends_nothing_holds_nobody_back() -> None:
+    assert played((1.0, "b"), (1.0, "c"), (3.0, "b"), (3.0, "c")).straggler is None
+
+
+def test_another_member_is_heard_if_its_part_came_to_an_average() -> None:
+    assert not played((1.0, "b")).heard
+    assert not played(averaged=True).heard
+    assert played((1.0, "b"), averaged=True).heard
+
+
+def test_a_share_is_a_part_of_all_elements_and_where_there_are_none_it_is_0() -> None:
+    assert [account.share for account in played().accounts] == [1.0, 0.0, 0.0, 0.0]
+
+    async def main() -> RoundResult:
+        return Tally(Group(b"g", (Member("a"),)), "a", {"a": []}, reach=[0], alike=True).result()
+
+    assert [account.share for account in virtual_time.run(main()).accounts] == [0.0]
 
 
 def shard(*parts: bytes | memoryview) -> str:
