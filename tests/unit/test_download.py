@@ -20,6 +20,7 @@ from averaging.errors import PeerUnreachableError, StateError
 from averaging.messages import DownloadData, Resume, WireTensor
 from averaging.schema import Schema, describe
 from averaging.state.download import TRIES_PER_DONOR, choose, download
+from averaging.state.manifest import BASE_ITEMS, read_manifest
 from averaging.state.packing import State, check_state, pack, seal
 from averaging.state.reader import Fingerprint, Held, StateReader
 from averaging.transport import virtual_time
@@ -362,6 +363,22 @@ def test_what_the_application_tells_of_a_state_is_a_map(user: object) -> None:
     first = next(pack(seal(state(1))))
     told = msgpack.unpackb(first.metadata) | {"user": user}
     with pytest.raises(StateError, match=f"user is {type(user).__name__}, not a map"):
+        StateReader(SCHEMA).feed(replace(first, metadata=msgpack.packb(told)))
+
+
+@pytest.mark.parametrize("user", [None, {}])
+def test_an_application_that_tells_nothing_gives_an_empty_map(user: object) -> None:
+    first = next(pack(seal(state(1))))
+    told = msgpack.unpackb(first.metadata) | {"user": user}
+    assert read_manifest(msgpack.packb(told), BASE_ITEMS).user == {}
+
+
+@pytest.mark.parametrize("digests", [-1, 1])
+def test_every_tensor_has_one_digest(digests: int) -> None:
+    first = next(pack(seal(state(1))))
+    told = msgpack.unpackb(first.metadata)
+    told["digest"] = told["digest"][:-1] if digests < 0 else [*told["digest"], bytes(32)]
+    with pytest.raises(StateError, match="tensors and [0-9]+ digests"):
         StateReader(SCHEMA).feed(replace(first, metadata=msgpack.packb(told)))
 
 
