@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from averaging.errors import TensorError
+from averaging.errors import RoundError, TensorError
 from averaging.tensors import SharedTensors, Write
 
 
@@ -42,6 +42,20 @@ def test_what_may_not_be_written_yet_is_not() -> None:
     assert not shared.write_now(0, 0, torch.ones(2), Write.REPLACE, lambda: False)
     assert tensor.tolist() == [0.0, 0.0]
     assert shared.write_now(0, 0, torch.ones(2), Write.REPLACE)  # and the lock is free again
+
+
+@pytest.mark.asyncio
+async def test_nothing_is_done_without_the_lock_and_it_is_free_again() -> None:
+    shared, done = SharedTensors([torch.zeros(2)]), []
+    with shared.locked():
+        with pytest.raises(RoundError, match="held the tensors' lock"):
+            await shared.while_locked(lambda: done.append("without"), 0.01)
+        waiting = asyncio.create_task(shared.while_locked(lambda: done.append("later"), 60.0))
+        await asyncio.sleep(0)
+    await waiting
+    for _ in range(2):
+        await shared.while_locked(lambda: done.append("at once"), 0.01)
+    assert done == ["later", "at once", "at once"]
 
 
 @pytest.mark.asyncio
