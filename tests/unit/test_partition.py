@@ -180,7 +180,18 @@ def test_part_size_counts_bytes_on_the_wire() -> None:
     assert lengths(partition(mixed, [1.0])) == [[2, 2, 8, 1]]
 
 
-@pytest.mark.parametrize(("code", "each"), [(CompressionType.NONE, 4), (CompressionType.BLOCKWISE_INT8, 1)])
+@pytest.mark.parametrize(
+    ("code", "each"),
+    [
+        (CompressionType.NONE, 4),
+        (CompressionType.MEANSTD_16BIT, 2),
+        (CompressionType.FLOAT16, 2),
+        (CompressionType.QUANTILE_8BIT, 1),
+        (CompressionType.UNIFORM_8BIT, 1),
+        (CompressionType.BFLOAT16, 2),
+        (CompressionType.BLOCKWISE_INT8, 1),
+    ],
+)
 def test_sizes_on_the_wire(code: CompressionType, each: int) -> None:
     both = schema((6, 2), (3,), part_size=5 * each, code=code)
     (parts,) = partition(both, [1.0])
