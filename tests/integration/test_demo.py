@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -18,12 +19,14 @@ ROOT = Path(__file__).parents[2]
 DEADLINE = 240.0
 """Seconds for a quick run, which takes about 20 on two idle cores; tests run on slow and shared machines."""
 
+OUTPUT = "TEST_DEMO_OUTPUT"
+
 
 class Demo:
-    """A running demo. Its seed tells its processes from those of any other."""
+    """A running demo. Its output's folder, in their environment, tells its processes from those of any other demo."""
 
     def __init__(self, seed: int, output: Path) -> None:
-        self.seed = seed
+        self.output = str(output)
         arguments = ["--quick", f"--seed={seed}", f"--output={output}"]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "examples.demo", *arguments],
@@ -31,6 +34,7 @@ class Demo:
             stderr=subprocess.STDOUT,
             text=True,
             cwd=ROOT,
+            env=os.environ | {OUTPUT: self.output},
         )
         self.limit = threading.Timer(DEADLINE, self.process.kill)
         self.limit.start()
@@ -48,9 +52,9 @@ class Demo:
     def trainers(self) -> list[psutil.Process]:
         """Its training processes that still run."""
         found = []
-        for process in psutil.process_iter(["cmdline", "status"]):
-            cmdline = process.info["cmdline"] or []
-            if "examples.train" in cmdline and f"--seed={self.seed}" in cmdline:
+        for process in psutil.process_iter(["cmdline", "environ"]):
+            cmdline, environ = process.info["cmdline"] or [], process.info["environ"] or {}
+            if "examples.train" in cmdline and environ.get(OUTPUT) == self.output:
                 found.append(process)
         return found
 
