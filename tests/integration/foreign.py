@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import msgpack
+import pytest
 import torch
 from grpc_tools import protoc
 
 from averaging import Peer, Receipt
 from averaging.config import PeerOptions
+from averaging.deadlines import learned
 from averaging.discovery.base import Entry
 from averaging.discovery.gossip import GossipDiscovery
 from averaging.state.snapshots import Extras
@@ -31,8 +33,14 @@ from averaging.transport.base import Transport
 ROOT = Path(__file__).parents[2]
 FOREIGN = ROOT / "tests" / "foreign"
 
-DEADLINE = 10.0
-"""Seconds within which the other process must answer."""
+DEADLINE = 30.0
+"""Seconds within which the other process must start, or answer: generous, since machines that run tests are shared."""
+
+OUR_TIME, EARLIER = 40.0, 20.0
+"""Seconds for which our peer waits in one declaration unless told otherwise, and a time that is over before its own.
+
+No test waits them out, and all that it does meanwhile may take its time.
+"""
 
 RUN = "run"
 
@@ -162,8 +170,8 @@ class Ours:
         """The key under which it looks for groups now."""
         return self.peer.status.group_key
 
-    async def declare(self, endpoint: str, seconds: float, *, looking: object = True) -> None:
-        """Declares that `endpoint` waits for a group for so long."""
+    async def declare(self, endpoint: str, seconds: float = EARLIER, *, looking: object = True) -> None:
+        """Declares that `endpoint` waits for a group for so long; our peer asks whose time ends before its own."""
         await self.declare_until(endpoint, time.time() + seconds, looking=looking)
 
     async def declare_until(self, endpoint: str, expiration: float, *, looking: object = True) -> None:
@@ -234,18 +242,21 @@ async def our_peer(
     extra_state: Callable[[], Extras] | None = None,
     **options: Unpack[PeerOptions],
 ) -> AsyncGenerator[Ours, None]:
-    """A peer of ours on loopback with gossip; groups of 2 unless told otherwise."""
+    """A peer of ours on loopback with gossip; groups of 2 unless told otherwise. It gives others time for a verdict."""
     made: list[GossipDiscovery] = []
 
     def discovery(endpoint: str, transport: Transport) -> GossipDiscovery:
         made.append(GossipDiscovery(RUN, endpoint, transport, join=options.get("join", ())))
         return made[0]
 
-    defaults: PeerOptions = {"group_size": 2, "matchmaking_time": 5.0, "timeout": 10.0, "part_timeout": 5.0}
-    chosen: PeerOptions = {**defaults, **options}
+    defaults: PeerOptions = {"group_size": 2, "matchmaking_time": OUR_TIME, "timeout": 2 * OUR_TIME}
+    waits: PeerOptions = {"part_timeout": DEADLINE, "min_part_timeout": DEADLINE}
+    chosen: PeerOptions = {**defaults, **waits, **options}
     tensors = [torch.ones(8)] if tensors is None else tensors
-    async with Peer(tensors, run_id=RUN, extra_state=extra_state, discovery=discovery, **chosen) as peer:
-        yield Ours(peer, made[0], peer.endpoint)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(learned, "VERDICT_SECONDS", DEADLINE)
+        async with Peer(tensors, run_id=RUN, extra_state=extra_state, discovery=discovery, **chosen) as peer:
+            yield Ours(peer, made[0], peer.endpoint)
 
 
 def gather(

@@ -118,7 +118,7 @@ async def test_a_foreign_leader_begins_in_its_own_order(foreign: Foreign) -> Non
     mean = mean_of(ours, theirs, others)
     leader, third = await foreign.peer(), await foreign.peer()
     async with our_peer(ours, group_size=3, part_size_bytes=PART) as us:
-        await us.declare(leader.endpoint, 4.0)
+        await us.declare(leader.endpoint)
         leading = asyncio.ensure_future(leader.lead(size=3, gather=gather()))
         assert await us.asks_to_join(third, gather(), leader=leader) == "ACCEPTED"
         async with us.averaging() as receipt:
@@ -182,7 +182,7 @@ async def test_our_client_follows_a_foreign_leader(foreign: Foreign) -> None:
         our_peer() as seed,
         our_peer(ours, part_size_bytes=PART, mode=Mode.CLIENT, join=[seed.endpoint]) as us,
     ):
-        await seed.declare(leader.endpoint, 5.0)
+        await seed.declare(leader.endpoint)
         receipt = asyncio.ensure_future(us.peer.average())
         request = await leader.asked()
         assert request["client_mode"] is True

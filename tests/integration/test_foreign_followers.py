@@ -97,7 +97,7 @@ async def test_a_full_group_and_an_assembled_one(foreign: Foreign) -> None:
     """Our group is full and cannot begin as long as a leader that our peer asked may still take it in."""
     leader, first, second, third = [await foreign.peer() for _ in range(4)]
     async with our_peer(group_size=3) as us:
-        await us.declare(leader.endpoint, 4.0)
+        await us.declare(leader.endpoint)
         async with us.averaging() as receipt:
             await leader.asked()
             assert await us.asks_to_join(first) == "ACCEPTED"
@@ -149,7 +149,7 @@ async def test_a_leader_that_gives_up(foreign: Foreign) -> None:
 async def test_a_leader_that_is_accepted_elsewhere(foreign: Foreign) -> None:
     leader, follower = await foreign.peer(), await foreign.peer()
     async with our_peer(group_size=3) as us:
-        await us.declare(leader.endpoint, 4.0)
+        await us.declare(leader.endpoint)
         async with us.averaging() as receipt:
             await leader.asked()
             assert await us.asks_to_join(follower) == "ACCEPTED"
@@ -169,7 +169,7 @@ async def test_a_leader_that_is_accepted_elsewhere(foreign: Foreign) -> None:
 async def test_two_that_ask_each_other(foreign: Foreign) -> None:
     other = await foreign.peer()
     async with our_peer() as us:
-        await us.declare(other.endpoint, 4.0)
+        await us.declare(other.endpoint)
         async with us.averaging() as receipt:
             await other.asked()
             assert await us.asks_to_join(other, expiration=time.time() + 1) == "BAD_EXPIRATION_TIME"
@@ -198,7 +198,7 @@ async def test_the_first_bit_is_dropped_where_nobody_is() -> None:
 async def test_bits_are_kept_where_somebody_was(foreign: Foreign) -> None:
     """A client declares nothing, and is somebody all the same."""
     client = await foreign.client()
-    async with our_peer(matchmaking_time=0.8, group_bits="01", group_size=3, min_group_size=3) as us, us.averaging():
+    async with our_peer(matchmaking_time=3.0, group_bits="01", group_size=3, min_group_size=3) as us, us.averaging():
         declared, key = us.peer.status.declared_expiration, us.key
         assert await us.asks_to_join(client, gather(mode=1)) == "ACCEPTED"
         assert await us.fates(client) == [{"code": "GROUP_DISBANDED"}]

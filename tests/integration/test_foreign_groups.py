@@ -52,7 +52,7 @@ async def test_parts_that_come_before_the_beginning(
     monkeypatch.setattr(Matchmaking, "assembling", announced)
     leader = await foreign.peer()
     async with our_peer([values(1)], part_size_bytes=PART) as us:
-        await us.declare(leader.endpoint, 4.0)
+        await us.declare(leader.endpoint)
         async with us.averaging() as receipt:
             await leader.asked()
             group = {

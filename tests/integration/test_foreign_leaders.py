@@ -9,7 +9,17 @@ from typing import Any
 import msgpack
 import pytest
 
-from tests.integration.foreign import Foreign, ForeignPeer, Ours, begun, ends_together, gather, our_peer
+from tests.integration.foreign import (
+    EARLIER,
+    OUR_TIME,
+    Foreign,
+    ForeignPeer,
+    Ours,
+    begun,
+    ends_together,
+    gather,
+    our_peer,
+)
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
@@ -21,7 +31,7 @@ pytestmark = [
 async def test_what_our_peer_says_to_a_leader(foreign: Foreign) -> None:
     leader = await foreign.peer()
     async with our_peer(bandwidth=2e6) as us:
-        await us.declare(leader.endpoint, 4.0)
+        await us.declare(leader.endpoint)
         async with us.averaging(weight=3, gather={"loss": 0.5}):
             request = await leader.asked()
             declared = us.peer.status.declared_expiration
@@ -34,9 +44,10 @@ async def test_whom_our_peer_asks_and_in_which_order(foreign: Foreign) -> None:
     """The earliest first; not those that do not look or wait longer, and nobody else once it is in a group."""
     first, second, third, later, quiet, garbled = [await foreign.peer() for _ in range(6)]
     async with our_peer() as us:
-        await us.declare(quiet.endpoint, 1.0, looking=False)
-        await us.declare(garbled.endpoint, 1.0, looking={"perhaps": 1})
-        for leader, seconds in [(later, 30.0), (third, 4.0), (second, 3.0), (first, 2.0)]:
+        await us.declare(quiet.endpoint, EARLIER - 3.0, looking=False)
+        await us.declare(garbled.endpoint, EARLIER - 3.0, looking={"perhaps": 1})
+        times = {later: OUR_TIME + 30.0, third: EARLIER, second: EARLIER - 1.0, first: EARLIER - 2.0}
+        for leader, seconds in times.items():
             await us.declare(leader.endpoint, seconds)
         async with us.averaging() as receipt:
             await first.asked()
@@ -77,7 +88,7 @@ async def test_equal_expirations_are_decided_by_the_endpoint(foreign: Foreign) -
 async def test_three_redirects_in_a_row_and_no_more(foreign: Foreign, code: str) -> None:
     chain = [await foreign.peer() for _ in range(5)]
     async with our_peer() as us:
-        await us.declare(chain[0].endpoint, 4.0)
+        await us.declare(chain[0].endpoint)
         for named in chain[1:]:
             await us.name(named.endpoint)
         async with us.averaging() as receipt:
@@ -106,7 +117,7 @@ async def redirect(us: Ours, asked: ForeignPeer, code: str, suggested: str) -> f
 async def test_a_circle_of_redirects(foreign: Foreign, code: str) -> None:
     first, second = await foreign.peer(), await foreign.peer()
     async with our_peer() as us:
-        await us.declare(first.endpoint, 4.0)
+        await us.declare(first.endpoint)
         await us.name(second.endpoint)
         async with us.averaging() as receipt:
             redirected = await redirect(us, first, code, second.endpoint)
@@ -127,7 +138,7 @@ async def test_a_circle_of_redirects(foreign: Foreign, code: str) -> None:
 async def test_a_redirect_to_nobody_of_this_run(foreign: Foreign, suggested: str, code: str) -> None:
     leader, stranger = await foreign.peer(), await foreign.peer()
     async with our_peer() as us:
-        await us.declare(leader.endpoint, 4.0)
+        await us.declare(leader.endpoint)
         suggested = {"a stranger": stranger.endpoint, "our peer": us.endpoint}.get(suggested, suggested)
         async with us.averaging() as receipt:
             await redirect(us, leader, code, suggested)
@@ -142,7 +153,7 @@ async def test_a_redirect_to_nobody_of_this_run(foreign: Foreign, suggested: str
 async def test_a_suggestion_beside_the_beginning_is_not_followed(foreign: Foreign) -> None:
     leader, other = await foreign.peer(), await foreign.peer()
     async with our_peer() as us:
-        await us.declare(leader.endpoint, 4.0)
+        await us.declare(leader.endpoint)
         await us.name(other.endpoint)
         async with us.averaging() as receipt:
             await leader.asked()
@@ -176,7 +187,7 @@ async def test_a_beginning_that_makes_no_sense(foreign: Foreign, fields: dict[st
     """Our peer leaves such a leader and finds another group."""
     leader, follower = await foreign.peer(), await foreign.peer()
     async with our_peer() as us:
-        await us.declare(leader.endpoint, 4.0)
+        await us.declare(leader.endpoint)
         async with us.averaging() as receipt:
             await is_taken_in(us, leader, follower)
             await leader.tell(follower=us.endpoint, code="BEGIN_ALLREDUCE", **(begun(us, leader) | fields))
@@ -189,7 +200,7 @@ async def test_a_beginning_that_makes_no_sense(foreign: Foreign, fields: dict[st
 async def test_a_leader_that_fails_after_accepting(foreign: Foreign, code: str) -> None:
     leader, follower = await foreign.peer(), await foreign.peer()
     async with our_peer() as us:
-        await us.declare(leader.endpoint, 4.0)
+        await us.declare(leader.endpoint)
         async with us.averaging() as receipt:
             await is_taken_in(us, leader, follower)
             await leader.tell(follower=us.endpoint, code=code)

@@ -113,7 +113,7 @@ async def test_a_member_that_gives_up(foreign: Foreign, sent: int, code: str) ->
 @pytest.mark.parametrize("ends", [True, False], ids=["ends its stream", "falls silent"])
 @pytest.mark.parametrize("sent", [0, 1, 3])
 async def test_a_sender_that_stops(foreign: Foreign, sent: int, ends: bool) -> None:
-    async with group_with(foreign, client=True, part_timeout=1.0) as group:
+    async with group_with(foreign, client=True, part_timeout=3.0) as group:
         good = asyncio.ensure_future(group.good_sends())
         messages = (await group.messages(group.bad))[:sent]
         sending = group.bad_sends(messages, ends=ends or sent == 0)
