@@ -88,7 +88,8 @@ def check_survivor(number: int, receipt: dict[str, Any], survivors: Collection[i
     # With the victim, without it, or, where the victim had to reduce, the local value.
     possible = [mean([*survivors, 3]), mean(survivors), float(number)]
     assert all(any(abs(value - p) < 1e-3 for p in possible) for value in receipt["values"]), receipt["values"]
-    assert receipt["allreduce_seconds"] < 8.0  # the loss is noticed, not waited out until the round's deadline of 10 s
+    # The loss is noticed, not waited out until the round's deadline.
+    assert not any("the round's deadline" in reason for reason in receipt["reasons"]), receipt["reasons"]
 
 
 def test_a_leader_killed_in_matchmaking_is_replaced(workers: Workers) -> None:
