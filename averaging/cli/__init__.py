@@ -28,12 +28,13 @@ class Commands(click.Group):
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         """As a process of its own; once it is done its exit code stands, whatever signal comes while Python ends.
 
-        With torch and gRPC in it that takes half a second.
+        With torch and gRPC in it that takes half a second. A program that goes on afterwards, as with
+        `standalone_mode=False`, hears signals as before, and so do the processes that it starts.
         """
         try:
             return super().__call__(*arguments, **options)
         finally:
-            for number in DEFAULTS:
+            for number in DEFAULTS if options.get("standalone_mode", True) else ():
                 signal.signal(number, signal.SIG_IGN)
 
     def invoke(self, ctx: click.Context) -> Any:

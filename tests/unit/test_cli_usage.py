@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 import averaging
 from averaging.cli import main
 from averaging.cli.ca import ca_group
-from averaging.cli.failures import Failure, failure_of, starting
+from averaging.cli.failures import DEFAULTS, Failure, failure_of, starting
 from averaging.cli.peer import peer_command
 from averaging.cli.peer_arguments import SHARED_OPTIONS, join_command
 from averaging.cli.signals import run
@@ -337,6 +337,12 @@ def test_a_signal_while_python_ends_changes_no_exit_code(number: signal.Signals)
         ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert ended.returncode == code, ended.stderr
         assert "Traceback" not in ended.stderr
+
+
+def test_a_program_that_calls_a_command_hears_signals_afterwards() -> None:
+    before = [signal.getsignal(number) for number in DEFAULTS]
+    main(["--version"], standalone_mode=False)
+    assert [signal.getsignal(number) for number in DEFAULTS] == before
 
 
 def test_the_package_offers_all_that_it_names() -> None:
