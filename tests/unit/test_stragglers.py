@@ -104,7 +104,8 @@ def played(*moments: tuple[float, str], averaged: bool = False) -> RoundResult:
         shares = {"a": mine, "b": [], "c": [], "x": []}
         tally = Tally(group, "a", shares, reach=reach([8, 8], 8), alike=True)
         await asyncio.sleep(10.0)
-        began = tally.begin()
+        tally.begin()
+        began = asyncio.get_running_loop().time()
         for moment, name in moments:
             await asyncio.sleep(began + moment - asyncio.get_running_loop().time())
             tally.received_part(name, 8)
