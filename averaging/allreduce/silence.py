@@ -8,8 +8,7 @@ from typing import Self
 
 from averaging.allreduce.watch import Watch
 from averaging.deadlines.learned import Deadline, Phase
-from averaging.errors import CallRefusedError, PeerUnreachableError, ProtocolViolationError
-from averaging.transport.base import Transport
+from averaging.transport.base import Transport, is_alive
 
 
 class Silence:
@@ -115,11 +114,8 @@ class Silence:
                     limit.reschedule(asyncio.get_running_loop().time())
 
                 self._watch.begin(self._name, Phase.ANSWER, overdue, self._answer)
-                await self._transport.get_schema(self._name)
-        except (TimeoutError, PeerUnreachableError):
+                return await is_alive(self._transport, self._name)
+        except TimeoutError:
             return False
-        except (CallRefusedError, ProtocolViolationError):
-            return True  # other software perhaps, but alive
         finally:
             self._watch.forget(self._name, Phase.ANSWER)
-        return True

@@ -89,16 +89,10 @@ class Report:
             yield lambda received, total: progress.update(task, completed=received, total=total)
 
     @contextmanager
-    def logging(self, verbose: int, *, quiet: str = "") -> Iterator[None]:
-        """Sends the library's log to stderr: warnings, with 1 what happens, with 2 everything.
-
-        Args:
-            verbose: see above.
-            quiet: a logger whose messages are told otherwise.
-        """
+    def logging(self, verbose: int) -> Iterator[None]:
+        """Sends the library's log to stderr: warnings, with `verbose` 1 what happens, with 2 everything."""
         logger, handler = logging.getLogger("averaging"), _StderrHandler(self._console, self._stderr)
         handler.setFormatter(logging.Formatter(LOG_FORMAT))
-        handler.addFilter(lambda record: record.name != quiet)
         before = logger.level
         logger.setLevel((logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)])
         logger.addHandler(handler)

@@ -34,7 +34,7 @@ VERSION_KEY, USER_KEY, PACKED_USER_KEY = "averaging.version", "averaging.user", 
     default=10.0,
     type=finite(above=0),
     metavar="SECONDS",
-    help="Give up if nothing comes for so long; the whole may take any time.",
+    help="Give up if nothing comes for so long, 10 times as long if the peer is there and may prepare a large state.",
 )
 @click.option(
     "--max-bytes",
@@ -84,8 +84,7 @@ def state_command(addresses: tuple[str, ...], output: Path, *, as_json: bool, ve
         from averaging.cli.report import Report
 
         report = Report(as_json=as_json)
-        # A failed download is told once, as the error that it is.
-        with report.logging(verbose, quiet="averaging.state"), report.failures():
+        with report.logging(verbose), report.failures():
             _run(list(dict.fromkeys(addresses)), output, given, report)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +17,7 @@ from averaging.schema import Schema
 from averaging.state.packing import State
 from averaging.state.patience import Patience
 from averaging.state.reader import Fingerprint, Held, StateReader
-from averaging.transport.base import Transport
+from averaging.transport.base import Transport, is_alive
 
 logger = logging.getLogger("averaging.state")
 
@@ -50,7 +51,8 @@ async def download(
 
     What was read before a donor was lost does not come again from the next donor that has the very same, if it is one
     that can leave it out; see `averaging.state.manifest`. A donor that was lost after it had delivered something new is
-    asked once more, after the others, and so is one that was given up before the longest deadline.
+    asked once more, after the others, and so is one that was given up before the longest deadline. One that lives, but
+    has not begun within that, gets several times as long in the end, since it may have to prepare a large state.
 
     Args:
         transport: this peer's.
@@ -113,13 +115,14 @@ class _Download:
         self._patience = Patience(deadlines)
         self._on_progress = on_progress
         self._held = Held()
+        self._unbegun: dict[str, None] = {}  # donors that were given up before their first message
 
     async def load(self, donors: Sequence[str], expected: Fingerprint | None = None) -> tuple[State, str]:
         """Reads from one donor after the other until one has delivered all."""
         failures: dict[str, str] = {}
         declared = dict(self._declared)
         waiting, tries = list(donors), Counter[str]()
-        while waiting:
+        while waiting or (waiting := await self._preparing()):
             donor = waiting.pop(0)
             at_least = declared.pop(donor, 0.0)
             reader = StateReader(self._schema, self._max_bytes, self._held, expected, at_least)
@@ -170,7 +173,7 @@ class _Download:
             anew = {donor for donor, it in announced.items() if it.version < self._declared.get(donor, 0.0)}
             agreeing = choose({donor: it for donor, it in announced.items() if donor not in anew} or announced, wanted)
             asked = [donor for donor in answers if self._patience.owes(donor)]
-            if agreeing or not asked:
+            if agreeing or not (asked := asked or await self._preparing()):
                 break
         if not agreeing:
             declared = {who: f", not {self._declared[who]:.0f} as declared: probably started anew" for who in anew}
@@ -179,6 +182,25 @@ class _Download:
             )
             raise StateError(f"fewer than {wanted} donors have the same state, as verify_donors wants it; {told}")
         return agreeing, announced[agreeing[0]]
+
+    async def _preparing(self) -> list[str]:
+        """The donors that were silent from the beginning but live, and were not yet given the time that such get."""
+        asked = list(self._unbegun)
+        self._unbegun.clear()
+        alive = await asyncio.gather(*(self._is_alive(donor) for donor in asked))
+        for donor in itertools.compress(asked, alive):
+            self._patience.is_preparing(donor)
+        owed = [donor for donor in asked if self._patience.owes(donor)]
+        for donor in owed:
+            logger.warning("%s is there, but has not begun to send its state; waiting on, it may be a large one", donor)
+        return owed
+
+    async def _is_alive(self, donor: str) -> bool:
+        try:
+            async with asyncio.timeout(self._patience.to_answer):
+                return await is_alive(self._transport, donor)
+        except TimeoutError:
+            return False
 
     async def _announced(self, donor: str) -> Fingerprint | str:
         """What a donor has, or why that is not known."""
@@ -200,18 +222,23 @@ class _Download:
         at_most: int | None = None,
     ) -> None:
         count = 0
-        async with (
-            self._patience.silence(donor) as silence,
-            aclosing(self._transport.download_state(donor, resume)) as messages,
-        ):
-            async for message in messages:
-                if not count or _brings_something(message):
-                    silence.heard()
-                reader.feed(message)
-                on_progress(reader)
-                count += 1
-                if count == at_most:
-                    return
+        try:
+            async with (
+                self._patience.silence(donor) as silence,
+                aclosing(self._transport.download_state(donor, resume)) as messages,
+            ):
+                async for message in messages:
+                    if not count or _brings_something(message):
+                        silence.heard()
+                    reader.feed(message)
+                    on_progress(reader)
+                    count += 1
+                    if count == at_most:
+                        return
+        except TimeoutError:
+            if not count:
+                self._unbegun[donor] = None
+            raise
 
     def _reason(self, donor: str, error: Exception) -> str:
         reason = str(error)

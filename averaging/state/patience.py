@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
 from averaging.deadlines.fair_timeout import FairTimeout
 from averaging.deadlines.learned import LATEST_FACTOR, Deadline, Deadlines, Phase
+
+PREPARING = 10
+"""A donor that lives, but has not begun within the longest deadline, gets so many times that to begin: before its first
+message it copies its state and takes the digests of all of it, at half a gigabyte a second or more."""
 
 WINDOW = 8
 """The longest wait among so many chunks is learned, so that a long download learns before it is over."""
@@ -18,7 +23,8 @@ class Patience:
     """The deadlines of one download from several donors.
 
     A donor may have good reasons to take longer than ever, such as a state that it has to copy first. So one that was
-    given up before the longest deadline is owed the longest one, should no other donor deliver.
+    given up before the longest deadline is owed the longest one, should no other donor deliver; and one that lives,
+    but has not begun within that, `PREPARING` times as long to begin.
 
     Args:
         deadlines: learned so far, and learned further here.
@@ -26,19 +32,29 @@ class Patience:
 
     def __init__(self, deadlines: Deadlines) -> None:
         self._deadlines = deadlines
-        self._hurried: set[str] = set()  # donors
-        self._patient: set[str] = set()
+        self._owed: Counter[str] = Counter()  # to each donor: how many times the longest deadline, to begin
+        self._given: Counter[str] = Counter()
 
     def silence(self, donor: str) -> DonorSilence:
         """Keeps the deadlines while `donor` is read; the longest ones if they are owed to it."""
-        patient = donor in self._hurried
-        if patient:
-            self._patient.add(donor)
-        return DonorSilence(self._deadlines, donor, patient=patient, given_up=self._hurried.add)
+        times = self._given[donor] = self._owed[donor]
+        return DonorSilence(self._deadlines, donor, times, given_up=self._given_up)
+
+    def _given_up(self, donor: str) -> None:
+        self._owed[donor] = max(1, self._owed[donor])
+
+    def is_preparing(self, donor: str) -> None:
+        """It lives, but has not begun."""
+        self._owed[donor] = PREPARING
+
+    @property
+    def to_answer(self) -> float:
+        """Seconds in which a donor answers whether it lives."""
+        return self._deadlines.upper / 3
 
     def owes(self, donor: str) -> bool:
-        """Whether `donor` was given up early, and was not asked again."""
-        return donor in self._hurried - self._patient
+        """Whether `donor` was not asked again since it was given up early, or was found to be preparing."""
+        return self._owed[donor] > self._given[donor]
 
 
 class DonorSilence:
@@ -46,15 +62,16 @@ class DonorSilence:
 
     Args:
         deadlines: learned so far, and learned further here.
-        patient: whether it gets the longest deadline, whatever was learned.
+        times: how many times the longest deadline it gets to begin, and the longest then, whatever was learned; 0 for
+            what was learned.
         given_up: told of the donor if it is given up before the longest deadline.
 
     Raises:
         TimeoutError: it was silent for too long; the message says for how long, and what that was based on.
     """
 
-    def __init__(self, deadlines: Deadlines, donor: str, *, patient: bool, given_up: Callable[[str], object]) -> None:
-        self._deadlines, self._donor, self._patient, self._given_up = deadlines, donor, patient, given_up
+    def __init__(self, deadlines: Deadlines, donor: str, times: int, *, given_up: Callable[[str], object]) -> None:
+        self._deadlines, self._donor, self._times, self._given_up = deadlines, donor, times, given_up
         self._phase = Phase.STATE
         self._count, self._windows = 0, 0  # chunks in this window, and windows before it
         self._longest, self._ever = 0.0, 0.0  # waits for a chunk in this window, and in this download
@@ -98,8 +115,11 @@ class DonorSilence:
         self._count, self._longest = 0, 0.0
 
     def _look_up(self) -> Deadline:
-        if self._patient:
-            return self._deadlines.longest(self._phase)
+        if self._times:
+            longest = self._deadlines.longest(self._phase)
+            if self._phase is Phase.STATE and self._times > 1:
+                return Deadline(self._times * longest.seconds, f"{self._times} × {longest.basis}")
+            return longest
         return self._deadlines.of(self._donor, self._phase, 0, _now())
 
     def _bounded(self) -> Deadline:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import msgpack
 import torch
 
-from averaging.offload import offload
+from averaging.offload import takes_long
 from averaging.schema import Schema
 from averaging.state.acceptance import Acceptance
 from averaging.state.manifest import Described, Manifest
@@ -54,7 +55,7 @@ class Snapshots:
         self._committed_extras = NO_EXTRAS
         self._committed_user = b""  # packed, since the application may go on writing to what is in its dict
         self._copy: State | None = None
-        self._sealed: Snapshot | None = None
+        self._sealing: tuple[State, asyncio.Future[Snapshot]] | None = None  # of which copy, and what comes of it
         self._acceptance = Acceptance(schema)
         if shared:
             tensors.before_application_writes = self._copy_once
@@ -79,19 +80,27 @@ class Snapshots:
             if not self._acceptance.tried:  # later ones when somebody asks for them
                 described = tuple(Described(n, t.dtype, tuple(t.shape), NO_DIGEST) for n, t in self._named().items())
                 self._acceptance.check(Manifest(version, described, extras.user))
-        self._copy = self._sealed = None
+        self._copy = self._sealing = None
         self.version = max(version, self.version)
 
     async def latest(self, timeout: float) -> Snapshot:
         """The committed state with its digests; waits at most `timeout` seconds for the tensors' lock."""
-        if self._sealed is None:
+        state = self._copy
+        if state is None:
             nbytes = sum(tensor.nbytes for tensor in self._named().values())
             state = await self._tensors.while_locked(self._copy_once, timeout, nbytes)
-            sealed = await offload(lambda: self._seal(state), nbytes)
-            if self._copy is not state:
-                return sealed  # a newer one was committed meanwhile; this one is whole all the same
-            self._sealed = sealed
-        return self._sealed
+        if self._sealing is None or self._sealing[0] is not state:
+            self._sealing = state, self._begin_to_seal(state)
+        # It goes on if this is cancelled: who lost patience with a large state will ask for it again.
+        return await asyncio.shield(self._sealing[1])
+
+    def _begin_to_seal(self, state: State) -> asyncio.Future[Snapshot]:
+        loop = asyncio.get_running_loop()
+        if takes_long(sum(tensor.nbytes for tensor in state.tensors.values())):
+            return loop.run_in_executor(None, self._seal, state)
+        sealed: asyncio.Future[Snapshot] = loop.create_future()
+        sealed.set_result(self._seal(state))
+        return sealed
 
     def _copy_once(self) -> State:
         if self._copy is None:

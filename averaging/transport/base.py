@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Protocol
 
+from averaging.errors import CallRefusedError, PeerUnreachableError, ProtocolViolationError
 from averaging.messages import (
     AveragingData,
     Digest,
@@ -136,3 +137,14 @@ class Transport(Protocol):
     def subscribe(self, endpoint: str, digest: Digest) -> AsyncGenerator[tuple[Record, ...], None]:
         """Listens to what `endpoint` hears."""
         ...
+
+
+async def is_alive(transport: Transport, endpoint: str) -> bool:
+    """Whether a peer answers anything; the caller says how long it may take."""
+    try:
+        await transport.get_schema(endpoint)
+    except PeerUnreachableError:
+        return False
+    except (CallRefusedError, ProtocolViolationError):
+        return True  # other software perhaps, but alive
+    return True

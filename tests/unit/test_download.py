@@ -340,6 +340,57 @@ def test_an_only_donor_that_takes_longer_than_ever_is_waited_for(verify_donors: 
     assert seconds < 20
 
 
+class Preparing(Slow):
+    """Donors that may answer, so soon, that they live."""
+
+    def __init__(self, seconds: dict[str, list[float]], answers: dict[str, float]) -> None:
+        super().__init__(seconds)
+        self.answers = answers
+
+    async def get_schema(self, endpoint: str) -> Schema:
+        if endpoint not in self.answers:
+            raise PeerUnreachableError(endpoint, "connection lost")
+        await asyncio.sleep(self.answers[endpoint])
+        return SCHEMA
+
+
+@pytest.mark.parametrize("verify_donors", [1, 2])
+def test_a_donor_that_lives_is_given_time_to_prepare_a_large_state(
+    verify_donors: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is asked after all others, and those that do not answer are not asked again."""
+    others = {"y:1": [0.1]} if verify_donors > 1 else {}
+    donors = Preparing({"dead:1": [999.0], "x:1": [60.0], "hung:1": [999.0], **others}, {"x:1": 1.0, "hung:1": 99.0})
+
+    async def main() -> tuple[float, str]:
+        names, loop = list(donors.seconds), asyncio.get_running_loop()
+        began = loop.time()
+        _, donor = await download(cast(Any, donors), names, SCHEMA, silence=10.0, verify_donors=verify_donors)
+        return loop.time() - began, donor
+
+    seconds, donor = virtual_time.run(main())
+    assert donor == "x:1"
+    assert donors.calls.count("dead:1") == donors.calls.count("hung:1") == 1
+    if verify_donors == 1:
+        assert donors.calls == ["dead:1", "x:1", "hung:1", "x:1"]
+        assert seconds == pytest.approx(3 * 10.0 + 10.0 / 3 + 60.0, abs=2.0)  # "hung:1" has a third to answer
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert any("x:1 is there, but has not begun to send its state" in line for line in told)
+
+
+def test_a_donor_that_lives_and_never_begins_is_given_up_in_the_end() -> None:
+    donors = Preparing({"x:1": [9999.0]}, {"x:1": 1.0})
+
+    async def main() -> float:
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(StateError, match=r"x:1: silent for 100 s, deadline 100 s = 10 × timeout"):
+            await download(cast(Any, donors), ["x:1"], SCHEMA, silence=10.0)
+        return asyncio.get_running_loop().time() - began
+
+    assert virtual_time.run(main()) == pytest.approx(10.0 + 1.0 + 100.0 + 1.0, abs=2.0)
+    assert donors.calls == ["x:1"] * 2
+
+
 @pytest.mark.parametrize("version", [-1, 2**63, 2**64 - 1, 1e300, float("inf")])
 def test_a_version_that_no_message_can_hold_is_refused(version: float) -> None:
     first = next(pack(seal(state(1))))
