@@ -241,8 +241,12 @@ class Peer:
             RoundError: the application held the tensors' lock for more than `timeout`.
             ClosedError: the peer is not running.
         """
-        wanted = self.version + 1 if version is None else version
-        await self._tensors.while_locked(lambda: self._snapshots.commit(wanted), self.config.timeout)
+
+        def commit() -> None:
+            # Asked under the lock: a round may be committing its result meanwhile.
+            self._snapshots.commit(self.version + 1 if version is None else version)
+
+        await self._tensors.while_locked(commit, self.config.timeout)
         self._entered.donors.notice.changed()
 
     def topic(self, name: str, tensors: Mapping[str, torch.Tensor], **options: Unpack[TopicOptions]) -> Topic:

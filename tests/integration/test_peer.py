@@ -102,6 +102,31 @@ async def test_nothing_that_goes_through_many_bytes_stops_the_event_loop(monkeyp
 
 
 @pytest.mark.asyncio
+async def test_a_commit_while_a_result_is_written_is_the_version_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("averaging.offload.INLINE_BYTES", 0)
+    writing, go_on = threading.Event(), threading.Event()
+    write = SharedTensors.write
+    tensors = [{"x": torch.full((100,), value)} for value in (1.0, 3.0)]
+
+    def held(shared: SharedTensors, *args: Any) -> None:
+        if shared.tensors[0].data_ptr() == tensors[0]["x"].data_ptr():
+            writing.set()
+            go_on.wait(60)
+        write(shared, *args)
+
+    monkeypatch.setattr(SharedTensors, "write", held)
+    async with AsyncExitStack() as stack:
+        peers = await swarm(stack, tensors)
+        averaging = asyncio.create_task(average(*peers))
+        assert await asyncio.to_thread(writing.wait, 60)
+        committing = asyncio.create_task(peers[0].commit())
+        await asyncio.sleep(0)  # until it waits for the lock
+        go_on.set()
+        await asyncio.gather(averaging, committing)
+        assert [peer.version for peer in peers] == [2, 1]
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize(("clients", "auxiliaries"), list(product(range(3), range(3))))
 async def test_clients_and_auxiliaries_in_all_mixes(clients: int, auxiliaries: int) -> None:
     modes = [Mode.NODE] * 2 + [Mode.CLIENT] * clients + [Mode.AUXILIARY] * auxiliaries
