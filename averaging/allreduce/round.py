@@ -96,6 +96,7 @@ class AllReduce:
         try:
             async with asyncio.timeout(seconds):
                 tensors = await self._prepare()
+                self._tally.ready()
                 async with self._watch.running(), asyncio.TaskGroup() as tasks:
                     tasks.create_task(self._reducing.run(tensors))
                     for name, parts in self._reducers.items():

@@ -35,6 +35,11 @@ class Lag:
         self._slowest, self._since = "", 0.0
         self.seconds: dict[str, float] = {}
 
+    def ready(self, now: float) -> None:
+        """This member can answer from now on; before, nobody held the others back but itself."""
+        self.seconds.clear()
+        self._since = now
+
     def delivered(self, name: str, now: float) -> None:
         """A part of a sender is in; of one that was dropped it does not count."""
         if name in self._next:

@@ -107,6 +107,10 @@ class Tally:
         """The round begins now."""
         self._began = _now()
 
+    def ready(self) -> None:
+        """This member has prepared what it sends, and can answer the others."""
+        self._lag.ready(_now())
+
     def sent(self, name: str, nbytes: int) -> None:
         """Values left for a member."""
         self._sent[name] += nbytes

@@ -41,6 +41,13 @@ def test_the_others_parts_are_taken_in_meanwhile_and_nobody_is_lost(reply: Reply
         assert_close(simulation.tensors[name], simulation.mean(), 1e-6)
 
 
+def test_who_prepares_itself_does_not_say_that_it_waited_for_others_meanwhile() -> None:
+    simulation = simulated()
+    simulation.preparing["peer:1"] = partial(asyncio.sleep, PREPARING * 1.1)
+    virtual_time.run(simulation.run())
+    assert [result.straggler for result in simulation.results.values()] == [None] * 4
+
+
 def test_the_round_goes_on_without_a_member_that_is_lost_meanwhile() -> None:
     simulation = simulated()
     survivors = ["peer:1", SLOWEST, "peer:3"]
