@@ -94,18 +94,20 @@ class Reducing:
         self._reducer = reducer_for(schema.aggregation, [part.numel for part in parts], weights)
         self._over = False
 
+    def begin(self) -> None:
+        """The senders are waited for from now on. Parts are taken in, but none is answered before `run`."""
+        for name, sender in self._senders.items():
+            if not sender.opened and not sender.done.is_set():
+                self._watch.begin(name, Phase.OPENING, self._overdue(name, Phase.OPENING, "sent nothing"))
+
     async def run(self, tensors: Sequence[torch.Tensor]) -> None:
         """Until every sender has all its averages or was dropped.
 
         Args:
-            tensors: of this member: flat, on the CPU, one per tensor of the schema; read, never written. Parts are
-                taken in before this begins, but none is answered.
+            tensors: of this member: flat, on the CPU, one per tensor of the schema; read, never written.
         """
         self._tensors = tensors
         self._answer_complete()
-        for name, sender in self._senders.items():
-            if not sender.opened and not sender.done.is_set():
-                self._watch.begin(name, Phase.OPENING, self._overdue(name, Phase.OPENING, "sent nothing"))
         for sender in self._senders.values():
             await sender.done.wait()
 

@@ -94,10 +94,11 @@ class AllReduce:
         self._tally.begin()
         seconds = timeout + self._at_slow_links
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(seconds), self._watch.running():
+                self._reducing.begin()
                 tensors = await self._prepare()
                 self._tally.ready()
-                async with self._watch.running(), asyncio.TaskGroup() as tasks:
+                async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(self._reducing.run(tensors))
                     for name, parts in self._reducers.items():
                         tasks.create_task(self._exchange(name, parts, tensors))

@@ -49,12 +49,17 @@ class Watch:
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None, None]:
         """Deadlines are kept inside."""
+        failure: Exception | None = None  # raised as it is, not in a group of errors
         async with asyncio.TaskGroup() as tasks:
             ticking = tasks.create_task(self._tick(FairClock(self._interval, _now())))
             try:
                 yield
+            except Exception as error:
+                failure = error
             finally:
                 ticking.cancel()
+        if failure is not None:
+            raise failure
 
     def begin(
         self, name: str, phase: Phase, overdue: Overdue, deadline: Deadline | None = None, *, waited: float = 0.0

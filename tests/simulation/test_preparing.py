@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 
 from averaging.allreduce import RoundResult
+from averaging.deadlines.learned import Deadlines
 from averaging.errors import RoundError
 from averaging.observe.receipts import DropCode
 from averaging.schema import ReplyForm
@@ -18,8 +19,8 @@ PREPARING = PART_TIMEOUT / 2
 SLOWEST = "peer:2"
 
 
-def simulated(reply: ReplyForm = ReplyForm.AVERAGE) -> Simulation:
-    simulation = Simulation(1, nodes(4), [(200,), (7, 3)], part_size_bytes=64, reply=reply)
+def simulated(reply: ReplyForm = ReplyForm.AVERAGE, deadlines: dict[str, Deadlines] | None = None) -> Simulation:
+    simulation = Simulation(1, nodes(4), [(200,), (7, 3)], part_size_bytes=64, reply=reply, deadlines=deadlines)
     simulation.preparing[SLOWEST] = partial(asyncio.sleep, PREPARING)
     return simulation
 
@@ -46,6 +47,17 @@ def test_who_prepares_itself_does_not_say_that_it_waited_for_others_meanwhile() 
     simulation.preparing["peer:1"] = partial(asyncio.sleep, PREPARING * 1.1)
     virtual_time.run(simulation.run())
     assert [result.straggler for result in simulation.results.values()] == [None] * 4
+
+
+def test_the_deadline_of_a_first_part_begins_with_the_round_also_at_who_prepares_itself() -> None:
+    """Two members usually prepare equally long; then one takes longer by more than the shortest deadline."""
+    deadlines = {member.endpoint: Deadlines(PART_TIMEOUT, 30.0) for member in nodes(4)}
+    for seconds in (5.0, 5.0, 5.0, 5.0, 6.5):
+        simulation = simulated(deadlines=deadlines)
+        simulation.preparing["peer:1"] = partial(asyncio.sleep, 5.0)
+        simulation.preparing[SLOWEST] = partial(asyncio.sleep, seconds)
+        virtual_time.run(simulation.run())
+        assert [result.dropped for result in simulation.results.values()] == [()] * 4
 
 
 def test_the_round_goes_on_without_a_member_that_is_lost_meanwhile() -> None:
