@@ -7,6 +7,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
+import torch
+
 T = TypeVar("T")
 
 INLINE_BYTES = 16 << 20
@@ -31,7 +33,13 @@ async def in_thread(action: Callable[[], T], give_up: Callable[[], bool] = lambd
         action: what to do.
         give_up: asked by a cancellation whether `action` will do nothing any more, so that it may as well not begin.
     """
-    running = asyncio.ensure_future(asyncio.to_thread(action))
+    gradients, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()  # a thread has modes of its own
+
+    def as_here() -> T:
+        with torch.inference_mode(inference), torch.set_grad_enabled(gradients):
+            return action()
+
+    running = asyncio.ensure_future(asyncio.to_thread(as_here))
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:

@@ -26,6 +26,7 @@ from averaging.errors import (
 )
 from averaging.group import donors_key, group_key
 from averaging.peer.feedback import Feedback
+from averaging.state.packing import State
 from averaging.state.snapshots import Snapshots
 from averaging.tensors import SharedTensors
 from tests.integration.fault_proxy import free_port
@@ -99,6 +100,29 @@ async def test_nothing_that_goes_through_many_bytes_stops_the_event_loop(monkeyp
         assert torch.equal(tensors[1]["x"], tensors[0]["x"])
     assert inline == []
     assert in_threads == {name for names in heavy.values() for name in names}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("nbytes", [0, 1 << 20])
+async def test_the_modes_of_autograd_hold_in_a_thread_too(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("averaging.offload.INLINE_BYTES", nbytes)
+    bias = torch.zeros(3, requires_grad=True)
+
+    def take_over(state: State) -> None:
+        bias.add_(1.0)
+
+    async with AsyncExitStack() as stack:
+        with torch.inference_mode():
+            tensors = [{"x": torch.full((100,), value)} for value in (1.0, 3.0)]
+            peers = await swarm(stack, tensors)
+            assert all(receipt.averaged for receipt in await average(*peers))
+        with torch.no_grad():
+            peer = await stack.enter_async_context(
+                Peer({"x": torch.zeros(100)}, run_id="run", join=[peers[0].endpoint])
+            )
+            await told(peer, donors_key("run"), peers[0].endpoint)
+            await peer.download_state(take_over, [peers[0].endpoint])
+    assert bias.tolist() == [1.0] * 3
 
 
 @pytest.mark.asyncio
