@@ -55,6 +55,7 @@ class PeerService:
         self._snapshots = snapshots
         self._started = started
         self._downloads = asyncio.Semaphore(MAX_DOWNLOADS)
+        self._preparing = asyncio.Lock()
         self.matchmaking: Matchmaking | None = None
         self.discovery: Discovery | None = None
         self.round: AllReduce | None = None
@@ -115,7 +116,9 @@ class PeerService:
         except TimeoutError:
             raise BusyError(f"{MAX_DOWNLOADS} others are downloading the state of {self._endpoint}") from None
         try:
-            for message in pack(await self._snapshots.latest(self._config.part_timeout), resume):
+            async with self._preparing:
+                snapshot = await self._snapshots.latest(self._config.part_timeout)
+            for message in pack(snapshot, resume):
                 yield message
         finally:
             self._downloads.release()

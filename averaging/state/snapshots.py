@@ -80,18 +80,25 @@ class Snapshots:
             if not self._acceptance.tried:  # later ones when somebody asks for them
                 described = tuple(Described(n, t.dtype, tuple(t.shape), NO_DIGEST) for n, t in self._named().items())
                 self._acceptance.check(Manifest(version, described, extras.user))
-        self._copy = self._sealing = None
+        self._copy = None
+        if self._sealing is not None and self._sealing[1].done():
+            self._sealing = None
         self.version = max(version, self.version)
 
     async def latest(self, timeout: float) -> Snapshot:
-        """The committed state with its digests; waits at most `timeout` seconds for the tensors' lock."""
+        """The committed state with its digests; waits at most `timeout` seconds for the tensors' lock.
+
+        To be called by one at a time, so that those who download leave the loop's threads to others. What it has begun
+        goes on if it is cancelled: who lost patience with a large state will ask for it again.
+        """
+        if self._sealing is not None:  # of an earlier state perhaps, for one who lost patience
+            await asyncio.wait([self._sealing[1]])
         state = self._copy
         if state is None:
             nbytes = sum(tensor.nbytes for tensor in self._named().values())
             state = await self._tensors.while_locked(self._copy_once, timeout, nbytes)
         if self._sealing is None or self._sealing[0] is not state:
             self._sealing = state, self._begin_to_seal(state)
-        # It goes on if this is cancelled: who lost patience with a large state will ask for it again.
         return await asyncio.shield(self._sealing[1])
 
     def _begin_to_seal(self, state: State) -> asyncio.Future[Snapshot]:

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing
 from itertools import product
 from typing import Any
@@ -25,6 +26,7 @@ from averaging.errors import (
     TensorError,
 )
 from averaging.group import donors_key, group_key
+from averaging.offload import in_thread
 from averaging.peer.feedback import Feedback
 from averaging.state.packing import State
 from averaging.state.snapshots import Snapshots
@@ -123,6 +125,23 @@ async def test_the_modes_of_autograd_hold_in_a_thread_too(nbytes: int, monkeypat
             await told(peer, donors_key("run"), peers[0].endpoint)
             await peer.download_state(take_over, [peers[0].endpoint])
     assert bias.tolist() == [1.0] * 3
+
+
+@pytest.mark.asyncio
+async def test_downloads_that_wait_for_the_tensors_leave_threads_to_a_round() -> None:
+    threads = ThreadPoolExecutor(2)
+    asyncio.get_running_loop().set_default_executor(threads)
+    async with AsyncExitStack() as stack:
+        peer = await enter(stack, {"x": torch.zeros(3)})
+        service = peer._entered.service
+        with peer.replacing():
+            downloads = [service.download_state(None) for _ in range(8)]
+            waiting = [asyncio.ensure_future(anext(download)) for download in downloads]
+            await asyncio.sleep(0)  # until they wait for the lock
+            async with asyncio.timeout(60):
+                await in_thread(lambda: None)
+            assert not any(task.done() for task in waiting)
+        assert all(message.metadata for message in await asyncio.gather(*waiting))
 
 
 @pytest.mark.asyncio
