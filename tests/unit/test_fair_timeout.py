@@ -149,6 +149,7 @@ def test_a_donor_of_which_nothing_is_known_gets_the_longest_and_then_what_this_d
         assert await download(Deadlines(LOWER, UPPER), "a:1", [0.5, 0.5, 60]) == pytest.approx(10.0, abs=0.3)
         assert await download(Deadlines(LOWER, UPPER), "a:1", [*usual, 60]) == pytest.approx(2.0, abs=0.3)
         assert await download(Deadlines(LOWER, UPPER), "a:1", [*usual, 1.9, 60]) == pytest.approx(3.8, abs=0.3)
+        assert await download(Deadlines(LOWER, UPPER), "a:1", [*usual, 1.9, 0.5, 60]) == pytest.approx(3.8, abs=0.3)
 
     simulate(main())
 
@@ -157,7 +158,7 @@ def test_what_was_learned_serves_the_next_download_from_it_and_from_others() -> 
     async def main() -> None:
         deadlines = Deadlines(LOWER, UPPER)
         for _ in range(ENOUGH_WAITS):
-            assert not await download(deadlines, "a:1", [0.1, 0.3, 0.3])
+            assert not await download(deadlines, "a:1", [0.1, 0.01, 0.3, 0.01])  # the longest is what counts
         medians = {one.phase: one.median for one in deadlines.learned()}
         assert medians == pytest.approx({Phase.STATE: 0.1, Phase.CHUNK: 0.3})
         assert await download(deadlines, "b:1", [60]) == pytest.approx(2.0, abs=0.3)
@@ -194,5 +195,9 @@ def test_a_donor_that_was_given_up_early_gets_the_longest_deadline_once() -> Non
                     await asyncio.sleep(60)
             assert now() - began == pytest.approx(seconds, abs=0.3)
             assert patience.owes("a:1") is owed
+        with pytest.raises(TimeoutError):
+            async with (unknown := Patience(Deadlines(LOWER, UPPER))).silence("a:1"):
+                await asyncio.sleep(60)
+        assert not unknown.owes("a:1")  # it had the longest one at once
 
     simulate(main())
