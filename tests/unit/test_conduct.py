@@ -36,6 +36,14 @@ def test_a_clock_that_is_set_back_lengthens_no_exclusion(back: float, before: fl
     assert not conduct.excludes("a:1", now + FIRST_SECONDS - before + 1)
 
 
+def test_what_is_remembered_after_the_clock_was_set_back_is_not_moved_with_the_rest() -> None:
+    conduct = Conduct()
+    conduct.note("a:1", VIOLATION, 1e9)
+    now = 1e9 - 3600.0
+    conduct.note("b:1", VIOLATION, now)
+    assert conduct.excluded(now) == {"a:1": now + FIRST_SECONDS, "b:1": now + FIRST_SECONDS}
+
+
 def test_a_clock_that_is_set_back_and_forth_forgets_nothing_early() -> None:
     conduct = Conduct()
     for now in (1e9, 1e9 - 3600.0, 1e9):
