@@ -80,6 +80,10 @@ def test_a_rule_is_read_as_it_is_written(text: str) -> None:
     assert str(parse_aggregation(text)) == text
 
 
+def test_the_mean_is_what_is_meant_if_nothing_is_said() -> None:
+    assert parse_aggregation("mean") == Aggregation()  # also where the schema's hash is made of it
+
+
 @pytest.mark.parametrize(
     "text", ["", "sum", "mean:1", "median:", "trimmed", "trimmed:0", "trimmed:1.5", "trimmed:nan", "clip", "clip:0",
              "clip:inf", "clip:-1", "clip:x", "trimmed:1e300"]
@@ -193,7 +197,7 @@ def test_addresses(address: str, parsed: tuple[str, int]) -> None:
 @pytest.mark.parametrize(
     "address", ["", ":", "h", "h:", ":1", "h:x", "h:-1", "::1:5", "h:1:2", "http://h:1", "h:٣", "u@h:1", "\x00:1",
                 "h\n:1", "[\x1b[2J]:1", "h:" + "9" * 5000, "[]:1", "[[::1]]:1", "[[169.254.169.254]]:1",
-                "[]127.0.0.1[]:1"]
+                "[]127.0.0.1[]:1", "[ab:1", "ab]:1", "[@a]:1", "[a@]:1", "h:65536"]
 )  # fmt: skip
 def test_malformed_addresses(address: str) -> None:
     with pytest.raises(ConfigError, match="HOST:PORT"):
@@ -205,6 +209,11 @@ def test_a_client_has_a_name_but_no_address() -> None:
     assert not is_endpoint("client::\x1b[2J")
     assert is_endpoint("client::1234")
     assert not is_endpoint("h:0")
+
+
+def test_a_name_has_256_characters_at_most() -> None:
+    assert is_endpoint(f"client::{'x' * 248}")
+    assert not is_endpoint(f"client::{'x' * 249}")
 
 
 @pytest.mark.parametrize(
