@@ -54,6 +54,19 @@ def test_it_reads_what_msgpack_reads_and_counts_the_items(value: Any, single: bo
         unpack(packed, count(expected) - 1)
 
 
+@pytest.mark.parametrize("first", [first for first in range(256) if first != 0xC1])
+def test_every_first_byte_is_what_msgpack_takes_it_for(first: int) -> None:
+    unpacker = msgpack.Unpacker(
+        strict_map_key=False, object_pairs_hook=lambda pairs: [one for pair in pairs for one in pair]
+    )
+    unpacker.feed(bytes([first]) + bytes(40))
+    items = count(unpacker.unpack())
+    packed = b"\x92" + bytes([first]) + bytes(unpacker.tell() - 1) + b"\x92\xc0\xc0"  # two more follow that count
+    assert unpack(packed, 1 + items + 3) == msgpack.unpackb(packed, strict_map_key=False)
+    with pytest.raises(ValueError, match="it has more than"):
+        unpack(packed, items + 3)
+
+
 @given(st.binary(max_size=60))
 def test_of_anything_else_it_says_that_it_is_not_msgpack(raw: bytes) -> None:
     try:
