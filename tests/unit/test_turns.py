@@ -33,6 +33,13 @@ def test_a_peer_comes_early_if_the_others_would_be_gone() -> None:
     assert not turns.is_due(now, now - 1.0)  # they are gone already
 
 
+def test_steps_that_become_slower_count_as_slower() -> None:
+    turns = Turns(10)
+    now = steps(turns, 2, 3.0, steps(turns, 4, 1.0))
+    assert turns.is_due(now, now + 8.0)
+    assert not turns.is_due(now, now + 9.0)
+
+
 def test_a_peer_that_has_made_no_step_has_nothing_to_bring() -> None:
     turns = Turns(10)
     steps(turns, 5, 1.0)
