@@ -13,8 +13,9 @@ import torch
 from averaging import Mode, Outcome, Peer, Receipt, Topic
 from averaging.config import PeerOptions
 from averaging.discovery.records import Limits
-from averaging.errors import PeerUnreachableError
+from averaging.errors import PeerUnreachableError, SchemaMismatchError
 from averaging.group import pack_gather
+from averaging.matchmaking.differences import MAX_WARNED, Warned
 from averaging.matchmaking.rules import pack_looking
 from averaging.messages import JoinRequest, MessageCode
 from averaging.peer import rounds
@@ -105,6 +106,14 @@ def test_a_peer_with_other_tensors_is_warned_of_once(caplog: pytest.LogCaptureFi
     assert len(told) == len(set(told)) <= 4  # of each peer: its own tensors and those of the topic
 
 
+def test_of_so_many_differences_it_is_remembered_that_they_were_warned_of() -> None:
+    warned = Warned()
+    first, second, *others = [SchemaMismatchError(f"peer:{n}", "another") for n in range(MAX_WARNED + 1)]
+    assert all(warned.add(difference) for difference in (first, second, *others))
+    assert not warned.add(second)
+    assert warned.add(first)
+
+
 def test_a_peer_with_other_tensors_that_has_left_does_not_end_the_search() -> None:
     swarm = Swarm(1)
     options: PeerOptions = {"group_size": 2, "matchmaking_time": 2.0, "timeout": 20.0}
@@ -157,6 +166,28 @@ def test_two_auxiliaries_do_not_begin_without_tensors() -> None:
     ]
     for receipts in swarm.simulate(swarm.average_together(peers)):
         assert receipts[0].outcome is Outcome.AVERAGED
+
+
+def test_auxiliaries_that_fill_a_group_alone_make_room_at_once() -> None:
+    swarm = Swarm(1)
+    *auxiliaries, node = [
+        swarm.peer(f"peer:{n + 1}", [torch.ones(2)], group_size=2, matchmaking_time=10.0, timeout=20.0, mode=mode)
+        for n, mode in enumerate((Mode.AUXILIARY, Mode.AUXILIARY, Mode.NODE))
+    ]
+
+    async def main() -> Receipt:
+        async with auxiliaries[0], auxiliaries[1], node:
+            averaging = [asyncio.create_task(peer.average()) for peer in auxiliaries]
+            await asyncio.sleep(1.0)
+            receipt = await node.average()
+            for task in averaging:
+                task.cancel()
+            await asyncio.gather(*averaging, return_exceptions=True)
+        return receipt
+
+    receipt = swarm.simulate(main())
+    assert receipt.outcome is Outcome.AVERAGED
+    assert receipt.seconds < 3.0
 
 
 def test_what_members_gather_is_in_every_receipt() -> None:
