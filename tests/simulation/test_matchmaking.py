@@ -156,6 +156,22 @@ def test_clients_and_auxiliaries_join_nodes(seed: int) -> None:
         assert torch.equal(tensor, untouched)
 
 
+def test_a_client_asks_who_waits_for_longer_than_itself() -> None:
+    """It cannot lead, so nobody would ask it instead."""
+    swarm = Swarm(1)
+    client = swarm.peer("", [torch.ones(2)], group_size=2, timeout=4.0, mode=Mode.CLIENT)
+    node = swarm.peer("peer:1", [torch.ones(2)], group_size=2, matchmaking_time=5.0)
+
+    async def main() -> Receipt:
+        async with client, node:
+            searching = asyncio.create_task(client.average())
+            await asyncio.sleep(1.0)
+            await node.average()
+            return await searching
+
+    assert swarm.simulate(main()).outcome is Outcome.AVERAGED
+
+
 def test_two_auxiliaries_do_not_begin_without_tensors() -> None:
     swarm = Swarm(1)
     tensors = scalars(4, 1)

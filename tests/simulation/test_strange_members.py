@@ -13,8 +13,10 @@ from averaging.discovery.memory import MemoryDiscovery, MemoryRegistry
 from averaging.errors import CallRefusedError
 from averaging.group import Mode, group_key, pack_gather
 from averaging.matchmaking import Matchmaking, NoGroupError
+from averaging.matchmaking.conduct import Conduct
 from averaging.matchmaking.rules import pack_looking
 from averaging.messages import CompressionType, JoinRequest, MessageCode, MessageFromLeader
+from averaging.observe.receipts import DropCode
 from averaging.schema import Schema, TensorSpec
 from averaging.transport import virtual_time
 from averaging.transport.base import Transport
@@ -41,7 +43,9 @@ class OneLeader:
         )
 
 
-def search(network: OneLeader, *, only_named: bool, named_after: float | None = None) -> tuple[str, ...]:
+def search(
+    network: OneLeader, *, only_named: bool, named_after: float | None = None, conduct: Conduct | None = None
+) -> tuple[str, ...]:
     """The members of the group that a follower takes part in."""
 
     async def main() -> tuple[str, ...]:
@@ -52,7 +56,7 @@ def search(network: OneLeader, *, only_named: bool, named_after: float | None = 
 
             async def name() -> None:
                 await asyncio.sleep(named_after or 0.0)
-                await discovery.store(group_key("run", ""), STRANGER, pack_looking(False), now + 60)
+                await discovery.store(group_key("run", ""), STRANGER, pack_looking(False), now + 6)
 
             if named_after is not None:
                 tasks.create_task(name())
@@ -66,6 +70,7 @@ def search(network: OneLeader, *, only_named: bool, named_after: float | None = 
                 min_group_size=2,
                 matchmaking_time=10.0,
                 only_named=only_named,
+                conduct=conduct,
                 clock=virtual_time.clock,
                 rng=random.Random(1),
             )
@@ -125,14 +130,32 @@ def test_what_a_leader_did_instead_is_told(accepts: bool, then: object, told: st
     assert raised.group_contains(NoGroupError, match=rf"\({LEADER}: {told}\)")
 
 
+class Redirects(OneLeader):
+    """Who is asked suggests this one."""
+
+    def __init__(self, suggested: str) -> None:
+        super().__init__()
+        self.suggested = suggested
+
+    async def join_group(self, endpoint: str, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
+        self.asked.append(endpoint)
+        yield MessageFromLeader(MessageCode.NOT_A_LEADER, suggested_leader=self.suggested)
+
+
+@pytest.mark.parametrize("broke", [False, True])
+def test_nobody_is_sent_to_one_that_broke_the_protocol(broke: bool) -> None:
+    conduct = Conduct()
+    if broke:
+        conduct.note(STRANGER, DropCode.PROTOCOL_VIOLATION, virtual_time.EPOCH)
+    network = Redirects(STRANGER)
+    with pytest.raises(ExceptionGroup):
+        search(network, only_named=True, named_after=0.0, conduct=conduct)
+    assert (STRANGER in network.asked) is not broke
+
+
 @pytest.mark.parametrize("suggested", [ME, "169.254.169.254:80", STRANGER])
 def test_nobody_is_sent_to_itself_or_to_whom_discovery_does_not_name(suggested: str) -> None:
-    class Redirects(OneLeader):
-        async def join_group(self, endpoint: str, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
-            self.asked.append(endpoint)
-            yield MessageFromLeader(MessageCode.NOT_A_LEADER, suggested_leader=suggested)
-
-    network = Redirects()
+    network = Redirects(suggested)
     with pytest.raises(ExceptionGroup) as raised:
         search(network, only_named=False)
     assert raised.group_contains(NoGroupError)
