@@ -15,8 +15,16 @@ import torch
 
 from averaging import Peer
 from averaging.allreduce import RoundResult
+from averaging.allreduce.losses import code_of
 from averaging.discovery.memory import MemoryDiscovery
-from averaging.errors import TensorError
+from averaging.errors import (
+    AveragingError,
+    CallRefusedError,
+    NonFiniteError,
+    PeerUnreachableError,
+    ProtocolViolationError,
+    TensorError,
+)
 from averaging.group import Member, Mode
 from averaging.messages import CompressionType
 from averaging.observe.explain import describe, merge
@@ -158,6 +166,19 @@ def test_numbers_that_are_none_have_their_own_code() -> None:
         (dropped,) = simulation.results[name].dropped
         assert (dropped.endpoint, dropped.code) == ("peer:3", DropCode.NON_FINITE)
         assert "sent NaN or infinity in part 0" in dropped.reason
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (PeerUnreachableError("a:1", "gone"), DropCode.CONNECTION_LOST),
+        (CallRefusedError("a:1", "no"), DropCode.REFUSED),
+        (NonFiniteError("a:1 sent NaN"), DropCode.NON_FINITE),
+        (ProtocolViolationError("a:1 sent nonsense"), DropCode.PROTOCOL_VIOLATION),
+    ],
+)
+def test_what_was_raised_tells_what_a_member_is_dropped_for(error: AveragingError, code: DropCode) -> None:
+    assert code_of(error) is code
 
 
 @pytest.mark.parametrize("elements", [100, 2000])  # parts that are all read ahead, and many more
