@@ -11,6 +11,8 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from averaging.discovery.board import Board
@@ -43,8 +45,8 @@ def identity(
     return CertifiedIdentity(tls, now if callable(now) else lambda: now)
 
 
-def rsa_identity(*hosts: str) -> CertifiedIdentity:
-    """With a certificate of another make."""
+def rsa_identity(*hosts: str, certified: RSAPublicKey | Ed25519PublicKey | None = None) -> CertifiedIdentity:
+    """With a certificate of another make; for another's key if that is given."""
     key, issuer = rsa.generate_private_key(65537, 2048), load_pem_private_key(AUTHORITY.key, None)
     template, root = (
         x509.load_pem_x509_certificate(issued.certificate)
@@ -54,7 +56,7 @@ def rsa_identity(*hosts: str) -> CertifiedIdentity:
         x509.CertificateBuilder()
         .subject_name(template.subject)
         .issuer_name(root.subject)
-        .public_key(key.public_key())
+        .public_key(certified or key.public_key())
         .serial_number(1)
         .not_valid_before(template.not_valid_before_utc)
         .not_valid_after(template.not_valid_after_utc)
@@ -69,6 +71,13 @@ def test_keys_of_rsa_will_do() -> None:
     assert READER.verify("run", written)
     assert not READER.verify("run", replace(written, signature=written.signature[:-1] + b"x"))
     assert not READER.verify("run", record(rsa_identity("a.example.org"), "b.example.org:1"))
+
+
+@pytest.mark.parametrize("kind", ["RSA", "a kind that signs nothing here"])
+def test_a_certificate_proves_nothing_to_who_has_not_its_key(kind: str) -> None:
+    rsa_key = rsa.generate_private_key(65537, 2048).public_key()
+    certified = rsa_key if kind == "RSA" else Ed25519PrivateKey.generate().public_key()
+    assert not READER.verify("run", record(rsa_identity("a.example.org", certified=certified), "a.example.org:1"))
 
 
 def record(owner: Identity, subkey: str, run_id: str = "run") -> Record:
@@ -153,6 +162,14 @@ def test_whatever_is_changed_is_noticed() -> None:
         assert not READER.verify("run", replace(honest, signature=honest.signature[:length]))
     assert not READER.verify("run", replace(honest, signature=honest.signature + bytes(MAX_PROOF_BYTES)))
     assert not READER.verify("run", replace(honest, value=b"w"))
+
+
+def test_so_many_proofs_are_remembered_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("averaging.discovery.certified._MOST_KNOWN", 2)
+    reader = identity("192.0.2.1")
+    for name in "abc":
+        assert reader.verify("run", record(identity(name), f"{name}:1"))
+    assert len(reader._known) == 2
 
 
 def test_a_record_stays_below_a_kibibyte_and_a_half() -> None:
