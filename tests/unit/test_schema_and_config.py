@@ -239,6 +239,14 @@ def test_so_may_what_becomes_of_a_topic_and_how_it_travels() -> None:
         make_topic(config, tensors, adopt="add")
 
 
+def test_only_what_holds_the_average_in_the_end_is_written_early() -> None:
+    """A part of a whole would be there though another is missing, and a residual would be of other tensors."""
+    config, tensors = PeerConfig(run_id="run", in_place=True), SharedTensors([torch.ones(2)])
+    assert [how for how in Adopt if make_topic(config, tensors, adopt=how).writes_early] == [Adopt.AVERAGE]
+    assert not make_topic(config, tensors, error_feedback=True).writes_early
+    assert not make_topic(config, tensors, in_place=False).writes_early
+
+
 def test_where_all_must_hold_the_same_nobody_is_answered_with_deltas() -> None:
     config, tensors = PeerConfig(run_id="run", reply=ReplyForm.DELTA), SharedTensors([torch.ones(2)])
     replies = {how: make_topic(config, tensors, adopt=how).schema.reply for how in Adopt}
