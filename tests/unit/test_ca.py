@@ -10,8 +10,10 @@ from time import time
 import pytest
 from click.testing import CliRunner, Result
 from cryptography import x509
+from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from averaging.cli import main
@@ -225,6 +227,26 @@ def test_files_that_do_not_fit_are_refused_with_a_remedy(directory: Path, caplog
     (directory / "a.key").chmod(0o640)
     read(directory)
     assert "chmod 600" in caplog.text
+
+
+def test_certificates_of_another_make_that_do_not_fit_are_refused_with_a_remedy(directory: Path) -> None:
+    other = Ed25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    (directory / "other.key").write_bytes(other)
+    with pytest.raises(ConfigError, match=r"tls_key .*other\.key is neither an elliptic curve key nor RSA"):
+        read(directory, key="other")
+    root, own = (x509.load_pem_x509_certificate((directory / f"{name}.pem").read_bytes()) for name in ("ca", "a"))
+    signer = load_pem_private_key((directory / "ca.key").read_bytes(), None)
+    assert isinstance(signer, ec.EllipticCurvePrivateKey)
+    builder = (
+        x509.CertificateBuilder(root.subject, own.subject, own.public_key(), own.serial_number)
+        .not_valid_before(own.not_valid_before_utc)
+        .not_valid_after(own.not_valid_after_utc)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+    )
+    served = builder.sign(signer, hashes.SHA256()).public_bytes(Encoding.PEM)
+    (directory / "server.pem").write_bytes(served)
+    with pytest.raises(ConfigError, match=r"server\.pem is not for clients; issue one with .* clientAuth too"):
+        read(directory, "server", key="a")
 
 
 def test_a_bundle_of_authorities_is_believed(directory: Path) -> None:
