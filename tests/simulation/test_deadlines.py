@@ -10,7 +10,7 @@ import pytest
 
 from averaging.allreduce import RoundResult
 from averaging.deadlines.learned import Deadlines
-from averaging.errors import RoundError
+from averaging.errors import AveragingError, CallRefusedError, ProtocolViolationError, RoundError
 from averaging.group import Member, Mode
 from averaging.messages import AveragingData, MessageCode
 from averaging.observe.receipts import DropCode
@@ -339,14 +339,28 @@ def test_a_round_has_the_time_that_its_bytes_take_on_slow_links_besides_its_time
         assert simulation.seconds == pytest.approx(3.0, abs=0.1)
 
 
-def test_a_reducer_that_waits_for_a_newcomer_is_not_given_up() -> None:
+@pytest.mark.parametrize("refusal", [None, CallRefusedError("peer:1", "no"), ProtocolViolationError("no schema")])
+def test_a_reducer_that_waits_for_a_newcomer_is_not_given_up(refusal: AveragingError | None) -> None:
     """One reducer knows nothing of the victim and waits long for it; it answers when asked, so the others wait too."""
+
+    def prepare(simulation: Simulation) -> object:
+        for transport in simulation.transports.values():
+            transport.get_schema = answering(transport.get_schema)  # type: ignore[method-assign,assignment]
+        return Silent("before opening").prepare(simulation)
+
+    def answering(ask: Callable[[str], Awaitable[Schema]]) -> Callable[[str], Coroutine[Any, Any, Schema]]:
+        async def answer(endpoint: str) -> Schema:
+            if refusal is not None and endpoint != VICTIM:
+                raise refusal
+            return await ask(endpoint)
+
+        return answer
 
     async def main() -> None:
         rounds = Rounds(5)
         await rounds.usual()
         rounds.deadlines["peer:1"] = Deadlines(LOWER, 3.0)
-        results = await rounds.one(Silent("before opening").prepare, may_fail={VICTIM})
+        results = await rounds.one(prepare, may_fail={VICTIM})
         for name in ("peer:1", "peer:2", "peer:3"):
             assert {lost.endpoint for lost in results[name].dropped} == {VICTIM}
 
