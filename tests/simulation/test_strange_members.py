@@ -81,11 +81,12 @@ def search(
 
 
 def test_a_stranger_is_not_believed_in() -> None:
-    network = OneLeader(LEADER, STRANGER, ME)
+    network, conduct = OneLeader(LEADER, STRANGER, ME), Conduct()
     with pytest.raises(ExceptionGroup) as raised:
-        search(network, only_named=True)
+        search(network, only_named=True, conduct=conduct)
     assert raised.group_contains(NoGroupError, match=f"{LEADER}: began a group with {STRANGER}, which discovery")
     assert network.asked == [LEADER], "who does so is not asked again"
+    assert not conduct.counts, "but it is in the next search: its view of the run may be another"
 
 
 @pytest.mark.parametrize("after", [0.0, 1.0])
