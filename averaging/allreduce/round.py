@@ -41,8 +41,6 @@ class AllReduce:
     """One round of `group` at the member `endpoint`.
 
     Args:
-        prepare: makes what this member contributes: flat CPU tensors, one per tensor of the schema; read until the end
-            of the round, never written here. The others' parts are taken in meanwhile.
         deadlines: after so long without progress a member is given up; learned further here.
         adopt: see `Tally`; it may write a part's average over that part of the tensors, which is read no more then.
 
@@ -55,7 +53,6 @@ class AllReduce:
         group: Group,
         endpoint: str,
         schema: Schema,
-        prepare: Prepare,
         transport: Transport,
         *,
         deadlines: Deadlines,
@@ -65,7 +62,6 @@ class AllReduce:
         if group.total_weight <= 0:
             raise RoundError(f"the weights of all {len(group.members)} members sum to zero; give somebody a weight")
         self.group = group
-        self._prepare = prepare
         me = group.members[group.index(endpoint)]
         reduced = shares(group.members)
         parts_of = dict(zip(group.endpoints, partition(schema, reduced), strict=True))
@@ -85,10 +81,12 @@ class AllReduce:
             me, senders, own, schema, self._tally, watch=self._watch, reach=own_reach, non_finite=non_finite
         )
 
-    async def run(self, timeout: float) -> RoundResult:
+    async def run(self, prepare: Prepare, timeout: float) -> RoundResult:
         """Runs the round until every part is in or given up. Cancelling it tells the others that this member leaves.
 
         Args:
+            prepare: makes what this member contributes: flat CPU tensors, one per tensor of the schema; read until the
+                end of the round, never written here. The others' parts are taken in meanwhile.
             timeout: seconds after which it ends at the latest, besides those that it takes on slow links.
         """
         self._tally.begin()
@@ -96,7 +94,7 @@ class AllReduce:
         try:
             async with asyncio.timeout(seconds), self._watch.running():
                 self._reducing.begin()
-                tensors = await self._prepare()
+                tensors = await prepare()
                 self._tally.ready()
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(self._reducing.run(tensors))

@@ -235,7 +235,7 @@ class Rounds:
         except AveragingError as error:
             return self._receipt(attempt, Outcome.FAILED, str(error))
         try:
-            result = attempt.result = await this_round.run(self._config.timeout)
+            result = attempt.result = await this_round.run(partial(self._prepare, attempt), self._config.timeout)
             attempt.enter("adopting")
             matchmaking.move_on(group)
             reason = _why_failed(group, self._endpoint, result, topic.adopt)
@@ -299,7 +299,6 @@ class Rounds:
             group,
             self._endpoint,
             attempt.schema,
-            lambda: self._prepare(attempt),
             self._transport,
             deadlines=self._service.deadlines,
             non_finite=self._config.non_finite,

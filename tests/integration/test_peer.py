@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing
 from itertools import product
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from averaging import CompressionType, Extras, Mode, NonFinite, Outcome, Peer, Receipt, ReplyForm
+from averaging.allreduce import AllReduce, RoundResult
 from averaging.errors import (
     ClosedError,
     ConfigError,
@@ -167,6 +169,29 @@ async def test_a_commit_while_a_result_is_written_is_the_version_after_it(monkey
         go_on.set()
         await asyncio.gather(averaging, committing)
         assert [peer.version for peer in peers] == [2, 1]
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("inline_bytes", [0, 1 << 20])
+async def test_a_round_is_gone_without_the_garbage_collector(
+    inline_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds averages, which may be as large as the tensors."""
+    monkeypatch.setattr("averaging.offload.INLINE_BYTES", inline_bytes)
+    async with AsyncExitStack() as stack:
+        receipts = await average(*await swarm(stack, [{"x": torch.full((3000,), value)} for value in (1.0, 3.0)]))
+        assert all(receipt.averaged for receipt in receipts)
+        await asyncio.sleep(0)
+        assert [found for found in gc.get_objects() if type(found) in (AllReduce, RoundResult)] == []
 
 
 @pytest.mark.asyncio

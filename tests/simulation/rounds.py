@@ -6,7 +6,6 @@ import asyncio
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from functools import partial
 
 import torch
 
@@ -111,23 +110,27 @@ class Simulation:
             client = not member.reduces
             transport = self.network.transport(None if client else member.endpoint)
             transport.endpoint = member.endpoint
-            prepare = partial(self._prepare, member.endpoint)
             self.transports[member.endpoint] = transport
             self.rounds[member.endpoint] = AllReduce(
-                self.group, member.endpoint, self.schema, prepare, transport, deadlines=self.deadlines[member.endpoint]
+                self.group, member.endpoint, self.schema, transport, deadlines=self.deadlines[member.endpoint]
             )
 
-    async def _prepare(self, name: str) -> list[torch.Tensor]:
-        if name in self.preparing:
-            await self.preparing[name]()
-        return SharedTensors(self.tensors[name]).flat()
+    async def one(self, name: str) -> RoundResult:
+        """A member's round."""
+
+        async def prepare() -> list[torch.Tensor]:
+            if name in self.preparing:
+                await self.preparing[name]()
+            return SharedTensors(self.tensors[name]).flat()
+
+        return await self.rounds[name].run(prepare, ROUND_SECONDS)
 
     async def run(self, disturb: Callable[[dict[str, asyncio.Task[RoundResult]]], object] | None = None) -> None:
         """Runs all members' rounds; `results` and `failures` tell how each ended, `seconds` how long all took."""
         for name, transport in self.transports.items():
             await transport.serve(OneRound(self.rounds[name], self.schema), None)
         began = asyncio.get_running_loop().time()
-        tasks = {name: asyncio.create_task(round_.run(ROUND_SECONDS)) for name, round_ in self.rounds.items()}
+        tasks = {name: asyncio.create_task(self.one(name)) for name in self.rounds}
         disturbing = asyncio.ensure_future(disturb(tasks)) if disturb else None  # type: ignore[call-overload]
         ended = await asyncio.gather(*tasks.values(), return_exceptions=True)
         self.seconds = asyncio.get_running_loop().time() - began

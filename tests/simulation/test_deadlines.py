@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from averaging.allreduce import RoundResult
+from averaging.allreduce.round import Prepare
 from averaging.deadlines.learned import Deadlines
 from averaging.errors import AveragingError, CallRefusedError, ProtocolViolationError, RoundError
 from averaging.group import Member, Mode
@@ -107,7 +108,7 @@ class Silent:
 def dead_leader(simulation: Simulation) -> object:
     """The victim has led the group and died before one of its followers was told that it begins."""
 
-    async def never_begins(timeout: float) -> RoundResult:
+    async def never_begins(prepare: Prepare, timeout: float) -> RoundResult:
         raise RoundError("it is not in the round")
 
     async def unknown(

@@ -12,7 +12,7 @@ from averaging.compression import encode
 from averaging.group import Member, Mode
 from averaging.messages import AveragingData, CompressionType, MessageCode
 from averaging.transport import virtual_time
-from tests.simulation.rounds import PART_TIMEOUT, ROUND_SECONDS, Simulation
+from tests.simulation.rounds import PART_TIMEOUT, Simulation
 
 NODE, SENDER = "peer:1", "client::1"
 
@@ -43,7 +43,7 @@ def test_a_call_lost_at_any_step_is_known_at_once(steps: int, seconds_to_close: 
     async def main() -> tuple[RoundResult, float]:
         loop = asyncio.get_running_loop()
         started = loop.time()
-        running = asyncio.create_task(round_.run(ROUND_SECONDS))
+        running = asyncio.create_task(simulation.one(NODE))
         call = asyncio.create_task(serve())
         for _ in range(steps):
             await asyncio.sleep(0)

@@ -16,7 +16,7 @@ from averaging.group import Member, Mode
 from averaging.messages import AveragingData, CompressionType, MessageCode
 from averaging.transport import virtual_time
 from averaging.transport.virtual_time import VirtualTimeLoop
-from tests.simulation.rounds import PART_TIMEOUT, ROUND_SECONDS, OneRound, Simulation
+from tests.simulation.rounds import PART_TIMEOUT, OneRound, Simulation
 from tests.simulation.swarm import Swarm
 
 NODES = ["peer:1", "peer:2"]
@@ -44,7 +44,7 @@ def test_a_sender_that_takes_no_replies_is_given_up() -> None:
             await simulation.transports[name].serve(OneRound(simulation.rounds[name], simulation.schema), None)
         stuck = [asyncio.create_task(takes_one_reply(name)) for name in NODES]
         began = asyncio.get_running_loop().time()
-        results = await asyncio.gather(*(simulation.rounds[name].run(ROUND_SECONDS) for name in NODES))
+        results = await asyncio.gather(*(simulation.one(name) for name in NODES))
         assert asyncio.get_running_loop().time() < began + 4 * PART_TIMEOUT
         for task in stuck:
             task.cancel()
