@@ -11,9 +11,9 @@ import torch
 
 T = TypeVar("T")
 
-INLINE_BYTES = 16 << 20
-"""What goes through no more than this is done on the event loop: a pass over so much, as for a copy or a digest, takes
-some ten milliseconds."""
+INLINE_BYTES = 128 << 20
+"""What goes through no more than this is done on the event loop: it takes a tenth of a second at most. With threads a
+round of 64 MiB takes 6 to 16 % longer, one of 256 MiB 7 % less."""
 
 
 def takes_long(nbytes: int) -> bool:

@@ -10,7 +10,6 @@ from typing import Any
 import msgpack
 import torch
 
-from averaging.offload import takes_long
 from averaging.schema import Schema
 from averaging.state.acceptance import Acceptance
 from averaging.state.manifest import Described, Manifest
@@ -19,6 +18,9 @@ from averaging.tensors import SharedTensors
 
 NO_DIGEST = bytes(32)
 """In the place of a digest that was not computed yet."""
+
+INLINE_BYTES = 1 << 20
+"""The digests of a state up to this size are taken on the event loop, those of a larger one in a thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,7 @@ class Snapshots:
 
     def _begin_to_seal(self, state: State) -> asyncio.Future[Snapshot]:
         loop = asyncio.get_running_loop()
-        if takes_long(sum(tensor.nbytes for tensor in state.tensors.values())):
+        if sum(tensor.nbytes for tensor in state.tensors.values()) > INLINE_BYTES:
             return loop.run_in_executor(None, self._seal, state)
         sealed: asyncio.Future[Snapshot] = loop.create_future()
         sealed.set_result(self._seal(state))

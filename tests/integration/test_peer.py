@@ -81,6 +81,7 @@ async def test_nothing_that_goes_through_many_bytes_stops_the_event_loop(monkeyp
         monkeypatch.setattr(owner, name, noted)
 
     monkeypatch.setattr("averaging.offload.INLINE_BYTES", 0)
+    monkeypatch.setattr("averaging.state.snapshots.INLINE_BYTES", 0)
     heavy = {
         SharedTensors: ["check_finite", "flat", "write", "copy_from"],
         Feedback: ["inputs", "sent"],

@@ -25,7 +25,7 @@ async def test_what_was_begun_for_one_who_lost_patience_serves_the_next(monkeypa
         assert go_on.wait(60.0)
         return seal(state)
 
-    monkeypatch.setattr("averaging.offload.INLINE_BYTES", 0)
+    monkeypatch.setattr(snapshots, "INLINE_BYTES", 0)
     monkeypatch.setattr(snapshots, "seal", slowly)
     tensors = SharedTensors([torch.arange(5.0)])
     state = Snapshots(tensors, None, describe(tensors.names, tensors.tensors, part_size_bytes=1024), shared=True)
@@ -60,7 +60,7 @@ async def test_the_digests_of_two_states_are_not_taken_at_once(monkeypatch: pyte
         sealing -= 1
         return seal(state)
 
-    monkeypatch.setattr("averaging.offload.INLINE_BYTES", 0)
+    monkeypatch.setattr(snapshots, "INLINE_BYTES", 0)
     monkeypatch.setattr(snapshots, "seal", slowly)
     tensors = SharedTensors([torch.arange(5.0)])
     state = Snapshots(tensors, None, describe(tensors.names, tensors.tensors, part_size_bytes=1024), shared=True)
