@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from averaging import Outcome, Peer
+from averaging.allreduce.round import Prepare
 from averaging.errors import AveragingError, CallRefusedError, PeerUnreachableError, ProtocolViolationError, StateError
 from averaging.group import Member, Mode, pack_gather
 from averaging.matchmaking.rules import pack_looking
@@ -79,7 +80,7 @@ class Hostile:
         self._parts, self._replies = Script(parts), Script(answers)
         self.answers: list[AveragingData] = []
 
-    async def run(self, deadline: float) -> None:
+    async def run(self, prepare: Prepare, timeout: float) -> None:
         await asyncio.sleep(0.05)  # the others' rounds are there
         await asyncio.gather(*(self._attack(name) for name in ("peer:1", "peer:2") for _ in range(2)))
 
@@ -256,6 +257,9 @@ def test_hostile_donors(given: list[tuple[list[DownloadData], list[float], Excep
     class Donor:
         def download_state(self, endpoint: str, resume: Resume | None = None) -> AsyncGenerator[DownloadData, None]:
             return script.play()
+
+        async def get_schema(self, endpoint: str) -> Schema:
+            return schema
 
     async def main() -> None:
         try:
