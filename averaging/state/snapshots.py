@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgpack
 import torch
 
+from averaging.offload import in_thread
 from averaging.schema import Schema
 from averaging.state.acceptance import Acceptance
 from averaging.state.manifest import Described, Manifest
@@ -57,7 +58,7 @@ class Snapshots:
         self._committed_extras = NO_EXTRAS
         self._committed_user = b""  # packed, since the application may go on writing to what is in its dict
         self._copy: State | None = None
-        self._sealing: tuple[State, asyncio.Future[Snapshot]] | None = None  # of which copy, and what comes of it
+        self._sealed: Snapshot | None = None  # the last one, perhaps of an earlier copy
         self._acceptance = Acceptance(schema)
         if shared:
             tensors.before_application_writes = self._copy_once
@@ -82,34 +83,23 @@ class Snapshots:
             if not self._acceptance.tried:  # later ones when somebody asks for them
                 described = tuple(Described(n, t.dtype, tuple(t.shape), NO_DIGEST) for n, t in self._named().items())
                 self._acceptance.check(Manifest(version, described, extras.user))
-        self._copy = None
-        if self._sealing is not None and self._sealing[1].done():
-            self._sealing = None
+        self._copy = self._sealed = None
         self.version = max(version, self.version)
 
     async def latest(self, timeout: float) -> Snapshot:
         """The committed state with its digests; waits at most `timeout` seconds for the tensors' lock.
 
         To be called by one at a time, so that those who download leave the loop's threads to others. What it has begun
-        goes on if it is cancelled: who lost patience with a large state will ask for it again.
+        is done also if it is cancelled: who lost patience with a large state will ask for it again.
         """
-        if self._sealing is not None:  # of an earlier state perhaps, for one who lost patience
-            await asyncio.wait([self._sealing[1]])
-        state = self._copy
+        state, sealed = self._copy, self._sealed
+        if sealed is not None and sealed.state is state:
+            return sealed
+        nbytes = sum(tensor.nbytes for tensor in self._named().values())
         if state is None:
-            nbytes = sum(tensor.nbytes for tensor in self._named().values())
             state = await self._tensors.while_locked(self._copy_once, timeout, nbytes)
-        if self._sealing is None or self._sealing[0] is not state:
-            self._sealing = state, self._begin_to_seal(state)
-        return await asyncio.shield(self._sealing[1])
-
-    def _begin_to_seal(self, state: State) -> asyncio.Future[Snapshot]:
-        loop = asyncio.get_running_loop()
-        if sum(tensor.nbytes for tensor in state.tensors.values()) > INLINE_BYTES:
-            return loop.run_in_executor(None, self._seal, state)
-        sealed: asyncio.Future[Snapshot] = loop.create_future()
-        sealed.set_result(self._seal(state))
-        return sealed
+        finish = partial(self._seal, state)
+        return await in_thread(finish) if nbytes > INLINE_BYTES else finish()
 
     def _copy_once(self) -> State:
         if self._copy is None:
@@ -126,6 +116,8 @@ class Snapshots:
     def _seal(self, state: State) -> Snapshot:
         sealed = seal(state)
         self._acceptance.check(Manifest(state.version, sealed.tensors, state.user))
+        if self._copy is state:  # else another was committed meanwhile; this one is whole all the same
+            self._sealed = sealed
         return sealed
 
 
