@@ -13,7 +13,7 @@ from averaging.deadlines.learned import LATEST_FACTOR, Deadline, Deadlines, Phas
 
 PREPARING = 10
 """A donor that lives, but has not begun within the longest deadline, gets so many times that to begin: before its first
-message it copies its state and takes the digests of all of it, at half a gigabyte a second or more."""
+message it copies its state and takes the digests of all of it, 0.6 s for a GiB on an idle AMD EPYC."""
 
 WINDOW = 8
 """The longest wait among so many chunks is learned, so that a long download learns before it is over."""
