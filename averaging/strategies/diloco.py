@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -21,6 +20,7 @@ from averaging.strategies.history import History, Others
 from averaging.strategies.together import Together
 from averaging.strategies.turns import Turns, whole
 from averaging.training.arithmetic import clip, full_precision
+from averaging.training.future import SignalSafeFuture
 from averaging.training.optimizer_state import load_optimizer, pack_optimizer, restored_on_error
 from averaging.training.training import Training
 from averaging.values import is_finite
@@ -93,7 +93,7 @@ class DiLoCo(Together):
         self.every, self.fragments, self.delay, self.alpha = every, fragments, delay, alpha
         self._make_outer = outer
         self._fragments: list[Fragment] = []
-        self._pending: Future[Receipt] | None = None
+        self._pending: SignalSafeFuture[Receipt] | None = None
         self._begun = History()  # where the pending round began
         self._loaded = False  # the anchors are those of a state, local steps may have been made from there
         self._discarded = False  # the local steps since the last global step are in others' result already
@@ -188,7 +188,7 @@ class DiLoCo(Together):
         if not self.delay:
             self._end(training, self._pending)
 
-    def _end(self, training: Training, pending: Future[Receipt]) -> None:
+    def _end(self, training: Training, pending: SignalSafeFuture[Receipt]) -> None:
         try:
             receipt = training.receipt_of(pending)
         finally:

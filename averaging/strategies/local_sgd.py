@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from averaging.state.snapshots import Extras
 from averaging.strategies.base import Strategy, count_in
 from averaging.strategies.late_change import LateChange
 from averaging.strategies.turns import Turns
+from averaging.training.future import SignalSafeFuture
 from averaging.training.training import Training
 
 
@@ -57,7 +57,7 @@ class LocalSGD(Strategy):
         self._topic: Topic | None = None
         self._averaged: list[torch.Tensor] = []
         self._late: LateChange | None = None  # with `overlap`: what is averaged instead, and added
-        self._pending: Future[Receipt] | None = None
+        self._pending: SignalSafeFuture[Receipt] | None = None
         self._replaced = False  # the parameters have been loaded since the pending round began
 
     @property
@@ -142,7 +142,7 @@ class LocalSGD(Strategy):
             with training.replacing():
                 return
 
-    def _apply(self, training: Training, pending: Future[Receipt]) -> None:
+    def _apply(self, training: Training, pending: SignalSafeFuture[Receipt]) -> None:
         try:
             receipt = training.receipt_of(pending)
         finally:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from averaging.training.background import EventLoopThread, on_loop
+from averaging.training.future import SignalSafeFuture
 
 T = TypeVar("T")
 
@@ -62,5 +62,5 @@ class _Answer(Generic[T]):
     """What the peer's thread has said last, and what it was asked since."""
 
     asked_at: float
-    coming: Future[T]
-    latest: Future[T] | None = None
+    coming: SignalSafeFuture[T]
+    latest: SignalSafeFuture[T] | None = None

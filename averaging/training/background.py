@@ -8,11 +8,12 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractAsyncContextManager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any, TypeVar
 
 from averaging.errors import ClosedError
+from averaging.training.future import SignalSafeFuture
 
 logger = logging.getLogger("averaging.training")
 
@@ -39,6 +40,9 @@ class EventLoopThread:
 
     The constructor returns once the context is entered. At the end of the interpreter the thread is closed in order.
 
+    The threads that call it share no lock with it: a signal's exception may come between any two instructions of
+    theirs, and would leave it taken.
+
     Args:
         context: entered and left by the same task, so it may hold a TaskGroup: if that fails, the thread ends.
         name: of the thread, and of what the errors speak.
@@ -53,18 +57,18 @@ class EventLoopThread:
         self._pid = os.getpid()
         self._runner = asyncio.Runner(loop_factory=_EventLoop)
         self._loop = self._runner.get_loop()
-        self._entered: Future[None] = Future()
+        self._entered: SignalSafeFuture[None] = SignalSafeFuture()
         self._closing = asyncio.Event()
         self._life: asyncio.Task[None] | None = None
-        self._lock = threading.Lock()  # of the two below
-        self._calls: set[_Call] = set()
-        self._ended = False
+        self._calls: set[_Call] = set()  # of this thread alone
+        self._ended = False  # from here on no call begins
+        self._gone = False  # from here on no call ends
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         atexit.register(self.close)
         try:
             self._thread.start()
-            _wait_for(self._entered)
+            self._wait_for(self._entered)
             self._entered.result()
         except BaseException:
             self.close()
@@ -82,16 +86,15 @@ class EventLoopThread:
         """
         call = _Call(coroutine)
         try:
-            self.check()
             self._submit(call)
-            _wait_for(call.result)
+            self._wait_for(call.result)
         except BaseException:
             self._give_up(call)
             raise
         result: T = call.result.result()
         return result
 
-    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> SignalSafeFuture[T]:
         """Runs `coroutine` in the thread's loop without waiting for it; at the end of the thread it is cancelled.
 
         Raises:
@@ -99,20 +102,20 @@ class EventLoopThread:
         """
         call = _Call(coroutine)
         try:
-            self.check()
             self._submit(call)
         except BaseException:
             self._give_up(call)
             raise
         return call.result
 
-    def wait(self, result: Future[T]) -> T:
+    def wait(self, result: SignalSafeFuture[T]) -> T:
         """Waits for what `start` returned; a KeyboardInterrupt ends the wait and not what is waited for.
 
         Raises:
+            ClosedError: the thread ended before the coroutine began.
             Exception: whatever the coroutine raises.
         """
-        _wait_for(result)
+        self._wait_for(result)
         return result.result()
 
     def check(self) -> None:
@@ -128,9 +131,8 @@ class EventLoopThread:
         """Cancels the calls in progress, leaves the context, and ends the thread; again, it does nothing."""
         if self._elsewhere:
             return
-        with self._lock:
-            if not self._ended:
-                self._loop.call_soon_threadsafe(self._stop)
+        with suppress(RuntimeError):  # its loop is closed already
+            self._loop.call_soon_threadsafe(self._stop)
         while self._thread.is_alive():
             self._thread.join(SIGNAL_PERIOD)
         atexit.unregister(self.close)
@@ -150,24 +152,25 @@ class EventLoopThread:
         return error
 
     def _submit(self, call: _Call) -> None:
-        with self._lock:
-            if self._ended:
-                raise self._not_running()
-            self._calls.add(call)
+        self.check()
+        try:
             self._loop.call_soon_threadsafe(self._begin, call)
+        except RuntimeError:  # its loop is closed
+            raise self._not_running() from None
+
+    def _wait_for(self, result: SignalSafeFuture[Any]) -> None:
+        while not result.done():
+            result.wait(SIGNAL_PERIOD)
+            if self._gone and not result.done():
+                raise self._not_running()
 
     def _give_up(self, call: _Call) -> None:
         """Nobody waits for the call any more: an exception came in between, no matter where."""
-        if self._elsewhere:
-            call.coroutine.close()
-            return
-        with self._lock:
-            submitted = call in self._calls
-            if submitted and not self._ended:
+        if not self._elsewhere:
+            with suppress(RuntimeError, ClosedError):
                 self._loop.call_soon_threadsafe(self._cancel, call)
-        if submitted:
-            _wait_for(call.result)
-        else:
+                self._wait_for(call.result)
+        if not call.result.done():
             call.coroutine.close()
 
     # In the thread
@@ -187,6 +190,7 @@ class EventLoopThread:
                 call.coroutine.close()
             call.result.set_exception(self._not_running())
         self._calls.clear()
+        self._gone = True
 
     async def _live(self) -> None:
         try:
@@ -201,13 +205,11 @@ class EventLoopThread:
             self._failure = error  # known before the end is
             raise
         finally:
-            with self._lock:
-                self._ended = True
+            self._ended = True
 
     async def _end_calls(self) -> None:
         self._closing.set()  # no call begins from here on
-        with self._lock:
-            tasks = [call.task for call in self._calls if call.task is not None]
+        tasks = [call.task for call in self._calls if call.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -218,6 +220,7 @@ class EventLoopThread:
             self._life.cancel()
 
     def _begin(self, call: _Call) -> None:
+        self._calls.add(call)
         if not self._closing.is_set():
             call.task = self._loop.create_task(call.coroutine)
             call.task.add_done_callback(lambda task: self._finish(call, task))
@@ -227,18 +230,16 @@ class EventLoopThread:
         if call.task is not None:
             call.task.cancel()
         elif not call.result.done():  # the exception came before it could begin
-            self._forget(call)
+            self._calls.discard(call)
             call.coroutine.close()
             call.result.set_exception(asyncio.CancelledError())
-
-    def _forget(self, call: _Call) -> None:
-        with self._lock:
-            self._calls.discard(call)
 
     def _finish(self, call: _Call, task: asyncio.Task[Any]) -> None:
         if task.cancelled() and self._closing.is_set() and not call.given_up:
             return  # the end of the thread tells why
-        self._forget(call)
+        self._calls.discard(call)
+        # The end of a task calls Python code, in which an exception of a signal would be lost: not in their thread.
+        call.task = None
         if task.cancelled():
             call.result.set_exception(asyncio.CancelledError())
         elif error := task.exception():
@@ -257,15 +258,9 @@ class _Call:
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         self.coroutine = coroutine
-        self.result: Future[Any] = Future()
-        self.result.set_running_or_notify_cancel()  # who cancels it must not keep the thread from telling its end
+        self.result: SignalSafeFuture[Any] = SignalSafeFuture()
         self.task: asyncio.Task[Any] | None = None
         self.given_up = False
-
-
-def _wait_for(result: Future[Any]) -> None:
-    while not wait([result], SIGNAL_PERIOD).done:
-        continue
 
 
 def _first(error: BaseException) -> BaseException:

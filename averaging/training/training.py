@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Unpack
 
@@ -22,6 +21,7 @@ from averaging.state.packing import State
 from averaging.training.answers import Answers
 from averaging.training.arithmetic import clip
 from averaging.training.background import EventLoopThread, on_loop
+from averaging.training.future import SignalSafeFuture
 from averaging.values import check_weight
 
 logger = logging.getLogger("averaging.training")
@@ -241,11 +241,11 @@ class Training:
         """
         return self._noted(self._thread.run(self._round(topic, options)))
 
-    def begin(self, topic: Topic | None = None, **options: Unpack[RoundOptions]) -> Future[Receipt]:
+    def begin(self, topic: Topic | None = None, **options: Unpack[RoundOptions]) -> SignalSafeFuture[Receipt]:
         """Like `average`, without waiting: `receipt_of` what this returns is the receipt."""
         return self._thread.start(self._round(topic, options))
 
-    def receipt_of(self, begun: Future[Receipt]) -> Receipt:
+    def receipt_of(self, begun: SignalSafeFuture[Receipt]) -> Receipt:
         """The receipt of a round that was begun; waits for its end."""
         return self._noted(self._thread.wait(begun))
 
