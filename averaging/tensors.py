@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
@@ -15,6 +16,9 @@ from averaging.errors import RoundError, TensorError
 from averaging.offload import in_thread, takes_long
 
 T = TypeVar("T")
+
+LOOK_UP_SECONDS = 0.5
+"""After so long a thread that waits for the lock looks whether anybody still wants what it is to do."""
 
 
 class Write(Enum):
@@ -95,10 +99,15 @@ class SharedTensors:
         decided = threading.Lock()  # taken by the thread that begins, or by a cancellation that comes before
 
         def wait_and_run() -> T:
-            if not self._lock.acquire(timeout=timeout):
-                raise RoundError(
-                    f"the application held the tensors' lock for {timeout:g} s; release it sooner, or raise `timeout`"
-                )
+            end = time.monotonic() + timeout
+            while not self._lock.acquire(timeout=max(0.0, min(LOOK_UP_SECONDS, end - time.monotonic()))):
+                if decided.locked():
+                    raise RoundError("nobody waits for it any more")
+                if time.monotonic() >= end:
+                    raise RoundError(
+                        f"the application held the tensors' lock for {timeout:g} s; release it sooner, or raise "
+                        "`timeout`"
+                    )
             try:
                 if not decided.acquire(blocking=False):
                     raise RoundError("nobody waits for it any more")

@@ -95,7 +95,7 @@ def check_survivor(number: int, receipt: dict[str, Any], survivors: Collection[i
 def test_a_leader_killed_in_matchmaking_is_replaced(workers: Workers) -> None:
     """The leader dies when it has accepted one follower and accepts the next; they find each other without it."""
     leader = {"value": 9, "group_size": 3, "matchmaking_time": 3.0, "fatal_step": "leading", "after": 1}
-    follower = {"group_size": 3, "matchmaking_time": 6.0}
+    follower = {"group_size": 3, "matchmaking_time": 6.0, "known": 3}  # else they may know nobody but the leader
     processes = workers.start(leader, {"value": 0, **follower}, {"value": 2, **follower})
     processes[0].send("average")
     receipts = average(*processes[1:])

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from averaging import AveragingError, CompressionType, Mode, Peer, ReplyForm
+from averaging.discovery.gossip import peers_key
 from averaging.group import donors_key
 from averaging.messages import AveragingData, DownloadData, JoinRequest, MessageFromLeader, Resume
 from averaging.transport.base import AveragingService, GossipService
@@ -93,9 +94,17 @@ async def enough_donors(peer: Peer, count: int) -> None:
                 return
 
 
+async def enough_peers(peer: Peer, count: int) -> None:
+    """Waits until so many are known, this one included: who joined at the same moment is told of a little later."""
+    async with aclosing(peer.discovery.watch(peers_key(peer.run_id))) as changes:
+        async for _ in changes:
+            if len(peer.peers) >= count:
+                return
+
+
 async def main(options: dict[str, Any]) -> None:
     value, version = options.pop("value"), options.pop("version", None)
-    donors = options.pop("donors", 0)
+    donors, known = options.pop("donors", 0), options.pop("known", 1)
     weight = options.pop("weight", 1.0)
     step, after, sends = options.pop("fatal_step", ""), options.pop("after", 0), options.pop("sends", "SIGKILL")
     listen, advertise = options.pop("listen", "127.0.0.1:0"), options.pop("advertise", None)
@@ -118,6 +127,7 @@ async def main(options: dict[str, Any]) -> None:
     async with Peer({"w": tensor}, transport=transport, part_size_bytes=1 << 16, **options) as peer:
         if version is not None:
             await peer.commit(version)
+        await enough_peers(peer, known)
         tell("ready", endpoint=peer.endpoint)
         while (command := await commands.get()) not in ("quit", ""):
             try:
