@@ -94,7 +94,8 @@ class PeerConfig:
         run_id: peers with the same run average together; no dots, at most 128 bytes of UTF-8.
         listen: `host:port` to listen on; port 0 takes a free one. Not used in client mode.
         advertise: `host:port` at which others reach this peer, if it differs from `listen`; port 0 means the one taken.
-        join: `host:port` of peers of the run, any of them; none starts a run of its own.
+        join: `host:port` of peers of the run, any of them; none starts a run of its own. Several are safer: who joins
+            through one that dies in the next moments may never hear of others that joined through it just then.
         join_timeout: seconds within which one of them must answer.
         mode: node, client (accepts no connection) or auxiliary (reduces, contributes no tensors).
         group_size: a group begins as soon as it has so many members.

@@ -153,10 +153,10 @@ class EventLoopThread:
 
     def _submit(self, call: _Call) -> None:
         self.check()
-        try:
+        with suppress(RuntimeError):  # its loop is closed
             self._loop.call_soon_threadsafe(self._begin, call)
-        except RuntimeError:  # its loop is closed
-            raise self._not_running() from None
+            return
+        raise self._not_running()
 
     def _wait_for(self, result: SignalSafeFuture[Any]) -> None:
         while not result.done():
