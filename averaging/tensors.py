@@ -101,9 +101,7 @@ class SharedTensors:
         def wait_and_run() -> T:
             end = time.monotonic() + timeout
             while not self._lock.acquire(timeout=max(0.0, min(LOOK_UP_SECONDS, end - time.monotonic()))):
-                if decided.locked():
-                    raise RoundError("nobody waits for it any more")
-                if time.monotonic() >= end:
+                if decided.locked() or time.monotonic() >= end:
                     raise RoundError(
                         f"the application held the tensors' lock for {timeout:g} s; release it sooner, or raise "
                         "`timeout`"
