@@ -72,12 +72,10 @@ class Silence:
 
     def _wait(self, deadline: Deadline) -> None:
         """Waits, or waits on: what is learned is the whole time without progress, however often it is asked."""
-        steps = self._steps
+        self._watch.begin(self._name, Phase.REPLY, self._overdue, deadline, waited=self.seconds)
 
-        def overdue(waited: float, _: Deadline) -> None:
-            self._passed.put_nowait((steps, waited))
-
-        self._watch.begin(self._name, Phase.REPLY, overdue, deadline, waited=self.seconds)
+    def _overdue(self, waited: float, _: Deadline) -> None:
+        self._passed.put_nowait((self._steps, waited))
 
     async def _guard(self) -> None:
         now = asyncio.get_running_loop().time

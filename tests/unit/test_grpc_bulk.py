@@ -98,3 +98,60 @@ def test_two_tensors_in_a_message_are_left_to_protobuf() -> None:
     once = convert.encode_averaging_data(AveragingData(tensor_part=WireTensor(b"x" * LARGE)))
     assert bulk.split(once, 4) is not None
     assert bulk.split(once + once, 4) is None
+
+
+@given(messages, st.data())
+def test_messages_that_begin_alike_are_read_as_protobuf_reads_them(message: AveragingData, data: st.DataObject) -> None:
+    """Of one length, so that each could be taken for the one before: other values, other fields, fields behind."""
+    raw = convert.encode_averaging_data(message)
+    convert.decode_averaging_data(raw)
+    for _ in range(3):
+        changed = bytearray(raw)
+        for place in data.draw(st.lists(st.integers(-60, 59), max_size=3)):
+            changed[place] = data.draw(st.integers(0, 255))
+        try:
+            decoded = convert.decode_averaging_data(bytes(changed))
+        except ProtocolViolationError:
+            continue  # see above
+        wire = averaging_pb2.AveragingData.FromString(bytes(changed))
+        assert (int(decoded.code), decoded.group_id, decoded.endpoint) == (int(wire.code), wire.group_id, wire.endpoint)
+        if decoded.tensor_part is None:
+            assert not wire.HasField("tensor_part")
+            continue
+        assert decoded.tensor_part == WireTensor(
+            wire.tensor_part.buffer,
+            tuple(wire.tensor_part.size),
+            wire.tensor_part.dtype,
+            wire.tensor_part.compression,
+            wire.tensor_part.chunks,
+            wire.tensor_part.requires_grad,
+        )
+
+
+def test_a_part_like_the_last_one_is_not_taken_apart_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = (AveragingData(tensor_part=WireTensor(bytes([n]) * LARGE, (7,), "float32")) for n in (1, 2))
+    convert.decode_averaging_data(convert.encode_averaging_data(one))
+    monkeypatch.delattr(bulk, "split")
+    assert convert.decode_averaging_data(convert.encode_averaging_data(other)) == other
+
+
+def test_fields_behind_the_tensor_are_read_in_each_message() -> None:
+    part = convert.encode_averaging_data(AveragingData(tensor_part=WireTensor(b"x" * LARGE, (7,), "float32")))
+    for endpoint in ("a:1", "b:2"):
+        data = convert.decode_averaging_data(part + averaging_pb2.AveragingData(endpoint=endpoint).SerializeToString())
+        assert data.endpoint == endpoint
+        assert data.tensor_part is not None
+        assert data.tensor_part.buffer == b"x" * LARGE
+
+
+def test_what_is_remembered_of_messages_is_bounded() -> None:
+    heads: bulk.Heads[int] = bulk.Heads()
+    for length in range(3 * bulk.MOST_HEADS):
+        raw = b"head" + bytes(length)
+        heads.keep(raw, bulk.Pieces(b"", b"", 4, memoryview(raw)[4:]), length)
+    found = [heads.find(b"head" + bytes(length)) is not None for length in range(3 * bulk.MOST_HEADS)]
+    assert 0 < sum(found) <= bulk.MOST_HEADS
+    assert found[-1]
+    long = bytes(bulk.LONGEST_HEAD + 1) + b"buffer"
+    heads.keep(long, bulk.Pieces(b"", b"", bulk.LONGEST_HEAD + 1, memoryview(long)[-6:]), 0)
+    assert heads.find(long) is None

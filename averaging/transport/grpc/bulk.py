@@ -6,36 +6,56 @@ of the message. What is read may be in any order; a message that is unusual in a
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from averaging.messages import Buffer
+from typing import Generic, NamedTuple, TypeVar
 
 BUFFER = 1
 """Number of the field `buffer` in a Tensor."""
+
+LONGEST_HEAD = 512
+"""Bytes before a tensor's own; no message of an honest peer has more."""
+
+MOST_HEADS = 256
+"""How many are kept: a model has fewer lengths of parts. Beyond, all are forgotten."""
+
+Content = TypeVar("Content")
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _SIZES = {_FIXED64: 8, _FIXED32: 4}
 
 
-def join(outer: bytes, field: int, tensor: bytes, buffer: Buffer) -> bytes:
-    """A message with a tensor in it.
+def head(field: int, tensor: bytes, nbytes: int) -> bytes:
+    """The last field of a message, which is a tensor, up to the tensor's bytes, its own last field.
 
     Args:
-        outer: the message's other fields, encoded.
-        field: number of the tensor's field.
+        field: number of the field.
         tensor: the tensor's other fields, encoded.
-        buffer: its bytes.
+        nbytes: how many bytes follow.
     """
-    head = tensor + _varint(BUFFER << 3 | _BYTES) + _varint(len(buffer))
-    return b"".join((outer, _varint(field << 3 | _BYTES), _varint(len(head) + len(buffer)), head, buffer))
+    inner = tensor + _varint(BUFFER << 3 | _BYTES) + _varint(nbytes)
+    return _varint(field << 3 | _BYTES) + _varint(len(inner) + nbytes) + inner
 
 
-def split(raw: bytes, field: int) -> tuple[bytes, bytes, memoryview] | None:
-    """Takes such a message apart.
+class Pieces(NamedTuple):
+    """A message with a tensor in it, taken apart.
+
+    Attributes:
+        outer: the message's other fields.
+        tensor: the tensor's other fields.
+        start: where the tensor's bytes begin.
+        buffer: these; it shares the memory of the message.
+    """
+
+    outer: bytes
+    tensor: bytes
+    start: int
+    buffer: memoryview
+
+
+def split(raw: bytes, field: int) -> Pieces | None:
+    """Takes a message with a tensor in it apart.
 
     Returns:
-        The message's other fields, the tensor's other fields, and the buffer, which shares the memory of `raw`; None if
-        there is no such tensor, more than one, or something that is not seen to be sound at a glance.
+        None if there is no such tensor, more than one, or something that is not seen to be sound at a glance.
     """
     outer = _cut(raw, 0, len(raw), field)
     if outer is None:
@@ -43,7 +63,33 @@ def split(raw: bytes, field: int) -> tuple[bytes, bytes, memoryview] | None:
     inside = _cut(raw, outer.start, outer.stop, BUFFER)
     if inside is None:
         return None
-    return outer.rest, inside.rest, memoryview(raw)[inside.start : inside.stop]
+    return Pieces(outer.rest, inside.rest, inside.start, memoryview(raw)[inside.start : inside.stop])
+
+
+class Heads(Generic[Content]):
+    """What messages of one kind hold besides their tensor's bytes, each decoded once.
+
+    The parts of a round hold the same but for these. A message as long as a former one, with the same bytes before
+    those of its tensor, holds the same besides them.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[bytes, Content]] = {}  # by the length of the message
+
+    def find(self, raw: bytes) -> tuple[Content, memoryview] | None:
+        """What such a message held, and this one's buffer, which shares the memory of `raw`; None if there was none."""
+        known = self._known.get(len(raw))
+        if known is None or not raw.startswith(known[0]):
+            return None
+        return known[1], memoryview(raw)[len(known[0]) :]
+
+    def keep(self, raw: bytes, pieces: Pieces, content: Content) -> None:
+        """Remembers what the message `raw`, taken apart, holds, unless something follows the tensor's bytes."""
+        if pieces.start > LONGEST_HEAD or pieces.start + len(pieces.buffer) < len(raw):
+            return
+        if len(self._known) >= MOST_HEADS:
+            self._known.clear()
+        self._known[len(raw)] = raw[: pieces.start], content
 
 
 class _Cut(NamedTuple):

@@ -7,7 +7,8 @@ Only this module, `convert_status` and `convert_receipts` know the generated cla
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias, TypeVar
+from functools import lru_cache
+from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
@@ -31,15 +32,14 @@ from averaging.transport.grpc.counts import MAX_DIMENSIONS, MAX_MEMBERS, MAX_REC
 from averaging.wire import averaging_pb2, gossip_pb2, runtime_pb2
 
 M = TypeVar("M", bound=Message)
-WithTensor: TypeAlias = "averaging_pb2.AveragingData | averaging_pb2.DownloadData"
 
 BULK_BYTES = 4096
 """Messages from this size on are cut by hand, so that their tensor's bytes are not copied."""
 
-_FIELD = {
-    kind: kind.DESCRIPTOR.fields_by_name["tensor_part"].number
-    for kind in (averaging_pb2.AveragingData, averaging_pb2.DownloadData)
-}
+_PART = averaging_pb2.AveragingData.DESCRIPTOR.fields_by_name["tensor_part"].number
+_CHUNK = averaging_pb2.DownloadData.DESCRIPTOR.fields_by_name["tensor_part"].number
+
+_HEADS: bulk.Heads[AveragingData] = bulk.Heads()
 
 
 def parse(message: M, raw: bytes) -> M:
@@ -117,55 +117,88 @@ def decode_message_from_leader(raw: bytes) -> MessageFromLeader:
 def encode_averaging_data(data: AveragingData) -> bytes:
     """AveragingData: the message that carries the tensors, so the one whose cost counts; encoded once."""
     if not data.encoded:
-        wire = averaging_pb2.AveragingData(
-            code=averaging_pb2.MessageCode.ValueType(data.code), group_id=data.group_id, endpoint=data.endpoint
-        )
-        data.encoded.append(_encode_with_tensor(wire, data.tensor_part))
+        outer = _encode_averaging_data(data.code, data.group_id, data.endpoint)
+        data.encoded.append(_join(outer, _PART, data.tensor_part))
     return data.encoded[0]
 
 
+@lru_cache(maxsize=16)
+def _encode_averaging_data(code: MessageCode, group_id: bytes, endpoint: str) -> bytes:
+    """All but the tensor."""
+    return averaging_pb2.AveragingData(
+        code=averaging_pb2.MessageCode.ValueType(code), group_id=group_id, endpoint=endpoint
+    ).SerializeToString()
+
+
 def decode_averaging_data(raw: bytes) -> AveragingData:
-    """AveragingData."""
+    """AveragingData; a large tensor shares the memory of `raw`."""
+    if (known := _HEADS.find(raw)) is not None:
+        like, buffer = known
+        return AveragingData(like.code, like.group_id, like.endpoint, _with_buffer(like.tensor_part, buffer))
     wire = averaging_pb2.AveragingData()
-    tensor = _decode_with_tensor(wire, raw)
-    return AveragingData(_code(wire.code), wire.group_id, wire.endpoint, tensor)
+    pieces = bulk.split(raw, _PART) if len(raw) >= BULK_BYTES else None
+    tensor = _read_tensor(wire, raw, pieces)
+    data = AveragingData(_code(wire.code), wire.group_id, wire.endpoint, tensor)
+    if pieces is not None:
+        like = AveragingData(data.code, data.group_id, data.endpoint, _with_buffer(tensor, b""))
+        _HEADS.keep(raw, pieces, like)
+    return data
 
 
 def encode_download_data(data: DownloadData) -> bytes:
     """DownloadData."""
-    return _encode_with_tensor(averaging_pb2.DownloadData(metadata=data.metadata), data.tensor_part)
+    outer = averaging_pb2.DownloadData(metadata=data.metadata).SerializeToString()
+    return _join(outer, _CHUNK, data.tensor_part)
 
 
 def decode_download_data(raw: bytes) -> DownloadData:
-    """DownloadData."""
+    """DownloadData; a large tensor shares the memory of `raw`."""
     wire = averaging_pb2.DownloadData()
-    tensor = _decode_with_tensor(wire, raw)
+    tensor = _read_tensor(wire, raw, bulk.split(raw, _CHUNK) if len(raw) >= BULK_BYTES else None)
     return DownloadData(wire.metadata, tensor)
 
 
-def _encode_with_tensor(message: WithTensor, tensor: WireTensor | None) -> bytes:
+def _join(outer: bytes, field: int, tensor: WireTensor | None) -> bytes:
     if tensor is None:
-        return message.SerializeToString()
-    wire = runtime_pb2.Tensor(
-        size=tensor.size,
-        requires_grad=tensor.requires_grad,
-        dtype=tensor.dtype,
-        compression=runtime_pb2.CompressionType.ValueType(tensor.compression),
-        chunks=tensor.chunks,
+        return outer
+    nbytes = len(tensor.buffer)
+    head = _encode_head(
+        field, tensor.size, tensor.dtype, tensor.compression, tensor.chunks, tensor.requires_grad, nbytes
     )
-    return bulk.join(message.SerializeToString(), _FIELD[type(message)], wire.SerializeToString(), tensor.buffer)
+    return b"".join((outer, head, tensor.buffer))
 
 
-def _decode_with_tensor(message: WithTensor, raw: bytes) -> WireTensor | None:
-    """Fills `message` but for its tensor, which is returned; a large one shares the memory of `raw`."""
-    pieces = bulk.split(raw, _FIELD[type(message)]) if len(raw) >= BULK_BYTES else None
+@lru_cache(maxsize=bulk.MOST_HEADS)
+def _encode_head(
+    field: int,
+    size: tuple[int, ...],
+    dtype: str,
+    compression: int,
+    chunks: int,
+    requires_grad: bool,
+    nbytes: int,
+) -> bytes:
+    """The tensor up to its bytes. All parts of one size have the same."""
+    tensor = runtime_pb2.Tensor(
+        size=size,
+        requires_grad=requires_grad,
+        dtype=dtype,
+        compression=runtime_pb2.CompressionType.ValueType(compression),
+        chunks=chunks,
+    )
+    return bulk.head(field, tensor.SerializeToString(), nbytes)
+
+
+def _read_tensor(
+    message: averaging_pb2.AveragingData | averaging_pb2.DownloadData, raw: bytes, pieces: bulk.Pieces | None
+) -> WireTensor | None:
+    """Fills `message` but for its tensor, which is returned."""
     if pieces is None:
         parse(message, raw)
         part = message.tensor_part
         return _tensor_from_wire(part, part.buffer) if message.HasField("tensor_part") else None
-    outer, inner, buffer = pieces
-    parse(message, outer)
-    return _tensor_from_wire(parse(runtime_pb2.Tensor(), inner), buffer)
+    parse(message, pieces.outer)
+    return _tensor_from_wire(parse(runtime_pb2.Tensor(), pieces.tensor), pieces.buffer)
 
 
 def _tensor_from_wire(wire: runtime_pb2.Tensor, buffer: Buffer) -> WireTensor:
@@ -179,6 +212,12 @@ def _tensor_from_wire(wire: runtime_pb2.Tensor, buffer: Buffer) -> WireTensor:
         chunks=wire.chunks,
         requires_grad=wire.requires_grad,
     )
+
+
+def _with_buffer(tensor: WireTensor | None, buffer: Buffer) -> WireTensor | None:
+    if tensor is None:
+        return None
+    return WireTensor(buffer, tensor.size, tensor.dtype, tensor.compression, tensor.chunks, tensor.requires_grad)
 
 
 # Discovery
