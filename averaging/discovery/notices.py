@@ -44,16 +44,16 @@ class Notice:
         self._changed.set()
 
     async def keep(self) -> None:
-        """Stores it after each change and before it expires, until cancelled."""
+        """Once it is stored, stores it after each change and before it expires, until cancelled."""
         while True:
-            self._changed.clear()
-            await self.store()
-            await asyncio.sleep(self._pause)
             try:
                 async with asyncio.timeout(self._refresh):
                     await self._changed.wait()
             except TimeoutError:
-                continue
+                pass
+            self._changed.clear()
+            await self.store()
+            await asyncio.sleep(self._pause)
 
     async def store(self) -> None:
         """Stores it once."""
