@@ -13,7 +13,7 @@ from averaging.messages import AveragingData, MessageCode, WireTensor
 from averaging.transport.grpc import bulk, convert
 from averaging.wire import averaging_pb2
 
-LARGE = convert.BULK_BYTES
+LARGE = 4096
 
 tensors = st.builds(
     WireTensor,
@@ -155,3 +155,16 @@ def test_what_is_remembered_of_messages_is_bounded() -> None:
     long = bytes(bulk.LONGEST_HEAD + 1) + b"buffer"
     heads.keep(long, bulk.Pieces(b"", b"", bulk.LONGEST_HEAD + 1, memoryview(long)[-6:]), 0)
     assert heads.find(long) is None
+
+
+def test_a_message_of_countless_fields_is_left_to_protobuf() -> None:
+    """Cut by hand, 32 MiB of them would hold the event loop up for seconds."""
+    once = convert.encode_averaging_data(AveragingData(tensor_part=WireTensor(b"x" * LARGE)))
+    code = averaging_pb2.AveragingData(code=averaging_pb2.CANCELLED).SerializeToString()
+    assert bulk.split(code * (bulk.MOST_FIELDS - 2) + once, 4) is not None
+    for many in (code * bulk.MOST_FIELDS + once, once + code * bulk.MOST_FIELDS):
+        assert bulk.split(many, 4) is None
+        data = convert.decode_averaging_data(many)
+        assert data.code is MessageCode.CANCELLED
+        assert data.tensor_part is not None
+        assert data.tensor_part.buffer == b"x" * LARGE

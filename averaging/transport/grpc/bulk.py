@@ -1,4 +1,4 @@
-"""Messages with a large tensor in them, written and read without copies of the tensor's bytes beyond gRPC's own.
+"""Messages with a tensor in them, written and read without copies of the tensor's bytes beyond gRPC's own.
 
 What is written is ordinary protobuf, with the buffer as the last field of the tensor and the tensor as the last field
 of the message. What is read may be in any order; a message that is unusual in any way is left to protobuf.
@@ -10,6 +10,9 @@ from typing import Generic, NamedTuple, TypeVar
 
 BUFFER = 1
 """Number of the field `buffer` in a Tensor."""
+
+MOST_FIELDS = 128
+"""Of a message, or of a tensor with 64 dimensions; more are left to protobuf, which reads millions in no time."""
 
 LONGEST_HEAD = 512
 """Bytes before a tensor's own; no message of an honest peer has more."""
@@ -105,7 +108,9 @@ def _cut(raw: bytes, place: int, stop: int, wanted: int) -> _Cut | None:
     start, rest = place, b""
     found: tuple[int, int] | None = None
     try:
-        while place < stop:
+        for _ in range(MOST_FIELDS):
+            if place >= stop:
+                break
             begin = place
             key, place = _read_varint(raw, place)
             kind, content = key & 7, place
@@ -126,6 +131,8 @@ def _cut(raw: bytes, place: int, stop: int, wanted: int) -> _Cut | None:
                 found = content, place
                 rest += raw[start:begin]
                 start = place
+        else:
+            return None
     except IndexError:
         return None
     return None if found is None else _Cut(*found, rest + raw[start:stop])
