@@ -34,6 +34,7 @@ from averaging.transport.grpc.convert import decode_averaging_data, decode_rumou
 from averaging.transport.grpc.convert_status import decode_schema, decode_status
 from averaging.transport.grpc.methods import Method
 from averaging.wire import averaging_pb2, gossip_pb2, runtime_pb2, status_pb2
+from tests.spelling import spelled
 
 METHODS: list[Method[Any, Any]] = [method for method in vars(methods).values() if isinstance(method, Method)]
 
@@ -152,8 +153,8 @@ MESSAGES: dict[str, tuple[st.SearchStrategy[Any], st.SearchStrategy[Any]]] = {
 def test_there_and_back(method: Method[Any, Any], data: st.DataObject) -> None:
     requests, replies = MESSAGES[method.name]
     request, reply = data.draw(requests), data.draw(replies)
-    assert repr(method.decode_request(method.encode_request(request))) == repr(request)
-    assert repr(method.decode_reply(method.encode_reply(reply))) == repr(reply)
+    assert spelled(method.decode_request(method.encode_request(request))) == spelled(request)
+    assert spelled(method.decode_reply(method.encode_reply(reply))) == spelled(reply)
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)

@@ -33,9 +33,6 @@ from averaging.wire import averaging_pb2, gossip_pb2, runtime_pb2
 
 M = TypeVar("M", bound=Message)
 
-BULK_BYTES = 4096
-"""Messages from this size on are cut by hand, so that their tensor's bytes are not copied."""
-
 _PART = averaging_pb2.AveragingData.DESCRIPTOR.fields_by_name["tensor_part"].number
 _CHUNK = averaging_pb2.DownloadData.DESCRIPTOR.fields_by_name["tensor_part"].number
 
@@ -131,12 +128,12 @@ def _encode_averaging_data(code: MessageCode, group_id: bytes, endpoint: str) ->
 
 
 def decode_averaging_data(raw: bytes) -> AveragingData:
-    """AveragingData; a large tensor shares the memory of `raw`."""
+    """AveragingData; its tensor shares the memory of `raw`."""
     if (known := _HEADS.find(raw)) is not None:
         like, buffer = known
         return AveragingData(like.code, like.group_id, like.endpoint, _with_buffer(like.tensor_part, buffer))
     wire = averaging_pb2.AveragingData()
-    pieces = bulk.split(raw, _PART) if len(raw) >= BULK_BYTES else None
+    pieces = bulk.split(raw, _PART)
     tensor = _read_tensor(wire, raw, pieces)
     data = AveragingData(_code(wire.code), wire.group_id, wire.endpoint, tensor)
     if pieces is not None:
@@ -152,9 +149,9 @@ def encode_download_data(data: DownloadData) -> bytes:
 
 
 def decode_download_data(raw: bytes) -> DownloadData:
-    """DownloadData; a large tensor shares the memory of `raw`."""
+    """DownloadData; its tensor shares the memory of `raw`."""
     wire = averaging_pb2.DownloadData()
-    tensor = _read_tensor(wire, raw, bulk.split(raw, _CHUNK) if len(raw) >= BULK_BYTES else None)
+    tensor = _read_tensor(wire, raw, bulk.split(raw, _CHUNK))
     return DownloadData(wire.metadata, tensor)
 
 
