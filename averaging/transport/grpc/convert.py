@@ -114,14 +114,14 @@ def decode_message_from_leader(raw: bytes) -> MessageFromLeader:
 def encode_averaging_data(data: AveragingData) -> bytes:
     """AveragingData: the message that carries the tensors, so the one whose cost counts; encoded once."""
     if not data.encoded:
-        outer = _encode_averaging_data(data.code, data.group_id, data.endpoint)
+        outer = _encode_outer(data.code, data.group_id, data.endpoint)
         data.encoded.append(_join(outer, _PART, data.tensor_part))
     return data.encoded[0]
 
 
 @lru_cache(maxsize=16)
-def _encode_averaging_data(code: MessageCode, group_id: bytes, endpoint: str) -> bytes:
-    """All but the tensor."""
+def _encode_outer(code: MessageCode, group_id: bytes, endpoint: str) -> bytes:
+    """AveragingData but for its tensor."""
     return averaging_pb2.AveragingData(
         code=averaging_pb2.MessageCode.ValueType(code), group_id=group_id, endpoint=endpoint
     ).SerializeToString()
