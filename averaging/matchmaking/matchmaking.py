@@ -150,7 +150,7 @@ class Matchmaking:
                 if not search.seen and self._dropped < len(self.group_bits):
                     self._dropped += 1
                     logger.info("nobody was seen; looking under %s now", self.group_key)
-                search.seen.clear()
+                search.declare_anew()
         finally:
             search.disband("")
             search.state.assembled = True
@@ -262,6 +262,7 @@ class Matchmaking:
         """Who was there and is excluded, for people; empty if nobody."""
         now = self._clock()
         excluded = self._conduct.excluded(now)
-        told = [f"{name} for another {excluded[name] - now:.0f} s" for name in sorted(search.seen & excluded.keys())]
+        there = search.seen | search.seen_before
+        told = [f"{name} for another {excluded[name] - now:.0f} s" for name in sorted(there & excluded.keys())]
         why = "they broke the protocol or gave an address that is not dialled"
         return f"; left out because {why}: {', '.join(told)}" if told else ""

@@ -22,6 +22,7 @@ class Search:
         self.asking = ""  # who was asked to lead and has not decided
         self.changed = asyncio.Event()
         self.seen: set[str] = set()  # under the key, since the last declaration
+        self.seen_before: set[str] = set()  # by then, under any key
         self.answers: dict[str, str] = {}  # of those who were asked, in words
         self.attempts: dict[str, Attempt] = {}
         self.differing: dict[str, SchemaMismatchError | None] = {}  # by endpoint; None until it was asked
@@ -34,6 +35,11 @@ class Search:
         """Whether a group with this peer in it may have begun, or may begin, without its knowing yet."""
         state = self.state
         return bool(self.asking or state.leader or state.followers or state.assembled)
+
+    def declare_anew(self) -> None:
+        """Those who were seen so far may be gone."""
+        self.seen_before |= self.seen
+        self.seen.clear()
 
     def accept(self, request: JoinRequest) -> asyncio.Future[MessageFromLeader]:
         """Takes a follower in; begins if that makes the group full."""
@@ -101,9 +107,12 @@ class Search:
     def explain(self, key: str, min_group_size: int) -> str:
         """Why no group came together, for people."""
         told = ", ".join(f"{name}: {words:.300}" for name, words in self.answers.items())
-        if not self.seen and not told:
+        gone = self.seen_before | self.answers.keys()
+        if not self.seen and not gone:
             return f"nobody else was seen under {key}; start more peers of this run, or wait longer"
         seen = f"{len(self.seen)} others were seen under {key}"
+        if not self.seen:  # in the last declaration, which may have been short
+            seen = f"{len(gone)} others were seen, none of them lately under {key}"
         return f"{seen}, but no group of at least {min_group_size} came together ({told or 'nobody had to be asked'})"
 
     def _decide(self, message: MessageFromLeader) -> None:

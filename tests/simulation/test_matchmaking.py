@@ -75,6 +75,24 @@ def test_a_peer_alone_is_told_so() -> None:
     assert tensor.tolist() == [1.0, 1.0]
 
 
+def test_those_that_were_there_and_are_gone_are_counted() -> None:
+    """However many declarations of its own a peer has outwaited since, the last of which may be a short one."""
+    swarm = Swarm(1)
+    waiting = swarm.peer("peer:1", [torch.ones(2)], timeout=9.0, matchmaking_time=2.0, min_group_size=3)
+    leaving = swarm.peer("peer:2", [torch.ones(2)], timeout=1.0, matchmaking_time=2.0, min_group_size=3)
+
+    async def main() -> None:
+        async with waiting:
+            search = asyncio.create_task(waiting.average())
+            async with leaving:
+                await leaving.average()
+            receipt = await search
+        assert receipt.outcome is Outcome.NO_GROUP
+        assert "1 others were seen, none of them lately under run.0b" in receipt.reason
+
+    swarm.simulate(main())
+
+
 def test_peers_with_other_tensors_are_told_the_first_difference() -> None:
     swarm = Swarm(1)
     peers = [
