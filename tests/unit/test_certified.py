@@ -13,6 +13,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
+from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from averaging.discovery.board import Board
@@ -149,6 +150,16 @@ def test_a_proof_is_of_one_owner_and_one_run() -> None:
     here = record(owner, "a:1")
     assert READER.verify("run", here)
     assert not READER.verify("run", replace(here, signature=here.signature[:64] + elsewhere.signature[64:]))
+
+
+def test_a_proof_by_ecdsa_is_in_der() -> None:
+    """As the page says. Many stacks can write the two numbers one after the other too; that is another signature."""
+    honest = record(identity("a"), "a:1")
+    end = 66 + int.from_bytes(honest.signature[64:66], "little")
+    numbers = decode_dss_signature(honest.signature[end:])
+    raw = b"".join(number.to_bytes(32, "big") for number in numbers)
+    assert READER.verify("run", honest)
+    assert not READER.verify("run", replace(honest, signature=honest.signature[:end] + raw))
 
 
 def test_whatever_is_changed_is_noticed() -> None:
