@@ -77,12 +77,13 @@ class Upkeep:
             if endpoint is not None:
                 try:
                     await self._exchange.compare(endpoint)
-                    backoff = self._settings.first_backoff
                     await self._read_stream(endpoint)
                 except CALL_FAILURES as error:
                     logger.debug("the stream of %s broke: %s", endpoint, error)
                     self._members.suspect(endpoint)
                 finally:
+                    if self._members.followed is not None:  # not where a member answers all but that
+                        backoff = self._settings.first_backoff
                     self._members.followed = None
             await asyncio.sleep(self._around(backoff))
             backoff = min(2 * backoff, self._settings.last_backoff)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -778,6 +779,27 @@ def test_a_client_leaves_a_member_that_falls_silent() -> None:
         swarm.network.thaw(followed)
 
     swarm.simulate(main())
+
+
+def test_a_client_asks_a_member_that_gives_it_no_stream_more_and_more_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the member answers its comparisons, as an implementation without `Subscribe` does."""
+    swarm = GossipSwarm(28)
+    asked: list[float] = []
+
+    async def refuse(peer: GossipDiscovery, digest: Digest) -> AsyncGenerator[tuple[Record, ...], None]:
+        asked.append(now())
+        raise CallRefusedError("peer-0:1", "does not serve this")
+        yield ()
+
+    monkeypatch.setattr(GossipDiscovery, "subscribe", refuse)
+
+    async def main() -> None:
+        await swarm.grow(1)
+        await joined(swarm.start(None, ["peer-0:1"]))
+        await asyncio.sleep(20)
+
+    swarm.simulate(main())
+    assert 5 < len(asked) < 25
 
 
 def test_a_client_that_reads_too_slowly_is_cut_off() -> None:
