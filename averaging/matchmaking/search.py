@@ -10,6 +10,7 @@ from averaging.group import Group, unpack_gather
 from averaging.matchmaking import rules
 from averaging.matchmaking.rules import Attempt, Searching
 from averaging.messages import JoinRequest, MessageCode, MessageFromLeader
+from averaging.observe.plain import counted
 
 
 class Search:
@@ -110,10 +111,10 @@ class Search:
         gone = self.seen_before | self.answers.keys()
         if not self.seen and not gone:
             return f"nobody else was seen under {key}; start more peers of this run, or wait longer"
-        seen = f"{len(self.seen)} others were seen under {key}"
+        seen = f"{counted(len(self.seen), 'other')} seen under {key}"
         if not self.seen:  # in the last declaration, which may have been short
-            seen = f"{len(gone)} others were seen, none of them lately under {key}"
-        return f"{seen}, but no group of at least {min_group_size} came together ({told or 'nobody had to be asked'})"
+            seen = f"{counted(len(gone), 'other')} seen, but not lately under {key}"
+        return f"{seen}; no group of at least {min_group_size} came together ({told or 'nobody had to be asked'})"
 
     def _decide(self, message: MessageFromLeader) -> None:
         for fate in self._fates.values():

@@ -88,7 +88,7 @@ def test_those_that_were_there_and_are_gone_are_counted() -> None:
                 await leaving.average()
             receipt = await search
         assert receipt.outcome is Outcome.NO_GROUP
-        assert "1 others were seen, none of them lately under run.0b" in receipt.reason
+        assert "1 other seen, but not lately under run.0b" in receipt.reason
 
     swarm.simulate(main())
 
