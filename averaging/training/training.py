@@ -62,7 +62,7 @@ class Training:
         self._weight = 1.0
         self._warned = ""
         self._alone = False
-        self._places = {name: tensor.data_ptr() for name, tensor in self.tensors.items()}
+        self._averaged = {name: tensor.detach() for name, tensor in self.tensors.items()}  # in the same memory
         self._groups = self._trained()
         self._answers = Answers()
         self._running: EventLoopThread | None = None
@@ -135,8 +135,12 @@ class Training:
             TensorError: it is not.
         """
         for name, tensor in self.tensors.items():
-            if tensor.data_ptr() != self._places[name]:
-                raise TensorError(f"{name!r} has been moved in memory; move the model first, then make the averager")
+            # Both move together where torch shares the memory with other processes, which changes nothing here.
+            if tensor.data_ptr() != self._averaged[name].data_ptr():
+                raise TensorError(
+                    f"{name!r} has been moved in memory, as `model.to()` and `.data = ...` do; move the model first, "
+                    "then make the averager, and write later values in place, with `copy_`"
+                )
         if self._trained() != self._groups:
             raise TensorError(
                 "the inner optimizer has other parameters than when the averager was made, which is what is averaged; "

@@ -94,6 +94,22 @@ def test_two_train_apart_and_are_equal_after_each_round(make: Make) -> None:
     assert not equal(first, second)
 
 
+@pytest.mark.parametrize("strategy", [LocalSGD(2), LocalSGD(2, overlap=True), DiLoCo(2), GradientAveraging(8)])
+def test_models_that_are_shared_with_other_processes_meanwhile_are_averaged(make: Make, strategy: Strategy) -> None:
+    first, one = make(strategy=copy.deepcopy(strategy))
+    second, other = make(strategy=strategy, join=[one.endpoint])
+    pairs = (first, one), (second, other)
+    for model, averager in pairs:
+        assert averager.wait_for_peers(2, 100)
+        model.share_memory()  # as a queue of torch.multiprocessing does with what is put into it
+        averager.register_step_pre_hook(lambda averager, args, kwargs: (args, {**kwargs, "batch_size": 4}))
+    train_together(*pairs, steps=2)
+    average_together(one, other)
+    assert equal(first, second)
+    assert first.weight.is_shared()  # type: ignore[no-untyped-call]
+    assert all(averager.last_receipt is not None and averager.last_receipt.averaged for averager in (one, other))
+
+
 def test_three_of_them_are_equal_too_and_weigh_as_they_are_told(make: Make) -> None:
     _, first = pair = make(group_size=3)
     pairs = [pair, *(make(group_size=3, join=[first.endpoint], mode=mode) for mode in (Mode.NODE, Mode.CLIENT))]
