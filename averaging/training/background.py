@@ -112,7 +112,7 @@ class EventLoopThread:
         """Waits for what `start` returned; a KeyboardInterrupt ends the wait and not what is waited for.
 
         Raises:
-            ClosedError: the thread ended before the coroutine began.
+            ClosedError: the thread ended before the coroutine began, or this is a fork of its process.
             Exception: whatever the coroutine raises.
         """
         self._wait_for(result)
@@ -160,6 +160,8 @@ class EventLoopThread:
 
     def _wait_for(self, result: SignalSafeFuture[Any]) -> None:
         while not result.done():
+            if self._elsewhere:  # what was begun before the fork ends in the parent
+                raise self._not_running()
             result.wait(SIGNAL_PERIOD)
             if self._gone and not result.done():
                 raise self._not_running()

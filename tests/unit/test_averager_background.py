@@ -305,11 +305,12 @@ def test_an_error_that_ends_the_interpreter_closes_it_too() -> None:
 def test_in_a_forked_process_it_refuses_and_leaves_the_parent_alone() -> None:
     ended = run_script(
         """
+begun = thread.start(asyncio.sleep(3600))
 if child := os.fork():
     assert os.waitpid(child, 0)[1] == 0
     assert thread.run(asyncio.sleep(0, 7)) == 7
 else:
-    for use in (thread.check, lambda: thread.run(asyncio.sleep(0))):
+    for use in (thread.check, lambda: thread.run(asyncio.sleep(0)), lambda: thread.wait(begun)):
         try:
             use()
         except ClosedError as error:
