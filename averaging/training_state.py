@@ -13,7 +13,7 @@ from averaging.errors import ConfigError, StateError
 from averaging.state.packing import State
 from averaging.state.snapshots import Extras
 from averaging.strategies.base import Strategy, take_tensor
-from averaging.training.optimizer_state import load_optimizer, pack_optimizer, restored_on_error
+from averaging.training.optimizer_state import PREFIX, load_optimizer, pack_optimizer, restored_on_error
 from averaging.training.scheduler import loaded, set_initial_lr
 from averaging.training.training import Training
 from averaging.values import is_count
@@ -78,6 +78,7 @@ class TrainingState:
         if not isinstance(strategy, dict):
             raise StateError(f"its strategy is told as {strategy!r:.100}")
         kept = {name: take_tensor(state.tensors, name, buffer) for name, buffer in self._buffers.items()}
+        self._check_averaged(state.tensors)
         of_strategy = {
             name.removeprefix("strategy/"): tensor
             for name, tensor in state.tensors.items()
@@ -127,6 +128,19 @@ class TrainingState:
             except StateError as error:
                 raise ConfigError(f"the state dict is not of {self._strategy!r}: {error}") from error
             self._training.local_step = saved["local_step"]
+
+    def _check_averaged(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Whether as many tensors are averaged there as here: shapes alone would let a larger or smaller model pass."""
+        own = list(self._training.tensors)
+        theirs = [
+            name
+            for name, tensor in tensors.items()
+            if not name.startswith((f"{PREFIX}/", "strategy/"))
+            and (tensor.is_floating_point() or not name.startswith("buffer/"))
+        ]
+        if len(theirs) != len(own):
+            which = f"{theirs[len(own)]!r} only there" if len(theirs) > len(own) else f"{own[len(theirs)]!r} only here"
+            raise StateError(f"it averages {len(theirs)} tensors, this peer {len(own)}, {which}; use the same model")
 
     @property
     def _kind(self) -> dict[str, Any]:

@@ -352,6 +352,25 @@ def test_a_newcomer_with_another_optimizer_or_model_does_not_start(make: Make) -
         make(features=4, join=[one.endpoint])
 
 
+@pytest.mark.parametrize(
+    ("layers", "told"), [(1, "2 tensors, .* 'group0.param1' only there"), (3, "'group0.param2' only here")]
+)
+def test_a_newcomer_with_a_smaller_or_larger_model_whose_shapes_fit_does_not_start(
+    make: Make, layers: int, told: str
+) -> None:
+    def model_of(count: int) -> torch.optim.Optimizer:
+        return torch.optim.SGD([torch.nn.Parameter(torch.ones(2)) for _ in range(count)], lr=0.1, momentum=0.9)
+
+    founders = model_of(2)
+    _, one = make(lambda _: founders)
+    for parameter in one.param_groups[0]["params"]:
+        parameter.grad = torch.ones(2)
+    one.step()
+    one.load_state_dict(one.state_dict())  # its momentum is in the state that it gives
+    with pytest.raises(StateError, match=told):
+        make(lambda _: model_of(layers), join=[one.endpoint])
+
+
 def test_what_prevents_a_peers_start_prevents_the_averagers(make: Make) -> None:
     _, one = make()
     with pytest.raises(ListenError):

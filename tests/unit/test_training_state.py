@@ -15,13 +15,16 @@ from averaging.training.optimizer_state import pack_optimizer
 from averaging.training.training import Training
 from averaging.training_state import TrainingState
 
+SOUND = {"weight": torch.ones(2), "buffer/seen": torch.ones(2, dtype=torch.int64)}
+
 
 class Newcomer:
     """The state of a training that has made three steps, with a buffer."""
 
     def __init__(self) -> None:
-        self.optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
-        self.training = SimpleNamespace(optimizer=self.optimizer, local_step=3)
+        weight = torch.nn.Parameter(torch.ones(2))
+        self.optimizer = torch.optim.SGD([weight], lr=0.1)
+        self.training = SimpleNamespace(optimizer=self.optimizer, local_step=3, tensors={"weight": weight})
         self.buffer = torch.zeros(2, dtype=torch.int64)
         self.strategy = LocalSGD(5)
         buffers = {"buffer/seen": self.buffer}
@@ -30,7 +33,7 @@ class Newcomer:
     def take_over(self, version: int = 1, tensors: dict[str, torch.Tensor] | None = None, **user: Any) -> None:
         packed = pack_optimizer(self.optimizer)[1]
         told = {"local_step": 7, "optimizer": packed, "strategy": {"kind": "LocalSGD", "since": 2}} | user
-        known = {"buffer/seen": torch.ones(2, dtype=torch.int64)} if tensors is None else tensors
+        known = SOUND if tensors is None else tensors
         self.state.take_over(State(version, known, {name: value for name, value in told.items() if value != "none"}))
 
 
@@ -52,6 +55,8 @@ def test_a_sound_state_is_taken_over() -> None:
         ({"optimizer": 5}, "the state of its optimizer is unreadable"),
         ({"tensors": {}}, "the state lacks 'buffer/seen'"),
         ({"tensors": {"buffer/seen": torch.ones(3)}}, r"is torch.float32 \[3\] in the state, here torch.int64 \[2\]"),
+        ({"tensors": SOUND | {"bias": torch.ones(2)}}, "it averages 2 tensors, this peer 1, 'bias' only there"),
+        ({"tensors": SOUND | {"buffer/mean": torch.ones(2)}}, "2 tensors, this peer 1, 'buffer/mean' only there"),
     ],
 )
 def test_an_unsound_state_changes_nothing(changed: dict[str, Any], words: str) -> None:
