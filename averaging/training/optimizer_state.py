@@ -72,6 +72,7 @@ def load_optimizer(
         except Exception as error:  # any optimizer's own checks, and what it stumbles over without any
             what = f"{type(error).__name__}: {error}"
             raise StateError(f"{ours} does not take the state of its optimizer: {what}") from error
+        _keep_dtypes(optimizer, own["param_groups"], state)
         _lay_out(optimizer)
 
 
@@ -91,6 +92,19 @@ def _check_options(
                         f"the state of its optimizer {has} {entry!r}, and {type(optimizer).__name__} has "
                         f"{option}={group.get(option)!r} here; use the same {option}"
                     )
+
+
+def _keep_dtypes(
+    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: Mapping[int | str, Any]
+) -> None:
+    """Undoes that torch rounds what it loads to the dtype of the parameter: float32 beside bfloat16 is on purpose."""
+    for group, numbers in zip(optimizer.param_groups, groups, strict=True):
+        for parameter, number in zip(group["params"], numbers["params"], strict=True):
+            for key, came in state.get(number, {}).items():
+                if key != "step" and isinstance(came, torch.Tensor) and came.is_floating_point():
+                    loaded = optimizer.state[parameter].get(key)
+                    if isinstance(loaded, torch.Tensor) and loaded.dtype != came.dtype:
+                        optimizer.state[parameter][key] = came.to(loaded.device)
 
 
 def _lay_out(optimizer: torch.optim.Optimizer) -> None:

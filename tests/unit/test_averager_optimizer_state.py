@@ -73,6 +73,21 @@ def test_the_copy_goes_on_exactly_as_the_original(make: Make) -> None:
     assert all(torch.equal(param, other) for param, other in zip(params, others, strict=True))
 
 
+@pytest.mark.parametrize("make", [torch.optim.NAdam, torch.optim.ASGD])
+def test_what_is_kept_more_exactly_than_the_parameters_comes_as_it_is(make: Make) -> None:
+    weights = torch.arange(6.0, dtype=torch.bfloat16)
+    params, others = [torch.nn.Parameter(weights.clone())], [torch.nn.Parameter(weights.clone())]
+    optimizer, copy = make(params), make(others)
+    step(optimizer, params, 3)
+    others[0].data.copy_(params[0].data)
+    load_optimizer(copy, *travel(optimizer))
+    assert str(copy.state_dict()) == str(optimizer.state_dict())
+    step(optimizer, params, 20)
+    step(copy, others, 20)
+    assert torch.equal(params[0], others[0])
+    assert str(copy.state_dict()) == str(optimizer.state_dict())
+
+
 @pytest.mark.parametrize(
     "make",
     [partial(torch.optim.AdamW, fused=True), partial(torch.optim.SGD, momentum=0.9, fused=True)],
