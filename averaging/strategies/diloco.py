@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
 import torch
 
-from averaging.errors import ConfigError, StateError
+from averaging.errors import AveragingError, ConfigError, StateError
 from averaging.messages import CompressionType
 from averaging.observe.receipts import Receipt
 from averaging.peer.topics import Adopt
@@ -191,9 +191,13 @@ class DiLoCo(Together):
     def _end(self, training: Training, pending: SignalSafeFuture[Receipt]) -> None:
         try:
             receipt = training.receipt_of(pending)
-        finally:
+        except BaseException:
             if pending.done():  # a KeyboardInterrupt ends the wait, not the round
                 self._pending = None
+                with suppress(AveragingError):  # else `on_round` has raised, and the result is not taken up
+                    self._discarded = bool(pending.result().group_id)
+            raise
+        self._pending = None
         if self.history != self._begun:
             return  # a checkpoint has been loaded meanwhile, and the result is of other parameters
         if receipt.averaged:

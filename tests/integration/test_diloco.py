@@ -28,6 +28,8 @@ from tests.integration.training import (
     steps,
 )
 
+UNIT = partial(torch.optim.SGD, lr=1.0)
+
 
 def test_a_newcomer_takes_over_the_outer_state(start: Start) -> None:
     run = start()
@@ -73,6 +75,39 @@ def test_a_peer_that_missed_a_global_step_keeps_its_local_steps(start: Start) ->
     assert late.global_step == 1
     for now, base, change in zip(run.parameters()[2], others, own, strict=True):
         torch.testing.assert_close(now, base + change)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_local_steps_that_are_in_the_others_result_are_not_put_on_top_where_on_round_has_raised(
+    start: Start, delay: int
+) -> None:
+    def raise_once(receipt: Receipt) -> None:
+        receipts.append(receipt)
+        if len(receipts) == 1:
+            raise ValueError(receipt.outcome)
+
+    receipts: list[Receipt] = []
+    run = start()
+    for tell in (None, raise_once):
+        plain = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.zeros_(plain.weight)
+        run.add(DiLoCo(2, delay=delay, outer=UNIT), UNIT, plain, on_round=tell)
+    run.meet()
+
+    def train(number: int) -> None:
+        for _ in range(1 + delay):
+            pushed(run, number, -float(number))
+        if number:
+            with pytest.raises(ValueError, match="averaged"):
+                pushed(run, number, -1.0)
+        else:
+            pushed(run, number, 0.0)
+
+    run.each(train)
+    run.heard(1, 1)
+    pushed(run, 1, 0.0)
+    assert [averager.global_step for averager in run.averagers] == [1, 1]
+    assert [parameter.item() for (parameter,) in run.parameters()] == [1.0, 1.0]  # the mean of 0 and 2
 
 
 def test_training_goes_on_during_a_round_with_delay(start: Start) -> None:
