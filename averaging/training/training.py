@@ -214,7 +214,12 @@ class Training:
         return self._peer.tensors()
 
     def replacing(self) -> AbstractContextManager[list[torch.Tensor]]:
-        """The tensors' lock; what they hold at the end is the new state, see `Peer.replacing`."""
+        """The tensors' lock; what they hold at the end is the new state, see `Peer.replacing`.
+
+        Raises:
+            ClosedError: the averager was closed, perhaps by `on_round` or a signal's handler, or its thread has failed.
+        """
+        self._thread.check()
         return self._peer.replacing()
 
     # Rounds

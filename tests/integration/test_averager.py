@@ -193,6 +193,20 @@ def test_who_leaves_while_it_is_waited_for_is_waited_for_no_longer(
     assert "the others have gone on without this peer, or left" in opt.last_receipt.reason
 
 
+def test_a_step_whose_on_round_closes_the_averager_says_that_it_was_closed(make: Make) -> None:
+    pairs = [make(strategy=DiLoCo(1))]
+    pairs.append(make(strategy=DiLoCo(1), join=[pairs[0][1].endpoint], on_round=lambda receipt: pairs[1][1].close()))
+    for model, averager in pairs:
+        assert averager.wait_for_peers(2, 100)
+        model(torch.ones(4, 3)).pow(2).mean().backward()
+    with ThreadPoolExecutor(2) as pool:
+        first, second = [pool.submit(averager.step) for _, averager in pairs]
+        first.result(100)
+        with pytest.raises(ClosedError, match="the averager of run 'test' has been closed"):
+            second.result(100)
+    assert pairs[0][1].global_step == 1
+
+
 def test_closing_in_the_middle_of_a_round_ends_it(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     model, opt = make(timeout=1000.0)
     before = model.weight.detach().clone()
