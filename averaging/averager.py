@@ -68,7 +68,7 @@ class DecentralizedAverager(OptimizerWrapper):
         strategy: what is averaged, and when.
         weight: of this peer in the averages, where the strategy sets none; the attribute may be changed at any time.
         buffers: of the model, by name (`dict(model.named_buffers())`): floating-point ones, such as BatchNorm's running
-            statistics, are averaged along, and newcomers get all of them.
+            statistics, are averaged along, and newcomers get all of them. The model must write to them in place.
         scheduler: makes a learning rate scheduler of the inner optimizer.
         on_round: called in the training thread with the receipt of every round, also of those that failed. The
             strategy may have to take up the round's result yet, so `average_now` is called after the step instead.
