@@ -153,9 +153,12 @@ class EventLoopThread:
 
     def _submit(self, call: _Call) -> None:
         self.check()
-        with suppress(RuntimeError):  # its loop is closed
+        try:
             self._loop.call_soon_threadsafe(self._begin, call)
             return
+        except RuntimeError:
+            if not self._loop.is_closed():  # a signal's handler has raised it
+                raise
         raise self._not_running()
 
     def _wait_for(self, result: SignalSafeFuture[Any]) -> None:

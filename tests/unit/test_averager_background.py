@@ -226,6 +226,21 @@ def raising_at(number: int) -> Iterator[None]:
         sys.settrace(before)
 
 
+def test_what_a_signals_handler_raises_is_raised_though_a_closed_loop_raises_the_like(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def preempted(*_: object) -> None:
+        raise RuntimeError("preempted")
+
+    thread = EventLoopThread(Room().context(), NAME)
+    with monkeypatch.context() as patch:
+        patch.setattr(thread._loop, "call_soon_threadsafe", preempted)
+        with pytest.raises(RuntimeError, match="preempted"):
+            thread.run(asyncio.sleep(0))
+    assert thread.run(asyncio.sleep(0, 7)) == 7
+    thread.close()
+
+
 def test_an_interrupt_while_it_enters_leaves_no_thread() -> None:
     started, happened = threading.Event(), list[str]()
 
