@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import pytest
 
+from averaging.discovery.base import MAX_VALUE_BYTES
 from averaging.discovery.memory import MemoryDiscovery, MemoryRegistry
 from averaging.discovery.notices import Notice
 from averaging.transport import virtual_time
@@ -16,7 +17,7 @@ from averaging.transport import virtual_time
 LIFETIME, REFRESH, PAUSE = 60.0, 20.0, 1.0
 
 
-async def kept(word: Callable[[], bytes], changes: list[float], seconds: float) -> list[tuple[float, bytes]]:
+async def kept(word: Callable[[], bytes | None], changes: list[float], seconds: float) -> list[tuple[float, bytes]]:
     """What another peer reads, and when, while the notice is kept for so long and its word changes at these moments."""
     now = asyncio.get_running_loop().time
     registry, begun = MemoryRegistry(clock=now), now()
@@ -56,3 +57,16 @@ def test_what_does_not_change_never_expires() -> None:
     moments = [moment for moment, _ in seen]
     assert all(later - earlier <= REFRESH + PAUSE for earlier, later in pairwise(moments))
     assert moments[-1] > 300.0 - REFRESH - PAUSE
+
+
+@pytest.mark.parametrize("failing", [None, bytes(MAX_VALUE_BYTES + 1)])
+def test_what_is_not_there_yet_or_cannot_be_stored_ends_nothing(
+    failing: bytes | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    words = iter([b"0", failing, b"2"])
+    seen = virtual_time.run(kept(lambda: next(words), [2.0, 4.0], 10.0))
+    assert [word for _, word in seen] == [b"0", b"2"]
+    assert [moment for moment, _ in seen] == pytest.approx([0.0, 4.0])
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == (failing is not None)  # nothing to tell is no failure
+    assert all(words.startswith("could not tell the others key: cannot store 'me'") for words in told)
