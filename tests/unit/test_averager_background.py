@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import inspect
 import logging
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
+import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
 import pytest
 
 from averaging.errors import ClosedError
+from averaging.training import background
 from averaging.training.background import EventLoopThread
+from averaging.training.future import SignalSafeFuture
 
 NAME = "the thread under test"
 
@@ -77,7 +84,9 @@ def test_runs_in_one_loop_until_it_is_closed() -> None:
         return asyncio.get_running_loop()
 
     assert thread.run(loop()) is thread.run(loop())
+    assert thread.wait(thread.start(asyncio.sleep(0.01, "slept"))) == "slept"
     thread.check()
+    assert living_threads() == [NAME]
     assert room.happened == ["entered"]
     thread.close()
     assert room.happened == ["entered", "left"]
@@ -121,6 +130,49 @@ def test_closed_it_refuses_and_says_so() -> None:
         thread.run(asyncio.sleep(0))
     with pytest.raises(ClosedError, match="closed"):
         thread.check()
+    coroutine = asyncio.sleep(0)
+    with pytest.raises(ClosedError, match="closed"):
+        thread.start(coroutine)
+    assert inspect.getcoroutinestate(coroutine) == inspect.CORO_CLOSED
+
+
+@pytest.mark.parametrize("too_late", ["for its loop", "to begin"])
+def test_closed_between_a_look_at_it_and_the_call_it_refuses_as_well(
+    too_late: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "SIGNAL_PERIOD", 0.01)
+    thread = EventLoopThread(Room().context(), NAME)
+    thread.close()
+    monkeypatch.setattr(thread, "check", lambda: None)
+    if too_late == "to begin":
+        monkeypatch.setattr(thread._loop, "call_soon_threadsafe", lambda *_: None)
+    coroutine = asyncio.sleep(0)
+    with pytest.raises(ClosedError, match="the thread under test has been closed"):
+        thread.run(coroutine)
+    assert inspect.getcoroutinestate(coroutine) == inspect.CORO_CLOSED
+
+
+def test_closed_it_is_forgotten_before_the_end_of_the_interpreter() -> None:
+    thread = EventLoopThread(Room().context(), NAME)
+    left = weakref.ref(thread)
+    thread.close()
+    del thread
+    gc.collect()
+    assert left() is None
+
+
+def test_closing_waits_for_the_threads_that_its_calls_use() -> None:
+    thread, begun, happened = EventLoopThread(Room().context(), NAME), threading.Event(), list[str]()
+
+    def write() -> None:
+        begun.set()
+        time.sleep(0.05)
+        happened.append("written")
+
+    thread.start(asyncio.to_thread(write))
+    assert begun.wait(30)
+    thread.close()
+    assert happened == ["written"]
 
 
 def test_closing_ends_a_call_in_progress() -> None:
@@ -144,6 +196,7 @@ def test_closing_ends_the_calls_that_nobody_waits_for() -> None:
     assert not any(call.done() for call in calls)
     thread.close()
     assert happened == ["cancelled"] * count
+    assert all(call.done() for call in calls)
     for call in calls:
         with pytest.raises(ClosedError, match="has been closed"):
             thread.wait(call)
@@ -170,6 +223,7 @@ def test_a_failing_context_ends_the_call_in_progress_and_every_later_one(caplog:
     with pytest.raises(ClosedError, match="the ceiling came down"):
         thread.check()
     assert [record.getMessage() for record in caplog.records] == [f"{NAME} has ended after an error"]
+    assert "the ceiling came down" in caplog.text  # with the traceback
     assert room.happened == ["entered", "cancelled", "left"]
     thread.close()
     assert not living_threads()
@@ -278,9 +332,32 @@ def test_calls_from_many_threads_while_it_closes_all_end() -> None:
         assert sum(caller.result(30) for caller in callers) > 0
 
 
+def test_a_result_is_waited_for_asleep_and_holds_no_circle() -> None:
+    future, began = SignalSafeFuture[None](), time.monotonic()
+    future.wait(0.05)
+    assert time.monotonic() - began >= 0.05
+    setter = when(waiting := threading.Event(), partial(future.set_exception, ValueError("no")))
+    began = time.monotonic()
+    waiting.set()
+    for _ in range(3):  # the first may sleep, the others have no reason to
+        future.wait(30)
+    setter.join()
+    assert time.monotonic() - began < 30
+    gc.disable()
+    try:
+        with pytest.raises(ValueError, match="no"):
+            future.result()
+        left = weakref.ref(future)
+        del future, setter
+        assert left() is None
+    finally:
+        gc.enable()
+
+
 SCRIPT = """
 import asyncio, os, sys
 from contextlib import asynccontextmanager
+from averaging.training import background
 from averaging.training.background import EventLoopThread
 from averaging.errors import ClosedError
 
