@@ -221,6 +221,28 @@ async def test_a_channel_that_has_reconnected_and_is_given_up_is_disconnected() 
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("closed_meanwhile", [False, True])
+async def test_a_channel_that_one_call_gives_up_carries_the_others_to_their_end(closed_meanwhile: bool) -> None:
+    channels = Channels(options.channel_options(MAX_MESSAGE_BYTES))
+    async with serving(FakePeer()) as (_, endpoint):
+        async with channels.call(endpoint) as line:
+            with contextlib.suppress(PeerUnreachableError):
+                async with channels.call(endpoint) as same:
+                    assert same is line
+                    raise PeerUnreachableError(endpoint, "it ended the call")
+            async with channels.call(endpoint) as other:
+                assert other is not line
+            assert line.channel.get_state() is not grpc.ChannelConnectivity.SHUTDOWN
+            call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = line.channel.unary_unary(methods.GET_SCHEMA.path)
+            assert await call(b"")
+            if closed_meanwhile:
+                await channels.close()
+                assert line.channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
+        assert line.channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
+        await channels.close()
+
+
+@pytest.mark.asyncio
 async def test_a_caller_lost_while_the_service_writes_closes_it() -> None:
     service = FakePeer(aggregate=floods)
     async with (
