@@ -23,6 +23,7 @@ from averaging.messages import JoinRequest, MessageFromLeader
 from averaging.security.credentials import Credentials
 from averaging.transport.base import Transport
 from averaging.transport.grpc import GrpcTransport
+from averaging.transport.grpc.address import warn_of_loopback
 from averaging.transport.grpc.channels import Channels
 from averaging.transport.grpc.options import channel_options
 from averaging.transport.grpc.server import Server
@@ -113,6 +114,22 @@ async def test_a_peer_on_loopback_is_told_that_others_will_not_call_it(
     await one.bind()
     assert [record.getMessage() for record in caplog.records if words is None] == []
     assert words is None or words in caplog.text
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("host", ["192.0.2.8", "[2001:db8::8]", "here.example.org", "nowhere.example.org"])
+async def test_a_peer_that_others_can_call_is_told_nothing(
+    host: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def found(host: str, *_: object, **__: object) -> object:
+        if host == "nowhere.example.org":
+            raise socket.gaierror("no such name")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("192.0.2.8", 0))]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", found)
+    for join in ([], ["192.0.2.7:4222"]):
+        await warn_of_loopback(f"{host}:4222", join)
+    assert not caplog.records
 
 
 @pytest.mark.asyncio
