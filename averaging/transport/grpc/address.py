@@ -7,6 +7,7 @@ import errno
 import logging
 import socket
 from collections.abc import Sequence
+from itertools import chain
 
 from averaging.addresses import is_loopback, parse_address, parse_ip
 from averaging.errors import ConfigError, ListenError
@@ -77,8 +78,7 @@ async def warn_of_loopback(listen: str, join: Sequence[str]) -> None:
         return
     places = [parse_address(endpoint)[0] for endpoint in join]
     found = await asyncio.gather(*map(resolve, places))
-    there = [address for place, addresses in zip(places, found, strict=True) for address in (addresses or (place,))]
-    if any(map(is_loopback, (*places, *there))) or (is_loopback(host) and not join):
+    if any(map(is_loopback, chain(places, *found))) or (is_loopback(host) and not join):
         return
     logger.warning(
         "this peer listens on %s%s, where only peers on loopback addresses call it%s. Listen on an address that others "
