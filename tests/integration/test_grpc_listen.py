@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from typing import Any
 
 import grpc
@@ -23,7 +23,7 @@ from averaging.messages import JoinRequest, MessageFromLeader
 from averaging.security.credentials import Credentials
 from averaging.transport.base import Transport
 from averaging.transport.grpc import GrpcTransport
-from averaging.transport.grpc.address import warn_of_loopback
+from averaging.transport.grpc.address import check_listen, warn_of_loopback
 from averaging.transport.grpc.channels import Channels
 from averaging.transport.grpc.options import channel_options
 from averaging.transport.grpc.server import Server
@@ -196,6 +196,31 @@ async def test_a_port_that_is_taken(host: str, capfd: pytest.CaptureFixture[str]
         with pytest.raises(ListenError, match="the port is taken"):
             await bound(f"{host}:{port}", "192.0.2.7:0")
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.EADDRINUSE, "the port is taken"),  # in one family is enough
+        (errno.EADDRNOTAVAIL, None),  # not each address of a name needs to be here
+    ],
+)
+async def test_a_name_of_which_one_address_cannot_be_had(
+    number: int, words: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def found(*_: object, **__: object) -> object:
+        return [
+            (family, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 4222)) for family in (socket.AF_INET, socket.AF_INET6)
+        ]
+
+    def attempt(family: int, _: object) -> OSError | None:
+        return OSError(number, "no") if family == socket.AF_INET else None
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", found)
+    monkeypatch.setattr("averaging.transport.grpc.address._try_to_bind", attempt)
+    with pytest.raises(ListenError, match=words) if words else nullcontext():
+        await check_listen("here.example.org:4222", None)
 
 
 @pytest.mark.asyncio
