@@ -291,6 +291,28 @@ async def test_close_ends_a_hanging_call(grace: float) -> None:
 
 
 @pytest.mark.asyncio
+async def test_close_waits_for_what_a_call_does_as_it_ends() -> None:
+    ended = []
+
+    async def tidies_up(_: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
+        try:
+            yield ACCEPTED
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.05)
+            ended.append("tidied up")
+
+    async with (
+        serving(FakePeer(join=tidies_up)) as (server, endpoint),
+        client() as caller,
+        aclosing(caller.join_group(endpoint, REQUEST)) as replies,
+    ):
+        await anext(replies)
+        await server.close(0.0)
+        assert ended == ["tidied up"]
+
+
+@pytest.mark.asyncio
 async def test_close_ends_a_health_watch_quietly() -> None:
     async with serving(FakePeer()) as (server, endpoint), grpc.aio.insecure_channel(endpoint) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=""))
