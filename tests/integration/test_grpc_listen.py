@@ -25,6 +25,7 @@ from averaging.transport.base import Transport
 from averaging.transport.grpc import GrpcTransport
 from averaging.transport.grpc.address import check_listen, warn_of_loopback
 from averaging.transport.grpc.channels import Channels
+from averaging.transport.grpc.dialling import resolve
 from averaging.transport.grpc.options import channel_options
 from averaging.transport.grpc.server import Server
 from tests.integration.grpc_fakes import ACCEPTED, MAX_MESSAGE_BYTES, REQUEST, FakeGossip, FakePeer, client, serving
@@ -196,6 +197,17 @@ async def test_a_port_that_is_taken(host: str, capfd: pytest.CaptureFixture[str]
         with pytest.raises(ListenError, match="the port is taken"):
             await bound(f"{host}:{port}", "192.0.2.7:0")
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.asyncio
+async def test_a_look_up_of_a_name_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(*_: object, **__: object) -> object:
+        return await asyncio.Event().wait()
+
+    assert await resolve("x" * 64 + ".example.org") == ()  # no name at all
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", never)
+    monkeypatch.setattr("averaging.transport.grpc.dialling.RESOLVE_SECONDS", 0.01)
+    assert await asyncio.wait_for(resolve("here.example.org"), 30) == ()
 
 
 @pytest.mark.asyncio
