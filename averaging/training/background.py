@@ -131,8 +131,7 @@ class EventLoopThread:
         """Cancels the calls in progress, leaves the context, and ends the thread; again, it does nothing."""
         if self._elsewhere:
             return
-        with suppress(RuntimeError):  # its loop is closed already
-            self._loop.call_soon_threadsafe(self._stop)
+        self._schedule(self._stop)
         while self._thread.is_alive():
             self._thread.join(SIGNAL_PERIOD)
         atexit.unregister(self.close)
@@ -153,13 +152,18 @@ class EventLoopThread:
 
     def _submit(self, call: _Call) -> None:
         self.check()
+        if not self._schedule(self._begin, call):
+            raise self._not_running()
+
+    def _schedule(self, callback: Callable[..., object], *args: object) -> bool:
+        """Has the thread call it, unless its loop is closed."""
         try:
-            self._loop.call_soon_threadsafe(self._begin, call)
-            return
+            self._loop.call_soon_threadsafe(callback, *args)
         except RuntimeError:
             if not self._loop.is_closed():  # a signal's handler has raised it
                 raise
-        raise self._not_running()
+            return False
+        return True
 
     def _wait_for(self, result: SignalSafeFuture[Any]) -> None:
         while not result.done():

@@ -291,6 +291,8 @@ def test_what_a_signals_handler_raises_is_raised_though_a_closed_loop_raises_the
         patch.setattr(thread._loop, "call_soon_threadsafe", preempted)
         with pytest.raises(RuntimeError, match="preempted"):
             thread.run(asyncio.sleep(0))
+        with pytest.raises(RuntimeError, match="preempted"):
+            thread.close()
     assert thread.run(asyncio.sleep(0, 7)) == 7
     thread.close()
 
