@@ -75,6 +75,7 @@ class Upkeep:
         while True:
             endpoint = self._members.pick_to_follow(self._clock())
             if endpoint is not None:
+                began = asyncio.get_running_loop().time()
                 try:
                     await self._exchange.compare(endpoint)
                     await self._read_stream(endpoint)
@@ -82,9 +83,10 @@ class Upkeep:
                     logger.debug("the stream of %s broke: %s", endpoint, error)
                     self._members.suspect(endpoint)
                 finally:
-                    if self._members.followed is not None:  # not where a member answers all but that
-                        backoff = self._settings.first_backoff
                     self._members.followed = None
+                    # Not where a member answers all but that, or ends each stream as soon as it has begun.
+                    if asyncio.get_running_loop().time() - began >= self._settings.last_backoff:
+                        backoff = self._settings.first_backoff
             await asyncio.sleep(self._around(backoff))
             backoff = min(2 * backoff, self._settings.last_backoff)
 

@@ -781,17 +781,23 @@ def test_a_client_leaves_a_member_that_falls_silent() -> None:
     swarm.simulate(main())
 
 
-def test_a_client_asks_a_member_that_gives_it_no_stream_more_and_more_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though the member answers its comparisons, as an implementation without `Subscribe` does."""
+@pytest.mark.parametrize("begins", [False, True])
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_client_asks_a_member_that_gives_it_no_stream_more_and_more_seldom(
+    monkeypatch: pytest.MonkeyPatch, begins: bool, refuses: bool
+) -> None:
+    """Though it answers comparisons, as one without `Subscribe` does, or behind what cuts streams that have begun."""
     swarm = GossipSwarm(28)
     asked: list[float] = []
 
-    async def refuse(peer: GossipDiscovery, digest: Digest) -> AsyncGenerator[tuple[Record, ...], None]:
+    async def end(peer: GossipDiscovery, digest: Digest) -> AsyncGenerator[tuple[Record, ...], None]:
         asked.append(now())
-        raise CallRefusedError("peer-0:1", "does not serve this")
-        yield ()
+        if begins:
+            yield ()
+        if refuses:
+            raise CallRefusedError("peer-0:1", "does not serve this")
 
-    monkeypatch.setattr(GossipDiscovery, "subscribe", refuse)
+    monkeypatch.setattr(GossipDiscovery, "subscribe", end)
 
     async def main() -> None:
         await swarm.grow(1)
