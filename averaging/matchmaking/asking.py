@@ -91,7 +91,7 @@ class Asking:
                     own, self._discovery.get(key), attempts, now, self._conduct.excluded(now)
                 )
                 if candidate is not None:
-                    await self._ask_and_follow_suggestions(search, own, candidate, key)
+                    await self._ask_and_follow_suggestions(search, own, candidate, key, until)
                     continue
                 try:
                     async with asyncio.timeout(None if again is None else max(0.0, again - now)):
@@ -100,7 +100,7 @@ class Asking:
                     continue
 
     async def _ask_and_follow_suggestions(
-        self, search: Search, own: Declaration, candidate: Declaration, key: str
+        self, search: Search, own: Declaration, candidate: Declaration, key: str, until: float
     ) -> None:
         attempts = search.attempts
         for _ in range(1 + rules.MAX_REDIRECTS):
@@ -115,7 +115,7 @@ class Asking:
             previous = attempts.get(candidate.endpoint)
             attempts[candidate.endpoint] = rules.refused(previous, candidate.expiration, code, now, self._rng)
             following = self._suggestion(own, suggested, key)
-            if following is None:
+            if following is None or until <= now:  # each one more may take seconds to answer
                 return
             tried = attempts.get(following.endpoint)
             if tried and (tried.retry_at is None or tried.retry_at > now) and tried.expiration == following.expiration:

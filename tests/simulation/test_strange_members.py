@@ -161,3 +161,49 @@ def test_nobody_is_sent_to_itself_or_to_whom_discovery_does_not_name(suggested: 
         search(network, only_named=False)
     assert raised.group_contains(NoGroupError)
     assert set(network.asked) == {LEADER}
+
+
+@pytest.mark.parametrize("accepts", [False, True])
+@pytest.mark.parametrize("mode", [Mode.NODE, Mode.CLIENT])
+def test_who_is_sent_on_and_on_stops_when_its_time_is_over(accepts: bool, mode: Mode) -> None:
+    """It would go to three more who each take their time to answer, and so search for long after its time."""
+    names = [f"192.0.2.{number}:1" for number in range(10, 14)]
+
+    class Slow(OneLeader):
+        async def join_group(self, endpoint: str, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
+            self.asked.append(endpoint)
+            suggested = names[(names.index(endpoint) + 1) % len(names)]
+            await asyncio.sleep(2.5)
+            if accepts:
+                yield MessageFromLeader(MessageCode.ACCEPTED)
+            yield MessageFromLeader(
+                MessageCode.GROUP_DISBANDED if accepts else MessageCode.NOT_A_LEADER, suggested_leader=suggested
+            )
+
+    network = Slow()
+
+    async def main() -> float:
+        registry = MemoryRegistry(clock=virtual_time.clock, delay=0.0, rng=random.Random(1))
+        async with MemoryDiscovery(registry) as discovery:
+            now = virtual_time.clock()
+            await discovery.store(group_key("run", ""), names[0], pack_looking(True), now + 1)
+            for name in names:
+                await discovery.store("run.peers", name, b"", now + 60)
+            found = Matchmaking(
+                "run",
+                CLIENT if mode is Mode.CLIENT else ME,
+                SCHEMA,
+                cast("Transport", network),
+                discovery,
+                group_size=3,
+                min_group_size=2,
+                matchmaking_time=10.0,
+                clock=virtual_time.clock,
+                rng=random.Random(1),
+            )
+            with pytest.raises(NoGroupError):
+                await found.find_group(pack_gather(1.0, None, mode), now + 2)
+            return virtual_time.clock() - now
+
+    assert virtual_time.run(main()) < 2 + 3
+    assert network.asked == names[:1]
