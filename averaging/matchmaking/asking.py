@@ -105,6 +105,7 @@ class Asking:
         attempts = search.attempts
         for _ in range(1 + rules.MAX_REDIRECTS):
             search.asking = candidate.endpoint
+            began = asyncio.get_running_loop().time()
             try:
                 code, suggested = await self._ask(search, own, candidate, key)
             finally:
@@ -113,12 +114,13 @@ class Asking:
                 return
             now = self._clock()
             previous = attempts.get(candidate.endpoint)
-            attempts[candidate.endpoint] = rules.refused(previous, candidate.expiration, code, now, self._rng)
+            waited = asyncio.get_running_loop().time() - began
+            attempts[candidate.endpoint] = rules.refused(previous, candidate.expiration, code, now, self._rng, waited)
             following = self._suggestion(own, suggested, key)
             if following is None or until <= now:  # each one more may take seconds to answer
                 return
             tried = attempts.get(following.endpoint)
-            if tried and (tried.retry_at is None or tried.retry_at > now) and tried.expiration == following.expiration:
+            if tried and (tried.retry_at is None or tried.retry_at > now) and tried.is_of(following.expiration):
                 return  # it has just refused
             candidate = following
 

@@ -140,11 +140,19 @@ def read_group(message: MessageFromLeader, endpoint: str, leader: str) -> Group:
 
 @dataclass(slots=True)
 class Attempt:
-    """How a peer answered so far. `retry_at` is in seconds since the epoch; None = not again in this search."""
+    """How a peer answered so far. `retry_at` is in seconds since the epoch; None = not again in this search.
+
+    Who was waited for in vain (`silent`) is not asked sooner if it declares itself anew.
+    """
 
     expiration: float
     refusals: int
     retry_at: float | None
+    silent: bool = False
+
+    def is_of(self, expiration: float) -> bool:
+        """Whether it says something of a declaration until `expiration` too."""
+        return self.silent or self.expiration == expiration
 
 
 def can_lead(endpoint: str) -> bool:
@@ -175,7 +183,7 @@ def next_to_ask(
         if candidate.endpoint in excluded or not can_lead(candidate.endpoint):
             continue
         attempt = attempts.get(candidate.endpoint)
-        if attempt is None or (attempt.expiration != candidate.expiration and attempt.retry_at is not None):
+        if attempt is None or (not attempt.is_of(candidate.expiration) and attempt.retry_at is not None):
             return candidate, None
         if attempt.retry_at is None:
             continue
@@ -185,13 +193,19 @@ def next_to_ask(
     return None, again
 
 
-def refused(previous: Attempt | None, expiration: float, code: MessageCode, now: float, rng: random.Random) -> Attempt:
-    """Notes a refusal: a peer with other tensors is not asked again, any other after a growing, random pause."""
+def refused(
+    previous: Attempt | None, expiration: float, code: MessageCode, now: float, rng: random.Random, waited: float = 0.0
+) -> Attempt:
+    """Notes a refusal: a peer with other tensors is not asked again, any other after a growing, random pause.
+
+    Who gave no answer is not asked for as long as was `waited` for one, so that others are met in half of the time.
+    """
     refusals = 1 + (previous.refusals if previous and previous.expiration == expiration else 0)
     if code in _NEVER_AGAIN:
         return Attempt(expiration, refusals, None)
     pause = min(_LAST_RETRY, _FIRST_RETRY * 2 ** min(refusals, 10)) * rng.uniform(0.5, 1.0)
-    return Attempt(expiration, refusals, now + pause)
+    silent = code is MessageCode.NO_CODE
+    return Attempt(expiration, refusals, now + (max(pause, waited) if silent else pause), silent)
 
 
 def pack_looking(looking: bool) -> bytes:

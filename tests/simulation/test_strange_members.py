@@ -16,10 +16,12 @@ from averaging.matchmaking import Matchmaking, NoGroupError
 from averaging.matchmaking.conduct import Conduct
 from averaging.matchmaking.rules import pack_looking
 from averaging.messages import CompressionType, JoinRequest, MessageCode, MessageFromLeader
-from averaging.observe.receipts import DropCode
+from averaging.observe.receipts import DropCode, Outcome, Receipt
 from averaging.schema import Schema, TensorSpec
 from averaging.transport import virtual_time
 from averaging.transport.base import Transport
+from tests.simulation.rounds import OneRound
+from tests.simulation.swarm import Swarm, scalars
 
 LEADER, STRANGER, ME = "192.0.2.1:1", "192.0.2.2:1", "192.0.2.3:1"
 SCHEMA = Schema((TensorSpec("w", "float32", (3,), CompressionType.NONE),), 1024)
@@ -207,3 +209,48 @@ def test_who_is_sent_on_and_on_stops_when_its_time_is_over(accepts: bool, mode: 
 
     assert virtual_time.run(main()) < 2 + 3
     assert network.asked == names[:1]
+
+
+class Stuck(OneRound):
+    """A peer that gives nobody a verdict, or takes all in and then says no more."""
+
+    def __init__(self, accepts: bool) -> None:
+        self.accepts = accepts
+
+    async def join_group(self, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
+        if self.accepts:
+            yield MessageFromLeader(MessageCode.ACCEPTED)
+        await asyncio.get_running_loop().create_future()
+
+
+@pytest.mark.parametrize("accepts", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_one_that_is_stuck_and_declares_itself_again_and_again_keeps_nobody_from_the_others(
+    accepts: bool, seed: int
+) -> None:
+    swarm = Swarm(seed)
+    peers = [
+        swarm.peer(f"peer:{number}", [tensor], group_size=4, matchmaking_time=5.0, timeout=15.0)
+        for number, tensor in enumerate(scalars(4, seed), 1)
+    ]
+
+    async def declare() -> None:
+        async with MemoryDiscovery(swarm.registry) as discovery:
+            while True:  # so that it always is the earliest
+                until = virtual_time.clock() + 2.5
+                await discovery.store(group_key("run", ""), LEADER, pack_looking(True), until)
+                await asyncio.sleep(2.4)
+
+    async def main() -> list[list[Receipt]]:
+        await swarm.network.transport(LEADER).serve(Stuck(accepts), None)
+        declaring = asyncio.create_task(declare())
+        await asyncio.sleep(0.1)
+        try:
+            return await swarm.average_together(peers, rounds=3)
+        finally:
+            declaring.cancel()
+
+    for receipt in (receipt for receipts in swarm.simulate(main()) for receipt in receipts):
+        assert receipt.outcome is Outcome.AVERAGED, receipt
+        assert len(receipt.members) == 4
+        assert receipt.seconds < (5 + 3 + 1 if accepts else 5)

@@ -139,6 +139,16 @@ def test_pauses_grow_and_are_bounded() -> None:
     assert rules.refused(attempt, NOW + 5, MessageCode.BAD_SCHEMA_HASH, NOW, rng).retry_at is None
 
 
+def test_who_was_waited_for_in_vain_is_not_asked_for_as_long_though_it_declares_itself_anew() -> None:
+    own = Declaration(NOW + 9, "z:1")
+    silent = rules.refused(None, NOW + 2, MessageCode.NO_CODE, NOW, random.Random(1), 3.0)
+    entries = {"a:1": Entry(rules.pack_looking(True), NOW + 5)}
+    assert rules.next_to_ask(own, entries, {"a:1": silent}, NOW + 2.9) == (None, NOW + 3)
+    assert rules.next_to_ask(own, entries, {"a:1": silent}, NOW + 3)[0] is not None
+    told = rules.refused(None, NOW + 2, MessageCode.GROUP_IS_FULL, NOW, random.Random(1), 3.0)
+    assert rules.next_to_ask(own, entries, {"a:1": told}, NOW)[0] is not None
+
+
 @pytest.mark.parametrize(
     ("modes", "enough"),
     [
