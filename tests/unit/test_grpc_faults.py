@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import cast
+
 import grpc
 import pytest
 
-from averaging.errors import PeerUnreachableError
-from averaging.transport.grpc.faults import error_of_call
+from averaging.errors import (
+    AveragingError,
+    BusyError,
+    CallRefusedError,
+    ClosedError,
+    ForeignEndpointError,
+    NonFiniteError,
+    PeerUnreachableError,
+    ProtocolViolationError,
+    UnauthenticatedError,
+)
+from averaging.transport.grpc.faults import MAX_REASON, error_of_call, is_failed_write, refuse
 
 DIALLING = "failed to connect to all addresses; last error: "
 
@@ -68,3 +81,127 @@ def test_what_keeps_this_machine_from_dialling_is_told(details: str, told: str) 
     error = error_of_call("127.0.0.1:1", failure)
     assert isinstance(error, PeerUnreachableError)
     assert told in error.reason
+
+
+def told(code: grpc.StatusCode, details: str) -> AveragingError:
+    return error_of_call(
+        "a:1", grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=details or None)
+    )
+
+
+@pytest.mark.parametrize(
+    ("details", "reason"),
+    [
+        (
+            "Ssl handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: OPENSSL_internal:WRONG_VERSION_NUMBER",
+            "speak TLS",
+        ),
+        ("Hostname Verification Check failed.", "does not stand for this host"),
+        ("Ssl handshake failed: CERTIFICATE_VERIFY_FAILED: certificate has expired", "its certificate has expired"),
+        ("Ssl handshake failed: CERTIFICATE_VERIFY_FAILED: certificate is not yet valid", "not valid yet"),
+        ("Ssl handshake failed: CERTIFICATE_VERIFY_FAILED: self signed certificate", "not of an authority in tls_ca"),
+        ("Ssl handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL", "check the certificates of both"),
+        ("Cannot check peer: missing selected ALPN property.", "what answers there is not a peer"),
+        ("connect: Connection refused (111)", "connection refused"),
+        ("connect: No route to host (113)", "no route to the host"),
+        ("connect: Network is unreachable (101)", "network unreachable"),
+        ("recvmsg: Connection reset by peer (104)", "it hung up at once; do both use TLS"),
+        ("Socket closed", "it hung up at once; do both use TLS"),
+        ("nothing that is known", "not available"),
+    ],
+)
+def test_why_no_connection_came_about_is_told(details: str, reason: str) -> None:
+    error = told(grpc.StatusCode.UNAVAILABLE, f"{DIALLING}UNKNOWN: ipv4:127.0.0.1:1: {details}")
+    assert isinstance(error, PeerUnreachableError)
+    assert reason in error.reason
+
+
+@pytest.mark.parametrize(
+    ("details", "reason"),
+    [
+        ("Socket closed", "connection lost"),
+        ("Stream removed", "connection lost"),
+        ("recvmsg:Connection reset by peer", "connection lost"),
+        ("sendmsg: Broken pipe (32)", "connection lost"),
+        ("ping timeout", "connection lost: no answer to pings"),
+        (
+            "DNS resolution failed for nobody:1: C-ares status is not ARES_SUCCESS: Domain name not found",
+            "unknown host",
+        ),
+        ("DNS resolution failed for nobody:1", "unknown host"),
+        ("errors resolving nobody:1", "unknown host"),
+        ("Failed parsing HTTP/2", "what answers there is not a peer"),
+        ("Received http2 header with status: 404", "what answers there is not a peer"),
+        ("Cancelling all calls", "it ended the call"),
+        ("", "not available"),
+    ],
+)
+def test_why_a_call_broke_off_is_told(details: str, reason: str) -> None:
+    error = told(grpc.StatusCode.UNAVAILABLE, details)
+    assert isinstance(error, PeerUnreachableError)
+    assert error.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("code", "details", "kind", "reason"),
+    [
+        (grpc.StatusCode.CANCELLED, "", PeerUnreachableError, "it ended the call"),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", PeerUnreachableError, "no answer in time"),
+        (grpc.StatusCode.UNIMPLEMENTED, "Method not found!", CallRefusedError, "does not serve this"),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "as busy\nas can be", CallRefusedError, "as busy as can be"),
+        (grpc.StatusCode.INTERNAL, "", CallRefusedError, "internal"),
+        (grpc.StatusCode.FAILED_PRECONDITION, "", CallRefusedError, "failed precondition"),
+        (grpc.StatusCode.INVALID_ARGUMENT, "!" * MAX_REASON, CallRefusedError, "!" * MAX_REASON),
+        (grpc.StatusCode.INVALID_ARGUMENT, "!" * 9999, CallRefusedError, "!" * (MAX_REASON - 1) + "…"),
+        (
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            "SERVER: Sent message larger than max (9 vs. 4)",
+            CallRefusedError,
+            "its answer is too large to be sent: 9 bytes, and 4 are allowed",
+        ),
+    ],
+)
+def test_what_a_status_means(
+    code: grpc.StatusCode, details: str, kind: type[CallRefusedError | PeerUnreachableError], reason: str
+) -> None:
+    error = told(code, details)
+    assert type(error) is kind
+    assert isinstance(error, kind)
+    assert error.reason == reason
+
+
+def test_a_token_that_is_wanted_is_told() -> None:
+    error = told(grpc.StatusCode.UNAUTHENTICATED, "no token")
+    assert isinstance(error, UnauthenticatedError)
+    assert "give token_file" in error.reason
+
+
+def test_only_grpcs_own_words_are_a_failed_write() -> None:
+    assert is_failed_write("Internal error from Core")
+    assert not is_failed_write("internal error; the log of that peer tells more")
+    assert not is_failed_write(None)
+
+
+class Context:
+    """The context of a call, which keeps what its caller is told."""
+
+    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+        self.told = code, details
+        raise grpc.aio.AbortError("as gRPC's own does")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ProtocolViolationError("words"), grpc.StatusCode.INVALID_ARGUMENT),
+        (NonFiniteError("words"), grpc.StatusCode.INVALID_ARGUMENT),
+        (ForeignEndpointError("words"), grpc.StatusCode.PERMISSION_DENIED),
+        (BusyError("words"), grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (ClosedError("words"), grpc.StatusCode.FAILED_PRECONDITION),
+    ],
+)
+def test_each_refusal_has_its_status(error: Exception, code: grpc.StatusCode) -> None:
+    context = Context()
+    with pytest.raises(grpc.aio.AbortError):
+        asyncio.run(refuse(cast("grpc.aio.ServicerContext[bytes, bytes]", context), "/a/b", error))
+    assert context.told == (code, "words")

@@ -86,7 +86,6 @@ _REASONS = (
     ("domain name not found", "unknown host"),
     ("errors resolving", "unknown host"),
     ("dns resolution failed", "unknown host"),
-    ("before receiving settings", _SILENT),
     ("no route to host", "no route to the host"),
     ("network is unreachable", "network unreachable"),
     ("failed parsing http/2", "what answers there is not a peer"),
