@@ -45,12 +45,20 @@ def test_protobuf_reads_what_was_written_and_so_do_we(message: AveragingData) ->
     assert convert.decode_averaging_data(wire.SerializeToString()) == message
 
 
-def test_the_buffer_is_not_copied() -> None:
-    raw = convert.encode_averaging_data(AveragingData(tensor_part=WireTensor(b"x" * LARGE)))
+@pytest.mark.parametrize("nbytes", [0, 1, 127, 128, LARGE, (1 << 14) - 1, 1 << 14, 1 << 21])
+def test_the_buffer_is_not_copied(nbytes: int) -> None:
+    """Its length takes one byte to four."""
+    raw = convert.encode_averaging_data(AveragingData(tensor_part=WireTensor(b"x" * nbytes)))
     data = convert.decode_averaging_data(raw)
     assert data.tensor_part is not None
     assert isinstance(data.tensor_part.buffer, memoryview)
     assert data.tensor_part.buffer.obj is raw
+    assert data.tensor_part.buffer == b"x" * nbytes
+
+
+def test_a_message_for_several_is_encoded_once() -> None:
+    part = AveragingData(tensor_part=WireTensor(b"x" * LARGE))
+    assert convert.encode_averaging_data(part) is convert.encode_averaging_data(part)
 
 
 @given(st.binary(max_size=200), st.integers(0, 199), st.integers(0, 255))
@@ -92,6 +100,34 @@ def test_any_bytes_are_a_message_or_a_violation_as_protobuf_says(prefix: bytes, 
 )
 def test_what_is_unusual_is_left_to_protobuf(raw: bytes) -> None:
     assert bulk.split(raw, 4) is None
+
+
+@pytest.mark.parametrize(
+    "unknown",
+    [
+        b"\x78\xac\x02",
+        b"\x78" + b"\xff" * 9 + b"\x01",
+        b"\x79" + b"\x22" * 8,
+        b"\x7a\x04" + b"\x22" * 4,
+        b"\x7d" + b"\x22" * 4,
+    ],
+    ids=["varint", "negative", "fixed64", "bytes", "fixed32"],
+)
+def test_fields_of_later_versions_are_stepped_over(unknown: bytes) -> None:
+    """Field 15 of every kind, before the tensor and after it; the bytes in it would begin a tensor."""
+    part = convert.encode_averaging_data(AveragingData(tensor_part=WireTensor(b"x" * LARGE)))
+    pieces = bulk.split(unknown + part + unknown, 4)
+    assert pieces is not None
+    assert pieces.buffer == b"x" * LARGE
+    assert pieces.outer == unknown + unknown
+
+
+def test_a_number_longer_than_numbers_are_is_left_to_protobuf() -> None:
+    part = convert.encode_averaging_data(AveragingData(tensor_part=WireTensor(b"x" * LARGE)))
+    raw = b"\x78" + b"\xff" * 10 + b"\x01" + part
+    assert bulk.split(raw, 4) is None
+    with pytest.raises(ProtocolViolationError):
+        convert.decode_averaging_data(raw)
 
 
 def test_two_tensors_in_a_message_are_left_to_protobuf() -> None:
@@ -149,6 +185,8 @@ def test_what_is_remembered_of_messages_is_bounded() -> None:
     for length in range(3 * bulk.MOST_HEADS):
         raw = b"head" + bytes(length)
         heads.keep(raw, bulk.Pieces(b"", b"", 4, memoryview(raw)[4:]), length)
+        if length < bulk.MOST_HEADS:
+            assert heads.find(b"head") is not None  # the first of all
     found = [heads.find(b"head" + bytes(length)) is not None for length in range(3 * bulk.MOST_HEADS)]
     assert 0 < sum(found) <= bulk.MOST_HEADS
     assert found[-1]
