@@ -283,6 +283,13 @@ def test_requests_are_no_longer_than_they_can_be(method: Method[Any, Any]) -> No
         method.read_request(raw)
 
 
+@pytest.mark.parametrize("method", [methods.EXCHANGE, methods.PUSH, methods.SUBSCRIBE], ids=lambda method: method.name)
+def test_replies_of_discovery_are_no_longer_than_they_can_be(method: Method[Any, Any]) -> None:
+    raw = b"\xfa\x7f" + bytes([0x80, 0x80, 0x80, 0x03]) + bytes(6 << 20)  # as above
+    with pytest.raises(ProtocolViolationError, match=r"a message of \d+ bytes in .*; at most \d+ are taken"):
+        method.read_reply(raw)
+
+
 def test_the_largest_of_discovery_fit() -> None:
     record = Record(
         key="k" * 256,
