@@ -156,8 +156,8 @@ def test_there_and_back(method: Method[Any, Any], data: st.DataObject) -> None:
     raw_request, raw_reply = method.encode_request(request), method.encode_reply(reply)
     assert isinstance(raw_request, bytes)  # all that gRPC takes
     assert isinstance(raw_reply, bytes)
-    assert spelled(method.decode_request(raw_request)) == spelled(request)
-    assert spelled(method.decode_reply(raw_reply)) == spelled(reply)
+    assert spelled(method.read_request(raw_request)) == spelled(request)
+    assert spelled(method.read_reply(raw_reply)) == spelled(reply)
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
@@ -231,6 +231,13 @@ def test_an_unknown_outcome_or_role() -> None:
 def test_an_impossible_schema(schema: status_pb2.Schema, words: str) -> None:
     with pytest.raises(ProtocolViolationError, match=words):
         decode_schema(schema.SerializeToString())
+
+
+def test_a_tensor_has_as_many_dimensions_as_pytorch_computes_with() -> None:
+    fits, more = (AveragingData(tensor_part=WireTensor(b"", (1,) * dimensions, "float32")) for dimensions in (64, 65))
+    assert methods.AGGREGATE_PART.read_request(methods.AGGREGATE_PART.encode_request(fits)) == fits
+    with pytest.raises(ProtocolViolationError, match="65 dimensions; at most 64 are taken"):
+        methods.AGGREGATE_PART.read_request(methods.AGGREGATE_PART.encode_request(more))
 
 
 MANY = 1 << 20
