@@ -59,6 +59,7 @@ def test_the_buffer_is_not_copied(nbytes: int) -> None:
 def test_a_message_for_several_is_encoded_once() -> None:
     part = AveragingData(tensor_part=WireTensor(b"x" * LARGE))
     assert convert.encode_averaging_data(part) is convert.encode_averaging_data(part)
+    assert len(part.encoded) == 1
 
 
 @given(st.binary(max_size=200), st.integers(0, 199), st.integers(0, 255))
