@@ -45,6 +45,30 @@ class OneLeader:
         )
 
 
+def matchmaking(
+    network: OneLeader,
+    discovery: MemoryDiscovery,
+    endpoint: str = ME,
+    *,
+    only_named: bool = False,
+    conduct: Conduct | None = None,
+) -> Matchmaking:
+    return Matchmaking(
+        "run",
+        endpoint,
+        SCHEMA,
+        cast("Transport", network),
+        discovery,
+        group_size=3,
+        min_group_size=2,
+        matchmaking_time=10.0,
+        only_named=only_named,
+        conduct=conduct,
+        clock=virtual_time.clock,
+        rng=random.Random(1),
+    )
+
+
 def search(
     network: OneLeader, *, only_named: bool, named_after: float | None = None, conduct: Conduct | None = None
 ) -> tuple[str, ...]:
@@ -62,20 +86,7 @@ def search(
 
             if named_after is not None:
                 tasks.create_task(name())
-            found = Matchmaking(
-                "run",
-                ME,
-                SCHEMA,
-                cast("Transport", network),
-                discovery,
-                group_size=3,
-                min_group_size=2,
-                matchmaking_time=10.0,
-                only_named=only_named,
-                conduct=conduct,
-                clock=virtual_time.clock,
-                rng=random.Random(1),
-            )
+            found = matchmaking(network, discovery, only_named=only_named, conduct=conduct)
             return (await found.find_group(GATHER, now + 8)).endpoints
 
     found: tuple[str, ...] = virtual_time.run(main())
@@ -191,18 +202,7 @@ def test_who_is_sent_on_and_on_stops_when_its_time_is_over(accepts: bool, mode: 
             await discovery.store(group_key("run", ""), names[0], pack_looking(True), now + 1)
             for name in names:
                 await discovery.store("run.peers", name, b"", now + 60)
-            found = Matchmaking(
-                "run",
-                CLIENT if mode is Mode.CLIENT else ME,
-                SCHEMA,
-                cast("Transport", network),
-                discovery,
-                group_size=3,
-                min_group_size=2,
-                matchmaking_time=10.0,
-                clock=virtual_time.clock,
-                rng=random.Random(1),
-            )
+            found = matchmaking(network, discovery, CLIENT if mode is Mode.CLIENT else ME)
             with pytest.raises(NoGroupError):
                 await found.find_group(pack_gather(1.0, None, mode), now + 2)
             return virtual_time.clock() - now
