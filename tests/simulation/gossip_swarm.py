@@ -17,6 +17,7 @@ from averaging.transport.base import AveragingService
 from averaging.transport.memory import MemoryNetwork, MemoryTransport
 
 RUN = "run"
+PEERS = peers_key(RUN)
 KEY = f"{RUN}.0b"
 
 NO_AVERAGING = cast(AveragingService, None)
@@ -174,3 +175,7 @@ def everywhere(discoveries: Iterable[GossipDiscovery], key: str, subkeys: set[st
 def members(discovery: GossipDiscovery) -> set[str]:
     """Who is there, as one peer sees it, itself included."""
     return set(discovery.get(peers_key(RUN)))
+
+
+def in_an_hour() -> float:
+    return virtual_time.clock() + 3500
