@@ -8,28 +8,30 @@ import pytest
 
 from averaging.errors import ClosedError
 from averaging.peer.one_average import OneAverage
+from averaging.transport import virtual_time
 
 
-@pytest.mark.asyncio
-async def test_closing_waits_until_what_it_ends_has_ended() -> None:
-    one, ended = OneAverage(), asyncio.Event()
-
-    async def average() -> None:
+def test_closing_waits_until_what_it_ends_has_ended() -> None:
+    async def average(one: OneAverage, ended: asyncio.Event) -> None:
         async with one.until_closed("a:1"):
             try:
                 await asyncio.Event().wait()
             finally:
-                await asyncio.sleep(0.01)  # what is to be told to others, say
+                await asyncio.sleep(1.0)  # what is to be told to others, say
                 ended.set()
 
-    averaging = asyncio.create_task(average())
-    await asyncio.sleep(0)
-    assert one.in_progress
-    await one.close()
-    assert ended.is_set()
-    assert not one.in_progress
-    with pytest.raises(ClosedError, match="a:1 was closed"):
-        await averaging
+    async def main() -> None:
+        one, ended = OneAverage(), asyncio.Event()
+        averaging = asyncio.create_task(average(one, ended))
+        await asyncio.sleep(0)
+        assert one.in_progress
+        await one.close()
+        assert ended.is_set()
+        assert not one.in_progress
+        with pytest.raises(ClosedError, match="a:1 was closed"):
+            await averaging
+
+    virtual_time.run(main())
 
 
 @pytest.mark.asyncio
