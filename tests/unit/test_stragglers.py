@@ -18,7 +18,7 @@ from averaging.allreduce.stragglers import Lag, find_straggler
 from averaging.allreduce.tally import RoundResult, Tally
 from averaging.errors import AveragingError, CallRefusedError, NonFiniteError, PeerUnreachableError
 from averaging.group import Group, Member, Mode
-from averaging.observe.receipts import DropCode, Straggler
+from averaging.observe.receipts import DropCode, Dropped, Straggler
 from averaging.transport import virtual_time
 
 SENDERS = ("a", "b", "c")
@@ -95,20 +95,28 @@ def test_who_stands_out(
         assert found.seconds == pytest.approx(expected.seconds)
 
 
-def played(*moments: tuple[float, str], averaged: bool = False) -> RoundResult:
-    """Of a round in which parts come from `b` and `c` at these moments, and nothing from the auxiliary `x`."""
+def played(*moments: tuple[float, str], averaged: bool = False, members: str = "abc") -> RoundResult:
+    """Of a round of `a` in which parts come from the others at these moments, and nothing from the auxiliary `x`.
+
+    At a moment of its own `a` is ready to answer; "-b" is one at which `b` is lost.
+    """
 
     async def main() -> RoundResult:
-        group = Group(b"g", (*map(Member, "abc"), Member("x", mode=Mode.AUXILIARY)))
+        group = Group(b"g", (*map(Member, members), Member("x", mode=Mode.AUXILIARY)))
         mine = [Part(0, start, start + 2) for start in (0, 2)]
-        shares = {"a": mine, "b": [], "c": [], "x": []}
+        shares = {name: mine if name == "a" else [] for name in (*members, "x")}
         tally = Tally(group, "a", shares, reach=reach([8, 8], 8), alike=True)
         await asyncio.sleep(10.0)
         tally.begin()
         began = asyncio.get_running_loop().time()
         for moment, name in moments:
             await asyncio.sleep(began + moment - asyncio.get_running_loop().time())
-            tally.received_part(name, 8)
+            if name == "a":
+                tally.ready()
+            elif name.startswith("-"):
+                tally.lose(Dropped(name[1:], "gone", DropCode.CONNECTION_LOST))
+            else:
+                tally.received_part(name, 8)
         if averaged:
             tally.put(mine[0], torch.zeros(2))
         return tally.result()
@@ -123,6 +131,16 @@ def test_who_holds_a_round_back_stands_out_by_a_good_part_of_all_of_it() -> None
 
 def test_an_auxiliary_that_sends_nothing_holds_nobody_back() -> None:
     assert played((1.0, "b"), (1.0, "c"), (3.0, "b"), (3.0, "c")).straggler is None
+
+
+def test_nobody_holds_a_round_back_before_this_member_is_ready_to_answer() -> None:
+    assert played((0.1, "b"), (0.2, "b"), (5.0, "a"), (5.1, "c"), (5.2, "c")).straggler is None
+    assert played((0.1, "b"), (0.2, "b"), (1.0, "a"), (5.0, "c")).straggler == Straggler("c", 4.0, "parts")
+
+
+def test_who_is_lost_hides_no_straggler() -> None:
+    told = played((0.1, "b"), (0.1, "b"), (0.2, "c"), (1.0, "-d"), (5.0, "c"), members="abcd")
+    assert told.straggler == Straggler("c", 4.0, "parts")
 
 
 def test_another_member_is_heard_if_its_part_came_to_an_average() -> None:
