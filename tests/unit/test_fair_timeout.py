@@ -124,10 +124,16 @@ def test_a_verdict_is_learned_and_who_gives_none_costs_little() -> None:
 
 
 async def download(deadlines: Deadlines, donor: str, gaps: list[float]) -> float:
-    """Reads messages that come after such pauses; returns how long the last wait was, if it was given up."""
+    """Reads messages that come after such pauses; returns how long the last wait was, if it was given up.
+
+    Raises:
+        ConnectionError: at a pause below 0.
+    """
 
     async def messages() -> AsyncGenerator[None, None]:
         for gap in gaps:
+            if gap < 0:
+                raise ConnectionError
             await asyncio.sleep(gap)
             yield
 
@@ -166,6 +172,26 @@ def test_what_was_learned_serves_the_next_download_from_it_and_from_others() -> 
         assert await download(deadlines, "b:1", [0.1, 60]) == pytest.approx(2.4, abs=0.3)
         assert await download(deadlines, "a:1", [60]) == pytest.approx(1.0, abs=0.3)
         assert await download(deadlines, "a:1", [0.1, 60]) == pytest.approx(1.2, abs=0.3)
+
+    simulate(main())
+
+
+def test_a_state_of_few_chunks_is_learned_from_once_it_is_whole_and_of_many_no_remainder() -> None:
+    async def main() -> None:
+        def chunks(deadlines: Deadlines) -> list[tuple[int, float]]:
+            return [(one.waits, round(one.median, 3)) for one in deadlines.learned() if one.phase is Phase.CHUNK]
+
+        few, broken, many, none = (Deadlines(LOWER, UPPER) for _ in range(4))
+        for _ in range(ENOUGH_WAITS):
+            await download(none, "a:1", [0.1])
+            await download(few, "a:1", [0.1, 0.3, 0.2])
+            with pytest.raises(ConnectionError):
+                await download(broken, "a:1", [0.1, 0.3, -1.0])
+            await download(many, "a:1", [0.1, *[0.4] * WINDOW, *[0.2] * WINDOW, 0.9])
+        assert not chunks(none)
+        assert chunks(few) == [(ENOUGH_WAITS, 0.3)]
+        assert not chunks(broken)
+        assert chunks(many) == [(2 * ENOUGH_WAITS, 0.3)]
 
     simulate(main())
 

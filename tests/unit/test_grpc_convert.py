@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from averaging.aggregation import MAX_TRIM, Aggregation, Kind
+from averaging.deadlines.learned import Learned, Phase
 from averaging.errors import ProtocolViolationError
 from averaging.messages import (
     AveragingData,
@@ -127,6 +129,14 @@ statuses = st.builds(
     rounds=uint64,
     state_version=st.integers(-(2**63), 2**63 - 1),
     known_peers=uint32,
+    deadlines=several(
+        st.builds(Learned, names, st.sampled_from(Phase), uint32, uint32, st.floats(), st.floats(), names)
+    ),
+)
+aggregations = (
+    st.sampled_from([Aggregation(), Aggregation(Kind.MEDIAN)])
+    | st.integers(1, MAX_TRIM).map(lambda count: Aggregation(Kind.TRIMMED, float(count)))
+    | st.floats(0, exclude_min=True, allow_infinity=False).map(lambda distance: Aggregation(Kind.CLIP, distance))
 )
 MESSAGES: dict[str, tuple[st.SearchStrategy[Any], st.SearchStrategy[Any]]] = {
     "rpc_join_group": (
@@ -144,7 +154,10 @@ MESSAGES: dict[str, tuple[st.SearchStrategy[Any], st.SearchStrategy[Any]]] = {
     "ListRecords": (names, several(records)),
     "GetStatus": (st.none(), statuses),
     "WatchRounds": (uint32, st.builds(Watched, receipts, uint64)),
-    "GetSchema": (st.none(), st.builds(Schema, several(specs), uint64, st.sampled_from(ReplyForm))),
+    "GetSchema": (
+        st.none(),
+        st.builds(Schema, several(specs), uint64, st.sampled_from(ReplyForm), names, aggregations),
+    ),
 }
 
 
@@ -214,6 +227,12 @@ def test_an_unknown_outcome_or_role() -> None:
         decode_status(status_pb2.PeerStatus(last_round=status_pb2.Receipt(outcome="won")).SerializeToString())
 
 
+def test_a_wait_of_which_only_later_releases_know_is_left_out() -> None:
+    told = [status_pb2.LearnedDeadline(endpoint="a:1", phase=phase) for phase in ("nap", "part")]
+    status = decode_status(status_pb2.PeerStatus(deadlines=told).SerializeToString())
+    assert [one.phase for one in status.deadlines] == [Phase.PART]
+
+
 @pytest.mark.parametrize(
     ("schema", "words"),
     [
@@ -225,6 +244,7 @@ def test_an_unknown_outcome_or_role() -> None:
             ),
             "unknown compression 'ZIP'",
         ),
+        (status_pb2.Schema(reply="delta", aggregation="trimmed:0"), "unknown aggregation 'trimmed:0'"),
         (status_pb2.Schema(reply="delta", schema_hash=b"another"), "does not match its own hash"),
     ],
 )
