@@ -8,6 +8,7 @@ Where too little is known of a peer, what it did in rounds of another size, or e
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
@@ -200,7 +201,10 @@ class Deadlines:
         known.missed = 0
 
     def missed(self, endpoint: str, phase: Phase, size: int, now: float) -> None:
-        """It was given up at its deadline; should that have been too short, the next one is longer."""
+        """It was given up at its deadline; should that have been too short, the next one is longer.
+
+        Who misses the longest too gets it more and more seldom, and else what it would have had at first.
+        """
         self._use(endpoint, phase, size, now).missed += 1
 
     def learned(self) -> list[Learned]:
@@ -225,15 +229,20 @@ class Deadlines:
     def _bounded(self, found: Deadline | None, phase: Phase, missed: int) -> Deadline:
         longest = self.longest(phase)
         if found is None:
-            return longest
+            return longest if _is_tried(missed) else self.shortest
         seconds, basis = found.seconds, found.basis
         if seconds < self.lower:
             seconds, basis = self.lower, f"min_part_timeout, more than {basis}"
-        # The power is bounded, since whoever misses for years would make an overflow of it.
-        if missed:
-            factor = 2 ** min(missed, 32)
-            seconds, basis = seconds * factor, f"{factor} × ({basis}), since it missed {missed} before"
-        return longest if seconds >= longest.seconds else Deadline(seconds, basis)
+        if seconds >= longest.seconds:
+            return longest
+        doublings = math.ceil(math.log2(longest.seconds / seconds))  # with which it is the longest
+        if missed < doublings:
+            factor = 2**missed
+            told = f"{factor} × ({basis}), since it missed {missed} before" if missed else basis
+            return Deadline(seconds * factor, told)
+        if _is_tried(missed - doublings):
+            return longest
+        return Deadline(seconds, f"{basis}, not doubled since it missed {missed} before")
 
     def _use(self, endpoint: str, phase: Phase, size: int, now: float) -> _Known:
         self._forget(now)
@@ -247,6 +256,11 @@ class Deadlines:
     def _forget(self, now: float) -> None:
         while self._known and now - next(iter(self._known.values())).used > LIFETIME:
             self._known.popitem(last=False)
+
+
+def _is_tried(missed: int) -> bool:
+    """Whether the longest deadline is given to one that missed it so often: it is rather cut off than slow."""
+    return missed & (missed - 1) == 0
 
 
 def size_class(nbytes: int, members: int) -> int:

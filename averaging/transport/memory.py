@@ -67,6 +67,7 @@ class MemoryNetwork:
         self._open: set[_Call] = set()
         self._frozen: dict[str, asyncio.Event] = {}
         self._parts: list[frozenset[str]] = []
+        self._refused: set[tuple[str, str]] = set()  # caller and callee
 
     def transport(self, endpoint: str | None) -> MemoryTransport:
         """A place on this network; None gives one to a client, which nobody can call."""
@@ -91,11 +92,19 @@ class MemoryNetwork:
         self._parts = list(parts)
         self._break_calls(lambda call: not self._connected(call.caller, call.callee), "the network is cut")
 
+    def refuse(self, caller: str, callee: str) -> None:
+        """What one calls the other is refused from now on, as by a firewall; what that one calls arrives."""
+        self._refused.add((caller, callee))
+        self._break_calls(lambda call: (call.caller, call.callee) == (caller, callee), "connection reset")
+
     def heal(self) -> None:
-        """Ends a cut."""
+        """Ends a cut, and lets all calls through."""
         self._parts = []
+        self._refused.clear()
 
     def _connected(self, one: str, other: str) -> bool:
+        if (one, other) in self._refused:
+            return False
         sides = [part for part in self._parts if one in part or other in part]
         return all(one in part and other in part for part in sides)
 

@@ -236,6 +236,25 @@ def slowly(ask: Callable[[str], Awaitable[Schema]], seconds: float) -> Callable[
     return asked
 
 
+def test_a_client_that_cannot_reach_one_reducer_keeps_the_others_only_now_and_then() -> None:
+    async def main() -> None:
+        rounds = Rounds(12, client=True)
+        usual = await rounds.usual()
+        cut_off = rounds.members[2].endpoint
+        for _ in range(40):
+            results = await rounds.one(lambda simulation: simulation.network.refuse(cut_off, VICTIM))
+            assert {lost.endpoint for lost in results[VICTIM].dropped} == {cut_off}
+            assert {lost.endpoint for lost in results[cut_off].dropped} == {VICTIM}
+            assert not results["peer:1"].dropped + results["peer:2"].dropped
+        kept = [seconds for seconds in rounds.seconds[USUAL:] if seconds > 2 * usual + 2 * LOWER]
+        assert len(kept) <= 12  # five until it is the longest, then the 1st, 2nd, 3rd, 5th, 9th, 17th and 33rd
+        assert sum(kept) <= 9 * UPPER
+        results = await rounds.one()
+        assert not any(result.dropped for result in results.values())
+
+    virtual_time.run(main())
+
+
 def test_a_reducer_that_is_dead_in_the_first_round_is_lost_after_the_longest_deadline() -> None:
     async def main() -> None:
         rounds = Rounds(10)

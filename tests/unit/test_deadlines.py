@@ -151,6 +151,26 @@ def test_a_missed_deadline_is_doubled_until_it_is_kept() -> None:
     assert of(learned) == Deadline(14.0, "2 × its last of 7 s")
 
 
+@pytest.mark.parametrize(("seen", "first"), [([1.0] * 5, 4.0), ([0.001] * 5, 1.0), ([], 1.0), ([30.0] * 5, 20.0)])
+def test_the_longest_deadline_that_was_missed_is_given_more_and_more_seldom(seen: list[float], first: float) -> None:
+    learned = after(seen, upper=20.0, lower=1.0)
+    seconds = []
+    for _ in range(100):
+        seconds.append(of(learned).seconds)
+        learned.missed("a:1", Phase.PART, 3, 10.0)
+    doubled = seconds[: seconds.index(20.0)]
+    beyond = seconds[seconds.index(20.0) :]
+    assert doubled == [first * 2**number for number in range(len(doubled))]
+    assert [number for number, one in enumerate(beyond) if one == 20.0][:6] == (
+        [0, 1, 2, 4, 8, 16] if first < 20.0 else [0, 1, 2, 3, 4, 5]
+    )
+    assert set(beyond) == {first, 20.0}
+    learned.saw("a:1", Phase.PART, 3, 7.0, 11.0)
+    learned.saw("a:1", Phase.PART, 3, 7.0, 11.0)
+    learned.saw("a:1", Phase.PART, 3, 7.0, 11.0)
+    assert of(learned).seconds >= 14.0
+
+
 def test_a_lasting_change_is_followed_at_once() -> None:
     learned = after([1.0] * MAX_WAITS, upper=100.0)
     for _ in range(MAX_WAITS):
