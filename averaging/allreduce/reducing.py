@@ -15,7 +15,7 @@ import torch
 
 from averaging.allreduce.losses import ANSWERS, code_of
 from averaging.allreduce.pace import Pace
-from averaging.allreduce.partition import Part
+from averaging.allreduce.partition import Part, packed_sizes
 from averaging.allreduce.robust import reducer_for
 from averaging.allreduce.tally import Tally
 from averaging.allreduce.watch import Overdue, Watch
@@ -84,6 +84,7 @@ class Reducing:
     ) -> None:
         self._me = me
         self._parts = parts
+        self._first_nbytes = sum(packed_sizes(schema, parts[:1]))
         self._schema = schema
         self._tensors: Sequence[torch.Tensor] | None = None  # of this member, which the others may be ahead of
         self._tally = tally
@@ -120,6 +121,16 @@ class Reducing:
         if sender is not None and not sender.opened and not sender.done.is_set():
             shortest = self._watch.deadlines.shortest
             self._watch.begin(lost.endpoint, Phase.OPENING, lambda *_: self._drop(lost), shortest)
+
+    def hasten(self, name: str, nbytes: int) -> None:
+        """A member has answered all that it reduces: if it has not opened its own stream yet, it can hardly do so.
+
+        Args:
+            name: the member.
+            nbytes: of its averages. A slow link takes longer for a first part that is larger.
+        """
+        if name in self._senders:
+            self._watch.hasten(name, Phase.OPENING, "the last of its averages", self._first_nbytes / nbytes)
 
     def drop_unfinished(self, reason: str) -> None:
         """Gives up every sender that is not done."""

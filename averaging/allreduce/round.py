@@ -71,6 +71,7 @@ class AllReduce:
         ahead = bytes_ahead(schema.part_size_bytes, sum(map(bool, parts_of.values())) - 1)
         own_reach = reach(packed_sizes(schema, own), ahead)
         alike = schema.reply is ReplyForm.AVERAGE
+        self._schema = schema
         self._tally = Tally(group, endpoint, parts_of, reach=own_reach, alike=alike, adopt=adopt)
         senders = [member for member in group.members if own and member.sends and member is not me]
         self._watch = Watch(deadlines, size_class(packed_size(schema), len(group.members)), len(senders))
@@ -118,7 +119,9 @@ class AllReduce:
 
     async def _exchange(self, name: str, parts: Sequence[Part], tensors: Sequence[torch.Tensor]) -> None:
         lost = await self._sending.send_to(name, parts, tensors)
-        if lost is not None:
+        if lost is None:
+            self._reducing.hasten(name, sum(packed_sizes(self._schema, parts)))
+        else:
             self._reducing.doubt(lost)
 
     def result(self) -> RoundResult:

@@ -15,6 +15,10 @@ _OF_SENDERS = (Phase.OPENING, Phase.PART)
 _ALIKE = {Phase.TAKING: (Phase.TAKING, Phase.PART)}
 """Flow control hides how long a reply takes until many are under way, so the time of a part is allowed in any case."""
 
+LAGGING = 8
+"""One that has done one thing may take so many times as long for another. With the usual `min_part_timeout` that is
+enough to look up a name, and to connect where the first packets are lost."""
+
 Overdue = Callable[[float, Deadline], None]
 """Told how many seconds were waited, and the deadline."""
 
@@ -74,6 +78,24 @@ class Watch:
             waited: seconds for which it has been waited already.
         """
         self._waits[name, phase] = _Wait(self._fair() - waited, deadline or self.deadline(name, phase), overdue)
+
+    def hasten(self, name: str, phase: Phase, sign: str, times: float) -> None:
+        """It gets `LAGGING` times as long as another `sign` of it took, or as the shortest deadline, if it is awaited.
+
+        Args:
+            name: who is waited for.
+            phase: what for.
+            sign: of life, which has come.
+            times: what is waited for is so many times as large as the sign.
+        """
+        wait = self._waits.get((name, phase))
+        if wait is None:
+            return
+        waited, shortest = self._fair() - wait.since, self.deadlines.shortest
+        unit, basis = (waited, f"{waited:.2g} s") if waited > shortest.seconds else (shortest.seconds, shortest.basis)
+        factor = LAGGING * max(1.0, times)
+        if waited + factor * unit < wait.deadline.seconds:
+            wait.deadline = Deadline(waited + factor * unit, f"{factor:.3g} × {basis} after {sign}")
 
     def deadline(self, name: str, phase: Phase) -> Deadline:
         """What was learned before this round. Waits begin with every part; it need not be looked up so often."""

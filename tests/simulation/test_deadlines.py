@@ -10,6 +10,7 @@ import pytest
 
 from averaging.allreduce import RoundResult
 from averaging.allreduce.round import Prepare
+from averaging.allreduce.watch import LAGGING
 from averaging.deadlines.learned import Deadlines
 from averaging.errors import AveragingError, CallRefusedError, ProtocolViolationError, RoundError
 from averaging.group import Member, Mode
@@ -251,6 +252,57 @@ def test_a_client_that_cannot_reach_one_reducer_keeps_the_others_only_now_and_th
         assert sum(kept) <= 9 * UPPER
         results = await rounds.one()
         assert not any(result.dropped for result in results.values())
+
+    virtual_time.run(main())
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_reducer_that_can_be_called_but_cannot_call_another_is_not_waited_for_as_long_as_a_silent_one(
+    known: bool,
+) -> None:
+    async def main() -> None:
+        rounds = Rounds(13)
+        if known:
+            await rounds.usual()
+        for _ in range(12):
+            results = await rounds.one(lambda simulation: simulation.network.refuse(UNTOLD, VICTIM))
+            [lost] = results[VICTIM].dropped
+            assert lost.endpoint == UNTOLD
+            assert lost.reason.endswith(f"after answering this peer all the same; can it reach {VICTIM}?")
+        assert max(rounds.seconds) <= LAGGING * LOWER + 1.0 < UPPER / 4
+
+    virtual_time.run(main())
+
+
+def test_a_reducer_of_little_has_answered_long_before_a_slow_link_has_carried_its_first_part() -> None:
+    async def main() -> None:
+        everybody = [*(Member(name, bandwidth=100.0) for name in ("a:1", "b:1")), Member("slow:1", bandwidth=70.0)]
+        deadlines = {member.endpoint: Deadlines(LOWER, UPPER) for member in everybody}
+        for number in range(USUAL):
+            simulation = Simulation(number, everybody, [(32,), (1,)], deadlines=deadlines)
+            simulation.slow_down("slow:1", 0.4 * UPPER)
+            await simulation.run()
+            assert [account.share for account in simulation.results["a:1"].accounts][2] == pytest.approx(1 / 33)
+            assert not simulation.failures
+            assert all(not result.dropped for result in simulation.results.values())
+
+    virtual_time.run(main())
+
+
+def test_one_that_nobody_can_call_is_soon_through_with_its_round() -> None:
+    """It need not know that: a router may stand before it. Others are answered, and send it nothing."""
+
+    async def main() -> None:
+        rounds = Rounds(14)
+
+        def hide(simulation: Simulation) -> None:
+            for member in rounds.members:
+                simulation.network.refuse(member.endpoint, VICTIM)
+
+        results = await rounds.one(hide)
+        assert len(results[VICTIM].dropped) == 3
+        # While nobody is heard at all, time counts half.
+        assert rounds.seconds[0] <= 2 * LAGGING * LOWER + 1.0 < UPPER / 4
 
     virtual_time.run(main())
 
