@@ -226,9 +226,9 @@ class GossipDiscovery:
                 await self._joining.join(self._join_timeout, self._spawn)
                 self._spawn(self._upkeep.follow())
             else:
-                presence = self._write_presence()  # before joining, so that the seeds take it along
+                self._write_presence()  # before joining, so that the seeds take it along
                 await self._joining.join(self._join_timeout, self._spawn)
-                self._tell(presence)
+                self._tell(self._write_presence())  # joining may have taken longer than a record lasts
                 self._spawn(self._upkeep.exchange())
                 self._spawn(self._upkeep.look_for_missing())
                 self._spawn(self._show_life())

@@ -166,6 +166,20 @@ def test_seeds_that_all_fail_are_named_with_the_reasons_in_time() -> None:
     swarm.simulate(main())
 
 
+def test_who_waits_for_a_seed_for_longer_than_a_record_lasts_is_seen_as_soon_as_it_has_joined() -> None:
+    swarm = GossipSwarm(18)
+
+    async def main() -> None:
+        patient = swarm.start("a:1", ["late:1"], join_timeout=100.0)
+        await asyncio.sleep(60)
+        await joined(swarm.start("late:1"))
+        await joined(patient)
+        await until(everywhere([swarm["a:1"], swarm["late:1"]], PEERS, {"a:1", "late:1"}), within=1)
+        assert swarm["late:1"].refused == {}
+
+    swarm.simulate(main())
+
+
 def test_a_seed_that_comes_late_is_found() -> None:
     swarm = GossipSwarm(15)
 
