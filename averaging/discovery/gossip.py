@@ -58,7 +58,7 @@ class GossipDiscovery:
         endpoint: this peer's name, from `transport.bind()`.
         transport: how to call others.
         join: endpoints of peers of the run, any of them; none (or only this peer's own) starts a run.
-        join_timeout: seconds within which one of them must answer.
+        join_timeout: seconds within which one of them must answer; this peer's own standstill does not count.
         identity: the key that owns this peer's records; a fresh one by default.
         clock: seconds since the epoch.
         rng: picks whom to talk to, and when.

@@ -8,6 +8,8 @@ import random
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+from averaging.deadlines.fair_timeout import FairTimeout
+from averaging.deadlines.learned import Deadline
 from averaging.discovery.settings import CALL_FAILURES, GossipSettings
 from averaging.errors import NoSeedAnsweredError, TransportError
 
@@ -52,15 +54,15 @@ class Joining:
         """Returns as soon as one seed has answered; the others are asked on by tasks that `spawn` makes.
 
         Raises:
-            NoSeedAnsweredError: none has within `timeout` seconds.
+            NoSeedAnsweredError: none has within `timeout` seconds; this peer's own standstill does not count.
         """
         if not self._reasons:
             return
         answered = asyncio.Event()
         for seed in self._reasons:
-            spawn(self._ask_until(seed, asyncio.get_running_loop().time() + timeout, answered))
+            spawn(self._ask_for(seed, timeout, answered))
         try:
-            async with asyncio.timeout(timeout):
+            async with _limit(timeout):
                 await answered.wait()
         except TimeoutError:
             raise NoSeedAnsweredError(self._reasons, timeout) from None
@@ -85,10 +87,17 @@ class Joining:
                 endpoint,
             )
 
-    async def _ask_until(self, seed: str, deadline: float, answered: asyncio.Event) -> None:
+    async def _ask_for(self, seed: str, timeout: float, answered: asyncio.Event) -> None:
         """Asks one seed until it answers or the time is over."""
+        try:
+            async with _limit(timeout):
+                await self._ask_until_answered(seed, answered)
+        except TimeoutError:
+            return
+
+    async def _ask_until_answered(self, seed: str, answered: asyncio.Event) -> None:
         backoff = self._settings.first_backoff
-        while asyncio.get_running_loop().time() < deadline:
+        while True:
             try:
                 await self._ask(seed)
             except CALL_FAILURES as error:
@@ -112,3 +121,7 @@ class Joining:
         except TimeoutError:
             return
         call.clear()
+
+
+def _limit(timeout: float) -> FairTimeout:
+    return FairTimeout(Deadline(timeout, "join_timeout"), timeout)

@@ -23,6 +23,7 @@ from tests.simulation.gossip_swarm import (
     joined,
     members,
     now,
+    stand_still,
     until,
 )
 
@@ -176,6 +177,37 @@ def test_who_waits_for_a_seed_for_longer_than_a_record_lasts_is_seen_as_soon_as_
         await joined(patient)
         await until(everywhere([swarm["a:1"], swarm["late:1"]], PEERS, {"a:1", "late:1"}), within=1)
         assert swarm["late:1"].refused == {}
+
+    swarm.simulate(main())
+
+
+def test_a_peer_that_slept_while_it_joined_asks_on() -> None:
+    swarm = GossipSwarm(16)
+
+    async def main() -> None:
+        sleeper = swarm.start("a:1", ["late:1"], join_timeout=10.0)
+        await asyncio.sleep(5)
+        await joined(swarm.start("late:1"))
+        stand_still(60)
+        await joined(sleeper)
+        await until(everywhere([swarm["a:1"], swarm["late:1"]], PEERS, {"a:1", "late:1"}), within=1)
+
+    swarm.simulate(main())
+
+
+def test_a_run_that_stood_still_while_many_joined_takes_them_all_in() -> None:
+    swarm = GossipSwarm(17)
+
+    async def main() -> None:
+        await joined(swarm.start("seed:1"))
+        hosts = [swarm.start(f"peer-{number}:1", ["seed:1"], join_timeout=20.0) for number in range(32)]
+        await asyncio.sleep(0.03)
+        assert not any(host.joined.is_set() for host in hosts)
+        stand_still(25)
+        for host in hosts:
+            await joined(host)
+        everybody = [host.discovery for host in swarm.hosts.values()]
+        await until(everywhere(everybody, PEERS, set(swarm.hosts)), within=10)
 
     swarm.simulate(main())
 
