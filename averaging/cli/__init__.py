@@ -5,6 +5,7 @@ Nothing here imports torch or grpc before a command runs, so that `--help` answe
 
 from __future__ import annotations
 
+import contextlib
 import io
 import signal
 import sys
@@ -34,8 +35,10 @@ class Commands(click.Group):
         try:
             return super().__call__(*arguments, **options)
         finally:
-            for number in DEFAULTS if options.get("standalone_mode", True) else ():
-                signal.signal(number, signal.SIG_IGN)
+            if options.get("standalone_mode", True):
+                for number in DEFAULTS:
+                    signal.signal(number, signal.SIG_IGN)
+                _give_up_unwritten()
 
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the command that is meant; its arguments are read here, too, which may import torch."""
@@ -84,6 +87,16 @@ main.add_command(state_command)
 main.add_command(watch_command)
 main.add_command(explain_command)
 main.add_command(ca_group)
+
+
+def _give_up_unwritten() -> None:
+    """Forgets what stdout did not take, as on a full disk: Python would tell that once more and exit with 120."""
+    try:
+        with contextlib.suppress(AttributeError):  # nobody has opened one
+            sys.stdout.flush()
+    except OSError:
+        sys.stdout = None  # it is for Python to close, which is silent
+
 
 for _command in (main, *main.commands.values(), *ca_group.commands.values()):
     # Docstrings are raw, so that click does not see its mark of a paragraph that is left as it is: a backspace.

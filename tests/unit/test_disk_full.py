@@ -207,7 +207,9 @@ def test_a_pipe_that_nobody_reads_keeps_no_watch_from_ending(monkeypatch: pytest
         assert next_line(reader) == dumps(AVERAGED).encode() + b"\n"
 
 
-def test_a_full_stdout_of_the_other_commands_is_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_stdout_of_the_other_commands_is_one_line(unbuffered: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     journal = tmp_path / "a.jsonl"
     journal.write_text(dumps(AVERAGED) + "\n")
     for command, code, told in (
@@ -216,7 +218,9 @@ def test_a_full_stdout_of_the_other_commands_is_one_line(tmp_path: Path) -> None
     ):
         with Path("/dev/full").open("w") as full:
             line = [sys.executable, "-m", "averaging", *command]
-            result = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+            result = subprocess.run(
+                line, stdout=full, stderr=subprocess.PIPE, env=environment, text=True, timeout=60, check=False
+            )
         assert (result.returncode, len(result.stderr.splitlines())) == (code, 1), result.stderr
         assert result.stderr.startswith(told)
 
