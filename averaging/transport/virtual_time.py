@@ -57,6 +57,18 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         return runner.run(main)
 
 
+def stand_still(seconds: float) -> None:
+    """Lets time go on while nothing else does, as on a machine that sleeps.
+
+    Raises:
+        TypeError: the running loop's time is not virtual.
+    """
+    loop = asyncio.get_running_loop()
+    if not isinstance(loop, VirtualTimeLoop):
+        raise TypeError(f"the time of {loop!r} is not virtual; start this with virtual_time.run()")
+    loop._jumping.jumped += seconds
+
+
 def clock() -> float:
     """The wall clock that goes with the running loop's time, in seconds since the epoch."""
     return EPOCH + asyncio.get_running_loop().time()

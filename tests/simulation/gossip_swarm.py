@@ -157,13 +157,6 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def stand_still(seconds: float) -> None:
-    """The time goes on and nothing else does, as on a machine that sleeps."""
-    loop = asyncio.get_running_loop()
-    assert isinstance(loop, virtual_time.VirtualTimeLoop)
-    loop._jumping.jumped += seconds
-
-
 async def until(condition: Callable[[], bool], within: float, step: float = 0.01) -> float:
     """Waits, in virtual time, until `condition` holds; returns how long that took."""
     start = now()

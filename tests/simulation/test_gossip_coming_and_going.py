@@ -23,7 +23,6 @@ from tests.simulation.gossip_swarm import (
     joined,
     members,
     now,
-    stand_still,
     until,
 )
 
@@ -188,7 +187,7 @@ def test_a_peer_that_slept_while_it_joined_asks_on() -> None:
         sleeper = swarm.start("a:1", ["late:1"], join_timeout=10.0)
         await asyncio.sleep(5)
         await joined(swarm.start("late:1"))
-        stand_still(60)
+        virtual_time.stand_still(60)
         await joined(sleeper)
         await until(everywhere([swarm["a:1"], swarm["late:1"]], PEERS, {"a:1", "late:1"}), within=1)
 
@@ -203,7 +202,7 @@ def test_a_run_that_stood_still_while_many_joined_takes_them_all_in() -> None:
         hosts = [swarm.start(f"peer-{number}:1", ["seed:1"], join_timeout=20.0) for number in range(32)]
         await asyncio.sleep(0.03)
         assert not any(host.joined.is_set() for host in hosts)
-        stand_still(25)
+        virtual_time.stand_still(25)
         for host in hosts:
             await joined(host)
         everybody = [host.discovery for host in swarm.hosts.values()]

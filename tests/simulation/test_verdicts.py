@@ -115,7 +115,7 @@ def test_a_searcher_that_was_stopped_itself_gives_nobody_up(stopped: float) -> N
 
         async def stop() -> None:
             await asyncio.sleep(ROUND_TRIP / 2)
-            asyncio.get_running_loop()._jumping.jumped += stopped  # type: ignore[attr-defined]
+            virtual_time.stand_still(stopped)
 
         stopping = asyncio.create_task(stop())
         await search(deadlines, GOOD)

@@ -12,20 +12,12 @@ from averaging.deadlines.fair_timeout import FairTimeout, learned_timeout
 from averaging.deadlines.learned import ENOUGH_WAITS, Deadline, Deadlines, Phase
 from averaging.state.patience import WINDOW, Patience
 from averaging.transport import virtual_time
-from averaging.transport.virtual_time import VirtualTimeLoop
 
 LOWER, UPPER = 1.0, 10.0
 
 
 def now() -> float:
     return asyncio.get_running_loop().time()
-
-
-def stop(seconds: float) -> None:
-    """The time goes on and nothing else does."""
-    loop = asyncio.get_running_loop()
-    assert isinstance(loop, VirtualTimeLoop)
-    loop._jumping.jumped += seconds
 
 
 def simulate(main: Coroutine[Any, Any, None]) -> None:
@@ -64,7 +56,7 @@ def test_seconds_in_which_this_peer_was_stopped_do_not_count() -> None:
     async def main() -> None:
         async with FairTimeout(Deadline(2.0, "a test"), LOWER) as limit:
             await asyncio.sleep(1.0)
-            stop(60.0)
+            virtual_time.stand_still(60.0)
             await asyncio.sleep(0.7)
             assert limit.waited < 2.0
         assert not limit.expired
