@@ -19,7 +19,8 @@ from averaging.allreduce.sending import Sending
 from averaging.allreduce.tally import Adopting, RoundResult, Tally
 from averaging.allreduce.watch import Watch
 from averaging.config import NonFinite
-from averaging.deadlines.learned import Deadlines, size_class
+from averaging.deadlines.fair_timeout import FairTimeout
+from averaging.deadlines.learned import Deadline, Deadlines, size_class
 from averaging.errors import RoundError
 from averaging.group import Group
 from averaging.messages import AveragingData, MessageCode
@@ -88,12 +89,13 @@ class AllReduce:
         Args:
             prepare: makes what this member contributes: flat CPU tensors, one per tensor of the schema; read until the
                 end of the round, never written here. The others' parts are taken in meanwhile.
-            timeout: seconds after which it ends at the latest, besides those that it takes on slow links.
+            timeout: seconds after which it ends at the latest, besides those that it takes on slow links and those in
+                which this member itself stood still.
         """
         self._tally.begin()
         seconds = timeout + self._at_slow_links
         try:
-            async with asyncio.timeout(seconds), self._watch.running():
+            async with FairTimeout(Deadline(seconds, "the round's"), seconds), self._watch.running():
                 self._reducing.begin()
                 tensors = await prepare()
                 self._tally.ready()

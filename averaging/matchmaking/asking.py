@@ -9,8 +9,8 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 
-from averaging.deadlines.fair_timeout import learned_timeout
-from averaging.deadlines.learned import Deadlines, Phase
+from averaging.deadlines.fair_timeout import FairTimeout, learned_timeout
+from averaging.deadlines.learned import Deadline, Deadlines, Phase
 from averaging.discovery.base import Discovery
 from averaging.errors import ProtocolViolationError, TransportError, UnprovenViolationError
 from averaging.group import Group, Mode
@@ -158,8 +158,8 @@ class Asking:
                     answer = await self._follow(search, own, asked, key, replies)
                 return answer.code, answer.suggested_leader
         except TimeoutError as error:
-            search.answers[leader] = str(error) or "accepted this peer, but neither began a group nor disbanded it"
-            logger.info("%s did not answer in time: %s", leader, search.answers[leader])
+            search.answers[leader] = str(error)
+            logger.info("%s did not answer in time: %s", leader, error)
         except StopAsyncIteration:
             search.answers[leader] = "ended its answer early"
             logger.info("%s ended its answer early", leader)
@@ -182,12 +182,20 @@ class Asking:
         key: str,
         replies: AsyncGenerator[MessageFromLeader, None],
     ) -> MessageFromLeader:
-        """Follows a leader that has taken this peer in until it begins or disbands; returns what it says then."""
+        """Follows a leader that has taken this peer in until it begins or disbands; returns what it says then.
+
+        Raises:
+            TimeoutError: it does neither.
+        """
         leader = asked.endpoint
         search.follow(leader)
+        patience = self._patience(search, own, asked)
         try:
-            async with asyncio.timeout(self._patience(search, own, asked)):
-                answer = await anext(replies)
+            try:
+                async with FairTimeout(Deadline(patience, "its declared time"), patience):
+                    answer = await anext(replies)
+            except TimeoutError:
+                raise TimeoutError("accepted this peer, but neither began a group nor disbanded it") from None
             search.answers[leader] = answer.code.name
             if answer.code is MessageCode.BEGIN_ALLREDUCE:
                 group = rules.read_group(answer, self._endpoint, leader)

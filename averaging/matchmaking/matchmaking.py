@@ -17,6 +17,7 @@ from averaging.matchmaking.conduct import Conduct
 from averaging.matchmaking.differences import Differences, Warned
 from averaging.matchmaking.rules import Declaration, Searching
 from averaging.matchmaking.search import Search
+from averaging.matchmaking.time_left import TimeLeft
 from averaging.messages import JoinRequest, MessageCode, MessageFromLeader
 from averaging.schema import Schema
 from averaging.transport.base import Transport
@@ -126,7 +127,7 @@ class Matchmaking:
 
         Args:
             gather: what the group is told of this peer.
-            deadline: until when, in seconds since the epoch.
+            deadline: until when, in seconds since the epoch; this peer's own standstill does not count.
             enough: members with which a group that this peer leads begins at once; `group_size` if None or above it.
 
         Raises:
@@ -139,18 +140,19 @@ class Matchmaking:
         self._search = search
         self._dropped = 0  # by the next search its own place may be taken again
         self._over.clear()
-        loop_deadline = asyncio.get_running_loop().time() + deadline - self._clock()
         try:
-            while (group := await self._search_once(search, deadline, loop_deadline)) is None:
-                search.disband("")
-                if search.seen and search.seen <= search.differing.keys():
-                    raise await self._differences.of(next(iter(search.differing)), search.differing)
-                if self._seconds_left(deadline, loop_deadline) <= 0:
-                    raise NoGroupError(search.explain(self.group_key, self._min_group_size) + self._left_out(search))
-                if not search.seen and self._dropped < len(self.group_bits):
-                    self._dropped += 1
-                    logger.info("nobody was seen; looking under %s now", self.group_key)
-                search.declare_anew()
+            async with TimeLeft(deadline, self._clock) as left:
+                while (group := await self._search_once(search, left)) is None:
+                    search.disband("")
+                    if search.seen and search.seen <= search.differing.keys():
+                        raise await self._differences.of(next(iter(search.differing)), search.differing)
+                    if left.seconds <= 0:
+                        told = search.explain(self.group_key, self._min_group_size)
+                        raise NoGroupError(told + self._left_out(search))
+                    if not search.seen and self._dropped < len(self.group_bits):
+                        self._dropped += 1
+                        logger.info("nobody was seen; looking under %s now", self.group_key)
+                    search.declare_anew()
         finally:
             search.disband("")
             search.state.assembled = True
@@ -201,13 +203,10 @@ class Matchmaking:
         finally:
             search.release(request.endpoint, fate)
 
-    async def _search_once(self, search: Search, deadline: float, loop_deadline: float) -> Group | None:
-        """One declaration: until a group is there, or the declared time is over and too few are there.
-
-        The search ends at `deadline`, or about when it is `loop_deadline` by the loop's time should the clock be set.
-        """
+    async def _search_once(self, search: Search, left: TimeLeft) -> Group | None:
+        """One declaration: until a group is there, or the declared time is over and too few are there."""
         loop = asyncio.get_running_loop()
-        deadline = self._clock() + self._seconds_left(deadline, loop_deadline)
+        deadline = self._clock() + left.seconds
         expiration = min(self._clock() + self._matchmaking_time, deadline)
         if search.state.member.mode is not Mode.CLIENT:
             search.state.declared = expiration
@@ -235,11 +234,6 @@ class Matchmaking:
                     continue
             asking.cancel()
         return search.group
-
-    def _seconds_left(self, deadline: float, loop_deadline: float) -> float:
-        """Until `deadline`, which is `loop_deadline` by the loop's time: a clock that is set hardly changes that."""
-        left = loop_deadline - asyncio.get_running_loop().time()
-        return min(max(deadline - self._clock(), left - rules.CLOCK_TOLERANCE), left + rules.CLOCK_TOLERANCE)
 
     def _latest_loop_time(self, moment: float) -> float:
         """The loop's time at which `moment` must have come; a clock that is set back would put it off."""

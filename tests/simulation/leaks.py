@@ -23,8 +23,8 @@ from averaging.transport.memory import MemoryNetwork
 PASSING = (AllReduce, Tally, Reducing, Sending, Watch, search.Search, _Attempt, StateReader)
 """Nothing of these outlives its round, search or download."""
 
-ON_PURPOSE = ("_expirations", "_sealed", "_copy")
-"""A heap in which what is outdated stays for a while, and the one state that others download."""
+ON_PURPOSE = ("_expirations", "_scheduled", "_sealed", "_copy")
+"""Heaps in which what is outdated stays for a while, as cancelled timers do, and the one state that others download."""
 
 BOUNDED = (Deadlines, Conduct)
 """They remember members on purpose, up to a number that tests of their own check."""
