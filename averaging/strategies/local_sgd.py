@@ -138,6 +138,7 @@ class LocalSGD(Strategy):
 
     def _note(self, training: Training, receipt: Receipt) -> None:
         """What a peer has learnt alone is the run's state, too."""
+        training.forget()  # else those who waited for this round would be taken for waiting for the next
         if not receipt.averaged and training.is_alone:
             with training.replacing():
                 return

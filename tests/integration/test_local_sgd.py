@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from contextlib import aclosing
 from functools import partial
 
@@ -244,6 +245,47 @@ def test_a_slower_peer_comes_early_rather_than_too_late(start: Start, monkeypatc
         now[0] += 1.0
     waiting.join(PATIENCE)
     assert equal(*run.parameters())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_who_has_waited_for_a_round_that_is_over_is_no_reason_for_the_next_one(
+    start: Start, monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    """Else one round follows the other, since everybody comes early for those who came early."""
+    run = start()
+    for every in (2, 1000):
+        run.add(LocalSGD(every, overlap=overlap), SGD, matchmaking_time=20.0)
+    run.meet()
+    opt = run.averagers[1]
+    now = [time.time()]
+    monkeypatch.setattr(opt._training, "now", lambda: now[0])
+    topic = opt._training.topic("", opt._training.tensors)
+
+    async def heard(waits: bool) -> None:
+        async with aclosing(opt._peer.discovery.watch(group_key("test", ""))) as changes:
+            async for _ in changes:
+                if (opt._peer.awaited_until(topic) is not None) == waits:
+                    return
+
+    def slow_step(seed: int) -> None:
+        step(run, 1, seed)
+        now[0] += 1.0
+
+    waiting = threading.Thread(target=steps, args=(run, 0, range(2)))
+    waiting.start()
+    opt._thread.run(asyncio.wait_for(heard(True), PATIENCE))
+    for seed in range(2):  # comes early in the second
+        slow_step(seed)
+    waiting.join(PATIENCE)
+    for averager in run.averagers:
+        averager.strategy.finish(averager._training)
+    assert opt.last_receipt is not None
+    assert opt.last_receipt.averaged
+    opt._thread.run(asyncio.wait_for(heard(False), PATIENCE))
+    receipt = opt.last_receipt
+    slow_step(2)
+    opt.strategy.finish(opt._training)
+    assert opt.last_receipt is receipt
 
 
 def test_nobody_comes_early_for_an_auxiliary(start: Start) -> None:
