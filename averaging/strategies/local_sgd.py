@@ -93,13 +93,13 @@ class LocalSGD(Strategy):
             return
         if self.statistics:
             topic = self._topic_by_now(training, topic)
+        self._turns.taken()  # before the round: its result is what newcomers get, with the steps since then
         if self._late is not None:
             self._late.copy()
             self._replaced = False
             self._pending = training.begin(topic)
         else:
             self._note(training, training.average(topic))
-        self._turns.taken()
 
     def state(self) -> Extras:
         """How far it is on the way to the next turn."""

@@ -113,6 +113,22 @@ def test_a_newcomer_gets_what_a_peer_has_learnt_alone(start: Start) -> None:
     assert equal(run.parameters()[1], learnt)
 
 
+def test_a_newcomers_turn_comes_after_all_its_steps(start: Start) -> None:
+    """What it is given is of just after a round, with others or alone."""
+    run = start()
+    run.add(LocalSGD(4), SGD)
+    steps(run, 0, range(5))
+    run.add(LocalSGD(4), SGD)
+    assert run.averagers[1].strategy.state().user == {"since": 0}
+    run.meet()
+    run.each(lambda number: steps(run, number, range(3 + number)))
+    newcomer = run.add(LocalSGD(4), SGD)
+    assert newcomer.local_step == 8
+    assert newcomer.strategy.state().user == {"since": 0}
+    steps(run, 2, range(3))
+    assert newcomer.last_receipt is None
+
+
 def test_the_optimizers_statistics_are_averaged_if_asked(start: Start) -> None:
     adam = partial(torch.optim.AdamW, lr=0.01)
     run = start()
