@@ -48,7 +48,10 @@ def check_state(averaged: Collection[str], tensors: Mapping[str, torch.Tensor], 
         if name in averaged:  # newcomers would take it for the averaged one
             raise StateError(f"state tensor {name!r} has the name of an averaged one; give it another")
         if tensor.dtype not in DTYPE_NAMES:
-            raise StateError(f"state tensor {name!r} is {tensor.dtype}; {', '.join(STATE_DTYPES)} can be shared")
+            raise StateError(
+                f"state tensor {name!r} is {tensor.dtype}; {', '.join(STATE_DTYPES)} can be shared; leave it out, or "
+                "give newcomers nothing: share_state=False"
+            )
         if tensor.layout is not torch.strided or tensor.is_meta:
             raise StateError(f"state tensor {name!r} has no dense values; give one that has, such as its `to_dense()`")
     try:

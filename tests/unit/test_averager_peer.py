@@ -135,6 +135,13 @@ def test_a_mask_among_the_buffers_is_to_be_left_out(make: Make) -> None:
         opt.average_now()
 
 
+def test_a_buffer_that_newcomers_cannot_be_given_is_to_be_left_out(make: Make) -> None:
+    frequencies = {"frequencies": torch.polar(torch.ones(3), torch.arange(3.0))}
+    with pytest.raises(StateError, match=r"'buffer/frequencies' is torch.complex64; .*leave it out, .*share_state"):
+        make(torch.optim.SGD(linear().parameters()), buffers=frequencies)
+    make(torch.optim.SGD(linear().parameters()), buffers=frequencies, share_state=False)
+
+
 def test_a_model_that_was_moved_is_not_averaged_with_its_old_self(make: Make) -> None:
     model = linear()
     opt = make(torch.optim.SGD(model.parameters()))
