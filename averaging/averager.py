@@ -55,8 +55,9 @@ class DecentralizedAverager(OptimizerWrapper):
     afterwards replaces it at this peer. Models are moved to their device before.
 
     A learning rate may be driven from outside, as usual, once per `opt.step()`: a newcomer finds `initial_lr` in its
-    groups, so that `LambdaLR(opt, schedule, last_epoch=opt.local_step - 1)` goes on where the run is. Given as
-    `scheduler` it is driven by the averager: once per global step with GradientAveraging, else once per local step.
+    groups, so that `LambdaLR(opt, schedule, last_epoch=opt.local_step - 1)` goes on where the run is. Most others, such
+    as `StepLR`, go on from the present rate, which is a newcomer's own, and so would begin anew. Given as `scheduler`
+    any is driven by the averager: once per global step with GradientAveraging, else once per local step.
 
     To the rest of torch it is the inner optimizer: `param_groups`, `state` and `defaults` are the inner one's. Step
     hooks registered here enclose the averaging, those of the inner optimizer do not.
