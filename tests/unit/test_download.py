@@ -399,6 +399,14 @@ def test_a_version_that_no_message_can_hold_is_refused(version: float) -> None:
         StateReader(SCHEMA).feed(replace(first, metadata=msgpack.packb(told)))
 
 
+@pytest.mark.parametrize("version", [None, "3", "9" * 400, b"-" + b"9" * 400, [3]])
+def test_a_version_is_a_number(version: object) -> None:
+    first = next(pack(seal(state(1))))
+    told = msgpack.unpackb(first.metadata) | {"version": version}
+    with pytest.raises(StateError, match="its metadata is unreadable"):
+        StateReader(SCHEMA).feed(replace(first, metadata=msgpack.packb(told)))
+
+
 @pytest.mark.parametrize("name", [None, 3, ["w"]])
 def test_a_tensor_s_name_is_a_string(name: object) -> None:
     first = next(pack(seal(state(1))))
