@@ -12,6 +12,9 @@ from averaging.messages import COMPRESSIONS, CompressionType
 
 E = TypeVar("E", bound=Enum)
 
+MAX_COUNT = 1 << 62
+"""The highest count that is believed: those that follow still fit into messages, which hold 64 bits."""
+
 
 def one_of(kind: type[E], value: E | str, option: str) -> E:
     """The member of `kind` that is meant, by itself or by its name, in capitals or not.
@@ -60,5 +63,5 @@ def is_finite(value: Any) -> bool:
 
 
 def is_count(value: object) -> TypeGuard[int]:
-    """Whether a value is a whole number of at least 0."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    """Whether a value is a whole number from 0 to `MAX_COUNT`."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_COUNT

@@ -12,6 +12,7 @@ import msgpack
 from averaging.errors import StateError
 from averaging.group import CLIENT_PREFIX
 from averaging.unpacking import is_number
+from averaging.values import is_count
 
 MAX_LINEAGE = 64
 
@@ -55,8 +56,8 @@ class History:
             StateError: it is something else.
         """
         match packed:
-            case [int(step), float() | int() as samples, str(lineage)] if (
-                not isinstance(step, bool) and step >= 0 and math.isfinite(samples) and len(lineage) <= MAX_LINEAGE
+            case [step, float() | int() as samples, str(lineage)] if (
+                is_count(step) and math.isfinite(samples) and len(lineage) <= MAX_LINEAGE
             ):
                 return cls(step, float(samples), lineage)
         raise StateError(f"{str(packed)[:100]} is not the history of a run")

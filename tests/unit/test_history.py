@@ -38,6 +38,7 @@ def test_what_is_no_progress_is_nothing(packed: bytes) -> None:
     "packed",
     [
         [-1, 1.0, "", 1.0, 1.0],
+        [2**64 - 1, 1.0, "", 1.0, 1.0],  # the next step could be told to nobody
         [1, float("nan"), "", 1.0, 1.0],
         [1, 1.0, "x" * 65, 1.0, 1.0],
         [1, 1.0, "", -1.0, 1.0],

@@ -49,9 +49,11 @@ def test_a_sound_state_is_taken_over() -> None:
     [
         ({"version": 0}, "belongs to no run"),
         ({"local_step": -1}, "step counter is -1"),
+        ({"local_step": 2**64 - 1}, "step counter is 18446744073709551615"),  # the next could be told to nobody
         ({"strategy": [5]}, r"strategy is told as \[5\]"),
         ({"strategy": {"kind": "DiLoCo"}}, "its strategy is DiLoCo, here it is LocalSGD"),
         ({"strategy": {"since": "2"}}, "'2' under 'since', not a number of steps"),
+        ({"strategy": {"since": 2**64 - 1}}, "18446744073709551615 under 'since', not a number of steps"),
         ({"optimizer": 5}, "the state of its optimizer is unreadable"),
         ({"tensors": {}}, "the state lacks 'buffer/seen'"),
         ({"tensors": {"buffer/seen": torch.ones(3)}}, r"is torch.float32 \[3\] in the state, here torch.int64 \[2\]"),
