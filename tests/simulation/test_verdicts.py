@@ -127,6 +127,57 @@ def test_a_searcher_that_was_stopped_itself_gives_nobody_up(stopped: float) -> N
     virtual_time.run(main())
 
 
+@pytest.mark.parametrize("verdict", [MessageCode.ACCEPTED, MessageCode.NOT_LOOKING_FOR_GROUP])
+def test_a_full_group_waits_for_the_answer_to_its_leader_s_own_request(verdict: MessageCode) -> None:
+    """Else it could be in two groups at once."""
+    asked, answer = asyncio.Event(), asyncio.Event()
+
+    class Undecided:
+        async def join_group(self, endpoint: str, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
+            asked.set()
+            await answer.wait()
+            yield MessageFromLeader(verdict)
+            yield MessageFromLeader(
+                MessageCode.BEGIN_ALLREDUCE, bytes(20), ordered_group_endpoints=(GOOD, ME), gathered=(GATHER, GATHER)
+            )
+
+    async def main() -> None:
+        async with MemoryDiscovery(MemoryRegistry(clock=virtual_time.clock)) as discovery:
+            now = virtual_time.clock()
+            await discovery.store(group_key("run", ""), GOOD, pack_looking(True), now + 10)
+            found = Matchmaking(
+                "run",
+                ME,
+                SCHEMA,
+                cast("Transport", Undecided()),
+                discovery,
+                group_size=2,
+                min_group_size=2,
+                matchmaking_time=30.0,
+                clock=virtual_time.clock,
+                rng=random.Random(1),
+            )
+            async with asyncio.TaskGroup() as tasks, asyncio.timeout(5.0):
+                searching = tasks.create_task(found.find_group(GATHER, now + 30))
+                await asked.wait()
+                replies = found.join_group(JoinRequest(MUTE, SCHEMA.hash, now + 60, GATHER))
+                assert (await anext(replies)).code is MessageCode.ACCEPTED
+                fate = tasks.create_task(anext(replies))
+                await asyncio.sleep(1.0)
+                assert not fate.done()
+                answer.set()
+                told, group = await fate, await searching
+                await replies.aclose()
+        if verdict is MessageCode.ACCEPTED:
+            assert (told.code, told.suggested_leader) == (MessageCode.GROUP_DISBANDED, GOOD)
+            assert (group.leader, set(group.endpoints)) == (GOOD, {GOOD, ME})
+        else:
+            assert told.code is MessageCode.BEGIN_ALLREDUCE
+            assert (group.leader, set(group.endpoints)) == (ME, {MUTE, ME})
+
+    virtual_time.run(main())
+
+
 def test_what_was_learned_of_verdicts_and_donors_is_shown() -> None:
     swarm = Swarm(1)
 
