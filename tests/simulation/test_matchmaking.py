@@ -184,6 +184,7 @@ def test_a_client_asks_who_waits_for_longer_than_itself() -> None:
         async with client, node:
             searching = asyncio.create_task(client.average())
             await asyncio.sleep(1.0)
+            assert node.discovery.get("run.0b") == {}  # a client declares nothing
             await node.average()
             return await searching
 

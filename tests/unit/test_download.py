@@ -432,6 +432,20 @@ def test_an_application_that_tells_nothing_gives_an_empty_map(user: object) -> N
     assert read_manifest(msgpack.packb(told), BASE_ITEMS).user == {}
 
 
+@pytest.mark.parametrize(("chunks", "pieces"), [(2, [21]), (9, [10, 11]), (1, [19, 1])])
+def test_neither_a_byte_nor_a_chunk_more_comes_than_was_announced(chunks: int, pieces: list[int]) -> None:
+    """Of a tensor of 20 bytes: who sent on and on would fill the memory. It is refused as it comes, not at the end."""
+    reader = StateReader(SCHEMA)
+    first = next(pack(seal(state(1))))
+    assert first.tensor_part is not None
+    messages = [DownloadData(tensor_part=WireTensor(bytes(length))) for length in pieces]
+    messages[0] = replace(first, tensor_part=replace(first.tensor_part, buffer=bytes(pieces[0]), chunks=chunks))
+    for message in messages[:-1]:
+        reader.feed(message)
+    with pytest.raises(StateError, match="is longer than announced"):
+        reader.feed(messages[-1])
+
+
 @pytest.mark.parametrize("digests", [-1, 1])
 def test_every_tensor_has_one_digest(digests: int) -> None:
     first = next(pack(seal(state(1))))
