@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from averaging.discovery.memory import MemoryDiscovery, MemoryRegistry
-from averaging.errors import CallRefusedError
+from averaging.errors import CallRefusedError, SchemaMismatchError
 from averaging.group import Mode, group_key, pack_gather
 from averaging.matchmaking import Matchmaking, NoGroupError
 from averaging.matchmaking.conduct import Conduct
@@ -43,6 +43,13 @@ class OneLeader:
         yield MessageFromLeader(
             MessageCode.BEGIN_ALLREDUCE, bytes(20), ordered_group_endpoints=self.members, gathered=gathers
         )
+
+
+class Differing(OneLeader):
+    """The network: whoever is asked averages other tensors."""
+
+    async def get_schema(self, endpoint: str) -> Schema:
+        return Schema((TensorSpec("w", "float32", (4,), CompressionType.NONE),), 1024)
 
 
 def matchmaking(
@@ -254,3 +261,23 @@ def test_one_that_is_stuck_and_declares_itself_again_and_again_keeps_nobody_from
         assert receipt.outcome is Outcome.AVERAGED, receipt
         assert len(receipt.members) == 4
         assert receipt.seconds < (5 + 3 + 1 if accepts else 5)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_what_somebody_averages_whom_discovery_does_not_name_says_nothing_of_the_run(named: bool) -> None:
+    """Anybody can ask with any hash; only of one whose record there is it is told that there are other tensors."""
+
+    async def main() -> BaseException | None:
+        async with MemoryDiscovery(MemoryRegistry(clock=virtual_time.clock)) as discovery:
+            found = matchmaking(Differing(), discovery)
+            now = virtual_time.clock()
+            if named:
+                await discovery.store("run.others", STRANGER, b"", now + 60)
+            searching = asyncio.create_task(found.find_group(GATHER, now + 5))
+            await asyncio.sleep(1)
+            replies = found.join_group(JoinRequest(STRANGER, b"another", now + 60, GATHER))
+            assert [reply.code async for reply in replies] == [MessageCode.BAD_SCHEMA_HASH]
+            await asyncio.wait([searching])
+            return searching.exception()
+
+    assert type(virtual_time.run(main())) is (SchemaMismatchError if named else NoGroupError)
