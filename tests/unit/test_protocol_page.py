@@ -21,22 +21,41 @@ from averaging.allreduce.partition import partition, shares
 from averaging.compression import decode, encode
 from averaging.discovery.identity import Ed25519Identity
 from averaging.discovery.records import Limits, entry_hash, record_id
+from averaging.discovery.settings import GossipSettings
 from averaging.discovery.spread import peer_hash
 from averaging.discovery.table import RecordTable
 from averaging.group import Group, Member, Mode, next_group_bits
 from averaging.messages import CompressionType, Record
+from averaging.peer import progress, rounds
 from averaging.schema import ReplyForm, Schema, TensorSpec
+from averaging.state import donors
 from averaging.state.manifest import read_manifest, resume_at
 from averaging.state.packing import State, pack, seal
 from averaging.transport.grpc.headers import read_resume
 
 PAGE = (Path(averaging.__file__).parents[1] / "docs" / "protocol.md").read_text()
 
+GOSSIP = GossipSettings()
+
 EXAMPLE = dict(re.findall(r"^([a-z_ ]+?) +(?:0x)?([0-9a-f]{16,})\b", PAGE, re.MULTILINE))
 """Of records, and of a group's id, by name."""
 
 SCHEMAS = re.findall(r"^(1\|\S+)\n([0-9a-f]{64})$", PAGE, re.MULTILINE)
 """Texts and their hashes."""
+
+
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [
+        ("{run_id}.0b{bits}", f"after {rounds.OVER_LIFETIME:g} s at most"),
+        ("{run_id}.all_averagers", f"| {donors.LIFETIME:g} s"),
+        ("{run_id}.peers", f"| {GOSSIP.peer_lifetime:g} s, renewed every {GOSSIP.peer_refresh:g} s"),
+        ("{run_id}.progress", f"| {progress.LIFETIME:g} s, renewed every {progress.REFRESH:g} s"),
+    ],
+)
+def test_the_records_of_the_page_live_as_long_as_ours(key: str, told: str) -> None:
+    [row] = [line for line in PAGE.splitlines() if line.startswith(f"| `{key}` |")]
+    assert row.endswith(f"{told} |")
 
 
 def test_the_record_of_the_page() -> None:
