@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
 
 import pytest
 import torch
@@ -223,6 +224,26 @@ async def stream(simulation: Simulation, *messages: AveragingData) -> list[Avera
 
     stranger = simulation.network.transport("stranger:1")
     return [reply async for reply in stranger.aggregate_part("peer:1", outgoing())]  # type: ignore[arg-type]
+
+
+def test_a_reducer_that_answers_once_more_than_it_was_asked_costs_nobody_the_round() -> None:
+    simulation = Simulation(1, nodes(3))
+    serve = simulation.rounds["peer:1"].aggregate_part
+
+    async def once_more(
+        first: AveragingData, messages: AsyncIterator[AveragingData]
+    ) -> AsyncGenerator[AveragingData, None]:
+        async with aclosing(serve(first, messages)) as replies:
+            async for reply in replies:
+                yield reply
+        yield reply
+
+    simulation.rounds["peer:1"].aggregate_part = once_more  # type: ignore[method-assign]
+    virtual_time.run(simulation.run())
+    assert simulation.failures == {}
+    for name, result in simulation.results.items():
+        assert result.dropped == ()
+        assert_close(simulation.tensors[name], simulation.mean(), TOLERANCE[torch.float32])
 
 
 @pytest.mark.parametrize("name", ["stranger:1", "peer:2", "peer:1"])

@@ -19,7 +19,7 @@ from averaging.deadlines.learned import ENOUGH_WAITS, Deadlines
 from averaging.errors import PeerUnreachableError, StateError
 from averaging.messages import DownloadData, Resume, WireTensor
 from averaging.schema import Schema, describe
-from averaging.state.download import TRIES_PER_DONOR, choose, download
+from averaging.state.download import MAX_COMPARED, TRIES_PER_DONOR, choose, download
 from averaging.state.manifest import BASE_ITEMS, read_manifest
 from averaging.state.packing import State, check_state, pack, seal
 from averaging.state.reader import Fingerprint, Held, StateReader
@@ -397,6 +397,24 @@ def test_a_version_that_no_message_can_hold_is_refused(version: float) -> None:
     told = msgpack.unpackb(first.metadata) | {"version": version}
     with pytest.raises(StateError, match="its (version|metadata) is"):
         StateReader(SCHEMA).feed(replace(first, metadata=msgpack.packb(told)))
+
+
+@pytest.mark.asyncio
+async def test_of_many_donors_a_bounded_number_is_compared() -> None:
+    donors = Donors({f"donor-{number}:1": [state(1)] for number in range(20)})
+    found, _ = await donors.fetch(verify_donors=2)
+    assert equal(found, state(1))
+    assert len(donors.calls) == MAX_COMPARED + 1 == 17
+    assert len(set(donors.calls)) == MAX_COMPARED
+
+
+@pytest.mark.asyncio
+async def test_donors_that_go_on_all_the_time_are_compared_three_times() -> None:
+    going_on = [state(version, version) for version in range(1, 20)]
+    donors = Donors({"x:1": list(going_on), "y:1": list(going_on)})
+    with pytest.raises(StateError, match="as when it was compared with others"):
+        await donors.fetch(verify_donors=2)
+    assert len(donors.calls) == 3 * (2 + 2)  # both are compared, and both are read
 
 
 @pytest.mark.parametrize("version", [None, "3", "9" * 400, b"-" + b"9" * 400, [3]])
