@@ -64,6 +64,7 @@ def test_a_clients_name_decides_that_it_cannot_reduce() -> None:
         msgpack.packb([float("nan"), None, 0, b""]),
         msgpack.packb([float("inf"), None, 0, b""]),
         msgpack.packb([True, None, 0, b""]),
+        msgpack.packb([1.0, None, True, b""]),
         msgpack.packb(["1", None, 0, b""]),
         msgpack.packb([1.0, -2.0, 0, b""]),
         msgpack.packb([1.0, None, 3, b""]),
