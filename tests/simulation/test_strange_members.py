@@ -15,7 +15,7 @@ from averaging.group import Mode, group_key, pack_gather
 from averaging.matchmaking import Matchmaking, NoGroupError
 from averaging.matchmaking.conduct import Conduct
 from averaging.matchmaking.rules import pack_looking
-from averaging.messages import CompressionType, JoinRequest, MessageCode, MessageFromLeader
+from averaging.messages import AveragingData, CompressionType, JoinRequest, MessageCode, MessageFromLeader
 from averaging.observe.receipts import DropCode, Outcome, Receipt
 from averaging.schema import Schema, TensorSpec
 from averaging.transport import virtual_time
@@ -281,3 +281,23 @@ def test_what_somebody_averages_whom_discovery_does_not_name_says_nothing_of_the
             return searching.exception()
 
     assert type(virtual_time.run(main())) is (SchemaMismatchError if named else NoGroupError)
+
+
+def test_of_a_sender_that_is_refused_what_it_sends_is_read_all_the_same() -> None:
+    """Some clients lose the answer if a write fails."""
+    swarm = Swarm(1)
+    sent = 0
+
+    async def messages() -> AsyncGenerator[AveragingData, None]:
+        nonlocal sent
+        for _ in range(20):
+            sent += 1
+            yield AveragingData(MessageCode.PART_FOR_AVERAGING, b"unknown", STRANGER)
+
+    async def main() -> list[MessageCode]:
+        async with swarm.peer("peer:1", scalars(1, 1)):
+            replies = swarm.network.transport(STRANGER).aggregate_part("peer:1", messages())
+            return [reply.code async for reply in replies]
+
+    assert swarm.simulate(main()) == [MessageCode.BAD_GROUP_ID]
+    assert sent == 20

@@ -132,9 +132,13 @@ def test_pauses_grow_and_are_bounded() -> None:
         attempt = rules.refused(attempt, NOW + 5, MessageCode.GROUP_IS_FULL, NOW, rng)
         assert attempt.retry_at is not None
         pauses.append(attempt.retry_at - NOW)
+    assert attempt is not None
     assert pauses[0] < 0.25
     assert max(pauses) <= 2.0
     assert min(pauses[5:]) > pauses[0]
+    often = rules.refused(replace(attempt, refusals=5000), NOW + 5, MessageCode.GROUP_IS_FULL, NOW, rng).retry_at
+    assert often is not None
+    assert 1.0 <= often - NOW <= 2.0
     assert rules.refused(attempt, NOW + 6, MessageCode.GROUP_IS_FULL, NOW, rng).refusals == 1
     assert rules.refused(attempt, NOW + 5, MessageCode.BAD_SCHEMA_HASH, NOW, rng).retry_at is None
 
