@@ -144,9 +144,12 @@ def test_a_proof_is_of_one_owner_and_one_run() -> None:
     thief = Ed25519Identity()
     bare = replace(honest, owner=thief.owner, signature=b"")
     stolen = replace(bare, signature=thief.sign("run", bare) + honest.signature[64:])
-    assert not READER.verify("run", stolen)
+    for _ in range(2):
+        assert not READER.verify("run", stolen)
+        assert READER.verify("run", honest)  # and is remembered, of its owner alone
     owner = identity("a")
     elsewhere = record(owner, "a:1", "other")
+    assert READER.verify("other", elsewhere)  # and is remembered, of that run alone
     here = record(owner, "a:1")
     assert READER.verify("run", here)
     assert not READER.verify("run", replace(here, signature=here.signature[:64] + elsewhere.signature[64:]))
