@@ -130,7 +130,10 @@ class TrainingState:
             self._training.local_step = saved["local_step"]
 
     def _check_averaged(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Whether as many tensors are averaged there as here: shapes alone would let a larger or smaller model pass."""
+        """Whether the same tensors are averaged there as here.
+
+        Shapes alone would let a larger or smaller model pass, and one whose parameters were given in another order.
+        """
         own = list(self._training.tensors)
         theirs = [
             name
@@ -141,6 +144,9 @@ class TrainingState:
         if len(theirs) != len(own):
             which = f"{theirs[len(own)]!r} only there" if len(theirs) > len(own) else f"{own[len(theirs)]!r} only here"
             raise StateError(f"it averages {len(theirs)} tensors, this peer {len(own)}, {which}; use the same model")
+        if theirs != own and set(theirs) == set(own):
+            there, here = next((there, here) for there, here in zip(theirs, own, strict=True) if there != here)
+            raise StateError(f"it averages {there!r} where this peer has {here!r}; give parameters in the same order")
 
     @property
     def _kind(self) -> dict[str, Any]:

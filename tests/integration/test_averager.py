@@ -385,6 +385,20 @@ def test_a_newcomer_with_a_smaller_or_larger_model_whose_shapes_fit_does_not_sta
         make(lambda _: model_of(layers), join=[one.endpoint])
 
 
+def test_a_newcomer_whose_parameters_are_in_another_order_does_not_start(make: Make) -> None:
+    """They have the same shapes, so it would get the values of the one in the other."""
+
+    def model_of(*names: str) -> torch.optim.Optimizer:
+        return torch.optim.SGD([(name, torch.nn.Parameter(torch.ones(2))) for name in names], lr=0.1)
+
+    _, one = make(lambda _: model_of("keys", "queries"))
+    for parameter in one.param_groups[0]["params"]:
+        parameter.grad = torch.ones(2)
+    one.step()
+    with pytest.raises(StateError, match="averages 'keys' where this peer has 'queries'; give parameters in the same"):
+        make(lambda _: model_of("queries", "keys"), join=[one.endpoint])
+
+
 def test_what_prevents_a_peers_start_prevents_the_averagers(make: Make) -> None:
     _, one = make()
     with pytest.raises(ListenError):
