@@ -196,10 +196,16 @@ def _summary(rounds: Sequence[Round], peers: set[str]) -> Iterator[str]:
     sent, received = sum(one.bytes_sent for one in receipts), sum(one.bytes_received for one in receipts)
     yield f"bytes: {size(sent)} sent, {size(received)} received"
     if len(peers) > 1:
-        compared = [one.digests for one in rounds if one.digests]
-        differing = sum(any(len(found) > 1 for found in digests.values()) for digests in compared)
-        verdict = f"DIFFERENT in {differing}" if differing else "the same in all"
-        yield f"averages: {verdict} of {counted(len(compared), 'round')} that can be compared"
+        yield _summary_of_agreement(rounds)
+
+
+def _summary_of_agreement(rounds: Sequence[Round]) -> str:
+    compared = [one.digests for one in rounds if one.digests]
+    if not compared:
+        return "averages: in no round can those of several peers be compared"
+    differing = sum(any(len(found) > 1 for found in digests.values()) for digests in compared)
+    verdict = f"DIFFERENT in {differing}" if differing else "the same in all"
+    return f"averages: {verdict} of {counted(len(compared), 'round')} that can be compared"
 
 
 def _summary_of_drops(rounds: Sequence[Round]) -> Iterator[str]:

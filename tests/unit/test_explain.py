@@ -150,6 +150,11 @@ def test_what_it_comes_to() -> None:
     assert list(explain(told, summary_only=True)) == [lines[0], *lines[5:]]
 
 
+def test_where_nothing_can_be_compared_nothing_is_said_to_be_the_same() -> None:
+    told = [receipt(A, 4), receipt(B, 5)]
+    assert list(explain(told))[-1] == ("averages: in no round can those of several peers be compared")
+
+
 def told_of_straggler(shares: Sequence[float], rounds: int, held: int) -> str:
     """The hint about D, if there is one."""
     accounts = tuple(Account(name, share=share) for name, share in zip((A, B, C, D), shares, strict=True))
