@@ -74,7 +74,11 @@ def json_value(value: str) -> Any:
         raise ValueError(f"{name} is no number in JSON")
 
     try:
-        return json.loads(value, parse_constant=refuse)
+        found = json.loads(value, parse_constant=refuse)
+        json.dumps(found, ensure_ascii=False).encode()
+        return found
+    except UnicodeEncodeError:  # the terminal's encoding lacks a letter, or half a letter is given as \udXXX
+        raise click.BadParameter(f"{value!r} has letters that are no Unicode; write them as \\uXXXX, whole.") from None
     except (ValueError, RecursionError) as error:
         raise click.BadParameter(f"{value!r} is not JSON ({error}); for example: '{{\"loss\": 0.5}}'") from None
 

@@ -44,6 +44,8 @@ def peer(*arguments: str | Path) -> Result:
 WRONG_VALUES = [
     (["--run-id", "a.b"], "--run-id", "without a dot"),
     (["--run-id", ""], "--run-id", "not empty"),
+    (["--gather", r'"\ud800"'], "--gather", "no Unicode; write them as"),
+    (["--gather", '"\udcc3\udca9"'], "--gather", "no Unicode; write them as"),
     (["--join", "nowhere"], "--join", "give HOST:PORT"),
     (["--join", "127.0.0.1:0"], "--join", "give the port on which that peer listens"),
     (["--join", "127.0.0.1:65536"], "--join", "give HOST:PORT"),
