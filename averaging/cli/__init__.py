@@ -6,6 +6,7 @@ Nothing here imports torch or grpc before a command runs, so that `--help` answe
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import signal
 import sys
@@ -15,7 +16,7 @@ import click
 
 from averaging.cli.ca import ca_group
 from averaging.cli.explain import explain_command
-from averaging.cli.failures import DEFAULTS, starting
+from averaging.cli.failures import DEFAULTS, NOT_DONE, starting
 from averaging.cli.peer import peer_command
 from averaging.cli.state import state_command
 from averaging.cli.watch import watch_command
@@ -34,6 +35,13 @@ class Commands(click.Group):
         """
         try:
             return super().__call__(*arguments, **options)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            # Click's own words, such as those of --help: what the commands write they take care of themselves.
+            with contextlib.suppress(OSError):
+                click.echo(f"Error: cannot write this out: {error.strerror}; make room there", err=True)
+            sys.exit(NOT_DONE)
         finally:
             if options.get("standalone_mode", True):
                 for number in DEFAULTS:
@@ -90,12 +98,13 @@ main.add_command(ca_group)
 
 
 def _give_up_unwritten() -> None:
-    """Forgets what stdout did not take, as on a full disk: Python would tell that once more and exit with 120."""
-    try:
-        with contextlib.suppress(AttributeError):  # nobody has opened one
-            sys.stdout.flush()
-    except OSError:
-        sys.stdout = None  # it is for Python to close, which is silent
+    """Forgets what stdout or stderr did not take, as on a full disk: Python would tell that and exit with 120."""
+    for name in ("stdout", "stderr"):
+        try:
+            with contextlib.suppress(AttributeError):  # nobody has opened one
+                getattr(sys, name).flush()
+        except OSError:
+            setattr(sys, name, None)  # it is for Python to close, which is silent
 
 
 for _command in (main, *main.commands.values(), *ca_group.commands.values()):

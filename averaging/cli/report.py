@@ -103,6 +103,12 @@ class Report:
             logger.setLevel(before)
 
 
+def _why(error: OSError) -> str:
+    if isinstance(error, BrokenPipeError):
+        return "nobody reads it any more; the command goes on, Ctrl+C ends it"
+    return f"{error.strerror}; the command goes on. Make room there"
+
+
 class _Stdout:
     """Standard output whose failures end nothing, also where rich's spinners write to it; the first one is told."""
 
@@ -119,12 +125,10 @@ class _Stdout:
         try:
             if sys.stdout is not None:  # closed by whoever started the command
                 self._outlet.write(sys.stdout, text)
-        except BrokenPipeError:
-            raise  # nobody reads on: click ends the command
         except OSError as error:
             if not self._warned:
                 self._warned = True
-                self._stderr.tell(f"cannot write to stdout: {error.strerror}; the command goes on. Make room there")
+                self._stderr.tell(f"cannot write to stdout: {_why(error)}")
         return len(text)
 
     def flush(self) -> None:
@@ -142,8 +146,6 @@ class _Stderr:
         try:
             if sys.stderr is not None:
                 self._outlet.write(sys.stderr, f"{line}\n")
-        except BrokenPipeError:
-            raise
         except OSError:
             return
 

@@ -251,6 +251,37 @@ def test_a_full_stdout_ends_no_watch(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert capsys.readouterr().err == message
 
 
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_reader_that_goes_away_stops_nothing(
+    as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        report = Report(as_json=as_json)
+        report.tell({"event": "ready"}, "ready")
+        assert os.read(reader, 100).rstrip() == (b'{"event": "ready"}' if as_json else b"ready")
+        os.close(reader)
+        for _ in range(2):
+            report.tell({"event": "round"}, "round")
+        monkeypatch.undo()
+    told = "cannot write to stdout: nobody reads it any more; the command goes on, Ctrl+C ends it\n"
+    assert capsys.readouterr().err == told
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("command", [["--version"], ["-h"], ["peer", "--help"], ["ca", "init", "-h"]])
+def test_help_that_finds_no_room_is_one_line(command: list[str], unbuffered: str) -> None:
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    line = [sys.executable, "-m", "averaging", *command]
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run(
+            line, stdout=full, stderr=subprocess.PIPE, env=environment, text=True, timeout=60, check=False
+        )
+    told = "Error: cannot write this out: No space left on device; make room there\n"
+    assert (result.returncode, result.stderr) == (1, told)
+
+
 def test_a_closed_stdout_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)  # as Python starts where nobody has opened one
     Report(as_json=True).tell({"event": "round"}, "")
