@@ -140,7 +140,7 @@ def issue_command(
         options = ["--tls-ca", directory / f"{AUTHORITY}.pem", "--tls-cert", certificate, "--tls-key", key]
         place = "--client-mode --join HOST:PORT"
         if hosts:
-            host = _in_url(hosts[0])
+            host = _in_url(next((host for host in hosts if "*" not in host), "HOST"))
             everywhere = "[::]" if host.startswith("[") else "0.0.0.0"  # noqa: S104 - only told
             place = shlex.join(["--listen", f"{everywhere}:4222", "--advertise", f"{host}:4222"])
         _tell(

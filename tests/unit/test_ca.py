@@ -121,6 +121,8 @@ def test_the_commands_write_files_that_fit_and_say_what_comes_next(directory: Pa
         told = ca("issue", name, "--host", host).output
         assert "--listen '[::]:4222' --advertise '[2001:db8::7]:4222' " in told  # quoted: some shells expand brackets
     assert "--listen 0.0.0.0:4222 --advertise b:4222" in ca("issue", "e", "--host", "b").output
+    assert "--advertise HOST:4222" in ca("issue", "f", "--host", "*.example.org").output
+    assert "--advertise f.org:4222" in ca("issue", "g", "--host", "*.example.org", "--host", "f.org").output
     assert "averaging ca issue NAME --directory other --host HOST" in ca("init", "--directory", "other").output
 
 
