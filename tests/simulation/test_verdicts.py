@@ -12,6 +12,7 @@ from typing import cast
 import pytest
 
 from averaging.deadlines.learned import ENOUGH_WAITS, VERDICT_SECONDS, Deadlines, Phase
+from averaging.discovery.base import Discovery
 from averaging.discovery.memory import MemoryDiscovery, MemoryRegistry
 from averaging.group import Mode, group_key, pack_gather
 from averaging.matchmaking import Matchmaking
@@ -48,6 +49,24 @@ class Leaders:
         )
 
 
+def searcher(
+    transport: object, discovery: Discovery, *, group_size: int, deadlines: Deadlines | None = None
+) -> Matchmaking:
+    return Matchmaking(
+        "run",
+        ME,
+        SCHEMA,
+        cast("Transport", transport),
+        discovery,
+        group_size=group_size,
+        min_group_size=2,
+        matchmaking_time=30.0,
+        clock=virtual_time.clock,
+        rng=random.Random(1),
+        deadlines=deadlines,
+    )
+
+
 async def search(deadlines: Deadlines, *declared: str, leaders: Leaders | None = None, mode: Mode = Mode.NODE) -> float:
     """How long a search takes among leaders that have declared to wait, the first one for the shortest time."""
     registry = MemoryRegistry(clock=virtual_time.clock, delay=0.0, rng=random.Random(1))
@@ -55,19 +74,7 @@ async def search(deadlines: Deadlines, *declared: str, leaders: Leaders | None =
         now = virtual_time.clock()
         for number, endpoint in enumerate(declared):
             await discovery.store(group_key("run", ""), endpoint, pack_looking(True), now + 15 + 10 * number)
-        found = Matchmaking(
-            "run",
-            ME,
-            SCHEMA,
-            cast("Transport", leaders or Leaders()),
-            discovery,
-            group_size=3,
-            min_group_size=2,
-            matchmaking_time=30.0,
-            clock=virtual_time.clock,
-            rng=random.Random(1),
-            deadlines=deadlines,
-        )
+        found = searcher(leaders or Leaders(), discovery, group_size=3, deadlines=deadlines)
         await found.find_group(pack_gather(1.0, None, mode), now + 90)
     return virtual_time.clock() - now
 
@@ -145,18 +152,7 @@ def test_a_full_group_waits_for_the_answer_to_its_leader_s_own_request(verdict: 
         async with MemoryDiscovery(MemoryRegistry(clock=virtual_time.clock)) as discovery:
             now = virtual_time.clock()
             await discovery.store(group_key("run", ""), GOOD, pack_looking(True), now + 10)
-            found = Matchmaking(
-                "run",
-                ME,
-                SCHEMA,
-                cast("Transport", Undecided()),
-                discovery,
-                group_size=2,
-                min_group_size=2,
-                matchmaking_time=30.0,
-                clock=virtual_time.clock,
-                rng=random.Random(1),
-            )
+            found = searcher(Undecided(), discovery, group_size=2)
             async with asyncio.TaskGroup() as tasks, asyncio.timeout(5.0):
                 searching = tasks.create_task(found.find_group(GATHER, now + 30))
                 await asked.wait()
