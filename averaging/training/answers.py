@@ -41,7 +41,7 @@ class Answers:
         kept: _Answer[T] | None = self._answers.get(what)
         if kept is None:
             kept = _Answer(now, thread.start(on_loop(ask)))
-            if len(self._answers) > MAX_ANSWERS:
+            if len(self._answers) >= MAX_ANSWERS:
                 self._answers.clear()
             self._answers[what] = kept
         elif kept.coming.done():
