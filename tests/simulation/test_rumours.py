@@ -20,6 +20,7 @@ class Silent:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.suspected: list[str] = []
 
     async def push(self, endpoint: str, run_id: str, rumours: tuple[Rumour, ...]) -> tuple[Refusal, ...]:
         self.asked.append(endpoint)
@@ -29,7 +30,7 @@ class Silent:
         return [Branch(start, end, ("one:1", "other:1") if start == 1 else ("other:1",))]
 
     def suspect(self, endpoint: str) -> None:
-        pass
+        self.suspected.append(endpoint)
 
 
 def test_a_rumour_that_was_given_up_in_the_line_behind_another_is_not_kept() -> None:
@@ -47,6 +48,7 @@ def test_a_rumour_that_was_given_up_in_the_line_behind_another_is_not_kept() -> 
             await asyncio.sleep(10.0)
             sending.cancel()
         assert silent.asked == ["one:1", "other:1"]  # the first one waited there until its time was over
+        assert silent.suspected == silent.asked  # they are tried after all others
         grown = leaks.sizes(rumours) - before
         assert set(grown) == {"Rumours._told"}  # for as long as the records live
 

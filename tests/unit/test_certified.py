@@ -178,6 +178,13 @@ def test_whatever_is_changed_is_noticed() -> None:
     assert not READER.verify("run", replace(honest, value=b"w"))
 
 
+def test_a_proof_that_is_sound_but_long_proves_nothing() -> None:
+    """Else whoever has a certificate could have every member keep and pass on as much as a message holds."""
+    written = record(identity("a", *(f"{number}.example.org" for number in range(300))), "a:1")
+    assert len(written.signature) > 64 + MAX_PROOF_BYTES
+    assert not READER.verify("run", written)
+
+
 def test_so_many_proofs_are_remembered_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("averaging.discovery.certified._MOST_KNOWN", 2)
     reader = identity("192.0.2.1")

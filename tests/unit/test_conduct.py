@@ -76,6 +76,15 @@ def test_old_offences_are_forgotten() -> None:
     assert conduct.excluded(later) == {"a:1": later + FIRST_SECONDS}
 
 
+def test_what_is_remembered_is_forgotten_in_time_after_the_clock_was_set_back() -> None:
+    conduct, now = Conduct(), 1e9
+    conduct.note("a:1", NON_FINITE, now)
+    now -= 30 * FORGOTTEN_AFTER
+    conduct.note("b:1", NON_FINITE, now)
+    conduct.note("b:1", NON_FINITE, now + FORGOTTEN_AFTER)
+    assert conduct.counts == {"b:1": {NON_FINITE: 1}}
+
+
 def test_so_many_are_remembered_and_no_more() -> None:
     conduct = Conduct()
     for number in range(MAX_REMEMBERED + 10):
