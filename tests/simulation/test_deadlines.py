@@ -141,6 +141,7 @@ def test_who_goes_silent_costs_about_a_round_more(when: str, client: bool) -> No
             assert {lost.endpoint for lost in dropped} == {VICTIM}
             assert {lost.code for lost in dropped} == {DropCode.SILENT}
             assert number or all("median" in lost.reason for lost in dropped)
+            assert when != "last part" or not any("can it reach" in lost.reason for lost in dropped)  # it did
 
     virtual_time.run(main())
 
@@ -317,6 +318,33 @@ def test_a_reducer_that_is_dead_in_the_first_round_is_lost_after_the_longest_dea
             assert "nor an answer when asked" in lost.reason
             assert lost.waited is not None
             assert UPPER <= lost.waited <= UPPER + 2 * LOWER
+
+    virtual_time.run(main())
+
+
+def test_a_reducer_that_lives_but_never_replies_is_given_up_after_two_part_timeouts() -> None:
+    """However long it takes whenever it is asked."""
+
+    async def never(
+        first: AveragingData, messages: AsyncIterator[AveragingData]
+    ) -> AsyncGenerator[AveragingData, None]:
+        await asyncio.Event().wait()
+        yield AveragingData()
+
+    def prepare(simulation: Simulation) -> None:
+        simulation.rounds[VICTIM].aggregate_part = never  # type: ignore[method-assign]
+        for transport in simulation.transports.values():
+            transport.get_schema = slowly(transport.get_schema, 0.9)  # type: ignore[method-assign,assignment]
+
+    async def main() -> None:
+        rounds = Rounds(10)
+        rounds.members[-1] = Member(VICTIM, mode=Mode.AUXILIARY)
+        rounds.deadlines = {member.endpoint: Deadlines(LOWER, 3.0) for member in rounds.members}
+        results = await rounds.one(prepare, may_fail={VICTIM})
+        for name in ("peer:1", "peer:2", "peer:3"):
+            (lost,) = results[name].dropped
+            assert "deadline 6.0 s = 2 × part_timeout" in lost.reason
+            assert lost.waited == pytest.approx(6.0, abs=LOWER)
 
     virtual_time.run(main())
 
