@@ -128,15 +128,16 @@ class Matchmaking:
         Args:
             gather: what the group is told of this peer.
             deadline: until when, in seconds since the epoch; this peer's own standstill does not count.
-            enough: members with which a group that this peer leads begins at once; `group_size` if None or above it.
+            enough: members that contribute with which a group that this peer leads begins at once, if there are
+                `min_group_size` in all; only with `group_size` in all if None.
 
         Raises:
             NoGroupError: there was none in time.
             SchemaMismatchError: everybody else there averages other tensors.
         """
         member = unpack_gather(self._endpoint, gather)
-        wanted = self._group_size if enough is None else min(max(enough, self._min_group_size), self._group_size)
-        search = Search(Searching(member, self.schema.hash, wanted), gather, self._rng)
+        state = Searching(member, self.schema.hash, self._group_size, enough, self._min_group_size)
+        search = Search(state, gather, self._rng)
         self._search = search
         self._dropped = 0  # by the next search its own place may be taken again
         self._over.clear()
@@ -163,6 +164,11 @@ class Matchmaking:
                 self._search = None
                 self._over.set()
         return group
+
+    def wait_for(self, enough: int) -> None:
+        """From now on the search, if there is one, needs so many, see `find_group`."""
+        if self._search is not None:
+            self._search.wait_for(enough)
 
     def move_on(self, group: Group) -> None:
         """After a round: takes the group bits that this peer's place in the group gives."""

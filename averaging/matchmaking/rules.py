@@ -44,6 +44,8 @@ class Searching:
     """What a peer that looks for a group knows about itself.
 
     Attributes:
+        target_group_size: members with which its group begins at once.
+        enough: members with which it does, too, if they are `min_group_size`; None if with the former alone.
         declared: until when it has declared to wait; None before it has declared, and always for a client.
         leader: whom it follows; empty if nobody.
         followers: who follows it, by endpoint.
@@ -53,6 +55,8 @@ class Searching:
     member: Member
     schema_hash: bytes
     target_group_size: int
+    enough: int | None = None
+    min_group_size: int = 2
     declared: float | None = None
     leader: str = ""
     followers: dict[str, Member] = field(default_factory=dict)
@@ -105,6 +109,16 @@ def can_begin(searching: Searching, min_group_size: int) -> bool:
     """Whether those who are there are enough for a round that averages something."""
     members = [searching.member, *searching.followers.values()]
     return len(members) >= min_group_size and any(m.sends for m in members) and any(m.reduces for m in members)
+
+
+def is_complete(searching: Searching) -> bool:
+    """Whether nobody more is waited for."""
+    members = [searching.member, *searching.followers.values()]
+    if len(members) >= searching.target_group_size:
+        return True
+    if searching.enough is None or len(members) < searching.min_group_size:
+        return False
+    return len(members) >= searching.enough
 
 
 def assemble(searching: Searching, gathered: Mapping[str, bytes], rng: random.Random) -> MessageFromLeader:

@@ -54,6 +54,12 @@ class Search:
         self.changed.set()
         return fate
 
+    def wait_for(self, enough: int) -> None:
+        """More or fewer are waited for than before, see `Searching`."""
+        self.state.enough = enough
+        if self.state.followers:
+            self._begin_if_full()
+
     def asked(self) -> None:
         """The peer that was asked has decided."""
         self.asking = ""
@@ -61,9 +67,8 @@ class Search:
         self.changed.set()
 
     def _begin_if_full(self) -> None:
-        """Begins a full group, but not while another leader may have taken this peer in: it would be in two groups."""
-        full = len(self.state.followers) + 1 >= self.state.target_group_size
-        if full and self.group is None and not self.asking and not self.begin(2):
+        """Begins a complete group, but not while another leader may have taken this peer in: it would be in two."""
+        if rules.is_complete(self.state) and self.group is None and not self.asking and not self.begin(2):
             self.disband("")  # nobody has tensors to average
 
     def release(self, endpoint: str, fate: asyncio.Future[MessageFromLeader]) -> None:

@@ -19,7 +19,7 @@ from averaging.observe.receipts import DropCode, Receipt
 from averaging.observe.status import PeerStatus
 from averaging.peer.one_average import OneAverage
 from averaging.peer.progress import RunProgress
-from averaging.peer.rounds import Overtaken
+from averaging.peer.rounds import Enough, Overtaken
 from averaging.peer.running import DiscoveryFactory, Running, start
 from averaging.peer.topics import Topic, TopicOptions, make_topic
 from averaging.security.credentials import read_credentials
@@ -273,7 +273,7 @@ class Peer:
         weight: float = 1.0,
         gather: Any = None,
         phase: str = "",
-        enough: int | None = None,
+        enough: int | Enough | None = None,
         patience: float | None = None,
         overtaken: Overtaken | None = None,
     ) -> Receipt:
@@ -288,7 +288,8 @@ class Peer:
             weight: of this peer's tensors in the average; finite and at least 0.
             gather: handed to all members of the group: numbers, strings, bytes, lists or dicts, at most 64 KiB packed.
             phase: of the topic, such as a step; peers in other phases are not met.
-            enough: a group that this peer leads begins at once with so many; with `group_size` if None.
+            enough: a group that this peer leads begins at once with so many that contribute, or with what it says to
+                the others' progress whenever that changes; with `group_size` in all if None.
             patience: seconds to look for a group; `timeout` if None.
             overtaken: asked, whenever the others' progress changes, whether to look on has become vain.
 

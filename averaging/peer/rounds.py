@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,6 +31,7 @@ from averaging.state.snapshots import Snapshots
 from averaging.transport.base import Transport
 
 Overtaken = Callable[[Mapping[str, bytes]], bool]
+Enough = Callable[[Mapping[str, bytes]], int]
 
 OVER_LIFETIME = 10.0
 """Seconds for which a record stays that says that a search is over, where the key is that of a single phase. All others
@@ -44,6 +45,11 @@ MAX_LASTING = 256
 """Topics whose group bits are remembered; an application may make a new one whenever it averages."""
 
 
+def all_of(awaited: Collection[str]) -> Enough:
+    """This peer and those of `awaited`, by endpoint, that have not left meanwhile."""
+    return lambda told: 1 + len(told.keys() & awaited)
+
+
 class RoundOptions(TypedDict, total=False):
     """What a strategy may say of one round.
 
@@ -51,7 +57,8 @@ class RoundOptions(TypedDict, total=False):
         weight: of this peer; the averager's if not given.
         gather: handed to all members of the group, see `Peer.average`.
         phase: of the topic, such as a step; peers in other phases are not met.
-        enough: a group that this peer leads begins at once with so many; with all that train in the run if not given.
+        enough: a group that this peer leads begins at once with so many that contribute, or with what it says to the
+            others' progress whenever that changes; if not given, with all that train in the run and have not left.
         patience: seconds to look for a group; if not given, `matchmaking_time` for each key to look under.
         overtaken: asked, whenever the others' progress changes, whether to look on has become vain.
     """
@@ -59,7 +66,7 @@ class RoundOptions(TypedDict, total=False):
     weight: float
     gather: Any
     phase: str
-    enough: int
+    enough: int | Enough
     patience: float
     overtaken: Overtaken
 
@@ -166,7 +173,7 @@ class Rounds:
         gathered: bytes,
         *,
         phase: str,
-        enough: int | None,
+        enough: int | Enough | None,
         patience: float,
         overtaken: Overtaken | None,
     ) -> Receipt:
@@ -176,7 +183,7 @@ class Rounds:
             topic: what is averaged.
             gathered: what the group is told of this peer, packed.
             phase: of the topic; peers in other phases are not met.
-            enough: see `Matchmaking.find_group`.
+            enough: see `Matchmaking.find_group`; or asked for that whenever the others' progress changes.
             patience: seconds to look for a group.
             overtaken: asked whenever the others' progress changes, by endpoint, whether looking has become vain.
 
@@ -207,7 +214,12 @@ class Rounds:
         return receipt
 
     async def _average(
-        self, attempt: _Attempt, gathered: bytes, enough: int | None, patience: float, overtaken: Overtaken | None
+        self,
+        attempt: _Attempt,
+        gathered: bytes,
+        enough: int | Enough | None,
+        patience: float,
+        overtaken: Overtaken | None,
     ) -> Receipt:
         topic = attempt.topic
         if self._config.non_finite is NonFinite.REFUSE and self._config.mode is not Mode.AUXILIARY:
@@ -222,9 +234,11 @@ class Rounds:
         matchmaking = self._service.matchmaking = self.matchmaking(attempt.schema, lasting=lasting)
         if not lasting:
             self._phase_searches.append(attempt.stages["looking"])
-        finding = matchmaking.find_group(gathered, self._clock() + patience, enough)
+        first = enough(self._progress.told) if callable(enough) else enough
+        finding = matchmaking.find_group(gathered, self._clock() + patience, first)
+        asked = partial(_is_vain, overtaken, enough if callable(enough) else None, matchmaking.wait_for)
         try:
-            group = await self._unless_overtaken(attempt, finding, overtaken)
+            group = await self._unless_overtaken(attempt, finding, asked if overtaken or callable(enough) else None)
         except (NoGroupError, SchemaMismatchError) as error:
             return self._receipt(attempt, Outcome.NO_GROUP, str(error))
         # No await from here until the round is known: its members' parts may come at any moment.
@@ -361,6 +375,17 @@ class Rounds:
             straggler=result.straggler if result else None,
             digest=result.digest if result else "",
         )
+
+
+def _is_vain(
+    overtaken: Overtaken | None, enough: Enough | None, wait_for: Callable[[int], None], told: Mapping[str, bytes]
+) -> bool:
+    """Whether to look on has become vain; if not, as many are waited for as the others' progress says now."""
+    if overtaken is not None and overtaken(told):
+        return True
+    if enough is not None:
+        wait_for(enough(told))
+    return False
 
 
 def _why_failed(group: Group, endpoint: str, result: RoundResult, adopt: Adopt) -> str:

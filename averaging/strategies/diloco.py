@@ -12,6 +12,7 @@ import torch
 from averaging.errors import AveragingError, ConfigError, StateError
 from averaging.messages import CompressionType
 from averaging.observe.receipts import Receipt
+from averaging.peer.rounds import all_of
 from averaging.peer.topics import Adopt
 from averaging.state.snapshots import Extras
 from averaging.strategies.base import count_in, needs_closure, take_tensor
@@ -162,14 +163,14 @@ class DiLoCo(Together):
             return
         fragment = self._next_fragment
         if self._turns.is_due(training.now(), training.awaited_until(fragment.topic, self.history.phase)):
-            self._begin(training, fragment, len(others.together))
+            self._begin(training, fragment, others.together)
 
     def finish(self, training: Training) -> None:
         """Waits for the result that is on its way."""
         if self._pending is not None:
             self._end(training, self._pending)
 
-    def _begin(self, training: Training, fragment: Fragment, together: int) -> None:
+    def _begin(self, training: Training, fragment: Fragment, together: tuple[str, ...]) -> None:
         fragment.measure()
         if self.max_norm is not None:
             clip(fragment.changes.values(), self.max_norm)
@@ -182,7 +183,7 @@ class DiLoCo(Together):
             fragment.topic,
             phase=self.history.phase,
             gather={"samples": training.weight},
-            enough=together + 1,
+            enough=all_of(together),
             overtaken=self._overtaken(training),
         )
         if not self.delay:

@@ -15,7 +15,7 @@ from averaging.errors import StateError, TensorError
 from averaging.group import Mode
 from averaging.observe.receipts import Receipt
 from averaging.peer.peer import Peer
-from averaging.peer.rounds import RoundOptions
+from averaging.peer.rounds import RoundOptions, all_of
 from averaging.peer.topics import Topic, TopicOptions
 from averaging.state.packing import State
 from averaging.training.answers import Answers
@@ -267,12 +267,13 @@ class Training:
 
         async def average() -> Receipt:
             alone = len(self._peer.peers) == 1
+            awaited = frozenset(self._peer.progress.told)
             chosen: RoundOptions = {
                 "weight": weight,
-                "enough": len(self._peer.progress.told) + 1,
+                "enough": all_of(awaited),
                 "patience": 0.0 if alone else patience,
             }
-            if self._peer.progress.told and "patience" not in options:
+            if awaited and "patience" not in options:
                 chosen["overtaken"] = lambda told: not told  # all that it could wait for have left
             chosen.update(options)
             return await self._peer.average(topic or self._whole, **chosen)

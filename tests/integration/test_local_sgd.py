@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections.abc import Callable
 from contextlib import aclosing
 from functools import partial
 
@@ -332,6 +333,33 @@ def test_nobody_comes_early_for_an_auxiliary(start: Start) -> None:
         assert awaited_once_looking(trains.endpoint) is not None
     finally:
         thread.close()
+
+
+@pytest.mark.parametrize("strategy", [LocalSGD, DiLoCo])
+def test_nobody_waits_any_more_for_one_who_leaves(start: Start, strategy: Callable[[int], LocalSGD | DiLoCo]) -> None:
+    run = start()
+    for _ in range(3):
+        run.add(strategy(1), SGD, matchmaking_time=PATIENCE, timeout=PATIENCE)
+    run.meet()
+    leaves = run.averagers[2]
+    waiting = [threading.Thread(target=step, args=(run, number, number)) for number in range(2)]
+
+    async def both_wait() -> None:
+        prefix = "test." if strategy is LocalSGD else "test/pseudogradient-0of1/0-."
+        async with aclosing(leaves._peer.discovery.watch(prefix + "0b")) as changes:
+            async for looking in changes:
+                if len(looking) == 2:
+                    return
+
+    for thread in waiting:
+        thread.start()
+    leaves._thread.run(asyncio.wait_for(both_wait(), PATIENCE))
+    leaves.close()
+    for thread, opt in zip(waiting, run.averagers, strict=False):
+        thread.join(PATIENCE)
+        assert opt.last_receipt is not None
+        assert len(opt.last_receipt.members) == 2
+        assert opt.last_receipt.seconds < PATIENCE / 2
 
 
 def test_nobody_hears_a_complaint_of_a_peer_that_averages(start: Start, caplog: pytest.LogCaptureFixture) -> None:

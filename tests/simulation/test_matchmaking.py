@@ -19,6 +19,7 @@ from averaging.matchmaking.differences import MAX_WARNED, Warned
 from averaging.matchmaking.rules import pack_looking
 from averaging.messages import JoinRequest, MessageCode
 from averaging.peer import rounds
+from averaging.peer.rounds import all_of
 from averaging.transport import virtual_time
 from tests.simulation import leaks
 from tests.simulation.swarm import Swarm, groups_of, scalars, spread
@@ -223,6 +224,31 @@ def test_auxiliaries_that_fill_a_group_alone_make_room_at_once() -> None:
     receipt = swarm.simulate(main())
     assert receipt.outcome is Outcome.AVERAGED
     assert receipt.seconds < 3.0
+
+
+def test_nobody_waits_any_more_for_one_who_leaves() -> None:
+    swarm = Swarm(1)
+    first, second, leaves = [
+        swarm.peer(f"peer:{n + 1}", [torch.ones(2)], matchmaking_time=50.0, timeout=60.0) for n in range(3)
+    ]
+
+    async def main() -> list[Receipt]:
+        async with first, second:
+            async with leaves:
+                for peer in (first, second, leaves):
+                    peer.progress.tell(b"")
+                for peer in (first, second, leaves):
+                    assert await peer.progress.others_tell(2, 10.0)
+                averaging = [
+                    asyncio.create_task(peer.average(enough=all_of(peer.progress.told))) for peer in (first, second)
+                ]
+                await asyncio.sleep(5.0)
+                assert not any(task.done() for task in averaging)
+            return await asyncio.gather(*averaging)
+
+    for receipt in swarm.simulate(main()):
+        assert len(receipt.members) == 2
+        assert receipt.seconds < 10.0
 
 
 def test_what_members_gather_is_in_every_receipt() -> None:
