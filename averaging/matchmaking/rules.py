@@ -45,7 +45,8 @@ class Searching:
 
     Attributes:
         target_group_size: members with which its group begins at once.
-        enough: members with which it does, too, if they are `min_group_size`; None if with the former alone.
+        enough: members that contribute with which it does, too, if there are `min_group_size` in all; None if with the
+            former alone.
         declared: until when it has declared to wait; None before it has declared, and always for a client.
         leader: whom it follows; empty if nobody.
         followers: who follows it, by endpoint.
@@ -112,13 +113,13 @@ def can_begin(searching: Searching, min_group_size: int) -> bool:
 
 
 def is_complete(searching: Searching) -> bool:
-    """Whether nobody more is waited for."""
+    """Whether nobody more is waited for. An auxiliary among the members stands for none of those who train."""
     members = [searching.member, *searching.followers.values()]
     if len(members) >= searching.target_group_size:
         return True
     if searching.enough is None or len(members) < searching.min_group_size:
         return False
-    return len(members) >= searching.enough
+    return sum(member.sends for member in members) >= searching.enough
 
 
 def assemble(searching: Searching, gathered: Mapping[str, bytes], rng: random.Random) -> MessageFromLeader:

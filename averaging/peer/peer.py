@@ -289,7 +289,8 @@ class Peer:
             gather: handed to all members of the group: numbers, strings, bytes, lists or dicts, at most 64 KiB packed.
             phase: of the topic, such as a step; peers in other phases are not met.
             enough: a group that this peer leads begins at once with so many that contribute, or with what it says to
-                the others' progress whenever that changes; with `group_size` in all if None.
+                the others' progress whenever that changes; with `group_size` in all if None, and at an auxiliary with
+                all that train in the run, too.
             patience: seconds to look for a group; `timeout` if None.
             overtaken: asked, whenever the others' progress changes, whether to look on has become vain.
 

@@ -234,6 +234,8 @@ class Rounds:
         matchmaking = self._service.matchmaking = self.matchmaking(attempt.schema, lasting=lasting)
         if not lasting:
             self._phase_searches.append(attempt.stages["looking"])
+        if enough is None and self._config.mode is Mode.AUXILIARY:
+            enough = self._all_that_train
         first = enough(self._progress.told) if callable(enough) else enough
         finding = matchmaking.find_group(gathered, self._clock() + patience, first)
         asked = partial(_is_vain, overtaken, enough if callable(enough) else None, matchmaking.wait_for)
@@ -294,6 +296,10 @@ class Rounds:
         if failures:
             raise failures[0]
         return group
+
+    def _all_that_train(self, told: Mapping[str, bytes]) -> int:
+        """How many an auxiliary waits for; where nobody tells that it trains, for a full group."""
+        return len(told) or self._config.group_size
 
     async def _watch(self, overtaken: Overtaken, failures: list[Exception], give_up: Callable[[], None]) -> None:
         """Gives up when the others have gone on, or when asking for that fails, which is added to `failures`."""

@@ -251,6 +251,32 @@ def test_nobody_waits_any_more_for_one_who_leaves() -> None:
         assert receipt.seconds < 10.0
 
 
+@pytest.mark.parametrize("matchmaking_time", [45.0, 55.0])  # it leads, or it follows
+def test_an_auxiliary_makes_a_group_begin_neither_later_nor_sooner(matchmaking_time: float) -> None:
+    """It waits for all that train and no longer, and is none of those for whom they wait."""
+    swarm = Swarm(1)
+    trains = [swarm.peer(f"peer:{n + 1}", [torch.ones(2)], matchmaking_time=50.0, timeout=60.0) for n in range(2)]
+    auxiliary = swarm.peer(
+        "peer:3", [torch.ones(2)], matchmaking_time=matchmaking_time, timeout=60.0, mode=Mode.AUXILIARY
+    )
+
+    async def main() -> list[Receipt]:
+        async with auxiliary, trains[0], trains[1]:
+            for peer in trains:
+                peer.progress.tell(b"")
+            for peer in trains:
+                assert await peer.progress.others_tell(1, 10.0)
+            averaging = [asyncio.create_task(auxiliary.average())]
+            for peer in trains:
+                averaging.append(asyncio.create_task(peer.average(enough=all_of(peer.progress.told))))
+                await asyncio.sleep(3.0)
+            return await asyncio.gather(*averaging)
+
+    for receipt in swarm.simulate(main()):
+        assert len(receipt.members) == 3
+        assert receipt.seconds < 10.0
+
+
 def test_what_members_gather_is_in_every_receipt() -> None:
     swarm = Swarm(1)
     tensors = scalars(3, 1)

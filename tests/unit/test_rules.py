@@ -169,6 +169,23 @@ def test_a_group_begins_only_if_somebody_contributes(modes: list[Mode], enough: 
     assert rules.can_begin(state, 2) is enough
 
 
+@pytest.mark.parametrize(
+    ("modes", "complete"),
+    [
+        ([Mode.NODE, Mode.NODE], True),
+        ([Mode.NODE, Mode.CLIENT], True),
+        ([Mode.NODE, Mode.AUXILIARY], False),
+        ([Mode.NODE, Mode.AUXILIARY, Mode.CLIENT], True),
+        ([Mode.NODE, Mode.AUXILIARY, Mode.AUXILIARY, Mode.AUXILIARY], True),
+    ],
+)
+def test_two_that_contribute_are_enough_in_a_group_of_four(modes: list[Mode], complete: bool) -> None:
+    members = [Member(f"h:{port + 1}", mode=mode) for port, mode in enumerate(modes)]
+    followers = {member.endpoint: member for member in members[1:]}
+    assert rules.is_complete(Searching(members[0], HASH, 4, enough=2, followers=followers)) is complete
+    assert not rules.is_complete(Searching(members[0], HASH, 5, enough=2, min_group_size=5, followers=followers))
+
+
 def begin(**changes: object) -> MessageFromLeader:
     message = MessageFromLeader(
         MessageCode.BEGIN_ALLREDUCE,
