@@ -238,9 +238,18 @@ class Rounds:
             enough = self._all_that_train
         first = enough(self._progress.told) if callable(enough) else enough
         finding = matchmaking.find_group(gathered, self._clock() + patience, first)
-        asked = partial(_is_vain, overtaken, enough if callable(enough) else None, matchmaking.wait_for)
+
+        def hear(told: Mapping[str, bytes]) -> bool:
+            """Whether to look on has become vain; if not, as many are waited for as there are now."""
+            if overtaken is not None and overtaken(told):
+                return True
+            if callable(enough):
+                matchmaking.wait_for(enough(told))
+            return False
+
+        hears = overtaken is not None or callable(enough)
         try:
-            group = await self._unless_overtaken(attempt, finding, asked if overtaken or callable(enough) else None)
+            group = await self._unless_overtaken(attempt, finding, hear if hears else None)
         except (NoGroupError, SchemaMismatchError) as error:
             return self._receipt(attempt, Outcome.NO_GROUP, str(error))
         # No await from here until the round is known: its members' parts may come at any moment.
@@ -381,17 +390,6 @@ class Rounds:
             straggler=result.straggler if result else None,
             digest=result.digest if result else "",
         )
-
-
-def _is_vain(
-    overtaken: Overtaken | None, enough: Enough | None, wait_for: Callable[[int], None], told: Mapping[str, bytes]
-) -> bool:
-    """Whether to look on has become vain; if not, as many are waited for as the others' progress says now."""
-    if overtaken is not None and overtaken(told):
-        return True
-    if enough is not None:
-        wait_for(enough(told))
-    return False
 
 
 def _why_failed(group: Group, endpoint: str, result: RoundResult, adopt: Adopt) -> str:
