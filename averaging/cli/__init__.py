@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
@@ -33,6 +35,8 @@ class Commands(click.Group):
         With torch and gRPC in it that takes half a second. A program that goes on afterwards, as with
         `standalone_mode=False`, hears signals as before, and so do the processes that it starts.
         """
+        if sys.stderr is None:  # closed by whoever started the command; click would tell errors on stdout then
+            sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - for as long as the process lives
         try:
             return super().__call__(*arguments, **options)
         except OSError as error:

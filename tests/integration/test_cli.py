@@ -364,6 +364,13 @@ def test_a_pipe_that_nobody_reads_holds_up_no_peer(start: Start, files: list[Pat
             os.close(reader)
 
 
+@pytest.mark.parametrize("arguments", [("--no-such-option",), ("explain", "missing.jsonl")])
+def test_a_stderr_that_is_closed_leaves_no_error_on_stdout(arguments: tuple[str, ...]) -> None:
+    closing = ["sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-m", "averaging"]
+    result = subprocess.run([*closing, *arguments], stdout=subprocess.PIPE, timeout=DEADLINE, check=False)
+    assert (result.returncode, result.stdout) == (2, b"")
+
+
 def read_terminal(master: int) -> bytes:
     """What came; nothing once all writers are gone, which Linux tells with an error."""
     try:
