@@ -26,7 +26,7 @@ class SchemaMismatchError(AveragingError):
     """
 
     def __init__(self, endpoint: str, difference: str) -> None:
-        super().__init__(f"{endpoint} averages something else: {difference}")
+        super().__init__(f"{endpoint} averages something else: {difference}; give both the same tensors and options")
         self.endpoint = endpoint
         self.difference = difference
 

@@ -178,6 +178,7 @@ def test_peers_with_other_tensors_say_which(start: Start, files: list[Path], tmp
     assert result.returncode == 1
     assert f"{join} averages something else: tensor 'scale' is float32[2]" in result.stderr
     assert "float64[] as NONE there" in result.stderr
+    assert "give both the same tensors and options" in result.stderr
 
 
 def test_a_port_that_is_taken(files: list[Path]) -> None:
