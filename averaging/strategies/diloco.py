@@ -12,7 +12,6 @@ import torch
 from averaging.errors import AveragingError, ConfigError, StateError
 from averaging.messages import CompressionType
 from averaging.observe.receipts import Receipt
-from averaging.peer.rounds import all_of
 from averaging.peer.topics import Adopt
 from averaging.state.snapshots import Extras
 from averaging.strategies.base import count_in, needs_closure, take_tensor
@@ -183,7 +182,7 @@ class DiLoCo(Together):
             fragment.topic,
             phase=self.history.phase,
             gather={"samples": training.weight},
-            enough=all_of(together),
+            enough=self._all_of(training, together),
             overtaken=self._overtaken(training),
         )
         if not self.delay:

@@ -11,7 +11,6 @@ import torch
 from averaging.errors import ConfigError, TensorError
 from averaging.messages import CompressionType
 from averaging.observe.receipts import Receipt
-from averaging.peer.rounds import all_of
 from averaging.peer.topics import Adopt
 from averaging.state.snapshots import Extras
 from averaging.strategies.base import needs_closure
@@ -168,7 +167,7 @@ class GradientAveraging(Together):
                     phase=self.history.phase,
                     weight=self._gathered,
                     gather={"samples": self._gathered, "lacking": _bitmap(lacking, len(self._present))},
-                    enough=all_of(together),
+                    enough=self._all_of(training, together),
                     overtaken=self._overtaken(training),
                 )
             finally:  # also after a KeyboardInterrupt

@@ -11,6 +11,7 @@ from typing import Any
 
 from averaging.errors import RoundError, StateError
 from averaging.observe.receipts import Receipt
+from averaging.peer.rounds import Enough, all_of
 from averaging.strategies.base import Strategy
 from averaging.strategies.history import History, Others, Progress, look_around
 from averaging.strategies.retries import Retries
@@ -35,6 +36,7 @@ class Together(Strategy):
 
     history = History()
     _partners: frozenset[str] = frozenset()
+    _crowded = False  # there have been more peers than a group takes
     _missing: Mapping[str, bytes] = {}  # who did not come to the last round, or was lost in it, and what it told then
 
     @cached_property
@@ -60,6 +62,19 @@ class Together(Strategy):
         # Who was missed once is not waited for again until it shows a sign of life.
         told = {name: word for name, word in told.items() if self._missing.get(name) != word}
         return look_around(self.history, told, self._partners, is_client=training.is_client)
+
+    def _all_of(self, training: Training, together: tuple[str, ...]) -> Enough:
+        """With how many the next round may begin; warns once if its group has no room for all of them."""
+        if not self._crowded and len(together) >= training.group_size:
+            self._crowded = True
+            logger.warning(
+                "%d peers make global steps together, and group_size is %d: whoever is in another group has no part in "
+                "a step. Set group_size to at least %d at all peers",
+                len(together) + 1,
+                training.group_size,
+                len(together) + 1,
+            )
+        return all_of(together)
 
     def _overtaken(self, training: Training) -> Callable[[Mapping[str, bytes]], bool]:
         """Whether the others have gone on or left, so that nobody will come any more to where this peer waits."""

@@ -107,6 +107,11 @@ class Training:
         """Whether this peer accepts no connection, so that nobody can take over its state."""
         return self._peer.config.mode is Mode.CLIENT
 
+    @property
+    def group_size(self) -> int:
+        """Members of a group at most."""
+        return self._peer.config.group_size
+
     def now(self) -> float:
         """Seconds since the epoch."""
         return time.time()

@@ -110,6 +110,23 @@ def test_local_steps_that_are_in_the_others_result_are_not_put_on_top_where_on_r
     assert [parameter.item() for (parameter,) in run.parameters()] == [1.0, 1.0]  # the mean of 0 and 2
 
 
+@pytest.mark.parametrize("strategy", [partial(DiLoCo, 1), partial(GradientAveraging, 4)])
+def test_a_group_that_is_too_small_for_all_is_warned_of_once(
+    start: Start, strategy: Callable[[], Strategy], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else some of them never have a part in a step, and nothing says so."""
+    run = start()
+    for _ in range(3):
+        run.add(strategy(), SGD, group_size=2, matchmaking_time=0.1)
+    run.meet()
+    run.heard(0, 0, of=2)
+    for seed in range(2):
+        step(run, 0, seed, **({"batch_size": 4} if isinstance(run.averagers[0].strategy, GradientAveraging) else {}))
+    told = [record.getMessage() for record in caplog.records if "group_size" in record.getMessage()]
+    assert len(told) == 1
+    assert told[0].startswith("3 peers make global steps together, and group_size is 2: ")
+
+
 def test_training_goes_on_during_a_round_with_delay(start: Start) -> None:
     """The other peer is not there yet; only when the result is due is it waited for."""
     run = start()
