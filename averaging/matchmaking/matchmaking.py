@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections.abc import AsyncGenerator, Callable, Container
 
-from averaging.deadlines.learned import VERDICT_SECONDS, Deadlines
+from averaging.deadlines.fair_timeout import FairTimeout
+from averaging.deadlines.learned import VERDICT_SECONDS, Deadline, Deadlines
 from averaging.discovery.base import Discovery
 from averaging.errors import AveragingError
 from averaging.group import Group, Mode, group_key, next_group_bits, unpack_gather
@@ -23,6 +25,9 @@ from averaging.schema import Schema
 from averaging.transport.base import Transport
 
 logger = logging.getLogger(__name__)
+
+
+WITHOUT_END = Deadline(math.inf, "the search itself sees when its time is over")
 
 
 class NoGroupError(AveragingError):
@@ -142,7 +147,8 @@ class Matchmaking:
         self._dropped = 0  # by the next search its own place may be taken again
         self._over.clear()
         try:
-            async with TimeLeft(deadline, self._clock) as left:
+            async with FairTimeout(WITHOUT_END, math.inf) as watch:
+                left = TimeLeft(deadline, self._clock, lambda: watch.waited)
                 while (group := await self._search_once(search, left)) is None:
                     search.disband("")
                     if search.seen and search.seen <= search.differing.keys():

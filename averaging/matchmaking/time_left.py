@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from types import TracebackType
-from typing import Self
 
-from averaging.deadlines.fair_timeout import FairTimeout
-from averaging.deadlines.learned import Deadline
 from averaging.matchmaking.rules import CLOCK_TOLERANCE
 
 
 class TimeLeft:
-    """The seconds of one search that are left, which it needs as a context manager.
+    """The seconds of one search that are left.
 
     They end at a moment by the clock, which others go by as well. Should the clock be set, that hardly changes them,
     and seconds in which this peer itself stood still do not count: when it goes on, the others may be there yet.
@@ -21,24 +16,15 @@ class TimeLeft:
     Args:
         deadline: when they end, in seconds since the epoch.
         clock: seconds since the epoch.
+        searched: fair seconds since now, see `FairClock`.
     """
 
-    def __init__(self, deadline: float, clock: Callable[[], float]) -> None:
-        self._deadline, self._clock = deadline, clock
+    def __init__(self, deadline: float, clock: Callable[[], float], searched: Callable[[], float]) -> None:
+        self._deadline, self._clock, self._searched = deadline, clock, searched
         self._seconds = deadline - clock()
-        self._watch = FairTimeout(Deadline(math.inf, "it is only a watch"), math.inf)
-
-    async def __aenter__(self) -> Self:
-        await self._watch.__aenter__()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self._watch.__aexit__(kind, error, traceback)
 
     @property
     def seconds(self) -> float:
         """At most 0 when they are over."""
-        left = self._seconds - self._watch.waited
+        left = self._seconds - self._searched()
         return min(max(self._deadline - self._clock(), left - CLOCK_TOLERANCE), left + CLOCK_TOLERANCE)
