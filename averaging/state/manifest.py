@@ -105,7 +105,7 @@ def read_manifest(packed: bytes, max_items: int) -> Manifest:
         told = unpack(packed, max_items)
         digests = [_digest(digest) for digest in told["digest"]]
         specs = [(_name(name), STATE_DTYPES[dtype], _shape(shape)) for name, dtype, shape in told["tensors"]]
-        version, user, skipped = _version(told["version"]), _user(told.get("user")), int(told.get("skipped") or 0)
+        version, user, skipped = _whole(told["version"]), _user(told.get("user")), _whole(told.get("skipped") or 0)
     except ProtocolViolationError as error:
         raise StateError(f"its metadata is unreadable: {error}") from None
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
@@ -152,10 +152,10 @@ def _name(name: object) -> str:
     raise TypeError(f"a name is {type(name).__name__}")
 
 
-def _version(version: object) -> int:
-    if isinstance(version, int | float):
-        return int(version)
-    raise TypeError(f"a version is {type(version).__name__}")  # a text may be a number that no message can hold
+def _whole(number: object) -> int:
+    if isinstance(number, int | float):
+        return int(number)
+    raise TypeError(f"a number is {type(number).__name__}")  # a text may be one that no message can hold
 
 
 def _user(user: object) -> dict[str, Any]:
