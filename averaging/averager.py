@@ -17,7 +17,7 @@ from averaging.group import Mode
 from averaging.observe.receipts import Receipt
 from averaging.observe.training import TrainingStatus
 from averaging.peer.peer import Peer
-from averaging.peer.rounds import RoundOptions
+from averaging.peer.round_options import RoundOptions
 from averaging.peer.running import DiscoveryFactory
 from averaging.state.packing import State
 from averaging.strategies.base import Strategy

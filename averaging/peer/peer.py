@@ -19,7 +19,7 @@ from averaging.observe.receipts import DropCode, Receipt
 from averaging.observe.status import PeerStatus
 from averaging.peer.one_average import OneAverage
 from averaging.peer.progress import RunProgress
-from averaging.peer.rounds import Enough, Overtaken
+from averaging.peer.round_options import Enough, Overtaken
 from averaging.peer.running import DiscoveryFactory, Running, start
 from averaging.peer.topics import Topic, TopicOptions, make_topic
 from averaging.security.credentials import read_credentials

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 
@@ -24,14 +24,12 @@ from averaging.matchmaking.differences import Warned
 from averaging.observe.receipts import Outcome, Receipt, Role
 from averaging.offload import offload
 from averaging.peer.progress import RunProgress
+from averaging.peer.round_options import Enough, Overtaken
 from averaging.peer.service import PeerService
 from averaging.peer.topics import Adopt, Topic
 from averaging.schema import Schema
 from averaging.state.snapshots import Snapshots
 from averaging.transport.base import Transport
-
-Overtaken = Callable[[Mapping[str, bytes]], bool]
-Enough = Callable[[Mapping[str, bytes]], int]
 
 OVER_LIFETIME = 10.0
 """Seconds for which a record stays that says that a search is over, where the key is that of a single phase. All others
@@ -43,32 +41,6 @@ stays for less. When they become faster there may be twice as many for a moment.
 
 MAX_LASTING = 256
 """Topics whose group bits are remembered; an application may make a new one whenever it averages."""
-
-
-def all_of(awaited: Collection[str]) -> Enough:
-    """This peer and those of `awaited`, by endpoint, that have not left meanwhile."""
-    return lambda told: 1 + len(told.keys() & awaited)
-
-
-class RoundOptions(TypedDict, total=False):
-    """What a strategy may say of one round.
-
-    Attributes:
-        weight: of this peer; the averager's if not given.
-        gather: handed to all members of the group, see `Peer.average`.
-        phase: of the topic, such as a step; peers in other phases are not met.
-        enough: a group that this peer leads begins at once with so many that contribute, or with what it says to the
-            others' progress whenever that changes; if not given, with all that train in the run and have not left.
-        patience: seconds to look for a group; if not given, `matchmaking_time` for each key to look under.
-        overtaken: asked, whenever the others' progress changes, whether to look on has become vain.
-    """
-
-    weight: float
-    gather: Any
-    phase: str
-    enough: int | Enough
-    patience: float
-    overtaken: Overtaken
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from averaging.errors import RoundError, StateError
 from averaging.observe.receipts import Receipt
-from averaging.peer.rounds import Enough, all_of
+from averaging.peer.round_options import Enough, all_of
 from averaging.strategies.base import Strategy
 from averaging.strategies.history import History, Others, Progress, look_around
 from averaging.strategies.retries import Retries

@@ -15,7 +15,7 @@ from averaging.errors import StateError, TensorError
 from averaging.group import Mode
 from averaging.observe.receipts import Receipt
 from averaging.peer.peer import Peer
-from averaging.peer.rounds import RoundOptions, all_of
+from averaging.peer.round_options import RoundOptions, all_of
 from averaging.peer.topics import Topic, TopicOptions
 from averaging.state.packing import State
 from averaging.training.answers import Answers

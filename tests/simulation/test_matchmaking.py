@@ -19,7 +19,7 @@ from averaging.matchmaking.differences import MAX_WARNED, Warned
 from averaging.matchmaking.rules import pack_looking
 from averaging.messages import JoinRequest, MessageCode
 from averaging.peer import rounds
-from averaging.peer.rounds import all_of
+from averaging.peer.round_options import all_of
 from averaging.transport import virtual_time
 from tests.simulation import leaks
 from tests.simulation.swarm import Swarm, groups_of, scalars, spread
