@@ -9,7 +9,7 @@ TORCH ?= torch==2.13.0
 # Tests of processes wait for each other much of the time: one more than there are cores.
 WORKERS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 1 )))
 
-.PHONY: help demo test check lint bench proto soak clean
+.PHONY: help demo test test-long check lint bench proto soak clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -18,7 +18,10 @@ demo: $(VENV)/installed ## real training averaged between four processes, one of
 	$(BIN)/python -m examples.demo
 
 test: $(VENV)/installed ## all tests
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not long" --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+
+test-long: $(VENV)/installed ## the tests that are too many for every day, some 15 minutes
+	$(BIN)/python -m pytest -m long --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 lint: $(VENV)/installed ## style, types, import directions
 	$(BIN)/ruff check .

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from averaging.memory import keep_freed_memory
     from averaging.messages import CompressionType
     from averaging.observe.receipts import Account, DropCode, Dropped, Outcome, Receipt, Role, Straggler
+    from averaging.observe.training import Finish
     from averaging.peer.peer import Peer
     from averaging.peer.topics import Adopt, Topic
     from averaging.schema import ReplyForm
@@ -35,6 +36,7 @@ __all__ = [
     "DropCode",
     "Dropped",
     "Extras",
+    "Finish",
     "GradientAveraging",
     "LocalSGD",
     "Mode",
@@ -63,6 +65,7 @@ _HOMES = {
     "DropCode": "observe.receipts",
     "Dropped": "observe.receipts",
     "Extras": "state.snapshots",
+    "Finish": "observe.training",
     "GradientAveraging": "strategies",
     "LocalSGD": "strategies",
     "Mode": "group",

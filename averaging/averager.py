@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self, Unpack, overload
@@ -12,15 +13,17 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from averaging.config import PeerOptions
-from averaging.errors import AveragingError, ConfigError, RoundError, StateError
+from averaging.errors import AveragingError, ConfigError, RoundError
 from averaging.group import Mode
 from averaging.observe.receipts import Receipt
-from averaging.observe.training import TrainingStatus
+from averaging.observe.training import Finish, TrainingStatus
 from averaging.peer.peer import Peer
 from averaging.peer.round_options import RoundOptions
 from averaging.peer.running import DiscoveryFactory
-from averaging.state.packing import State
 from averaging.strategies.base import Strategy
+from averaging.strategies.beginning import Beginning
+from averaging.strategies.ending import Ending
+from averaging.strategies.history import Stage, of_one_run
 from averaging.training.background import EventLoopThread, on_loop
 from averaging.training.optimizer_wrapper import OptimizerWrapper
 from averaging.training.parameters import named_buffers, named_parameters
@@ -32,8 +35,8 @@ from averaging.values import is_count, is_finite, one_of
 
 logger = logging.getLogger(__name__)
 
-DONOR_PATIENCE = 1.0
-"""Seconds a newcomer waits for somebody to offer a state: a peer that starts a run offers its own a moment later."""
+MAX_STEPS = 10_000_000
+"""Steps that a state may claim unless the user says otherwise; a scheduler takes up to two minutes for so many."""
 
 
 class DecentralizedAverager(OptimizerWrapper):
@@ -71,6 +74,8 @@ class DecentralizedAverager(OptimizerWrapper):
         buffers: of the model, by name (`dict(model.named_buffers())`): floating-point ones, such as BatchNorm's running
             statistics, are averaged along, and newcomers get all of them. The model must write to them in place.
         scheduler: makes a learning rate scheduler of the inner optimizer.
+        max_steps: a state that claims more steps is refused, so that no donor can have the scheduler stepped without
+            end. Set it above the steps of a longer run.
         on_round: called in the training thread with the receipt of every round, also of those that failed. The
             strategy may have to take up the round's result yet, so `average_now` is called after the step instead.
         transport: see `Peer`.
@@ -99,6 +104,7 @@ class DecentralizedAverager(OptimizerWrapper):
         weight: float = 1.0,
         buffers: Mapping[str, torch.Tensor] | None = None,
         scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
+        max_steps: int = MAX_STEPS,
         on_round: Callable[[Receipt], object] | None = None,
         transport: Transport | None = None,
         discovery: DiscoveryFactory | None = None,
@@ -107,6 +113,8 @@ class DecentralizedAverager(OptimizerWrapper):
         if one_of(Mode, options.get("mode", Mode.NODE), "mode") is Mode.AUXILIARY:
             raise ConfigError("an auxiliary peer has nothing to train; start it as a Peer or with `averaging peer`")
         _check(strategy, optimizer)
+        if not is_count(max_steps) or max_steps < 1:
+            raise ConfigError(f"max_steps must be a whole number of steps, at least 1, not {max_steps!r}")
         super().__init__(optimizer)
         self.strategy = strategy
         self.last_receipt: Receipt | None = None
@@ -129,17 +137,27 @@ class DecentralizedAverager(OptimizerWrapper):
             averaged,
             self._peer,
             note=self._note,
+            check=lambda user: self._training_state.check(user),
             take_over=lambda state: self._training_state.take_over(state),
         )
         self.weight = weight  # checked by the property
         self.scheduler = None if scheduler is None else make_scheduler(scheduler, optimizer)
         kept = {name: buffer for name, buffer in buffers.items() if name not in averaged}
-        self._training_state = TrainingState(self._training, strategy, self.scheduler, kept)
+        self._training_state = TrainingState(self._training, strategy, self.scheduler, kept, max_steps)
         strategy.start(self._training)
         self._thread = EventLoopThread(self._peer, f"the averager of run {run_id!r}")
         try:
             self._training.run_in(self._thread)
-            self._thread.run(_begin(self._peer, self._training_state.take_over))
+            beginning = Beginning(
+                self._peer,
+                strategy,
+                self._training,
+                check=self._training_state.check,
+                take_over=self._training_state.take_over,
+                now=self._training.now(),
+                rng=random.SystemRandom(),
+            )
+            self._thread.run(beginning.begin())
             strategy.joined(self._training)
             self._drive_scheduler()
         except BaseException:
@@ -172,9 +190,12 @@ class DecentralizedAverager(OptimizerWrapper):
             TensorError: there is NaN or infinity in what is to be averaged, or it has been moved, or the inner
                 optimizer has another parameter now.
             StateError: the inner optimizer keeps something that newcomers cannot be given.
+            RoundError: `finish` was called.
             ClosedError: the averager was closed, or its thread has failed.
         """
         self._thread.check()
+        if self.strategy.stage is not Stage.TRAINING:
+            raise RoundError("finish() was called, so the others count on no further step; make a new averager")
         self._training.check_places()
         loss = self.strategy.step(self._training, closure, batch_size)
         self._drive_scheduler()
@@ -214,6 +235,9 @@ class DecentralizedAverager(OptimizerWrapper):
     def wait_for_peers(self, count: int, timeout: float) -> bool:
         """Waits until so many peers train in the run, this one included; whether they are there within the time.
 
+        They count once they are of one run: if several peers began one at the same moment, all but one of them take
+        over its parameters here or at their first step.
+
         Args:
             count: peers, for example all that are to begin together.
             timeout: seconds.
@@ -227,7 +251,46 @@ class DecentralizedAverager(OptimizerWrapper):
         if not is_finite(timeout) and timeout != math.inf:
             raise ConfigError(f"timeout must be a number of seconds, not {timeout!r}")
         self._thread.check()
-        return self._thread.run(self._peer.progress.others_tell(count - 1, timeout))
+        training, strategy = self._training, self.strategy
+        end = training.monotonic() + timeout
+
+        def are_there(told: Mapping[str, bytes]) -> bool:
+            return 1 + len(of_one_run(strategy.announced(training), told)) >= count
+
+        while True:
+            told = training.told_until(
+                lambda told: are_there(told) or bool(strategy.others(training, told).ahead),
+                max(0.0, end - training.monotonic()),
+            )
+            others, left = strategy.others(training, told), end - training.monotonic()
+            if not others.ahead or left <= 0:
+                return are_there(told)
+            strategy.keep_up(training, others, left)
+
+    def finish(self, timeout: float = 60.0) -> Finish:
+        """Ends the training of this peer together with the others, and leaves the weights to export in the model.
+
+        It ends what is in progress and waits, at most `timeout` seconds, until the other peers call `finish`, too. Then
+        a last round brings them together: with LocalSGD the parameters are averaged, with DiLoCo the local steps since
+        the last round go into an outer step, and with GradientAveraging, whose peers are equal, a peer that has missed
+        a step catches up. At last all compare what they hold.
+
+        Call it after the last step, before the averager is closed. The other peers do not wait for this one any more.
+
+        Args:
+            timeout: seconds.
+
+        Returns:
+            Whether all peers hold the same weights (`alike`), and if not, why (`str`).
+
+        Raises:
+            ConfigError: `timeout` is not a number of seconds.
+            ClosedError: the averager was closed, or its thread has failed.
+        """
+        if not is_finite(timeout) or timeout < 0:
+            raise ConfigError(f"timeout must be a finite number of seconds, not {timeout!r}")
+        self._thread.check()
+        return Ending(self._training, self.strategy, timeout).finish()
 
     @property
     def status(self) -> TrainingStatus:
@@ -333,23 +396,3 @@ def _check(strategy: object, optimizer: object) -> None:
         raise ConfigError(f"{strategy!r} serves another averager, or one that was closed; make one for each averager")
     if not hasattr(optimizer, "param_groups"):
         raise ConfigError(f"the first argument must be an optimizer, not {type(optimizer).__name__}")
-
-
-async def _begin(peer: Peer, take_over: Callable[[State], None]) -> None:
-    """Starts the run, or downloads the state of somebody who is further."""
-    if not set(peer.config.join) - {peer.endpoint}:
-        await peer.commit(1)
-    elif await peer.donor_appears(DONOR_PATIENCE):
-        try:
-            await peer.download_state(take_over)
-        except StateError as error:
-            raise StateError(
-                f"{error}. A newcomer does not train without the run's state: check that it reaches those peers "
-                "and has the same model and optimizer, then start it again"
-            ) from error
-    else:
-        logger.warning(
-            "no peer of run %r offers a state yet, so this one begins with its own parameters; if others begin at the "
-            "same moment, start one of them without `join`, or call average_now() before the first step",
-            peer.run_id,
-        )

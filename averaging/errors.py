@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 
 class AveragingError(Exception):
@@ -50,7 +50,15 @@ class TransportError(AveragingError):
 
 
 class PeerUnreachableError(TransportError):
-    """Nobody answers there, or the connection broke."""
+    """Nobody answers there, or the connection broke.
+
+    Attributes:
+        refused: whether nothing listens there any more: the connection was refused.
+    """
+
+    def __init__(self, endpoint: str, reason: str, *, refused: bool = False) -> None:
+        super().__init__(endpoint, reason)
+        self.refused = refused
 
 
 class CallRefusedError(TransportError):
@@ -106,7 +114,15 @@ class NoSeedAnsweredError(DiscoveryError):
 
 
 class StateError(AveragingError):
-    """A state could not be downloaded from anybody; nothing was changed locally."""
+    """A state could not be downloaded from anybody; nothing was changed locally.
+
+    Attributes:
+        gone: the donors among those asked at whose endpoint nothing listens any more.
+    """
+
+    def __init__(self, message: str, gone: Collection[str] = ()) -> None:
+        super().__init__(message)
+        self.gone = frozenset(gone)
 
 
 class ClosedError(AveragingError):

@@ -11,6 +11,7 @@ from enum import Enum, auto
 from typing import TypeVar
 
 import torch
+import xxhash
 
 from averaging.errors import RoundError, TensorError
 from averaging.offload import in_thread, takes_long
@@ -19,6 +20,10 @@ T = TypeVar("T")
 
 LOOK_UP_SECONDS = 0.5
 """After so long a thread that waits for the lock looks whether anybody still wants what it is to do."""
+
+
+SAMPLE_BYTES = 16 << 20
+"""Bytes that are compared at a time where all of a large model would cost too much; 1 to 2 ms."""
 
 
 class Write(Enum):
@@ -213,6 +218,35 @@ def sharing_memory(tensors: Sequence[torch.Tensor]) -> frozenset[int]:
         if (device, end) > reached:
             last, reached = index, (device, end)
     return frozenset(found)
+
+
+def digest_of_tensors(tensors: Iterable[torch.Tensor], start: int = 0, stop: int | None = None) -> str:
+    """An XXH3 digest, 16 hexadecimal digits, of the bytes of dense tensors one after the other, on whatever device.
+
+    Args:
+        tensors: in order.
+        start: first byte that counts.
+        stop: one past the last; None for all that follow.
+    """
+    digest = xxhash.xxh3_64()
+    place = 0
+    for tensor in tensors:
+        size = tensor.element_size()
+        end = place + tensor.numel() * size
+        first = max(start - place, 0) // size
+        last = tensor.numel() if stop is None else min(tensor.numel(), max(-(-(stop - place) // size), 0))
+        if first < last:
+            piece = tensor.detach().reshape(-1)[first:last].cpu().contiguous()
+            digest.update(piece.view(torch.uint8).numpy().data)
+        place = end
+    return digest.hexdigest()
+
+
+def digest_of_piece(tensors: Sequence[torch.Tensor], number: int) -> str:
+    """The digest of one piece of tensors, of `SAMPLE_BYTES` at most: successive numbers go through all of them."""
+    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    start = number % max(1, -(-nbytes // SAMPLE_BYTES)) * SAMPLE_BYTES
+    return digest_of_tensors(tensors, start, start + SAMPLE_BYTES)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

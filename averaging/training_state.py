@@ -13,6 +13,7 @@ from averaging.errors import ConfigError, StateError
 from averaging.state.packing import State
 from averaging.state.snapshots import Extras
 from averaging.strategies.base import Strategy, take_tensor
+from averaging.strategies.history import History
 from averaging.training.optimizer_state import PREFIX, load_optimizer, pack_optimizer, restored_on_error
 from averaging.training.scheduler import loaded, set_initial_lr
 from averaging.training.training import Training
@@ -32,6 +33,7 @@ class TrainingState:
         strategy: of the averager.
         scheduler: that the averager drives, if there is one. Newcomers are not given its state: they drive their own.
         buffers: of the model that are not averaged, by name.
+        max_steps: a state that claims more steps is refused.
     """
 
     def __init__(
@@ -40,9 +42,10 @@ class TrainingState:
         strategy: Strategy,
         scheduler: LRScheduler | None,
         buffers: Mapping[str, torch.Tensor],
+        max_steps: int,
     ) -> None:
         self._training, self._strategy, self._scheduler = training, strategy, scheduler
-        self._buffers = buffers
+        self._buffers, self._max_steps = buffers, max_steps
 
     # For newcomers
 
@@ -57,9 +60,27 @@ class TrainingState:
         user = {
             "local_step": self._training.local_step,
             "optimizer": packed,
-            "strategy": self._kind | dict(strategy.user),
+            "strategy": self._of_strategy(strategy.user),
         }
         return Extras({**tensors, **self._buffers, **{f"strategy/{n}": t for n, t in strategy.tensors.items()}}, user)
+
+    def check(self, user: Mapping[str, Any]) -> None:
+        """Looks at what a state holds besides its tensors, before these are downloaded.
+
+        Raises:
+            StateError: it is malformed, or not of this strategy, or it claims more than `max_steps`.
+        """
+        if "optimizer" not in user:
+            return
+        local_step, strategy = user.get("local_step"), user.get("strategy")
+        if not is_count(local_step):
+            raise StateError(f"its step counter is {local_step!r:.100}")
+        if not isinstance(strategy, dict):
+            raise StateError(f"its strategy is {strategy!r:.100}")
+        self._check_kind(strategy)
+        steps = max(local_step, History.unpack(strategy["history"]).step if "history" in strategy else 0)
+        if steps > self._max_steps:
+            raise StateError(f"it claims {steps} steps, and max_steps is {self._max_steps}; raise that if it is true")
 
     def take_over(self, state: State) -> None:
         """Takes over what another peer has `shared`. The caller holds the tensors' lock.
@@ -69,14 +90,11 @@ class TrainingState:
         """
         if state.version < 1:
             raise StateError("its state has never been averaged and belongs to no run")
+        self.check(state.user)
         if "optimizer" not in state.user:
             logger.warning("the state has no optimizer's in it; only the parameters are taken over")
             return
-        local_step, strategy = state.user.get("local_step"), state.user.get("strategy", {})
-        if not is_count(local_step):
-            raise StateError(f"its step counter is {local_step!r:.100}")
-        if not isinstance(strategy, dict):
-            raise StateError(f"its strategy is told as {strategy!r:.100}")
+        strategy = state.user["strategy"]
         kept = {name: take_tensor(state.tensors, name, buffer) for name, buffer in self._buffers.items()}
         self._check_averaged(state.tensors)
         of_strategy = {
@@ -84,15 +102,14 @@ class TrainingState:
             for name, tensor in state.tensors.items()
             if name.startswith("strategy/")
         }
-        self._check_kind(strategy)
         optimizer = self._training.optimizer
         with restored_on_error(optimizer):
             load_optimizer(optimizer, state.tensors, state.user["optimizer"])
-            self._strategy.load(of_strategy, strategy)
+            self._load_strategy(of_strategy, strategy)
         for name, tensor in kept.items():
             self._buffers[name].copy_(tensor)
-        self._training.local_step = local_step
-        if local_step:
+        self._training.local_step = state.user["local_step"]
+        if self._training.local_step:
             set_initial_lr(optimizer)
 
     # For checkpoints
@@ -105,7 +122,7 @@ class TrainingState:
             "local_step": self._training.local_step,
             "strategy": {
                 "tensors": {name: tensor.detach().clone() for name, tensor in strategy.tensors.items()},
-                "user": self._kind | dict(strategy.user),
+                "user": self._of_strategy(strategy.user),
             },
         }
 
@@ -124,7 +141,7 @@ class TrainingState:
                     self._check_kind(strategy.get("user", {}))
                 with loaded(self._scheduler, schedule):
                     if isinstance(strategy, dict):
-                        self._strategy.load(strategy.get("tensors", {}), strategy.get("user", {}))
+                        self._load_strategy(strategy.get("tensors", {}), strategy.get("user", {}))
             except StateError as error:
                 raise ConfigError(f"the state dict is not of {self._strategy!r}: {error}") from error
             self._training.local_step = saved["local_step"]
@@ -148,9 +165,17 @@ class TrainingState:
             there, here = next((there, here) for there, here in zip(theirs, own, strict=True) if there != here)
             raise StateError(f"it averages {there!r} where this peer has {here!r}; give parameters in the same order")
 
-    @property
-    def _kind(self) -> dict[str, Any]:
-        return {"kind": type(self._strategy).__name__}
+    def _of_strategy(self, user: Mapping[str, Any]) -> dict[str, Any]:
+        """What travels of the strategy besides its tensors."""
+        history = self._strategy.announced(self._training)
+        return {"kind": type(self._strategy).__name__, "history": history.pack(), **user}
+
+    def _load_strategy(self, tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None:
+        """Loads what travels of the strategy. One that does not make steps together may come without a history."""
+        history = History.unpack(user["history"]) if "history" in user else None
+        self._strategy.load(tensors, user)
+        if history is not None:
+            self._strategy.history = history
 
     def _check_kind(self, strategy: Mapping[str, Any]) -> None:
         """Whether a state is of the same kind of strategy; those of peers without one are taken, too."""

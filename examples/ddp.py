@@ -26,7 +26,7 @@ BATCH = 64
 """Of each process."""
 
 PATIENCE = 60.0
-"""Seconds that machines wait for each other before the first step."""
+"""Seconds that machines wait for each other before the first step, and after the last one."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -88,6 +88,10 @@ def train(options: argparse.Namespace) -> None:
                     print(f"step {step + 1}: {told}", flush=True)
             for parameter in model.parameters():
                 dist.broadcast(parameter.detach(), 0)
+        if opt:
+            print(f"Done: {opt.finish(PATIENCE)}", flush=True)
+        for parameter in model.parameters():
+            dist.broadcast(parameter.detach(), 0)
     dist.barrier()  # rank 0 has left the run; torch's Gloo does not take it well if some end long before the others
     dist.destroy_process_group()
 

@@ -20,7 +20,6 @@ import hashlib
 import signal
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -113,7 +112,7 @@ def train(options: argparse.Namespace) -> None:
                     f"Global step {told}: {samples} samples of this peer's, loss {loss.item():.3f}, "
                     f"accuracy {digits.accuracy(model):.1%}, {len(opt.peers) - 1} other peers."
                 )
-        leave_together(opt)
+        say(f"Done: {opt.finish(PATIENCE)}.")  # who has missed the last step catches up
     if options.save:
         save(model.state_dict(), options.save, {"samples": str(samples)})
 
@@ -127,15 +126,6 @@ def save(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str])
     except (OSError, SafetensorError) as error:
         temporary.unlink(missing_ok=True)
         sys.exit(f"{path} could not be written: {error}. Make room there, or give --save another place")
-
-
-def leave_together(opt: DecentralizedAverager) -> None:
-    """Averages once more with all who are there, so that nobody leaves before the others have caught up."""
-    deadline = time.monotonic() + PATIENCE
-    while not opt.status.alone and time.monotonic() < deadline:
-        receipt = opt.average_now()
-        if receipt.averaged and opt.peers <= set(receipt.members):
-            return
 
 
 @dataclass(frozen=True, slots=True)

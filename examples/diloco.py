@@ -37,7 +37,7 @@ SIZE = Size(layers=2, width=128, heads=4, context=64)
 BATCH = 16
 
 PATIENCE = 60.0
-"""Seconds that peers wait for each other before the first step."""
+"""Seconds that peers wait for each other before the first step, and after the last one."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -116,6 +116,8 @@ def train(options: argparse.Namespace) -> None:
                     f"step {step}: {loss.item():.2f} bits per byte, {evaluated:.2f} on held-out text; "
                     f"{strategy.global_step} outer steps so far."
                 )
+        finish = opt.finish(PATIENCE)  # the local steps since the last round go into a last outer step
+    say(f"{finish}.")
     say(f"Done: {model.evaluate(watched):.3f} bits per byte on held-out text.")
 
 

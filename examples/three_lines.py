@@ -32,6 +32,7 @@ def train(steps: int, join: list[str]) -> None:
         optimizer.step()
         if (step + 1) % 2000 == 0:
             print(f"step {step + 1}: loss {loss.item():.6f}, {len(optimizer.peers) - 1} other peers", flush=True)
+    print(f"Done: {optimizer.finish()}", flush=True)  # a last average; then the model holds the weights to export
 
 
 def main(arguments: list[str] | None = None) -> None:

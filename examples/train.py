@@ -18,7 +18,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -26,9 +25,6 @@ import torch
 from averaging import DecentralizedAverager, LocalSGD, Receipt
 from examples.language_model import LanguageModel, Size, read, windows
 from examples.sources import divide, standard_library
-
-FINISHED = "finished"
-"""What a peer hands to its group once it has made its last step."""
 
 PATIENCE = 60.0
 """Seconds that peers wait for each other before the first step, and for an average of all after the last one."""
@@ -77,7 +73,7 @@ def main() -> None:
 
 
 def train_with_others(training: Training, options: argparse.Namespace) -> None:
-    """Trains as a peer of the run; ends with an average of all peers."""
+    """Trains as a peer of the run; at the end all peers hold the same."""
     notes = Notes()
     logging.getLogger("averaging.peer").addHandler(notes)
     averager = DecentralizedAverager(
@@ -96,12 +92,9 @@ def train_with_others(training: Training, options: argparse.Namespace) -> None:
         tell("ready", parameters=training.parameters, step=opt.local_step, endpoint=opt.endpoint, notes=notes.told)
         if opt.local_step == 0:
             wait_for_others(opt, options.peers)
-
-        def others_finished() -> bool:
-            return opt.last_receipt is not None and FINISHED in opt.last_receipt.gathered.values()
-
-        training.run(opt, opt.local_step, others_finished)
-        average_of_all(opt, options.peers)
+        training.run(opt, opt.local_step)
+        tell("finishing")
+        opt.finish(PATIENCE)
 
 
 def wait_for_others(opt: DecentralizedAverager, count: int) -> None:
@@ -110,17 +103,6 @@ def wait_for_others(opt: DecentralizedAverager, count: int) -> None:
     while len(opt.peers) < count and time.monotonic() < deadline:
         time.sleep(0.05)
     tell("found", peers=sorted(opt.peers))
-
-
-def average_of_all(opt: DecentralizedAverager, count: int) -> None:
-    """Averages until all have made their last step and are in the same round: then all hold the same bytes."""
-    deadline = time.monotonic() + PATIENCE
-    tell("finishing")
-    while time.monotonic() < deadline:
-        receipt = opt.average_now(gather=FINISHED)
-        at_the_end = [endpoint for endpoint, told in receipt.gathered.items() if told == FINISHED]
-        if receipt.averaged and not receipt.dropped and len(at_the_end) == count:
-            return
 
 
 class Training:
@@ -143,10 +125,8 @@ class Training:
         """How many numbers the model has."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
-    def run(
-        self, optimizer: torch.optim.Optimizer, first_step: int = 0, stop: Callable[[], bool] = lambda: False
-    ) -> None:
-        """Trains from `first_step` to the last step, or until `stop` says so."""
+    def run(self, optimizer: torch.optim.Optimizer, first_step: int = 0) -> None:
+        """Trains from `first_step` to the last step."""
         for step in range(first_step, self.steps):
             for group in optimizer.param_groups:
                 group["lr"] = self.recipe.lr * schedule(step, self.steps)
@@ -158,8 +138,6 @@ class Training:
             tell("step", step=step + 1, loss=loss.item())
             if (step + 1) % self.every == 0:
                 tell("held_out", step=step + 1, loss=self.evaluate(self.recipe.watched))
-            if stop():
-                break
 
     def evaluate(self, count: int) -> float:
         """Loss in bits per byte on `count` windows of the held-out text, the same at each call in each process."""

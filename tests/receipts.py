@@ -52,6 +52,7 @@ receipts = st.builds(
     phases=st.dictionaries(texts, floats, max_size=3),
     straggler=st.none() | st.builds(Straggler, texts, floats, texts),
     digest=texts,
+    state=texts,
 )
 
 

@@ -63,6 +63,15 @@ class Round:
         return max(found, key=lambda one: (one.what == "parts", one.seconds), default=None)
 
     @property
+    def states(self) -> dict[str, list[str]]:
+        """The digests of what all members must hold alike, and who has each; empty unless two peers have one."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for receipt in self.receipts:
+            if receipt.state:
+                found[receipt.state].append(receipt.endpoint)
+        return dict(found) if sum(map(len, found.values())) > 1 else {}
+
+    @property
     def digests(self) -> dict[str, dict[str, list[str]]]:
         """For each reducer whose averages at least two peers have: the digests, and who has each."""
         told: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
@@ -160,13 +169,16 @@ def _drop(one: Round, name: str, several: bool) -> str:
 
 
 def _agreement(one: Round) -> list[str]:
-    """What the digests say, one item for each reducer about which peers differ."""
+    """What the digests say, one item for each reducer about which peers differ, and one for differing states."""
     differing = [
         f"DIFFERENT AVERAGES of {reducer}: "
         + ", ".join(f"{digest} at {listed(names)}" for digest, names in found.items())
         for reducer, found in one.digests.items()
         if len(found) > 1
     ]
+    if len(one.states) > 1:
+        told = ", ".join(f"{digest} at {listed(names)}" for digest, names in one.states.items())
+        differing.append(f"DIFFERENT STATES: {told}")
     if one.digests and not differing:
         return [f"all {len({name for found in one.digests.values() for who in found.values() for name in who})} agree"]
     return differing
@@ -196,16 +208,17 @@ def _summary(rounds: Sequence[Round], peers: set[str]) -> Iterator[str]:
     sent, received = sum(one.bytes_sent for one in receipts), sum(one.bytes_received for one in receipts)
     yield f"bytes: {size(sent)} sent, {size(received)} received"
     if len(peers) > 1:
-        yield _summary_of_agreement(rounds)
+        averages = [any(len(found) > 1 for found in one.digests.values()) for one in rounds if one.digests]
+        yield _summary_of_agreement("averages", averages)
+        yield _summary_of_agreement("states", [len(one.states) > 1 for one in rounds if one.states])
 
 
-def _summary_of_agreement(rounds: Sequence[Round]) -> str:
-    compared = [one.digests for one in rounds if one.digests]
-    if not compared:
-        return "averages: in no round can those of several peers be compared"
-    differing = sum(any(len(found) > 1 for found in digests.values()) for digests in compared)
-    verdict = f"DIFFERENT in {differing}" if differing else "the same in all"
-    return f"averages: {verdict} of {counted(len(compared), 'round')} that can be compared"
+def _summary_of_agreement(what: str, differing: Sequence[bool]) -> str:
+    """What is to be said of the rounds in which something of several peers can be compared: whether it differs."""
+    if not differing:
+        return f"{what}: in no round can those of several peers be compared"
+    verdict = f"DIFFERENT in {sum(differing)}" if any(differing) else "the same in all"
+    return f"{what}: {verdict} of {counted(len(differing), 'round')} that can be compared"
 
 
 def _summary_of_drops(rounds: Sequence[Round]) -> Iterator[str]:

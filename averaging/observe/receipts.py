@@ -162,6 +162,9 @@ class Receipt:
         straggler: whom the others had to wait for; None if nobody stands out. Members in `dropped` are not named again.
         digest: of all averages of the round, 16 hex digits: equal at all members that got the same. Empty if an average
             is missing, or if replies are deltas.
+        state: a digest, 16 hex digits, of what all members must hold alike: with GradientAveraging the parameters
+            before the step, with DiLoCo the model after the last global step (of more than 16 MiB another piece in each
+            step), else the tensors after the round. Empty if they need not be alike.
     """
 
     round: int
@@ -186,6 +189,7 @@ class Receipt:
     phases: Mapping[str, float] = field(default_factory=dict)
     straggler: Straggler | None = None
     digest: str = ""
+    state: str = ""
 
     @property
     def averaged(self) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from averaging.observe.plain import listed
 from averaging.observe.receipts import Receipt
 from averaging.observe.status import PeerStatus
 
@@ -15,7 +17,7 @@ class TrainingStatus:
     Attributes:
         local_step: calls of `step`, those of the state that was downloaded or loaded included.
         global_step: steps that the run has made together; None with a strategy that has none.
-        samples: gathered by this peer for the next global step, where the strategy counts them.
+        samples: gathered by this peer for the next global step, where the strategy counts them; DiLoCo: local steps.
         peers: endpoints of the peers of the run that are known, this one included.
         alone: whether there is no other.
         last_receipt: of the last round; None before the first.
@@ -29,3 +31,43 @@ class TrainingStatus:
     alone: bool
     last_receipt: Receipt | None
     peer: PeerStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """How the training of a peer ended, see `DecentralizedAverager.finish`.
+
+    Attributes:
+        digest: of the weights in the model, 16 hexadecimal digits.
+        digests: of the weights of the other peers that ended at the same time, by endpoint; empty for one that did not
+            announce it in time.
+        late: endpoints of the peers that went on training.
+        receipt: of the last round; None if there was none.
+    """
+
+    digest: str
+    digests: Mapping[str, str]
+    late: tuple[str, ...] = ()
+    receipt: Receipt | None = None
+
+    @property
+    def alike(self) -> bool:
+        """Whether all peers of the run hold the same weights now. A peer that is alone is alike."""
+        return not self.late and all(digest == self.digest for digest in self.digests.values())
+
+    def __str__(self) -> str:
+        if self.alike:
+            count = len(self.digests)
+            return f"all {count + 1} peers hold the same weights" if count else "finished alone"
+        other = [name for name, digest in self.digests.items() if digest and digest != self.digest]
+        silent = [name for name, digest in self.digests.items() if not digest]
+        told = [
+            f"{listed(names)} {what}"
+            for names, what in (
+                (other, "hold other weights"),
+                (silent, "did not say in time what they hold"),
+                (self.late, "went on training"),
+            )
+            if names
+        ]
+        return f"NOT all peers hold the same weights: {'; '.join(told)}"

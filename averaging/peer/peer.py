@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, Self, Unpack
 
 import torch
@@ -35,6 +36,18 @@ logger = logging.getLogger("averaging.peer")
 
 MAX_TOPIC = 64
 """Characters of a topic's name: discovery's keys are short."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A state that was downloaded and verified.
+
+    Attributes:
+        donor: whose it was.
+    """
+
+    state: State
+    donor: str
 
 
 class Peer:
@@ -276,6 +289,7 @@ class Peer:
         enough: int | Enough | None = None,
         patience: float | None = None,
         overtaken: Overtaken | None = None,
+        state: str = "",
     ) -> Receipt:
         """Finds a group and averages the tensors with it.
 
@@ -293,6 +307,7 @@ class Peer:
                 all that train in the run, too.
             patience: seconds to look for a group; `timeout` if None.
             overtaken: asked, whenever the others' progress changes, whether to look on has become vain.
+            state: a digest of what all members must hold alike as the round begins, for the receipt.
 
         Returns:
             The receipt, also when no group was found or the round failed.
@@ -313,7 +328,7 @@ class Peer:
         patience = self.config.timeout if patience is None else patience
         async with self._one_average.until_closed(running.endpoint):
             receipt = await running.rounds.attempt(
-                topic, gathered, phase=phase, enough=enough, patience=patience, overtaken=overtaken
+                topic, gathered, phase=phase, enough=enough, patience=patience, overtaken=overtaken, state=state
             )
         if topic.commits and receipt.averaged:
             running.donors.notice.changed()
@@ -345,6 +360,24 @@ class Peer:
             RoundError: the application held the tensors' lock for more than `timeout`; nothing was changed.
             ClosedError: the peer is not running.
         """
+        fetched = await self.fetch_state(donors)
+        await self.take_over(fetched, apply)
+        return fetched.state
+
+    async def fetch_state(
+        self, donors: Sequence[str] | None = None, check: Callable[[Mapping[str, Any]], None] = lambda _: None
+    ) -> Fetched:
+        """Downloads and verifies a state as `download_state` does, and changes nothing.
+
+        Args:
+            donors: see `download_state`.
+            check: called with the state's user dict as soon as a donor has begun; it raises StateError if that cannot
+                be taken over, and then the next donor is asked.
+
+        Raises:
+            StateError: nobody could deliver a sound state.
+            ClosedError: the peer is not running.
+        """
         names = [name for _, name in self.donors] if donors is None else donors
         state, donor = await download(
             self._transport,
@@ -354,18 +387,23 @@ class Peer:
             deadlines=self._entered.service.deadlines,
             declared={name: version for version, name in self.donors},
             verify_donors=self.config.verify_donors,
+            check=check,
         )
+        return Fetched(state, donor)
 
-        def take_over() -> None:
+    async def take_over(self, fetched: Fetched, apply: Callable[[State], None] | None = None) -> None:
+        """Takes over a state of `fetch_state`; see `download_state` for `apply` and for the errors."""
+        state = fetched.state
+
+        def write() -> None:
             if apply is not None:
                 apply(state)
             self._tensors.copy_from(list(state.tensors.values())[: len(self.schema.tensors)])
             self._snapshots.commit(state.version)
 
-        await self._tensors.while_locked(take_over, self.config.timeout, self._tensors.nbytes)
+        await self._tensors.while_locked(write, self.config.timeout, self._tensors.nbytes)
         self._entered.donors.notice.changed()
-        logger.info("took over the state of %s, version %d", donor, state.version)
-        return state
+        logger.info("took over the state of %s, version %d", fetched.donor, state.version)
 
     @property
     def _entered(self) -> Running:

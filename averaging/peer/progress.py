@@ -38,14 +38,16 @@ class RunProgress:
             clock=clock,
         )
 
-    def tell(self, word: bytes) -> None:
-        """Tells the others how far this peer is; that holds until it is told again, and a while after death.
+    def tell(self, word: bytes, *, soon: bool = True) -> None:
+        """Announces to the others how far this peer is; that holds until the next call, and a while after its death.
 
         Args:
             word: at most 1 KiB.
+            soon: at once; if not, with the next renewal of the record.
         """
         self._word = word
-        self.notice.changed()
+        if soon:
+            self.notice.changed()
 
     @property
     def told(self) -> dict[str, bytes]:

@@ -12,17 +12,22 @@ Enough = Callable[[Mapping[str, bytes]], int]
 """With how many that contribute a group may begin, by the same."""
 
 
-class RoundOptions(TypedDict, total=False):
-    """What a strategy may say of one round.
+Awaited = Callable[[Mapping[str, bytes]], Collection[str]]
+"""Those of the others, by endpoint, that a round waits for, by the same."""
+
+
+class AverageOptions(TypedDict, total=False):
+    """The keyword arguments of `Peer.average`.
 
     Attributes:
         weight: of this peer; the averager's if not given.
         gather: handed to all members of the group, see `Peer.average`.
         phase: of the topic, such as a step; peers in other phases are not met.
-        enough: a group that this peer leads begins at once with so many that contribute, or with what it says to the
-            others' progress whenever that changes; if not given, with all that train in the run and have not left.
+        enough: a group that this peer leads begins at once with so many that contribute, or with what it returns for
+            the others' progress whenever that changes; if not given, with all that are awaited and have not left.
         patience: seconds to look for a group; if not given, `matchmaking_time` for each key to look under.
         overtaken: asked, whenever the others' progress changes, whether to look on has become vain.
+        state: a digest of what all members must hold alike when the round begins, for the receipt.
     """
 
     weight: float
@@ -31,8 +36,20 @@ class RoundOptions(TypedDict, total=False):
     enough: int | Enough
     patience: float
     overtaken: Overtaken
+    state: str
 
 
-def all_of(awaited: Collection[str]) -> Enough:
-    """This peer and those of `awaited`, by endpoint, that have not left meanwhile."""
-    return lambda told: 1 + len(told.keys() & awaited)
+class RoundOptions(AverageOptions, total=False):
+    """What a strategy may say of one round.
+
+    Attributes:
+        awaited: those of the others that are waited for; if not given, all that train in the run.
+    """
+
+    awaited: Awaited
+
+
+def all_of(awaited: Awaited, now: Mapping[str, bytes]) -> Enough:
+    """This peer and those that are awaited now, as long as they are."""
+    expected = frozenset(awaited(now))
+    return lambda told: 1 + len(expected.intersection(awaited(told)))

@@ -52,6 +52,7 @@ class _Attempt:
     schema: Schema  # of the topic's phase
     started: float
     wall_clock: float  # when it was started, in seconds since the epoch
+    state: str = ""  # digest of what all members must hold alike
     group: Group | None = None
     group_found: float = 0.0  # when
     round: AllReduce | None = None
@@ -148,6 +149,7 @@ class Rounds:
         enough: int | Enough | None,
         patience: float,
         overtaken: Overtaken | None,
+        state: str,
     ) -> Receipt:
         """Averages with a group.
 
@@ -158,6 +160,7 @@ class Rounds:
             enough: see `Matchmaking.find_group`; or asked for that whenever the others' progress changes.
             patience: seconds to look for a group.
             overtaken: asked whenever the others' progress changes, by endpoint, whether looking has become vain.
+            state: see `Receipt`.
 
         Returns:
             The receipt. One is kept in the service's book in any case, also if this raises.
@@ -168,7 +171,7 @@ class Rounds:
         """
         self._attempts += 1
         started = asyncio.get_running_loop().time()
-        attempt = _Attempt(self._attempts, topic, topic.at(phase), started, self._clock())
+        attempt = _Attempt(self._attempts, topic, topic.at(phase), started, self._clock(), state)
         try:
             receipt = await self._average(attempt, gathered, enough, patience, overtaken)
         except asyncio.CancelledError:
@@ -361,7 +364,13 @@ class Rounds:
             phases=attempt.seconds_of_stages(now),
             straggler=result.straggler if result else None,
             digest=result.digest if result else "",
+            state=self._state(attempt, result),
         )
+
+    def _state(self, attempt: _Attempt, result: RoundResult | None) -> str:
+        """The digest of what all members hold alike; where the result is the state, that of the averages is it."""
+        whole = result is not None and attempt.adopted and attempt.topic.commits and not result.kept_local
+        return result.digest if whole and result is not None else attempt.state
 
 
 def _why_failed(group: Group, endpoint: str, result: RoundResult, adopt: Adopt) -> str:

@@ -11,12 +11,12 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from averaging.deadlines.learned import Deadlines
-from averaging.errors import AveragingError, StateError, TransportError
+from averaging.errors import AveragingError, PeerUnreachableError, StateError, TransportError
 from averaging.messages import DownloadData, Resume
 from averaging.schema import Schema
 from averaging.state.packing import State
 from averaging.state.patience import Patience
-from averaging.state.reader import Fingerprint, Held, StateReader
+from averaging.state.reader import Check, Fingerprint, Held, StateReader, accept_all
 from averaging.transport.base import Transport, is_alive
 
 logger = logging.getLogger("averaging.state")
@@ -32,7 +32,7 @@ TRIES_PER_DONOR = 5
 
 
 class _LostError(StateError):
-    """No donor delivered all; those that agreed before may have another state by now."""
+    """No donor delivered all; donors that agreed before may have another state by now."""
 
 
 async def download(
@@ -45,6 +45,7 @@ async def download(
     declared: Mapping[str, float] | None = None,
     max_bytes: int | None = None,
     verify_donors: int = 1,
+    check: Check = accept_all,
     on_progress: Callable[[StateReader], object] = lambda _: None,
 ) -> tuple[State, str]:
     """Downloads the state from the first of `donors` that delivers it whole.
@@ -65,6 +66,7 @@ async def download(
         max_bytes: see `StateReader`.
         verify_donors: so many donors must announce the same version and digests of the averaged tensors (of all, if
             there is no schema) before one of them is believed.
+        check: see `StateReader`.
         on_progress: called after each message.
 
     Returns:
@@ -75,7 +77,7 @@ async def download(
     """
     if deadlines is None:
         deadlines = Deadlines(silence, silence, "timeout")
-    this_download = _Download(transport, schema, deadlines, declared or {}, max_bytes, on_progress)
+    this_download = _Download(transport, schema, deadlines, declared or {}, max_bytes, check, on_progress)
     if verify_donors <= 1:
         return await this_download.load(donors)
     for _ in range(MAX_COMPARISONS - 1):
@@ -108,9 +110,10 @@ class _Download:
         deadlines: Deadlines,
         declared: Mapping[str, float],
         max_bytes: int | None,
+        check: Check,
         on_progress: Callable[[StateReader], object],
     ) -> None:
-        self._transport, self._schema, self._max_bytes = transport, schema, max_bytes
+        self._transport, self._schema, self._max_bytes, self._check = transport, schema, max_bytes, check
         self._declared = declared
         self._patience = Patience(deadlines)
         self._on_progress = on_progress
@@ -120,12 +123,13 @@ class _Download:
     async def load(self, donors: Sequence[str], expected: Fingerprint | None = None) -> tuple[State, str]:
         """Reads from one donor after the other until one has delivered all."""
         failures: dict[str, str] = {}
+        gone: set[str] = set()
         declared = dict(self._declared)
         waiting, tries = list(donors), Counter[str]()
         while waiting or (waiting := await self._preparing()):
             donor = waiting.pop(0)
             at_least = declared.pop(donor, 0.0)
-            reader = StateReader(self._schema, self._max_bytes, self._held, expected, at_least)
+            reader = StateReader(self._schema, self._max_bytes, self._held, expected, at_least, self._check)
             before = self._held.nbytes
             tries[donor] += 1
             cut = False
@@ -138,6 +142,8 @@ class _Download:
                 state = reader.finish()
             except (TimeoutError, AveragingError) as error:
                 failures[donor] = self._reason(donor, error)
+                if isinstance(error, PeerUnreachableError) and error.refused:
+                    gone.add(donor)
                 cut = isinstance(error, TimeoutError | TransportError)
             else:
                 failures.pop(donor, None)
@@ -155,7 +161,7 @@ class _Download:
             worthwhile = self._held.nbytes > before or self._patience.owes(donor)
             if reader.outdated or (cut and worthwhile and tries[donor] < TRIES_PER_DONOR):
                 waiting.append(donor)
-        raise _LostError(_told(failures.values()))
+        raise _LostError(_told(failures.values()), gone)
 
     async def compare(self, donors: Sequence[str], wanted: int) -> tuple[list[str], Fingerprint]:
         """Asks donors what they have, and returns those of the best-attested state.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,9 @@ from averaging.state.manifest import (
     resume_at,
 )
 from averaging.state.packing import State
+
+Check = Callable[[Mapping[str, Any]], None]
+"""Called with the user dict of a state before its tensors come; raises StateError if it cannot be taken over."""
 
 MAX_GROWTH = 16
 """A state may hold so many times the bytes of the averaged tensors (plus 64 MiB) before it is refused."""
@@ -123,6 +126,10 @@ class _Filling:
         return end == self.tensor.nbytes and not self._chunks_left
 
 
+def accept_all(_: Mapping[str, Any]) -> None:
+    """A check that refuses nothing."""
+
+
 class StateReader:
     """Puts a download together again and verifies it. No I/O.
 
@@ -132,6 +139,7 @@ class StateReader:
         held: what need not be read again where a state has the very same; its cut tensor is written on.
         expected: refuses any other state.
         at_least: refuses a state of a version below that.
+        check: see `Check`.
 
     Attributes:
         started: whether the metadata has come.
@@ -153,8 +161,9 @@ class StateReader:
         held: Held | None = None,
         expected: Fingerprint | None = None,
         at_least: float = 0.0,
+        check: Check = accept_all,
     ) -> None:
-        self._schema = schema
+        self._schema, self._check = schema, check
         self._before, self._expected, self._at_least = held or Held(), expected, at_least
         own_bytes = schema.nbytes if schema else 0
         self._max_bytes = MAX_GROWTH * own_bytes + (64 << 20) if max_bytes is None else max_bytes
@@ -225,6 +234,7 @@ class StateReader:
             declared = f"{self._at_least:.0f} as it has declared"
             raise StateError(f"it has version {self.version}, not {declared}; it was probably started anew")
         self._check_announced()
+        self._check(manifest.user)
         if manifest.skipped:
             self._skip(manifest.skipped)
 

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from functools import cached_property
 from typing import Any, SupportsIndex
 
 import torch
 
-from averaging.errors import ConfigError, StateError
+from averaging.errors import ConfigError, RoundError, StateError
 from averaging.messages import CompressionType
+from averaging.observe.receipts import Receipt
+from averaging.peer.topics import Topic
 from averaging.state.snapshots import NO_EXTRAS, Extras
-from averaging.training.training import Training
+from averaging.strategies.catching_up import CatchingUp
+from averaging.strategies.history import History, Others, Progress, Stage, ending, look_for_greater_origin
+from averaging.training.training import Fetch, Training
 from averaging.values import is_count, is_finite, parse_compression
 
 
@@ -31,12 +37,20 @@ class Strategy(ABC):
 
     Attributes:
         taken: whether an averager has been made with it. The averager sets it, and no other one takes it then.
+        history: where the run began, and the steps that it has made together, if the strategy makes such steps. The
+            averager sets it at the start and whenever a state is taken over or loaded.
+        stage: of the training, see `Progress`.
+        digest: of the weights, once the training has ended.
 
     Raises:
         ConfigError: `max_norm` is not above 0.
     """
 
     taken = False
+    history = History()
+    stage = Stage.TRAINING
+    _partners: frozenset[str] = frozenset()  # those with whom this peer has averaged last
+    digest = ""
 
     def __init__(
         self,
@@ -71,7 +85,7 @@ class Strategy(ABC):
 
     @property
     def samples(self) -> float:
-        """Samples gathered for the next global step, where the strategy counts them."""
+        """What has been gathered for the next global step, where the strategy counts it: samples, or local steps."""
         return 0.0
 
     @abstractmethod
@@ -84,7 +98,57 @@ class Strategy(ABC):
 
     def joined(self, training: Training) -> None:
         """Called when the peer has joined its run and taken over the run's state, if there is one, or a checkpoint."""
-        training.tell(b"")  # that it is here
+        self.announce(training)
+
+    def announced(self, training: Training) -> History:
+        """The history that others compare with theirs: here that of a peer that counts its own steps."""
+        return replace(self.history, step=training.local_step)
+
+    def progress(self, training: Training, coming: float = 0.0) -> Progress:
+        """What this peer announces to the others, see `Progress`."""
+        history = self.announced(training)
+        return Progress(history, self.samples, coming, training.donates, self.stage, self.digest)
+
+    def announce(self, training: Training, coming: float = 0.0) -> None:
+        """Announces the progress of this peer to the others."""
+        training.tell(self.progress(training, coming).pack())
+
+    @cached_property
+    def _catching_up(self) -> CatchingUp:
+        return CatchingUp()
+
+    def others(self, training: Training, told: Mapping[str, bytes]) -> Others:
+        """Reads the progress of the other peers, by endpoint: who counts as ahead of this one."""
+        return look_for_greater_origin(
+            self.announced(training),
+            told,
+            doubted=self._catching_up.doubted(training),
+            donates=training.donates,
+        )
+
+    def keep_up(self, training: Training, others: Others, patience: float = 0.0) -> bool:
+        """Takes over the state of those who are ahead, if there are any; whether that was done.
+
+        Args:
+            training: whose state it becomes.
+            others: from `others`.
+            patience: seconds to wait for somebody to begin to send it, though this peer could go on with others.
+        """
+        own = self.announced(training)
+        fetch = self._catching_up.follow(training, own, others, self._partners, patience)
+        if fetch is None:
+            return False
+        try:
+            self._take_over(training, fetch)
+        except (StateError, RoundError) as error:
+            self._catching_up.failed(training, own, fetch, error)
+            return False
+        self._catching_up.taken_over(own, self.announced(training))
+        self.announce(training)
+        return True
+
+    def _take_over(self, training: Training, fetch: Fetch) -> None:
+        training.take_over(fetch)
 
     def step(
         self, training: Training, closure: Callable[[], float] | None = None, batch_size: int | None = None
@@ -119,6 +183,31 @@ class Strategy(ABC):
     def finish(self, training: Training) -> None:
         """Called before the peer leaves and before `average_now`: waits for what is in progress, or gives it up."""
         return
+
+    def conclude(self, training: Training, partners: Collection[str], patience: float) -> Receipt | None:
+        """Called by `DecentralizedAverager.finish`: brings this peer together with the others at the end of training.
+
+        Afterwards the model holds the weights to export.
+
+        Args:
+            training: with whose model and peer it works.
+            partners: endpoints of the others that train no more.
+            patience: seconds that this may take.
+
+        Returns:
+            The receipt of the last round; None if there was none.
+        """
+        return None
+
+    def _average_at_the_end(self, training: Training, topic: Topic, patience: float) -> Receipt | None:
+        """Averages a topic with those that train no more, until that succeeds or the time is over."""
+        end = training.monotonic() + patience
+        receipt: Receipt | None = None
+        while ending(training.told()) and (left := end - training.monotonic()) > 0:
+            receipt = training.average(topic, awaited=ending, patience=left)
+            if receipt.averaged:
+                break
+        return receipt
 
     def _options(self) -> str:
         """What is not as usual, for `repr`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
@@ -12,17 +12,19 @@ import torch
 from averaging.errors import AveragingError, ConfigError, StateError
 from averaging.messages import CompressionType
 from averaging.observe.receipts import Receipt
+from averaging.peer.round_options import RoundOptions
 from averaging.peer.topics import Adopt
 from averaging.state.snapshots import Extras
 from averaging.strategies.base import count_in, needs_closure, take_tensor
 from averaging.strategies.fragment import Fragment, cut
-from averaging.strategies.history import History, Others
+from averaging.strategies.history import History
 from averaging.strategies.together import Together
 from averaging.strategies.turns import Turns, whole
+from averaging.tensors import digest_of_piece
 from averaging.training.arithmetic import clip, full_precision
 from averaging.training.future import SignalSafeFuture
 from averaging.training.optimizer_state import load_optimizer, pack_optimizer, restored_on_error
-from averaging.training.training import Training
+from averaging.training.training import Fetch, Training
 from averaging.values import is_finite
 
 OuterFactory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -103,6 +105,11 @@ class DiLoCo(Together):
         told = "".join(f", {name}={value}" for name, (value, usual) in more.items() if value != usual)
         return f"DiLoCo(every={self.every}{told}{self._options()})"
 
+    @property
+    def samples(self) -> float:
+        """Local steps since the last round."""
+        return self._turns.steps
+
     def start(self, training: Training) -> None:
         """Cuts the model into fragments, each with its outer optimizer."""
         self._fragments = []  # those of an averager that could not start
@@ -156,20 +163,43 @@ class DiLoCo(Together):
             if self._turns.steps < self.delay:
                 return
             self._end(training, self._pending)
-        others = self._look_around(training, wait=False)
-        if others.ahead:
-            self._rejoin(training, others)
+        others = self.others(training, training.told(wait=False))
+        if self.keep_up(training, others):
             return
         fragment = self._next_fragment
         if self._turns.is_due(training.now(), training.awaited_until(fragment.topic, self.history.phase)):
             self._begin(training, fragment, others.together)
+            if self._pending is not None and not self.delay:
+                self._end(training, self._pending)
 
     def finish(self, training: Training) -> None:
         """Waits for the result that is on its way."""
         if self._pending is not None:
             self._end(training, self._pending)
 
-    def _begin(self, training: Training, fragment: Fragment, together: tuple[str, ...]) -> None:
+    def conclude(self, training: Training, partners: Collection[str], patience: float) -> Receipt | None:
+        """Makes one more outer step of each fragment, with the local steps since the last; drops them if that fails."""
+        receipt: Receipt | None = None
+        end = training.monotonic() + patience
+        # Of the fragment that was averaged last there may be nothing new at any peer.
+        is_new = self.samples + self.others(training, training.told()).samples > 0
+        for _ in self._fragments if is_new else self._fragments[1:]:
+            told = training.told()
+            together = self.others(training, told).together
+            if not together and not told.keys().isdisjoint(partners):
+                break  # what this peer made alone would not be the others'
+            self._begin(training, self._next_fragment, together, patience=max(0.0, end - training.monotonic()))
+            if self._pending is not None:
+                receipt = self._end(training, self._pending)
+        with training.replacing():
+            for fragment in self._fragments:
+                fragment.export()
+        return receipt
+
+    def _begin(
+        self, training: Training, fragment: Fragment, together: tuple[str, ...], patience: float | None = None
+    ) -> None:
+        """Begins the round of a fragment; a peer that has nobody to average with makes its outer step at once."""
         fragment.measure()
         if self.max_norm is not None:
             clip(fragment.changes.values(), self.max_norm)
@@ -178,17 +208,18 @@ class DiLoCo(Together):
             self._step(training, fragment, None)
             return
         self._begun = self.history
-        self._pending = training.begin(
-            fragment.topic,
-            phase=self.history.phase,
-            gather={"samples": training.weight},
-            enough=self._all_of(training, together),
-            overtaken=self._overtaken(training),
-        )
-        if not self.delay:
-            self._end(training, self._pending)
+        options: RoundOptions = {
+            "phase": self.history.phase,
+            "gather": {"samples": training.weight},
+            "enough": self._all_of(training, together),
+            "overtaken": self._overtaken(),
+            "state": digest_of_piece(self._anchors, self.history.step),
+        }
+        if patience is not None:
+            options["patience"] = patience
+        self._pending = training.begin(fragment.topic, **options)
 
-    def _end(self, training: Training, pending: SignalSafeFuture[Receipt]) -> None:
+    def _end(self, training: Training, pending: SignalSafeFuture[Receipt]) -> Receipt:
         try:
             receipt = training.receipt_of(pending)
         except BaseException:
@@ -199,36 +230,42 @@ class DiLoCo(Together):
             raise
         self._pending = None
         if self.history != self._begun:
-            return  # a checkpoint has been loaded meanwhile, and the result is of other parameters
+            return receipt  # a checkpoint has been loaded meanwhile, and the result is of other parameters
         if receipt.averaged:
             self._step(training, self._next_fragment, receipt)
         else:
             self._discarded = bool(receipt.group_id)
+        return receipt
 
     def _step(self, training: Training, fragment: Fragment, receipt: Receipt | None) -> None:
         with training.replacing():
             fragment.step(self.alpha)
             self._advance(training, receipt, training.weight)
         self._discarded = False
-        self._tell(training)
+        self.announce(training)
 
-    def _rejoin(self, training: Training, others: Others) -> None:
-        """Catches up with those who are ahead, and puts the local steps that nobody has yet on top of their state."""
-        if not self._may_catch_up(others):
-            return
+    def _take_over(self, training: Training, fetch: Fetch) -> None:
+        """Puts the local steps that nobody has yet on top of the state, unless it is of another origin."""
+        origin = self.history.origin.id
         own = [] if self._discarded else [fragment.local_steps() for fragment in self._fragments]
-        if self._catch_up(training, others):
+        super()._take_over(training, fetch)
+        if origin == self.history.origin.id:
             with training.locked():
                 for fragment, steps in zip(self._fragments, own, strict=False):
                     fragment.rebase(steps)
-            self._discarded = False
+        self._discarded = False
+
+    @property
+    def _anchors(self) -> list[torch.Tensor]:
+        """The model after the last global step, which all peers hold alike."""
+        return [anchor for fragment in self._fragments for anchor in fragment.anchors.values()]
 
     @property
     def _next_fragment(self) -> Fragment:
         return self._fragments[self.history.step % len(self._fragments)]
 
     def state(self) -> Extras:
-        """The history, the model after the last global step, and the outer optimizers' state."""
+        """The model after the last global step, and the outer optimizers' state."""
         tensors: dict[str, torch.Tensor] = {}
         outer = []
         for fragment in self._fragments:
@@ -236,11 +273,12 @@ class DiLoCo(Together):
             found, packed = pack_optimizer(fragment.outer, f"outer{fragment.number}")
             tensors |= found
             outer.append(packed)
-        return Extras(tensors, {"history": self.history.pack(), "outer": outer, "since": self._turns.steps})
+        return Extras(tensors, {"outer": outer, "since": self._turns.steps})
 
     def load(self, tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None:
         """Takes over another peer's outer state; the hyperparameters of the outer optimizer stay this one's."""
-        history, since = History.unpack(user.get("history")), count_in(user, "since")
+        super().load(tensors, user)
+        since = count_in(user, "since")
         outer = user.get("outer")
         if not isinstance(outer, list) or len(outer) != len(self._fragments):
             raise StateError(f"its model is not cut into {len(self._fragments)} fragments, as it is here")
@@ -256,7 +294,7 @@ class DiLoCo(Together):
             for fragment, anchors in zip(self._fragments, found, strict=True):
                 for name, anchor in anchors.items():
                     fragment.anchors[name].copy_(anchor)
-        self.history, self._turns.steps, self._loaded = history, since, True
+        self._turns.steps, self._loaded = since, True
         self._discarded = False
 
 

@@ -79,6 +79,12 @@ class Fragment:
         }
 
     @torch.no_grad()
+    def export(self) -> None:
+        """Leaves the model after the last global step in the parameters; local steps since then are dropped."""
+        for name, parameter in self.parameters.items():
+            parameter.copy_(self.anchors[name])
+
+    @torch.no_grad()
     def rebase(self, steps: Mapping[str, torch.Tensor]) -> None:
         """Puts local steps on top of the model after the last global step."""
         for name, parameter in self.parameters.items():

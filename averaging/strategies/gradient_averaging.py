@@ -12,11 +12,10 @@ from averaging.errors import ConfigError, TensorError
 from averaging.messages import CompressionType
 from averaging.observe.receipts import Receipt
 from averaging.peer.topics import Adopt
-from averaging.state.snapshots import Extras
 from averaging.strategies.base import needs_closure
-from averaging.strategies.history import History, Others
+from averaging.strategies.history import Others
 from averaging.strategies.together import Together
-from averaging.tensors import all_finite
+from averaging.tensors import all_finite, digest_of_piece
 from averaging.training.arithmetic import clip, full_precision
 from averaging.training.training import Training
 
@@ -108,15 +107,13 @@ class GradientAveraging(Together):
         loss = training.evaluate(closure)
         self._gather(training, batch_size)
         training.count_local_step()
-        others = self._look_around(training)
+        others = self.others(training, training.told())
         if self._is_worth_waiting(others):
             others = self._wait_for_the_rest(training)
-        if others.ahead:
-            self._catch_up(training, others)
-        elif self._is_complete(others):
-            self._tell(training)
+        if not self.keep_up(training, others) and self._is_complete(others):
+            self.announce(training)
             self._global_step(training, others.together)
-        self._tell(training, coming=batch_size)
+        self.announce(training, coming=batch_size)
         self._returned = training.now()
         return loss
 
@@ -126,14 +123,14 @@ class GradientAveraging(Together):
     def _is_worth_waiting(self, others: Others) -> bool:
         """Whether the batches that others compute now complete the joined one, so that one more would be too many."""
         coming = self._gathered + others.samples + others.coming
-        return not others.ahead and not self._is_complete(others) and coming >= self.target_batch_size
+        return not self._is_complete(others) and coming >= self.target_batch_size
 
     def _wait_for_the_rest(self, training: Training) -> Others:
         """Waits while that is so, but not much longer than a batch of this peer's takes."""
-        self._tell(training)
+        self.announce(training)
         patience = max(0.0, min(WAITED_BATCHES * (training.now() - self._returned), training.matchmaking_time))
-        told = training.told_until(lambda told: not self._is_worth_waiting(self._read(training, told)), patience)
-        return self._read(training, told)
+        told = training.told_until(lambda told: not self._is_worth_waiting(self.others(training, told)), patience)
+        return self.others(training, told)
 
     def _gather(self, training: Training, samples: int) -> None:
         for name, parameter in training.parameters.items():
@@ -168,7 +165,8 @@ class GradientAveraging(Together):
                     weight=self._gathered,
                     gather={"samples": self._gathered, "lacking": _bitmap(lacking, len(self._present))},
                     enough=self._all_of(training, together),
-                    overtaken=self._overtaken(training),
+                    overtaken=self._overtaken(),
+                    state=digest_of_piece(list(training.parameters.values()), self.history.step),
                 )
             finally:  # also after a KeyboardInterrupt
                 if receipt is None or not receipt.averaged:
@@ -191,13 +189,16 @@ class GradientAveraging(Together):
             for mean in self._means.values():
                 mean.div_(scale.to(mean.device, mean.dtype))
 
-    def state(self) -> Extras:
-        """The history."""
-        return Extras({}, {"history": self.history.pack()})
+    def conclude(self, training: Training, partners: Collection[str], patience: float) -> Receipt | None:
+        """The parameters of all are equal; averages the buffers, which batches since the last step have changed."""
+        if not training.buffers:
+            return None
+        topic = training.topic("buffers", training.buffers, adopt=Adopt.WHOLE)
+        return self._average_at_the_end(training, topic, patience)
 
     def load(self, tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None:
-        """Takes over a history; what has been gathered is of other parameters."""
-        self.history = History.unpack(user.get("history"))
+        """Drops what has been gathered, which is of other parameters."""
+        super().load(tensors, user)
         self._forget_gradients()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from averaging.observe.receipts import Receipt
 from averaging.peer.topics import Adopt, Topic, TopicOptions
 from averaging.state.snapshots import Extras
 from averaging.strategies.base import Strategy, count_in
+from averaging.strategies.history import training_on
 from averaging.strategies.late_change import LateChange
 from averaging.strategies.turns import Turns
 from averaging.training.future import SignalSafeFuture
@@ -59,6 +60,7 @@ class LocalSGD(Strategy):
         self._late: LateChange | None = None  # with `overlap`: what is averaged instead, and added
         self._pending: SignalSafeFuture[Receipt] | None = None
         self._replaced = False  # the parameters have been loaded since the pending round began
+        self._told: Mapping[str, bytes] = {}  # what the others have announced, when it was last looked at
 
     @property
     def every(self) -> int:
@@ -84,6 +86,8 @@ class LocalSGD(Strategy):
     def after_step(self, training: Training) -> None:
         """Averages if it is time."""
         self._turns.count(training.now())
+        if self._gives_way(training):
+            return
         topic = self._topic or self._make_topic(training, training.tensors | training.statistics())
         if self._pending is not None:
             if not self._pending.done():
@@ -97,9 +101,9 @@ class LocalSGD(Strategy):
         if self._late is not None:
             self._late.copy()
             self._replaced = False
-            self._pending = training.begin(topic)
+            self._pending = training.begin(topic, awaited=training_on)
         else:
-            self._note(training, training.average(topic))
+            self._note(training, training.average(topic, awaited=training_on))
 
     def state(self) -> Extras:
         """How far it is on the way to the next turn."""
@@ -110,10 +114,23 @@ class LocalSGD(Strategy):
         self._turns.steps = count_in(user, "since")
         self._replaced = True
 
+    def _gives_way(self, training: Training) -> bool:
+        """Takes over the run of another origin, if there is one that counts more; whether that was done."""
+        told = training.told(wait=False)
+        if told is self._told and not self._catching_up.busy:
+            return False
+        self._told = told
+        return self.keep_up(training, self.others(training, told))
+
     def finish(self, training: Training) -> None:
         """Waits for the change that is on its way."""
         if self._pending is not None:
             self._apply(training, self._pending)
+
+    def conclude(self, training: Training, partners: Collection[str], patience: float) -> Receipt | None:
+        """Averages the parameters of all once more, so that all end with the same."""
+        topic = training.topic("", training.tensors, adopt=Adopt.WHOLE, commits=True, compression=self.compression)
+        return self._average_at_the_end(training, topic, patience)
 
     def _make_topic(self, training: Training, tensors: dict[str, torch.Tensor]) -> Topic:
         self._averaged = list(tensors.values())
@@ -139,6 +156,7 @@ class LocalSGD(Strategy):
     def _note(self, training: Training, receipt: Receipt) -> None:
         """What a peer has learnt alone is the run's state, too."""
         training.forget()  # else those who waited for this round would be taken for waiting for the next
+        training.tell(self.progress(training).pack(), soon=False)
         if not receipt.averaged and training.is_alone:
             with training.replacing():
                 return

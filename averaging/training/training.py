@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -11,13 +12,14 @@ from typing import Any, Unpack
 import torch
 
 from averaging.config import NonFinite
-from averaging.errors import StateError, TensorError
+from averaging.errors import TensorError
 from averaging.group import Mode
 from averaging.observe.receipts import Receipt
-from averaging.peer.peer import Peer
-from averaging.peer.round_options import RoundOptions, all_of
+from averaging.peer.peer import Fetched, Peer
+from averaging.peer.round_options import AverageOptions, RoundOptions, all_of
 from averaging.peer.topics import Topic, TopicOptions
 from averaging.state.packing import State
+from averaging.tensors import digest_of_tensors
 from averaging.training.answers import Answers
 from averaging.training.arithmetic import clip
 from averaging.training.background import EventLoopThread, on_loop
@@ -29,6 +31,27 @@ logger = logging.getLogger("averaging.training")
 TakeOver = Callable[[State], None]
 
 
+class Fetch:
+    """A download of the run's state that goes on while this peer trains.
+
+    Attributes:
+        donors: endpoints that are asked.
+        began: when, see `Training.monotonic`.
+        delivering: whether one of them has begun to send a state that was accepted so far.
+    """
+
+    def __init__(self, donors: Sequence[str], began: float) -> None:
+        self.donors, self.began = tuple(donors), began
+        self.delivering = False
+        self.coming: SignalSafeFuture[Fetched] = SignalSafeFuture()
+        self.task: asyncio.Task[Any] | None = None  # in the peer's thread
+        self.begun = asyncio.Event()  # likewise: it delivers
+
+    def done(self) -> bool:
+        """Whether it has ended, in whatever way."""
+        return self.coming.done()
+
+
 class Training:
     """One averager as its strategy sees it, from the training thread.
 
@@ -38,6 +61,8 @@ class Training:
         buffers: floating-point buffers of the model that are averaged along, by name.
         peer: of those tensors; not entered yet.
         note: called with the receipt of every round.
+        check: called in the peer's thread with what a state that is being downloaded holds besides its tensors; it
+            raises StateError if that cannot be taken over.
         take_over: called in the peer's thread with a downloaded state, before the tensors are overwritten.
 
     Attributes:
@@ -52,13 +77,14 @@ class Training:
         peer: Peer,
         *,
         note: Callable[[Receipt], None],
+        check: Callable[[Mapping[str, Any]], None],
         take_over: TakeOver,
     ) -> None:
         self.optimizer = optimizer
         self.parameters, self.buffers = parameters, buffers
         self.local_step = 0
         self._peer = peer
-        self._note, self._take_over = note, take_over
+        self._note, self._check, self._take_over = note, check, take_over
         self._weight = 1.0
         self._warned = ""
         self._alone = False
@@ -103,9 +129,14 @@ class Training:
         return len(self._thread.run(on_loop(lambda: self._peer.peers))) == 1
 
     @property
-    def is_client(self) -> bool:
-        """Whether this peer accepts no connection, so that nobody can take over its state."""
-        return self._peer.config.mode is Mode.CLIENT
+    def donates(self) -> bool:
+        """Whether others can download this peer's state."""
+        return self._peer.config.share_state and self._peer.config.mode is not Mode.CLIENT
+
+    @property
+    def verify_donors(self) -> int:
+        """So many donors must have the same state before one is believed."""
+        return self._peer.config.verify_donors
 
     @property
     def group_size(self) -> int:
@@ -115,6 +146,10 @@ class Training:
     def now(self) -> float:
         """Seconds since the epoch."""
         return time.time()
+
+    def monotonic(self) -> float:
+        """Seconds of a clock that is not set back."""
+        return time.monotonic()
 
     def statistics(self) -> dict[str, torch.Tensor]:
         """The optimizer's statistics of the shape of their parameter, such as momentum, by name.
@@ -270,20 +305,25 @@ class Training:
         # One declaration, and one more for each of the group bits that may have to be dropped.
         patience = min(config.matchmaking_time * (1 + len(config.group_bits)), config.timeout)
 
+        awaited = options.get("awaited", frozenset)
+        chosen: AverageOptions = {"weight": weight}
+
         async def average() -> Receipt:
             alone = len(self._peer.peers) == 1
-            awaited = frozenset(self._peer.progress.told)
-            chosen: RoundOptions = {
-                "weight": weight,
-                "enough": all_of(awaited),
-                "patience": 0.0 if alone else patience,
-            }
-            if awaited and "patience" not in options:
-                chosen["overtaken"] = lambda told: not told  # all that it could wait for have left
-            chosen.update(options)
+            told = self._peer.progress.told
+            chosen["enough"] = all_of(awaited, told)
+            chosen["patience"] = 0.0 if alone else patience
+            if awaited(told) and "patience" not in options:
+                chosen["overtaken"] = lambda told: not awaited(told)  # all that it could wait for have left
+            chosen.update({key: value for key, value in options.items() if key != "awaited"})  # type: ignore[typeddict-item]
             return await self._peer.average(topic or self._whole, **chosen)
 
         return average()
+
+    def digest(self) -> str:
+        """A digest of the model's weights, 16 hexadecimal digits: equal at all peers that hold the same bytes."""
+        with self._peer.tensors() as tensors:
+            return digest_of_tensors(tensors)
 
     def _synchronize(self) -> None:
         """Makes sure that the peer's thread sees what the training thread has computed."""
@@ -315,9 +355,9 @@ class Training:
 
     # The others
 
-    def tell(self, progress: bytes) -> None:
-        """Tells the other peers how far this one is, see `RunProgress.tell`; does not wait for the peer's thread."""
-        self._thread.start(on_loop(lambda: self._peer.progress.tell(progress)))
+    def tell(self, progress: bytes, *, soon: bool = True) -> None:
+        """Announces to the other peers how far this one is, see `RunProgress.tell`; does not wait for its thread."""
+        self._thread.start(on_loop(lambda: self._peer.progress.tell(progress, soon=soon)))
 
     def told(self, *, wait: bool = True) -> dict[str, bytes]:
         """How far the other peers are, by endpoint.
@@ -344,29 +384,68 @@ class Training:
         what = (topic.schema.topic, phase)
         return self._answers.recent(self._thread, what, lambda: self._peer.awaited_until(topic, phase), wait=False)
 
-    def take_over(self, donors: Sequence[str], check: Callable[[Mapping[str, Any]], None]) -> None:
-        """Downloads the state of the first of `donors` that delivers one, and takes all of it over.
+    def fetch(self, donors: Sequence[str], check: Callable[[Mapping[str, Any]], None]) -> Fetch:
+        """Begins to download the state of the first of `donors` that delivers one; training can go on meanwhile.
 
         Args:
             donors: endpoints.
-            check: called with what the state tells of the strategy; raises StateError if it is not what is wanted.
+            check: called with what the state holds of the strategy, as soon as a donor begins to send; it raises
+                StateError if that is not what is wanted, and then the next donor is asked.
+        """
+        fetch = Fetch(donors, self.monotonic())
+
+        def begun(user: Mapping[str, Any]) -> None:
+            self._check(user)
+            check(user["strategy"])
+            fetch.delivering = True
+            fetch.begun.set()
+
+        async def download() -> Fetched:
+            fetch.task = asyncio.current_task()
+            offering = {name for _, name in self._peer.donors}
+            return await self._peer.fetch_state([name for name in fetch.donors if name in offering], begun)
+
+        fetch.coming = self._thread.start(download())
+        return fetch
+
+    def wait_for_fetches(self, fetches: Sequence[Fetch], seconds: float | None) -> None:
+        """Waits until one of them has ended, or begins to deliver if none does; at most so many seconds."""
+
+        async def wait() -> None:
+            begun = [asyncio.create_task(fetch.begun.wait()) for fetch in fetches if not fetch.delivering]
+            ends = [fetch.task for fetch in fetches if fetch.task is not None]
+            try:
+                await asyncio.wait([*ends, *begun], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for one in begun:
+                    one.cancel()
+
+        self._thread.run(wait())
+
+    def give_up(self, fetch: Fetch) -> None:
+        """Ends a download that nobody waits for any more."""
+        self._thread.start(on_loop(lambda: fetch.task is not None and fetch.task.cancel()))
+
+    def receive(self, fetch: Fetch) -> Mapping[str, Any]:
+        """Waits for a download; returns what the state holds of the strategy.
 
         Raises:
-            StateError: nobody delivered a sound state; nothing was changed.
+            StateError: nobody delivered a sound state.
+            ClosedError: the averager was closed, or its thread has failed.
         """
+        user: Mapping[str, Any] = self._thread.wait(fetch.coming).state.user["strategy"]
+        return user
 
-        def checked(state: State) -> None:
-            told = state.user.get("strategy")
-            if not isinstance(told, dict):
-                raise StateError("the state tells nothing of its strategy")
-            check(told)
-            self._take_over(state)
+    def take_over(self, fetch: Fetch) -> None:
+        """Takes over all of a state that was received.
 
-        offering = {name for _, name in self._thread.run(on_loop(lambda: self._peer.donors))}
-        able = [name for name in donors if name in offering]
-        self._thread.run(self._peer.download_state(checked, able))
+        Raises:
+            StateError: it does not fit; nothing was changed.
+            RoundError: the application held the tensors' lock for more than `timeout`; nothing was changed.
+        """
+        self._thread.run(self._peer.take_over(self._thread.wait(fetch.coming), self._take_over))
         self.forget()
 
     def forget(self) -> None:
-        """What the others have told is asked for anew."""
+        """What the others have announced is asked for anew."""
         self._answers.forget()

@@ -297,7 +297,7 @@ class MemoryTransport:
         await network._not_frozen(self.endpoint, endpoint)
         peer = network._serving.get(endpoint)
         if peer is None or not network._connected(self.endpoint, endpoint):
-            raise PeerUnreachableError(endpoint, "connection refused")
+            raise PeerUnreachableError(endpoint, "connection refused", refused=True)
         network._open.add(call)
         call.server = peer._answer(call, lambda: handler(peer, call.up.__aiter__()))
         upload = None if messages is None else asyncio.create_task(self._upload(call, messages))

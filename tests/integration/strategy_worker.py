@@ -1,7 +1,8 @@
 """A peer in a process of its own that trains with a strategy, and can be made to die at a named moment.
 
 Run as `python -m tests.integration.strategy_worker '{"strategy": "gradients", "steps": 6, ...}'`. It prints JSON lines:
-`ready`, `step` after each global step with a digest of the model, `done`; then it serves until stdin ends.
+`ready`, `step` after each global step with a digest of the model, `done`; then it serves until stdin ends. With
+`together` it neither waits for a line to begin nor serves at the end: it waits for the others, trains, and finishes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from averaging import DecentralizedAverager, DiLoCo, GradientAveraging, Receipt, Training
+from averaging import DecentralizedAverager, DiLoCo, GradientAveraging, LocalSGD, Receipt, Training
 from tests.integration.training import backward, batch_of, model_of
 from tests.integration.worker import FatalTransport
 
@@ -62,11 +63,12 @@ def main(options: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     model = model_of(options.get("seed", 0))
     death, at = options.get("death"), options.get("at", 2)
-    gradients = options["strategy"] == "gradients"
-    strategy = MortalGradients(3 * BATCH) if gradients else MortalDiLoCo(3)
-    strategy.dies_at = at if death == "between round and step" else None
+    strategies = {"gradients": MortalGradients(3 * BATCH), "diloco": MortalDiLoCo(3), "local": LocalSGD(3)}
+    strategy = strategies[options["strategy"]]
+    if isinstance(strategy, _Mortal):
+        strategy.dies_at = at if death == "between round and step" else None
     transport = FatalTransport(
-        "127.0.0.1:0",
+        options.get("listen", "127.0.0.1:0"),
         None,
         max_message_bytes=64 << 20,
         fatal_step="sending" if death == "in the round" else "",
@@ -80,8 +82,12 @@ def main(options: dict[str, Any]) -> None:
         transport=transport,
         matchmaking_time=options.get("matchmaking_time", 3.0),
         part_timeout=5.0,
+        receipts=options.get("receipts"),
     )
     tell("ready", endpoint=opt.endpoint, global_step=opt.global_step)
+    if options.get("together"):
+        train_together(opt, model, options)
+        return
     sys.stdin.readline()
     opt.wait_for_peers(options.get("peers", 1), 60.0)
     drawn, told = 0, opt.global_step
@@ -100,6 +106,17 @@ def main(options: dict[str, Any]) -> None:
     tell("done", step=opt.global_step)
     sys.stdin.readline()
     opt.close()
+
+
+def train_together(opt: DecentralizedAverager, model: torch.nn.Module, options: dict[str, Any]) -> None:
+    """Waits for the others, makes so many local steps, and finishes with them."""
+    with opt:
+        tell("found", peers=opt.wait_for_peers(options["peers"], 60.0), digest=digest(list(model.parameters())))
+        for drawn in range(options["steps"]):
+            backward(model, batch_of(options["number"] * 1000 + drawn, BATCH))
+            opt.step(batch_size=BATCH)
+        finish = opt.finish()
+        tell("finished", alike=finish.alike, told=str(finish), digest=digest(list(model.parameters())))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import signal
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
@@ -337,11 +338,12 @@ def test_a_checkpoint_that_the_founder_loads_is_what_newcomers_get(make: Make) -
 def test_a_newcomer_to_whom_nobody_offers_a_state_keeps_its_own_and_says_so(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "averaging")
     first, one = make(share_state=False)
     second, other = make(join=[one.endpoint])
     assert not equal(first, second)
-    assert other.model_version == 0
-    assert "no peer of run 'test' offers a state yet" in caplog.text
+    assert other.model_version == 1  # those who come next get it
+    assert "no peer of run 'test' has a state" in caplog.text
 
 
 def test_a_newcomer_that_cannot_get_the_state_does_not_start(make: Make) -> None:

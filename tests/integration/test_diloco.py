@@ -70,7 +70,7 @@ def test_a_peer_that_missed_a_global_step_keeps_its_local_steps(start: Start) ->
     late = run.averagers[2]
     assert late.global_step == 0
     others = parameters_of(run.models[0])
-    run.heard(2, 1)
+    run.heard(2, 1, of=2)
     step(run, 2, 2)
     assert late.global_step == 1
     for now, base, change in zip(run.parameters()[2], others, own, strict=True):

@@ -14,8 +14,8 @@ import torch
 
 from averaging import DiLoCo, GradientAveraging, LocalSGD, Mode, Outcome, Strategy, group
 from averaging.errors import ConfigError, PeerUnreachableError, TensorError
+from averaging.strategies.claims import FIRST_PAUSE
 from averaging.strategies.history import Progress
-from averaging.strategies.retries import FIRST_PAUSE
 from tests.integration.training import (
     PATIENCE,
     SGD,
@@ -152,12 +152,12 @@ def test_one_that_is_ahead_and_cannot_be_reached_is_told_of_once_and_not_asked_a
     start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     now, asked = [0.0], []
-    monkeypatch.setattr("averaging.strategies.together.monotonic", lambda: now[0])
     run = start()
     for _ in range(3):
-        run.add(GradientAveraging(8), SGD, matchmaking_time=1.0)
+        run.add(GradientAveraging(1000), SGD, matchmaking_time=1.0)
     run.meet()
     late = run.averagers[2]
+    monkeypatch.setattr(late._training, "monotonic", lambda: now[0])
     transport = late._peer._transport
     reach = transport.download_state
 
@@ -167,20 +167,21 @@ def test_one_that_is_ahead_and_cannot_be_reached_is_told_of_once_and_not_asked_a
         yield
 
     monkeypatch.setattr(transport, "download_state", refused)
-    run.each(lambda number: gather_until(run, number, 1) if number < 2 else None)
+    run.each(lambda number: gather_until(run, number, 1, samples=500) if number < 2 else None)
     run.heard(2, 1, of=2)
     for seed in range(20):
         step(run, 2, seed, batch_size=4)
     ahead = {peer.endpoint for peer in run.averagers[:2]}
     assert (len(asked), set(asked)) == (2, ahead)
     now[0] += FIRST_PAUSE
-    step(run, 2, 20, batch_size=4)
+    for seed in range(20, 25):  # one of them in each step
+        step(run, 2, seed, batch_size=4)
     assert len(asked) == 4
     warnings = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
     assert len([told for told in warnings if "connection refused" in told]) == 1, warnings
     monkeypatch.setattr(transport, "download_state", reach)
     now[0] += 2 * FIRST_PAUSE
-    step(run, 2, 21, batch_size=4)
+    step(run, 2, 25, batch_size=4)
     assert late.global_step == 1
 
 

@@ -345,7 +345,8 @@ def test_nobody_waits_any_more_for_one_who_leaves(start: Start, strategy: Callab
     waiting = [threading.Thread(target=step, args=(run, number, number)) for number in range(2)]
 
     async def both_wait() -> None:
-        prefix = "test." if strategy is LocalSGD else "test/pseudogradient-0of1/0-."
+        phase = leaves.strategy.history.phase
+        prefix = "test." if strategy is LocalSGD else f"test/pseudogradient-0of1/{phase}."
         async with aclosing(leaves._peer.discovery.watch(prefix + "0b")) as changes:
             async for looking in changes:
                 if len(looking) == 2:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from averaging import DiLoCo, GradientAveraging, LocalSGD, Receipt, Strategy, Training
-from averaging.strategies.history import Others
+from averaging.training.training import Fetch
 from tests.integration.training import Run, backward, batch_of, equal, model_of, parameters_of
 
 PlainSGD = partial(torch.optim.SGD, lr=0.05)
@@ -151,9 +151,9 @@ class Logged(GradientAveraging):
         self.included[self.history.step] = self.pending
         self.pending = []
 
-    def _catch_up(self, training: Training, others: Others) -> bool:
+    def _take_over(self, training: Training, fetch: Fetch) -> None:
         self.pending = []
-        return super()._catch_up(training, others)
+        super()._take_over(training, fetch)
 
 
 @pytest.mark.parametrize(

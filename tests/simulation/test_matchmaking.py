@@ -240,7 +240,8 @@ def test_nobody_waits_any_more_for_one_who_leaves() -> None:
                 for peer in (first, second, leaves):
                     assert await peer.progress.others_tell(2, 10.0)
                 averaging = [
-                    asyncio.create_task(peer.average(enough=all_of(peer.progress.told))) for peer in (first, second)
+                    asyncio.create_task(peer.average(enough=all_of(frozenset, peer.progress.told)))
+                    for peer in (first, second)
                 ]
                 await asyncio.sleep(5.0)
                 assert not any(task.done() for task in averaging)
@@ -268,7 +269,7 @@ def test_an_auxiliary_makes_a_group_begin_neither_later_nor_sooner(matchmaking_t
                 assert await peer.progress.others_tell(1, 10.0)
             averaging = [asyncio.create_task(auxiliary.average())]
             for peer in trains:
-                averaging.append(asyncio.create_task(peer.average(enough=all_of(peer.progress.told))))
+                averaging.append(asyncio.create_task(peer.average(enough=all_of(frozenset, peer.progress.told))))
                 await asyncio.sleep(3.0)
             return await asyncio.gather(*averaging)
 

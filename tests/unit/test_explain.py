@@ -146,13 +146,29 @@ def test_what_it_comes_to() -> None:
         f"straggler: {D} in 1 round, 0.8 s at most, 0.8 s in all",
         "bytes: 18.0 MiB sent, 12.0 MiB received",
         "averages: the same in all of 3 rounds that can be compared",
+        "states: in no round can those of several peers be compared",
     ]
     assert list(explain(told, summary_only=True)) == [lines[0], *lines[5:]]
 
 
 def test_where_nothing_can_be_compared_nothing_is_said_to_be_the_same() -> None:
     told = [receipt(A, 4), receipt(B, 5)]
-    assert list(explain(told))[-1] == ("averages: in no round can those of several peers be compared")
+    assert list(explain(told))[-2:] == [
+        f"{what}: in no round can those of several peers be compared" for what in ("averages", "states")
+    ]
+
+
+def test_equal_averages_of_different_states_are_not_called_the_same() -> None:
+    """As of gradients, where peers began with different parameters."""
+    told = [receipt(A, 4, state="aa"), receipt(B, 4, state="bb"), receipt(A, 5, state="cc"), receipt(B, 5, state="cc")]
+    lines = list(explain(told))
+    assert f"DIFFERENT STATES: aa at {A}, bb at {B}" in lines[1]
+    assert "agree" not in lines[1]
+    assert "all 2 agree" in lines[2]
+    assert lines[-2:] == [
+        "averages: the same in all of 2 rounds that can be compared",
+        "states: DIFFERENT in 1 of 2 rounds that can be compared",
+    ]
 
 
 def told_of_straggler(shares: Sequence[float], rounds: int, held: int) -> str:

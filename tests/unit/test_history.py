@@ -8,14 +8,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from averaging.errors import StateError
-from averaging.strategies.history import History, Progress, look_around
-from averaging.strategies.together import MAX_SAMPLES, _check_history, gathered_samples
-
-A, B = History(3, 12.0, "aa"), History(3, 12.0, "bb")
-
-histories = st.builds(
-    History, st.integers(0, 50), st.floats(0, 1e9), st.text("0123456789abcdef", min_size=0, max_size=16)
+from averaging.strategies.catching_up import check_history
+from averaging.strategies.history import (
+    History,
+    Origin,
+    Progress,
+    Rank,
+    Stage,
+    ending,
+    look_around,
+    look_for_greater_origin,
+    of_one_run,
+    training_on,
 )
+from averaging.strategies.together import MAX_SAMPLES, gathered_samples
+
+HERE = Origin(Rank.APPOINTED, -1000.0, "here")
+A, B = History(3, 12.0, "aa", HERE), History(3, 12.0, "bb", HERE)
+
+origins = st.builds(Origin, st.sampled_from(Rank), st.floats(-2e9, 0), st.text("0123456789abcdef", max_size=16))
+histories = st.builds(
+    History, st.integers(0, 50), st.floats(0, 1e9), st.text("0123456789abcdef", min_size=0, max_size=16), origins
+)
+
+
+def at(step: int, samples: float = 0.0, lineage: str = "") -> History:
+    return History(step, samples, lineage, HERE)
 
 
 def told(**peers: tuple[History, float]) -> dict[str, bytes]:
@@ -34,17 +52,29 @@ def test_what_is_no_progress_is_nothing(packed: bytes) -> None:
     assert found is None or Progress.unpack(found.pack()) == found
 
 
+ORIGIN = HERE.pack()
+
+
 @pytest.mark.parametrize(
     "packed",
     [
-        [-1, 1.0, "", 1.0, 1.0],
-        [2**64 - 1, 1.0, "", 1.0, 1.0],  # the next step could be told to nobody
-        [1, float("nan"), "", 1.0, 1.0],
-        [1, 1.0, "x" * 65, 1.0, 1.0],
-        [1, 1.0, "", -1.0, 1.0],
-        [1, 1.0, "", None, 1.0],
-        [1, 1.0, "", 1.0, float("inf")],
-        [1, 1.0, "", 1.0],
+        [[-1, 1.0, "", ORIGIN], 1.0, 1.0, True, 0, ""],
+        [[2**64 - 1, 1.0, "", ORIGIN], 1.0, 1.0, True, 0, ""],  # the next step could be announced to nobody
+        [[1, float("nan"), "", ORIGIN], 1.0, 1.0, True, 0, ""],
+        [[1, 1.0, "x" * 65, ORIGIN], 1.0, 1.0, True, 0, ""],
+        [[1, 1.0, "", [3, 0.0, ""]], 1.0, 1.0, True, 0, ""],
+        [[1, 1.0, "", [1, float("inf"), ""]], 1.0, 1.0, True, 0, ""],
+        [[1, 1.0, "", [1, 0.0, "x" * 65]], 1.0, 1.0, True, 0, ""],
+        [[1, 1.0, ""], 1.0, 1.0, True, 0, ""],
+        [[1, 1.0, "", ORIGIN], -1.0, 1.0, True, 0, ""],
+        [[1, 1.0, "", ORIGIN], None, 1.0, True, 0, ""],
+        [[1, 1.0, "", ORIGIN], 1.0, float("inf"), True, 0, ""],
+        [[1, 1.0, "", ORIGIN], 1.0, 1.0, 1, 0, ""],
+        [[1, 1.0, "", ORIGIN], 1.0, 1.0, True, 5, ""],
+        [[1, 1.0, "", ORIGIN], 1.0, 1.0, True, 0, "x" * 65],
+        [[1, 1.0, "", ORIGIN], 1.0, 1.0, True, None, ""],
+        [[1, 1.0, "", ORIGIN], 1.0, 1.0, True],
+        [1, 1.0, "", 1.0, 1.0],
         [],
     ],
 )
@@ -66,28 +96,27 @@ def test_members_of_one_group_have_one_history_and_others_another() -> None:
 
 
 def test_those_with_the_same_history_step_together() -> None:
-    peers = told(x=(A, 5.0), y=(A, 7.0), z=(B, 100.0), w=(History(2), 50.0)) | {"odd": b"\xc1"}
+    peers = told(x=(A, 5.0), y=(A, 7.0), z=(B, 100.0), w=(at(2), 50.0)) | {"odd": b"\xc1"}
     others = look_around(A, peers)
     assert others.samples == 12.0
     assert others.coming == 6.0
     assert others.together == ("x", "y")
-    assert others.ahead == ("z",)
-    assert others.best == B
+    assert others.ahead == {"z": B}
 
 
 def test_a_partner_whose_word_is_old_is_waited_for_and_a_stranger_is_not() -> None:
-    late = told(partner=(History(1, 3.0, "cc"), 9.0), stranger=(History(1, 3.0, "cc"), 9.0))
+    late = told(partner=(at(1, 3.0, "cc"), 9.0), stranger=(at(1, 3.0, "cc"), 9.0))
     others = look_around(A, late, {"partner"})
     assert others.together == ("partner",)
     assert (others.samples, others.coming) == (0.0, 0.0)  # those it tells were for an earlier step
-    assert others.ahead == ()
-    gone_on = look_around(A, told(partner=(History(4, 3.0, "cc"), 9.0)), {"partner"})
-    assert (gone_on.together, gone_on.ahead) == ((), ("partner",))
+    assert not others.ahead
+    gone_on = look_around(A, told(partner=(at(4, 3.0, "cc"), 9.0)), {"partner"})
+    assert (gone_on.together, list(gone_on.ahead)) == ((), ["partner"])
 
 
 def test_more_steps_count_more_than_more_samples() -> None:
-    assert look_around(History(3, 99.0, "aa"), told(x=(History(4, 1.0, "bb"), 0.0))).ahead == ("x",)
-    assert look_around(History(4, 1.0, "bb"), told(x=(History(3, 99.0, "aa"), 0.0))).ahead == ()
+    assert look_around(at(3, 99.0, "aa"), told(x=(at(4, 1.0, "bb"), 0.0))).ahead.keys() == {"x"}
+    assert not look_around(at(4, 1.0, "bb"), told(x=(at(3, 99.0, "aa"), 0.0))).ahead
 
 
 @given(histories, histories)
@@ -96,21 +125,88 @@ def test_of_two_different_histories_exactly_one_gives_way(one: History, other: H
     assert sum(ahead) == (one != other)
 
 
-def test_nobody_catches_up_with_a_client_and_a_client_gives_way() -> None:
+def test_nobody_catches_up_with_a_peer_whose_state_cannot_be_downloaded_and_it_gives_way() -> None:
     client = told(**{"client::1": (B, 0.0)})
-    assert look_around(A, client).ahead == ()
+    assert not look_around(A, client).ahead
+    unshared = {"192.0.2.1:1": Progress(B, donates=False).pack()}
+    assert not look_around(A, unshared).ahead
     node = told(**{"192.0.2.1:1": (A, 0.0)})
-    assert look_around(B, node, is_client=True).ahead == ("192.0.2.1:1",)
-    assert look_around(B, node).ahead == ()
-    assert look_around(A, node, is_client=True).ahead == ()  # it has what they have
+    assert look_around(B, node, donates=False).ahead.keys() == {"192.0.2.1:1"}
+    assert not look_around(B, node).ahead
+    assert not look_around(A, node, donates=False).ahead  # it has what they have
     # The nodes may be about to finish the same step.
-    assert look_around(B, told(**{"192.0.2.1:1": (History(2), 0.0)}), is_client=True).ahead == ()
+    assert not look_around(B, told(**{"192.0.2.1:1": (at(2), 0.0)}), donates=False).ahead
+    # A newcomer's first parameters do not replace what has been learned.
+    elsewhere = Origin(Rank.FOUND_NOBODY, -5000.0, "a")
+    for step in (2, 3):
+        newcomer = told(**{"192.0.2.1:1": (History(step, origin=elsewhere), 0.0)})
+        assert bool(look_around(B, newcomer, donates=False).ahead) is (step == 3)
+
+
+def test_before_the_first_step_the_greater_origin_counts() -> None:
+    """One that was appointed, then the earlier one, then any; one that nobody can download gives way to all."""
+    increasing = [
+        Origin(),
+        Origin(Rank.FOUND_NOBODY, -2000.0, "z"),
+        Origin(Rank.FOUND_NOBODY, -1000.0, "a"),
+        Origin(Rank.FOUND_NOBODY, -1000.0, "b"),
+        Origin(Rank.APPOINTED, -3000.0, "a"),
+    ]
+    assert sorted(increasing, key=lambda origin: History(origin=origin)) == increasing
+
+
+@given(histories, histories)
+def test_peers_of_two_origins_never_meet(one: History, other: History) -> None:
+    """Neither before the first step nor after any, also in a group with the same id."""
+    if one.origin.id == other.origin.id:
+        return
+    assert look_around(one, told(x=(other, 1.0))).together == ()
+    first, second = History(origin=one.origin), History(origin=other.origin)
+    assert first.phase != second.phase
+    assert first.after(b"x" * 20, 1.0).phase != second.after(b"x" * 20, 1.0).phase
+
+
+def test_where_peers_need_not_be_equal_only_another_origin_is_ahead() -> None:
+    elsewhere = Origin(Rank.APPOINTED, -2000.0, "there")
+    peers = told(x=(at(9), 0.0), y=(History(2, origin=elsewhere), 0.0))
+    assert not look_for_greater_origin(at(3), peers).ahead
+    assert look_for_greater_origin(at(3), peers).together == ("x",)
+    assert look_for_greater_origin(at(1), peers).ahead.keys() == {"y"}
+    assert not look_for_greater_origin(at(1), peers, doubted=["y"]).ahead
+
+
+def test_doubted_claims_are_passed_over() -> None:
+    peers = told(x=(at(9), 0.0), y=(at(10**12), 0.0), z=(at(3), 2.0))
+    assert look_around(at(3), peers).ahead == {"x": at(9), "y": at(10**12)}
+    others = look_around(at(3), peers, doubted=["y"])
+    assert (others.ahead, others.together) == ({"x": at(9)}, ("z",))
+    assert not look_around(at(3), peers, doubted=["x", "y"]).ahead
+
+
+def test_peers_that_have_ended_are_waited_for_by_those_that_have_ended_alone() -> None:
+    peers = {
+        "trains": Progress(A, 5.0, 1.0).pack(),
+        "ends": Progress(A, stage=Stage.WAITING).pack(),
+        "done": Progress(A, stage=Stage.ENDED, digest="12ab").pack(),
+        "odd": b"",
+    }
+    assert look_around(A, peers).together == ("trains",)
+    assert look_around(A, peers, trains=False).together == ("done", "ends")
+    assert look_around(A, peers, trains=False).samples == 0
+    assert training_on(peers) == {"trains", "odd"}
+    assert ending(peers) == {"ends", "done"}
+    assert ending(peers, Stage.ENDED) == {"done"}
+
+
+def test_peers_whose_origin_is_not_known_count_as_of_one_run() -> None:
+    peers = told(x=(at(9), 0.0), y=(History(2, origin=Origin(Rank.APPOINTED, -2.0, "b")), 0.0)) | {"odd": b""}
+    assert of_one_run(at(3), peers) == {"x", "odd"}
 
 
 @pytest.mark.parametrize("told", [float("inf"), 1e308, float("nan"), -1.0, -0.5, 2**64 - 1, True, "7", None])
 def test_no_member_can_make_a_history_that_nobody_reads(told: object) -> None:
     samples = sum(gathered_samples(user) for user in ({"samples": told}, {"samples": told}, {"samples": 5}))
-    progress = Progress(History(3, 10.0, "aa").after(b"x" * 20, samples))
+    progress = Progress(at(3, 10.0, "aa").after(b"x" * 20, samples))
     assert progress.history.samples == 5.0
     assert Progress.unpack(progress.pack()) == progress
 
@@ -121,9 +217,9 @@ def test_what_a_member_tells_is_counted(samples: float) -> None:
     assert gathered_samples({"samples": 0}) == gathered_samples({}) == gathered_samples(b"?") == 0.0
 
 
-def test_a_state_is_taken_only_if_it_is_as_far_as_its_donor_told() -> None:
+def test_a_state_is_taken_only_if_it_is_as_far_as_its_donor_claims() -> None:
     for history in (B, B.after(b"x" * 20, 1.0)):
-        _check_history({"history": history.pack()}, B)
+        check_history({"history": history.pack()}, B)
     for user in ({"history": A.pack()}, {"history": History().pack()}, {}):
         with pytest.raises(StateError):
-            _check_history(user, B)
+            check_history(user, B)

@@ -11,6 +11,7 @@ import torch
 from averaging.errors import StateError
 from averaging.state.packing import State
 from averaging.strategies import LocalSGD
+from averaging.strategies.history import History
 from averaging.training.optimizer_state import pack_optimizer
 from averaging.training.training import Training
 from averaging.training_state import TrainingState
@@ -24,11 +25,13 @@ class Newcomer:
     def __init__(self) -> None:
         weight = torch.nn.Parameter(torch.ones(2))
         self.optimizer = torch.optim.SGD([weight], lr=0.1)
-        self.training = SimpleNamespace(optimizer=self.optimizer, local_step=3, tensors={"weight": weight})
+        self.training = SimpleNamespace(
+            optimizer=self.optimizer, local_step=3, tensors={"weight": weight}, donates=True
+        )
         self.buffer = torch.zeros(2, dtype=torch.int64)
         self.strategy = LocalSGD(5)
         buffers = {"buffer/seen": self.buffer}
-        self.state = TrainingState(cast(Training, self.training), self.strategy, None, buffers)
+        self.state = TrainingState(cast(Training, self.training), self.strategy, None, buffers, 1000)
 
     def take_over(self, version: int = 1, tensors: dict[str, torch.Tensor] | None = None, **user: Any) -> None:
         packed = pack_optimizer(self.optimizer)[1]
@@ -50,7 +53,10 @@ def test_a_sound_state_is_taken_over() -> None:
         ({"version": 0}, "belongs to no run"),
         ({"local_step": -1}, "step counter is -1"),
         ({"local_step": 2**64 - 1}, "step counter is 18446744073709551615"),  # the next could be told to nobody
-        ({"strategy": [5]}, r"strategy is told as \[5\]"),
+        ({"local_step": 1001}, "it claims 1001 steps, and max_steps is 1000"),
+        ({"strategy": {"history": History(1001).pack()}}, "it claims 1001 steps"),
+        ({"strategy": {"history": 5}}, "'5' is not the history of a run"),
+        ({"strategy": [5]}, r"its strategy is \[5\]"),
         ({"strategy": {"kind": "DiLoCo"}}, "its strategy is DiLoCo, here it is LocalSGD"),
         ({"strategy": {"since": "2"}}, "'2' under 'since', not a number of steps"),
         ({"strategy": {"since": 2**64 - 1}}, "18446744073709551615 under 'since', not a number of steps"),

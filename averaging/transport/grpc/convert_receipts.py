@@ -59,6 +59,7 @@ def receipt_to_wire(receipt: Receipt) -> status_pb2.Receipt:
         digest=receipt.digest,
         kept_local=receipt.kept_local,
         state_version=receipt.state_version,
+        state=receipt.state,
     )
 
 
@@ -117,6 +118,7 @@ def receipt_from_wire(wire: status_pb2.Receipt) -> Receipt:
         if wire.HasField("straggler")
         else None,
         digest=wire.digest,
+        state=wire.state,
     )
 
 

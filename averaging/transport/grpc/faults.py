@@ -50,6 +50,7 @@ _UNREACHABLE = {
 }
 
 _LOST = "connection lost"
+_REFUSED = "connection refused"
 _SILENT = "no answer to the connection"
 _TOO_MANY_PINGS = "connection lost (its server must allow a ping every 20 s)"
 
@@ -82,7 +83,7 @@ _REASONS = (
     ("socket closed", _LOST),
     ("connection reset", _LOST),
     ("broken pipe", _LOST),
-    ("connection refused", "connection refused"),
+    ("connection refused", _REFUSED),
     ("domain name not found", "unknown host"),
     ("errors resolving", "unknown host"),
     ("dns resolution failed", "unknown host"),
@@ -126,7 +127,7 @@ def error_of_call(endpoint: str, error: grpc.aio.AioRpcError) -> AveragingError:
     if code is grpc.StatusCode.UNAUTHENTICATED:
         return UnauthenticatedError(endpoint, "its run wants a token that was not sent: give token_file with one")
     if code in _UNREACHABLE:
-        return PeerUnreachableError(endpoint, reason or _UNREACHABLE[code])
+        return PeerUnreachableError(endpoint, reason or _UNREACHABLE[code], refused=reason == _REFUSED)
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return CallRefusedError(endpoint, reason or "does not serve this")
     return CallRefusedError(endpoint, shorten(details) or code.name.lower().replace("_", " "))

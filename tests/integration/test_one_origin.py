@@ -1,0 +1,41 @@
+"""Peers in processes of their own that start at the same moment with the same list of whom to join are one run."""
+
+from __future__ import annotations
+
+import json
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.integration.processes import JsonProcess, all_expect, averaging_command
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [one.getsockname()[1] for one in sockets]
+
+
+@pytest.mark.parametrize("strategy", ["gradients", "diloco", "local"])
+def test_three_processes_with_the_same_arguments_hold_the_same_parameters(strategy: str, tmp_path: Path) -> None:
+    """Each has a list that names all of them, itself included, and parameters of its own."""
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(3)]
+    files = [tmp_path / f"{number}.jsonl" for number in range(3)]
+    with ExitStack() as stack:
+        processes = []
+        for number, address in enumerate(addresses):
+            options = {"strategy": strategy, "number": number, "seed": number, "listen": address, "join": addresses}
+            options |= {"together": True, "peers": 3, "steps": 9, "receipts": str(files[number])}
+            worker = ("python", "-m", "tests.integration.strategy_worker", json.dumps(options))
+            processes.append(stack.enter_context(JsonProcess(*worker)))
+        found = all_expect(processes, "found")
+        assert [event["peers"] for event in found] == [True] * 3
+        assert len({event["digest"] for event in found}) == 1
+        ends = all_expect(processes, "finished")
+        assert [(event["alike"], event["told"]) for event in ends] == [(True, "all 3 peers hold the same weights")] * 3
+        assert len({event["digest"] for event in ends}) == 1
+        assert [process.wait() for process in processes] == [0] * 3
+    told = averaging_command("explain", "--summary", *map(str, files)).stdout
+    assert "states: the same in all of" in told
