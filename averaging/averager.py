@@ -13,7 +13,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from averaging.config import PeerOptions
-from averaging.errors import AveragingError, ConfigError, RoundError
+from averaging.errors import AveragingError, ClosedError, ConfigError, RoundError
 from averaging.group import Mode
 from averaging.observe.receipts import Receipt
 from averaging.observe.training import Finish, TrainingStatus
@@ -24,6 +24,7 @@ from averaging.strategies.base import Strategy
 from averaging.strategies.beginning import Beginning
 from averaging.strategies.ending import Ending
 from averaging.strategies.history import Stage, of_one_run
+from averaging.training import leaving
 from averaging.training.background import EventLoopThread, on_loop
 from averaging.training.optimizer_wrapper import OptimizerWrapper
 from averaging.training.parameters import named_buffers, named_parameters
@@ -78,6 +79,10 @@ class DecentralizedAverager(OptimizerWrapper):
             end. Set it above the steps of a longer run.
         on_round: called in the training thread with the receipt of every round, also of those that failed. The
             strategy may have to take up the round's result yet, so `average_now` is called after the step instead.
+        leave_on_sigterm: whether this peer leaves its run in order when the process gets SIGTERM, so that the others do
+            not wait for it; only where it is made in the main thread. Whatever handled the signal before does so
+            afterwards, which ends the process if that was the default. If the process goes on, `step` makes the inner
+            optimizer's steps alone.
         transport: see `Peer`.
         discovery: see `Peer`.
         options: see `PeerConfig`.
@@ -106,6 +111,7 @@ class DecentralizedAverager(OptimizerWrapper):
         scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
         max_steps: int = MAX_STEPS,
         on_round: Callable[[Receipt], object] | None = None,
+        leave_on_sigterm: bool = True,
         transport: Transport | None = None,
         discovery: DiscoveryFactory | None = None,
         **options: Unpack[PeerOptions],
@@ -145,8 +151,11 @@ class DecentralizedAverager(OptimizerWrapper):
         kept = {name: buffer for name, buffer in buffers.items() if name not in averaged}
         self._training_state = TrainingState(self._training, strategy, self.scheduler, kept, max_steps)
         strategy.start(self._training)
+        self._left = False
         self._thread = EventLoopThread(self._peer, f"the averager of run {run_id!r}")
         try:
+            if leave_on_sigterm:
+                leaving.leave_on_sigterm(self)
             self._training.run_in(self._thread)
             beginning = Beginning(
                 self._peer,
@@ -161,7 +170,7 @@ class DecentralizedAverager(OptimizerWrapper):
             strategy.joined(self._training)
             self._drive_scheduler()
         except BaseException:
-            self._thread.close()
+            self.close()
             raise
         strategy.taken = True
 
@@ -193,11 +202,20 @@ class DecentralizedAverager(OptimizerWrapper):
             RoundError: `finish` was called.
             ClosedError: the averager was closed, or its thread has failed.
         """
+        if self._has_left():
+            loss = self.strategy.step_alone(self._training, closure)
+            self._drive_scheduler()
+            return loss
         self._thread.check()
         if self.strategy.stage is not Stage.TRAINING:
             raise RoundError("finish() was called, so the others count on no further step; make a new averager")
         self._training.check_places()
-        loss = self.strategy.step(self._training, closure, batch_size)
+        try:
+            loss = self.strategy.step(self._training, closure, batch_size)
+        except ClosedError:
+            if not self._has_left():  # on SIGTERM, in the midst of this step
+                raise
+            loss = None if closure is None else math.nan
         self._drive_scheduler()
         return loss
 
@@ -289,6 +307,8 @@ class DecentralizedAverager(OptimizerWrapper):
         """
         if not is_finite(timeout) or timeout < 0:
             raise ConfigError(f"timeout must be a finite number of seconds, not {timeout!r}")
+        if self._has_left():
+            return Finish(self._training.digest(), {}, left=True)
         self._thread.check()
         return Ending(self._training, self.strategy, timeout).finish()
 
@@ -363,7 +383,21 @@ class DecentralizedAverager(OptimizerWrapper):
 
     def close(self) -> None:
         """Ends a round in progress, leaves the run and ends the thread. The inner optimizer can be used on."""
+        leaving.stay_on_sigterm(self)
         self._thread.close()
+
+    def begin_to_leave(self) -> None:
+        """Called on SIGTERM, see `leave_on_sigterm`."""
+        self._left = True
+        self._thread.begin_to_close()
+
+    def leave(self) -> None:
+        """Called on SIGTERM after `begin_to_leave`."""
+        self._thread.close()
+        logger.warning("the averager of run %r has left on SIGTERM", self._peer.run_id)
+
+    def _has_left(self) -> bool:
+        return self._left
 
     def __enter__(self) -> Self:
         return self
@@ -372,7 +406,7 @@ class DecentralizedAverager(OptimizerWrapper):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            if kind is None:
+            if kind is None and not self._has_left():
                 self.strategy.finish(self._training)
         except AveragingError as failure:
             logger.warning("%r could not end in order: %s", self.strategy, failure)

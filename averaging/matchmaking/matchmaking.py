@@ -171,6 +171,11 @@ class Matchmaking:
                 self._over.set()
         return group
 
+    def has(self, endpoint: str) -> bool:
+        """Whether that peer is in the group that this one leads, or is its leader."""
+        state = self._search.state if self._search else None
+        return state is not None and (endpoint == state.leader or endpoint in state.followers)
+
     def wait_for(self, enough: int) -> None:
         """From now on the search, if there is one, needs so many, see `find_group`."""
         if self._search is not None:

@@ -43,19 +43,23 @@ class Finish:
             announce it in time.
         late: endpoints of the peers that went on training.
         receipt: of the last round; None if there was none.
+        left: whether this peer had left the run before, on SIGTERM.
     """
 
     digest: str
     digests: Mapping[str, str]
     late: tuple[str, ...] = ()
     receipt: Receipt | None = None
+    left: bool = False
 
     @property
     def alike(self) -> bool:
         """Whether all peers of the run hold the same weights now. A peer that is alone is alike."""
-        return not self.late and all(digest == self.digest for digest in self.digests.values())
+        return not self.left and not self.late and all(digest == self.digest for digest in self.digests.values())
 
     def __str__(self) -> str:
+        if self.left:
+            return "left the run before its end, so what the others hold is not known"
         if self.alike:
             count = len(self.digests)
             return f"all {count + 1} peers hold the same weights" if count else "finished alone"

@@ -20,7 +20,7 @@ from averaging.observe.receipts import DropCode, Receipt
 from averaging.observe.status import PeerStatus
 from averaging.peer.one_average import OneAverage
 from averaging.peer.progress import RunProgress
-from averaging.peer.round_options import Enough, Overtaken
+from averaging.peer.round_options import Awaited, Enough, Overtaken
 from averaging.peer.running import DiscoveryFactory, Running, start
 from averaging.peer.topics import Topic, TopicOptions, make_topic
 from averaging.security.credentials import read_credentials
@@ -287,6 +287,7 @@ class Peer:
         gather: Any = None,
         phase: str = "",
         enough: int | Enough | None = None,
+        awaited: Awaited | None = None,
         patience: float | None = None,
         overtaken: Overtaken | None = None,
         state: str = "",
@@ -305,6 +306,8 @@ class Peer:
             enough: a group that this peer leads begins at once with so many that contribute, or with what it says to
                 the others' progress whenever that changes; with `group_size` in all if None, and at an auxiliary with
                 all that train in the run, too.
+            awaited: which of the others it waits for, by their progress; those at whose address nothing listens any
+                more leave the others' progress, and are not waited for.
             patience: seconds to look for a group; `timeout` if None.
             overtaken: asked, whenever the others' progress changes, whether to look on has become vain.
             state: a digest of what all members must hold alike as the round begins, for the receipt.
@@ -328,7 +331,14 @@ class Peer:
         patience = self.config.timeout if patience is None else patience
         async with self._one_average.until_closed(running.endpoint):
             receipt = await running.rounds.attempt(
-                topic, gathered, phase=phase, enough=enough, patience=patience, overtaken=overtaken, state=state
+                topic,
+                gathered,
+                phase=phase,
+                enough=enough,
+                awaited=awaited,
+                patience=patience,
+                overtaken=overtaken,
+                state=state,
             )
         if topic.commits and receipt.averaged:
             running.donors.notice.changed()

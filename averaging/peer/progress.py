@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-from averaging.discovery.base import Discovery
+from averaging.discovery.base import Discovery, Entry
 from averaging.discovery.notices import Notice
 from averaging.group import progress_key
 
@@ -27,6 +27,7 @@ class RunProgress:
     def __init__(self, run_id: str, endpoint: str, discovery: Discovery, clock: Callable[[], float]) -> None:
         self._key, self._endpoint, self._discovery = progress_key(run_id), endpoint, discovery
         self._word: bytes | None = None
+        self._gone: dict[str, Entry] = {}  # peers at whose address nothing listens, and what they announced last
         self.notice = Notice(
             discovery,
             self._key,
@@ -51,9 +52,18 @@ class RunProgress:
 
     @property
     def told(self) -> dict[str, bytes]:
-        """How far the other peers are, by endpoint: what each has told last."""
+        """How far the other peers are, by endpoint: what each has announced last, but for those that are `gone`."""
         entries = self._discovery.get(self._key)
-        return {name: entry.value for name, entry in entries.items() if name != self._endpoint}
+        self._gone = {name: entry for name, entry in self._gone.items() if entries.get(name) == entry}
+        return {
+            name: entry.value for name, entry in entries.items() if name != self._endpoint and name not in self._gone
+        }
+
+    def gone(self, endpoint: str) -> None:
+        """Nothing listens at the address of that peer, so it is left out until it renews its announcement."""
+        entry = self._discovery.get(self._key).get(endpoint)
+        if entry is not None:
+            self._gone[endpoint] = entry
 
     async def watch(self) -> AsyncGenerator[dict[str, bytes], None]:
         """Yields what the others have told, at once and again whenever that changes."""

@@ -13,11 +13,11 @@ Enough = Callable[[Mapping[str, bytes]], int]
 
 
 Awaited = Callable[[Mapping[str, bytes]], Collection[str]]
-"""Those of the others, by endpoint, that a round waits for, by the same."""
+"""Which of the others a round waits for, by endpoint, by the same."""
 
 
-class AverageOptions(TypedDict, total=False):
-    """The keyword arguments of `Peer.average`.
+class RoundOptions(TypedDict, total=False):
+    """What a strategy may say of one round; the keyword arguments of `Peer.average`.
 
     Attributes:
         weight: of this peer; the averager's if not given.
@@ -25,6 +25,8 @@ class AverageOptions(TypedDict, total=False):
         phase: of the topic, such as a step; peers in other phases are not met.
         enough: a group that this peer leads begins at once with so many that contribute, or with what it returns for
             the others' progress whenever that changes; if not given, with all that are awaited and have not left.
+        awaited: which of the others it waits for; if not given, all that train in the run. A peer at whose address
+            nothing listens any more is not waited for.
         patience: seconds to look for a group; if not given, `matchmaking_time` for each key to look under.
         overtaken: asked, whenever the others' progress changes, whether to look on has become vain.
         state: a digest of what all members must hold alike when the round begins, for the receipt.
@@ -34,19 +36,10 @@ class AverageOptions(TypedDict, total=False):
     gather: Any
     phase: str
     enough: int | Enough
+    awaited: Awaited
     patience: float
     overtaken: Overtaken
     state: str
-
-
-class RoundOptions(AverageOptions, total=False):
-    """What a strategy may say of one round.
-
-    Attributes:
-        awaited: those of the others that are waited for; if not given, all that train in the run.
-    """
-
-    awaited: Awaited
 
 
 def all_of(awaited: Awaited, now: Mapping[str, bytes]) -> Enough:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,13 +24,16 @@ from averaging.matchmaking.conduct import Conduct
 from averaging.matchmaking.differences import Warned
 from averaging.observe.receipts import Outcome, Receipt, Role
 from averaging.offload import offload
+from averaging.peer.probing import find_gone
 from averaging.peer.progress import RunProgress
-from averaging.peer.round_options import Enough, Overtaken
+from averaging.peer.round_options import Awaited, Enough, Overtaken
 from averaging.peer.service import PeerService
 from averaging.peer.topics import Adopt, Topic
 from averaging.schema import Schema
 from averaging.state.snapshots import Snapshots
 from averaging.transport.base import Transport
+
+logger = logging.getLogger("averaging.peer")
 
 OVER_LIFETIME = 10.0
 """Seconds for which a record stays that says that a search is over, where the key is that of a single phase. All others
@@ -147,6 +151,7 @@ class Rounds:
         *,
         phase: str,
         enough: int | Enough | None,
+        awaited: Awaited | None,
         patience: float,
         overtaken: Overtaken | None,
         state: str,
@@ -158,6 +163,7 @@ class Rounds:
             gathered: what the group is told of this peer, packed.
             phase: of the topic; peers in other phases are not met.
             enough: see `Matchmaking.find_group`; or asked for that whenever the others' progress changes.
+            awaited: see `Peer.average`.
             patience: seconds to look for a group.
             overtaken: asked whenever the others' progress changes, by endpoint, whether looking has become vain.
             state: see `Receipt`.
@@ -173,7 +179,7 @@ class Rounds:
         started = asyncio.get_running_loop().time()
         attempt = _Attempt(self._attempts, topic, topic.at(phase), started, self._clock(), state)
         try:
-            receipt = await self._average(attempt, gathered, enough, patience, overtaken)
+            receipt = await self._average(attempt, gathered, enough, awaited, patience, overtaken)
         except asyncio.CancelledError:
             if attempt.adopted:  # it came too late
                 self._service.averaged += 1
@@ -193,6 +199,7 @@ class Rounds:
         attempt: _Attempt,
         gathered: bytes,
         enough: int | Enough | None,
+        awaited: Awaited | None,
         patience: float,
         overtaken: Overtaken | None,
     ) -> Receipt:
@@ -222,9 +229,14 @@ class Rounds:
                 matchmaking.wait_for(enough(told))
             return False
 
+        def missing() -> Collection[str]:
+            """Who is waited for and has not come."""
+            expected = () if awaited is None else awaited(self._progress.told)
+            return [name for name in expected if not matchmaking.has(name)]
+
         hears = overtaken is not None or callable(enough)
         try:
-            group = await self._unless_overtaken(attempt, finding, hear if hears else None)
+            group = await self._unless_overtaken(attempt, finding, hear if hears else None, missing)
         except (NoGroupError, SchemaMismatchError) as error:
             return self._receipt(attempt, Outcome.NO_GROUP, str(error))
         # No await from here until the round is known: its members' parts may come at any moment.
@@ -252,7 +264,11 @@ class Rounds:
         return self._receipt(attempt, outcome, reason)
 
     async def _unless_overtaken(
-        self, attempt: _Attempt, finding: Coroutine[Any, Any, Group], overtaken: Overtaken | None
+        self,
+        attempt: _Attempt,
+        finding: Coroutine[Any, Any, Group],
+        overtaken: Overtaken | None,
+        missing: Callable[[], Collection[str]],
     ) -> Group:
         """The group that is being looked for.
 
@@ -262,21 +278,25 @@ class Rounds:
             Exception: what `overtaken` raised.
         """
         loop = asyncio.get_running_loop()
-        watching: asyncio.Task[None] | None = None
+        watching: list[asyncio.Task[None]] = []
         failures: list[Exception] = []
         try:
             async with asyncio.timeout(None) as limit:
                 if overtaken is not None:
-                    watching = asyncio.create_task(
-                        self._watch(overtaken, failures, lambda: limit.reschedule(loop.time()))
-                    )
+                    sources = (self._progress.watch(), self._without_gone(missing))
+                    watching = [
+                        asyncio.create_task(
+                            self._watch(source, overtaken, failures, lambda: limit.reschedule(loop.time()))
+                        )
+                        for source in sources
+                    ]
                 group = attempt.group = await finding
         except TimeoutError:
             if not failures:
                 raise NoGroupError("the others have gone on without this peer, or left") from None
         finally:
-            if watching is not None:
-                watching.cancel()
+            for one in watching:
+                one.cancel()
         if failures:
             raise failures[0]
         return group
@@ -285,10 +305,24 @@ class Rounds:
         """How many an auxiliary waits for; where nobody tells that it trains, for a full group."""
         return len(told) or self._config.group_size
 
-    async def _watch(self, overtaken: Overtaken, failures: list[Exception], give_up: Callable[[], None]) -> None:
+    async def _without_gone(self, missing: Callable[[], Collection[str]]) -> AsyncGenerator[dict[str, bytes], None]:
+        """Yields the others' progress whenever one who is waited for turns out to be gone."""
+        async with aclosing(find_gone(self._transport, missing)) as gone:
+            async for name in gone:
+                logger.info("nothing listens at %s any more, so it is not waited for", name)
+                self._progress.gone(name)
+                yield self._progress.told
+
+    async def _watch(
+        self,
+        progress: AsyncGenerator[dict[str, bytes], None],
+        overtaken: Overtaken,
+        failures: list[Exception],
+        give_up: Callable[[], None],
+    ) -> None:
         """Gives up when the others have gone on, or when asking for that fails, which is added to `failures`."""
         try:
-            async with aclosing(self._progress.watch()) as changes:
+            async with aclosing(progress) as changes:
                 async for told in changes:
                     if overtaken(told):
                         give_up()

@@ -164,6 +164,10 @@ class Strategy(ABC):
         self.after_step(training)
         return loss
 
+    def step_alone(self, training: Training, closure: Callable[[], float] | None) -> float | None:
+        """One `opt.step()` after this peer has left its run, as on SIGTERM, while the script goes on for a while."""
+        return training.inner_step(closure, self.max_norm)
+
     def after_step(self, training: Training) -> None:
         """Called after each step of the inner optimizer, with the tensors unlocked; it may average."""
         return

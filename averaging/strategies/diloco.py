@@ -211,8 +211,7 @@ class DiLoCo(Together):
         options: RoundOptions = {
             "phase": self.history.phase,
             "gather": {"samples": training.weight},
-            "enough": self._all_of(training, together),
-            "overtaken": self._overtaken(),
+            "awaited": self._level(training, together),
             "state": digest_of_piece(self._anchors, self.history.step),
         }
         if patience is not None:

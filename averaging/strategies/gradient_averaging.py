@@ -164,8 +164,7 @@ class GradientAveraging(Together):
                     phase=self.history.phase,
                     weight=self._gathered,
                     gather={"samples": self._gathered, "lacking": _bitmap(lacking, len(self._present))},
-                    enough=self._all_of(training, together),
-                    overtaken=self._overtaken(),
+                    awaited=self._level(training, together),
                     state=digest_of_piece(list(training.parameters.values()), self.history.step),
                 )
             finally:  # also after a KeyboardInterrupt
@@ -188,6 +187,11 @@ class GradientAveraging(Together):
         if scale is not None and scale > 0:
             for mean in self._means.values():
                 mean.div_(scale.to(mean.device, mean.dtype))
+
+    def step_alone(self, training: Training, closure: Callable[[], float] | None) -> float | None:
+        """Changes nothing: a batch of this peer alone is not what its optimizer is tuned for."""
+        training.count_local_step()
+        return training.evaluate(closure)
 
     def conclude(self, training: Training, partners: Collection[str], patience: float) -> Receipt | None:
         """The parameters of all are equal; averages the buffers, which batches since the last step have changed."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from averaging.errors import StateError
 from averaging.observe.receipts import Receipt
-from averaging.peer.round_options import Enough
+from averaging.peer.round_options import Awaited
 from averaging.strategies.base import Strategy
 from averaging.strategies.history import History, Others, Stage, look_around
 from averaging.training.training import Training
@@ -64,10 +64,10 @@ class Together(Strategy):
         if "history" not in user:
             raise StateError("the state has no history of global steps")
 
-    def _all_of(self, training: Training, together: tuple[str, ...]) -> Enough:
-        """With how many the next round may begin; warns once if its group has no room for all of them.
+    def _level(self, training: Training, together: tuple[str, ...]) -> Awaited:
+        """Whom the next round waits for: those of `together` that have neither left nor gone on.
 
-        Those who leave or go on meanwhile are not waited for.
+        Warns once if its group has no room for all of them.
         """
         if not self._crowded and len(together) >= training.group_size:
             self._crowded = True
@@ -79,13 +79,7 @@ class Together(Strategy):
                 len(together) + 1,
             )
         own, partners, trains = self.history, self._partners, self.stage is Stage.TRAINING
-        awaited = frozenset(together)
-        return lambda told: 1 + len(awaited & set(look_around(own, told, partners, trains=trains).together))
-
-    def _overtaken(self) -> Callable[[Mapping[str, bytes]], bool]:
-        """Whether all others have gone on or left, so that nobody will come any more to where this peer waits."""
-        own, partners, trains = self.history, self._partners, self.stage is Stage.TRAINING
-        return lambda told: not look_around(own, told, partners, trains=trains).together
+        return lambda told: look_around(own, told, partners, trains=trains).together
 
     def _advance(self, training: Training, receipt: Receipt | None, samples: float) -> None:
         """Notes a global step.

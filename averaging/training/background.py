@@ -127,6 +127,11 @@ class EventLoopThread:
         if self._ended or self._elsewhere:
             raise self._not_running()
 
+    def begin_to_close(self) -> None:
+        """Begins what `close` does, without waiting for it."""
+        if not self._elsewhere:
+            self._schedule(self._stop)
+
     def close(self) -> None:
         """Cancels the calls in progress, leaves the context, and ends the thread; again, it does nothing."""
         if self._elsewhere:

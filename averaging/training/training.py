@@ -16,7 +16,7 @@ from averaging.errors import TensorError
 from averaging.group import Mode
 from averaging.observe.receipts import Receipt
 from averaging.peer.peer import Fetched, Peer
-from averaging.peer.round_options import AverageOptions, RoundOptions, all_of
+from averaging.peer.round_options import RoundOptions, all_of
 from averaging.peer.topics import Topic, TopicOptions
 from averaging.state.packing import State
 from averaging.tensors import digest_of_tensors
@@ -306,16 +306,19 @@ class Training:
         patience = min(config.matchmaking_time * (1 + len(config.group_bits)), config.timeout)
 
         awaited = options.get("awaited", frozenset)
-        chosen: AverageOptions = {"weight": weight}
 
         async def average() -> Receipt:
             alone = len(self._peer.peers) == 1
             told = self._peer.progress.told
-            chosen["enough"] = all_of(awaited, told)
-            chosen["patience"] = 0.0 if alone else patience
-            if awaited(told) and "patience" not in options:
+            chosen: RoundOptions = {
+                "weight": weight,
+                "enough": all_of(awaited, told),
+                "awaited": awaited,
+                "patience": 0.0 if alone else patience,
+            }
+            if awaited(told) and ("awaited" in options or "patience" not in options):
                 chosen["overtaken"] = lambda told: not awaited(told)  # all that it could wait for have left
-            chosen.update({key: value for key, value in options.items() if key != "awaited"})  # type: ignore[typeddict-item]
+            chosen.update(options)
             return await self._peer.average(topic or self._whole, **chosen)
 
         return average()
