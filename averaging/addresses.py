@@ -41,7 +41,7 @@ def parse_address(address: str) -> tuple[str, int]:
     numbered = port.isascii() and port.isdecimal() and len(port) <= 5 and int(port) <= 65535
     if not colon or not sound or not numbered or not host.isprintable():
         raise ConfigError(
-            f"{address!r} is not an address; give HOST:PORT, for example 192.0.2.7:4222 or [2001:db8::7]:4222"
+            f"{address[:100]!r} is not an address; give HOST:PORT, for example 192.0.2.7:4222 or [2001:db8::7]:4222"
         )
     return host, int(port)
 

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from averaging.text import printable
+
 
 class AveragingError(Exception):
-    """The base of all errors of this library; the others are in `averaging.errors`."""
+    """The base of all errors of this library; the others are in `averaging.errors`.
+
+    Other peers may have written parts of its message, which is therefore one printable line of limited length.
+    """
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(printable(message))
 
 
 class ConfigError(AveragingError, ValueError):
@@ -46,7 +54,7 @@ class TransportError(AveragingError):
     def __init__(self, endpoint: str, reason: str) -> None:
         super().__init__(_of(endpoint, reason))
         self.endpoint = endpoint
-        self.reason = reason
+        self.reason = printable(reason)
 
 
 class PeerUnreachableError(TransportError):

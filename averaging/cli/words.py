@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from averaging.addresses import is_loopback, parse_address
 from averaging.group import CLIENT_PREFIX
 from averaging.observe.plain import counted as counted
-from averaging.observe.plain import listed
+from averaging.observe.plain import duration, listed
 from averaging.observe.plain import printable as printable
 from averaging.observe.plain import size as size
 from averaging.observe.receipts import Outcome, Receipt
@@ -44,8 +44,9 @@ def averaged(name: str, endpoint: str, receipt: Receipt, gathered: Mapping[str, 
     """A round is done."""
     others = listed([printable(member) for member in receipt.members if member != endpoint])
     lines = [
-        f"{name}: averaged with {others} in {receipt.seconds:.2f} s (all-reduce "
-        f"{receipt.allreduce_seconds:.2f} s, {size(receipt.bytes_sent)} sent, {size(receipt.bytes_received)} received)"
+        f"{name}: averaged with {others} in {duration(receipt.seconds)} "
+        f"(all-reduce {duration(receipt.allreduce_seconds)}, {size(receipt.bytes_sent)} sent, "
+        f"{size(receipt.bytes_received)} received)"
     ]
     lines += [f"  {printable(who)} says {printable(str(said))}" for who, said in gathered.items() if said is not None]
     lines += [f"  lost {printable(dropped.endpoint)}: {printable(dropped.reason)}" for dropped in receipt.dropped]

@@ -35,6 +35,7 @@ from averaging.discovery.upkeep import Upkeep
 from averaging.errors import CallRefusedError, ClosedError, ConfigError, DiscoveryError, ProtocolViolationError
 from averaging.group import CLIENT_PREFIX
 from averaging.messages import Digest, ExchangeReply, Record, Refusal, Rumour
+from averaging.text import printable
 from averaging.transport.base import Transport
 
 logger = logging.getLogger(__name__)
@@ -303,8 +304,8 @@ class GossipDiscovery:
             if now - self._last_complaint >= _COMPLAINT_PERIOD:
                 self._last_complaint = now
                 logger.warning(
-                    "%s refuses this peer's record of %r under %r: %.200s",
-                    *(endpoint, refusal.subkey, refusal.key, refusal.reason),
+                    "%s refuses this peer's record of %r under %r: %s",
+                    *(endpoint, refusal.subkey, refusal.key, printable(refusal.reason, 200)),
                 )
 
     def _write_presence(self) -> Record:

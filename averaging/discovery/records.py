@@ -84,7 +84,8 @@ def objection(record: Record, now: float, limits: Limits) -> Reason | None:
         return Reason.MALFORMED
     if len(record.value) > MAX_VALUE_BYTES or longest_name > MAX_NAME_BYTES:
         return Reason.OVERSIZED
-    named = bool(record.key and record.subkey) and len(record.owner) == OWNER_BYTES
+    readable = record.key.isprintable() and record.subkey.isprintable()
+    named = bool(record.key and record.subkey) and readable and len(record.owner) == OWNER_BYTES
     numbered = 1 <= record.claimed <= record.version <= MAX_VERSION and math.isfinite(record.expiration)
     if not named or not numbered or (record.withdrawn and record.value):
         return Reason.MALFORMED

@@ -203,7 +203,7 @@ class Matchmaking:
         search = self._search
         excluded = self._conduct.excluded(self._clock())
         code, suggested_leader = rules.verdict(request, search.state if search else None, excluded)
-        logger.debug("%s answers %s to %s", self._endpoint, code.name, request.endpoint)
+        logger.debug("%s answers %s to %.80r", self._endpoint, code.name, request.endpoint)
         if search is None or code is not MessageCode.ACCEPTED:
             # A stranger's hash says nothing about the run; one that discovery names may be all there is.
             # Under a topic it is one who is in another phase.

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from averaging.observe.plain import MAX_NAMES, counted, listed, printable, size
+from averaging.observe.plain import MAX_NAMES, counted, duration, listed, printable, size
 from averaging.observe.receipts import Dropped, Outcome, Receipt, Straggler
 
 
@@ -147,8 +147,8 @@ def _result(one: Round) -> str:
     here = len(one.members) - len(one.dropped)
     longest = max(one.receipts, key=lambda receipt: receipt.seconds)
     return (
-        f"{here} of {len(one.members)} in {longest.seconds:.2f} s "
-        f"(all-reduce {max(receipt.allreduce_seconds for receipt in one.receipts):.2f} s)"
+        f"{here} of {len(one.members)} in {duration(longest.seconds)} "
+        f"(all-reduce {duration(max(receipt.allreduce_seconds for receipt in one.receipts))})"
     )
 
 

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from averaging.text import printable as printable
+
 MAX_DEPTH = 16
 """Deeper levels of what other members gathered are left out."""
 
@@ -30,11 +32,6 @@ def plain(value: Any, depth: int = 0) -> Any:
     return str(value)
 
 
-def printable(text: str) -> str:
-    """Text without what a terminal would obey."""
-    return "".join(char if char.isprintable() else "?" for char in text)
-
-
 def size(count: float) -> str:
     """A number of bytes."""
     for unit in ("bytes", "KiB", "MiB"):
@@ -44,12 +41,21 @@ def size(count: float) -> str:
     return f"{count:.1f} GiB"
 
 
+def duration(seconds: float) -> str:
+    """Seconds in the unit that fits: `3 ms`, `0.53 s`, `12.1 s`, `14 min`, `3.2 h`."""
+    if seconds < 0.1:
+        return f"{1000 * seconds:.0f} ms"
+    if seconds < 120:
+        return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
 def counted(number: int, noun: str) -> str:
     """`1 round`, `2 rounds`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def listed(names: Sequence[str]) -> str:
-    """`a, b`; of many the first few and how many more."""
-    first = ", ".join(names[:MAX_NAMES])
+    """`a, b`; of many the first few and how many more. Without what a terminal would obey."""
+    first = printable(", ".join(names[:MAX_NAMES]))
     return f"{first} and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else first

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from averaging.observe.html import html_table
+from averaging.observe.plain import counted, duration, printable, size
+
 
 class Outcome(StrEnum):
     """How an attempt ended. Where tensors are untouched, `in_place` may have written some averages before it ended."""
@@ -198,19 +201,33 @@ class Receipt:
 
     def __str__(self) -> str:
         if self.outcome is Outcome.NO_GROUP:
-            return f"round {self.round}: no group after {self.seconds:.1f} s: {self.reason}"
+            return f"round {self.round}: no group after {duration(self.seconds)}: {printable(self.reason)}"
         if self.outcome is Outcome.CANCELLED:
-            return f"round {self.round}: cancelled after {self.seconds:.1f} s"
+            return f"round {self.round}: cancelled after {duration(self.seconds)}"
         if self.outcome is Outcome.FAILED:
-            return f"round {self.round}: failed after {self.seconds:.1f} s: {self.reason}"
-        count = len(self.members) - 1
-        others = "1 other" if count == 1 else f"{count} others"
-        lost = "".join(f"; lost {dropped.endpoint} ({dropped.reason})" for dropped in self.dropped)
-        return (
-            f"round {self.round}: averaged with {others} in {self.seconds:.2f} s "
-            f"(all-reduce {self.allreduce_seconds:.2f} s, {self.bytes_sent / 2**20:.1f} MiB out, "
-            f"{self.bytes_received / 2**20:.1f} MiB in){lost}"
+            return f"round {self.round}: failed after {duration(self.seconds)}: {printable(self.reason)}"
+        lost = "".join(
+            f"; lost {printable(dropped.endpoint)} ({printable(dropped.reason)})" for dropped in self.dropped
         )
+        return (
+            f"round {self.round}: averaged with {counted(len(self.members) - 1, 'other')} in {duration(self.seconds)} "
+            f"(all-reduce {duration(self.allreduce_seconds)}, {size(self.bytes_sent)} out, "
+            f"{size(self.bytes_received)} in){lost}"
+        )
+
+    def _repr_html_(self) -> str:
+        rows: dict[str, object] = {"outcome": self.outcome.value}
+        if self.reason:
+            rows["reason"] = self.reason
+        rows |= {f"seconds {phase}": duration(seconds) for phase, seconds in self.phases.items()}
+        rows |= {"sent": size(self.bytes_sent), "received": size(self.bytes_received)}
+        for account in self.accounts:
+            name = account.endpoint + (" (this peer)" if account.endpoint == self.endpoint else "")
+            rows[name] = f"{account.role.value}, weight {account.weight:g}, reduces {account.share:.0%}"
+        rows |= {f"lost {dropped.endpoint}": dropped.reason for dropped in self.dropped}
+        if self.straggler is not None:
+            rows["waited for"] = f"{self.straggler.endpoint}, {duration(self.straggler.seconds)}, {self.straggler.what}"
+        return html_table(f"round {self.round} of run {self.run_id}", rows)
 
 
 def _seconds(value: float) -> str:

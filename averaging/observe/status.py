@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from averaging.deadlines.learned import Learned
+from averaging.observe.html import html_table
+from averaging.observe.plain import counted, printable
 from averaging.observe.receipts import Receipt
 
 
@@ -40,3 +42,30 @@ class PeerStatus:
     state_version: int
     known_peers: int
     deadlines: tuple[Learned, ...] = ()
+
+    @property
+    def doing(self) -> str:
+        """In words."""
+        if self.members:
+            return f"averaging with {counted(len(self.members) - 1, 'other')}"
+        if self.looking:
+            return f"looking for a group{f', following {self.leader}' if self.leader else ''}"
+        return "idle"
+
+    def __str__(self) -> str:
+        return printable(
+            f"{self.endpoint} of run {self.run_id}: {self.doing}; {counted(self.rounds, 'round')} averaged, "
+            f"state version {self.state_version}, {counted(self.known_peers - 1, 'other peer')} known"
+        )
+
+    def _repr_html_(self) -> str:
+        rows = {
+            "doing": self.doing,
+            "mode": self.mode,
+            "software": self.software,
+            "rounds averaged": self.rounds,
+            "last round": self.last_round or "none yet",
+            "state version": self.state_version,
+            "other peers known": self.known_peers - 1,
+        }
+        return html_table(f"{self.endpoint} of run {self.run_id}", rows)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from averaging.observe.plain import listed
+from averaging.observe.html import html_table
+from averaging.observe.plain import counted, listed
 from averaging.observe.receipts import Receipt
 from averaging.observe.status import PeerStatus
 
@@ -31,6 +32,20 @@ class TrainingStatus:
     alone: bool
     last_receipt: Receipt | None
     peer: PeerStatus
+
+    def __str__(self) -> str:
+        gathered = f", {self.samples:g} gathered for the next" if self.samples else ""
+        steps = "" if self.global_step is None else f" (global step {self.global_step}{gathered})"
+        others = "alone" if self.alone else f"with {counted(len(self.peers) - 1, 'other')}"
+        last = "no round yet" if self.last_receipt is None else str(self.last_receipt)
+        return f"step {self.local_step}{steps}, {others}; {last}"
+
+    def _repr_html_(self) -> str:
+        rows: dict[str, object] = {"local step": self.local_step}
+        if self.global_step is not None:
+            rows |= {"global step": self.global_step, "gathered for the next": f"{self.samples:g}"}
+        rows |= {"peers": listed(sorted(self.peers)), "last round": self.last_receipt or "none yet", "peer": self.peer}
+        return html_table(f"training of run {self.peer.run_id}", rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,3 +90,9 @@ class Finish:
             if names
         ]
         return f"NOT all peers hold the same weights: {'; '.join(told)}"
+
+    def _repr_html_(self) -> str:
+        rows = {"weights": str(self), "digest": self.digest}
+        rows |= {name: digest or "not announced in time" for name, digest in self.digests.items()}
+        rows |= dict.fromkeys(self.late, "went on training")
+        return html_table("end of the training", rows)

@@ -35,6 +35,7 @@ from averaging.errors import (
     ProtocolViolationError,
     UnauthenticatedError,
 )
+from averaging.text import printable
 
 logger = logging.getLogger("averaging.transport")
 
@@ -130,7 +131,7 @@ def error_of_call(endpoint: str, error: grpc.aio.AioRpcError) -> AveragingError:
         return PeerUnreachableError(endpoint, reason or _UNREACHABLE[code], refused=reason == _REFUSED)
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return CallRefusedError(endpoint, reason or "does not serve this")
-    return CallRefusedError(endpoint, shorten(details) or code.name.lower().replace("_", " "))
+    return CallRefusedError(endpoint, printable(details, MAX_REASON) or code.name.lower().replace("_", " "))
 
 
 def is_failed_write(details: str | None) -> bool:
@@ -149,7 +150,7 @@ def calling(endpoint: str) -> Iterator[None]:
     try:
         yield
     except grpc.aio.AioRpcError as error:
-        logger.debug("%s: %s", endpoint, error.debug_error_string())
+        logger.debug("%s: %s", endpoint, printable(error.debug_error_string()))
         # From Python 3.12 on its traceback would come back to it, and keep the call and with it gRPC's connection.
         raise error_of_call(endpoint, error.with_traceback(None)) from None
     except asyncio.CancelledError:
@@ -189,15 +190,9 @@ async def refuse(context: grpc.aio.ServicerContext[Any, Any], path: str, error: 
         code, words = grpc.StatusCode.INTERNAL, "internal error; the log of that peer tells more"
     try:
         if code is not None:
-            await context.abort(code, shorten(words))
+            await context.abort(code, printable(words, MAX_REASON))
     except grpc.aio.InternalError as lost:
         words = str(lost)
     # The caller is gone and hears no answer; gRPC takes a cancellation as the quiet end of a call.
-    logger.debug("%s: the caller is gone: %s", path, words)
+    logger.debug("%s: the caller is gone: %s", path, printable(words))
     raise asyncio.CancelledError
-
-
-def shorten(words: str) -> str:
-    """One printable line of at most `MAX_REASON` characters."""
-    line = "".join(char if char.isprintable() else " " for char in words)
-    return line if len(line) <= MAX_REASON else line[: MAX_REASON - 1] + "…"
