@@ -150,7 +150,7 @@ def calling(endpoint: str) -> Iterator[None]:
     try:
         yield
     except grpc.aio.AioRpcError as error:
-        logger.debug("%s: %s", endpoint, printable(error.debug_error_string()))
+        logger.debug("%s: %s", endpoint, printable(error.debug_error_string() or ""))
         # From Python 3.12 on its traceback would come back to it, and keep the call and with it gRPC's connection.
         raise error_of_call(endpoint, error.with_traceback(None)) from None
     except asyncio.CancelledError:
