@@ -10,7 +10,7 @@ from typing import Any
 import msgpack
 
 from averaging.errors import UnprovenViolationError
-from averaging.unpacking import is_number, unpack
+from averaging.unpacking import check_keys, is_number, unpack
 
 CLIENT_PREFIX = "client::"
 """The name of a peer in client mode starts so; it is never dialled."""
@@ -104,6 +104,7 @@ def pack_gather(weight: float, bandwidth: float | None, mode: Mode, user: Any = 
     if len(packed) > MAX_GATHER_BYTES:
         raise ValueError(f"gather is {len(packed)} bytes packed, more than the {MAX_GATHER_BYTES} allowed")
     try:
+        check_keys(user)
         unpack(said, MAX_GATHER_BYTES)
     except ValueError as error:
         raise ValueError(f"gather could not be read by others, who would take it for nothing: {error}") from None

@@ -151,7 +151,8 @@ class Rumours:
                     self._members.suspect(target)
         finally:
             # Who loses patience in the line takes its parcels along: nobody may come to that target any more.
-            line.waiting = [parcel for parcel in line.waiting if not any(parcel is own for own in parcels)]
+            own = set(map(id, parcels))
+            line.waiting = [parcel for parcel in line.waiting if id(parcel) not in own]
             if not line.waiting and not line.call.locked() and self._lines.get(target) is line:
                 del self._lines[target]
         await self._send(load)

@@ -11,6 +11,7 @@ one that lies about it takes a place that it was not first to claim, see docs/de
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
@@ -57,6 +58,8 @@ class RecordTable:
         self._limits = limits
         self._verify = verify
         self._places: dict[tuple[str, str], dict[bytes, Record]] = {}
+        # Who claims each place and has not withdrawn, the holder first: thousands of owners may want the same.
+        self._claims: dict[tuple[str, str], list[tuple[int, bytes]]] = {}
         self._readable: dict[str, dict[str, Record]] = {}
         self._subkeys: Counter[str] = Counter()
         self._by_id: dict[int, Record] = {}
@@ -144,9 +147,11 @@ class RecordTable:
 
     def compare(self, theirs: Iterable[tuple[int, int]]) -> tuple[list[Record], list[int]]:
         """The records that a peer with the digest `theirs` lacks, and the ids of those it could send here."""
-        there, here = dict(theirs), self._versions
+        theirs, here = tuple(theirs), self._versions
+        # Of ids that are not here no dict is made: they may be chosen so that each clashes with all before it.
+        there = {number: version for number, version in theirs if number in here}
         lacking = [self._by_id[number] for number, version in here.items() if there.get(number, 0) < version]
-        return lacking, [number for number, version in there.items() if here.get(number, 0) < version]
+        return lacking, [number for number, version in theirs if here.get(number, 0) < version]
 
     def select(self, numbers: Iterable[int]) -> list[Record]:
         """The records with these ids; ids of none are passed over."""
@@ -166,6 +171,9 @@ class RecordTable:
             self._by_owner[record.owner] += 1
         else:
             self._hash ^= entry_hash(number, known.version)
+            self._unclaim(known)
+        if not record.withdrawn:
+            insort(self._claims.setdefault((record.key, record.subkey), []), _precedence(record))
         self._places.setdefault((record.key, record.subkey), {})[record.owner] = record
         self._by_id[number] = record
         self._versions[number] = record.version
@@ -180,16 +188,26 @@ class RecordTable:
         del self._by_id[number], self._versions[number], self._places[place][record.owner]
         if not self._places[place]:
             del self._places[place]
+        self._unclaim(record)
         self._by_owner[record.owner] -= 1
         if not self._by_owner[record.owner]:
             del self._by_owner[record.owner]
         self._hash ^= entry_hash(number, record.version)
 
+    def _unclaim(self, record: Record) -> None:
+        if record.withdrawn:
+            return
+        place = (record.key, record.subkey)
+        claims = self._claims[place]
+        del claims[bisect_left(claims, _precedence(record))]
+        if not claims:
+            del self._claims[place]
+
     def _reread(self, key: str, subkey: str) -> Change | None:
         """Works out anew what is read under (key, subkey)."""
-        claims = [record for record in self._places.get((key, subkey), {}).values() if not record.withdrawn]
+        claims = self._claims.get((key, subkey))
         before = self.holder(key, subkey)
-        after = min(claims, key=_precedence, default=None) if len(claims) != 1 else claims[0]
+        after = self._places[key, subkey][claims[0][1]] if claims else None
         if after is before:
             return None
         if after is not None:

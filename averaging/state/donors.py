@@ -11,7 +11,7 @@ import msgpack
 from averaging.discovery.base import Discovery
 from averaging.discovery.notices import Notice
 from averaging.group import donors_key
-from averaging.unpacking import is_number
+from averaging.unpacking import is_number, unpack
 
 LIFETIME, REFRESH = 60.0, 20.0
 """Seconds for which a declaration holds, and after which it is made again."""
@@ -63,7 +63,7 @@ class Donors:
 def unpack_priority(value: bytes) -> float | None:
     """The priority in a donor's declaration; None if it is unreadable."""
     try:
-        priority = msgpack.unpackb(value)
-    except (ValueError, TypeError, RecursionError, msgpack.UnpackException):
+        priority = unpack(value, max_items=1)
+    except ValueError:
         return None
     return float(priority) if is_number(priority) else None

@@ -17,6 +17,7 @@ import torch
 from averaging.errors import StateError
 from averaging.messages import DownloadData, Resume, WireTensor
 from averaging.state.manifest import DTYPE_NAMES, STATE_DTYPES, Described, Manifest, can_skip, covered
+from averaging.unpacking import check_keys
 
 CHUNK_BYTES = 1 << 20
 """Size of one message of a download."""
@@ -29,7 +30,7 @@ class State:
     Attributes:
         version: never goes back at one peer.
         tensors: dense CPU tensors by name; the averaged ones first, in the schema's order.
-        user: the application's own small dict, of what msgpack can pack.
+        user: the application's own small dict, of what msgpack can pack; its keys are text, bytes or integers.
     """
 
     version: int
@@ -42,7 +43,7 @@ def check_state(averaged: Collection[str], tensors: Mapping[str, torch.Tensor], 
 
     Raises:
         StateError: a tensor of the name of an averaged one, or of a dtype or a layout that cannot travel, or a user
-            dict that msgpack cannot pack.
+            dict that msgpack cannot pack, or with keys that newcomers do not read.
     """
     for name, tensor in tensors.items():
         if name in averaged:  # newcomers would take it for the averaged one
@@ -58,6 +59,10 @@ def check_state(averaged: Collection[str], tensors: Mapping[str, torch.Tensor], 
         packed: bytes = msgpack.packb(dict(user))
     except (TypeError, ValueError, OverflowError) as error:
         raise StateError(f"the state's user dict must be what msgpack can pack: {error}") from None
+    try:
+        check_keys(dict(user))
+    except ValueError as error:
+        raise StateError(f"newcomers could not read the state's user dict: {error}") from None
     return packed
 
 

@@ -26,7 +26,11 @@ INLINE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What the application adds to the averaged tensors: further tensors by name, and a small dict for msgpack."""
+    """What the application adds to the averaged tensors: further tensors by name, and a small dict.
+
+    The dict holds what msgpack can pack: numbers, strings, bytes, lists and dicts. The keys of these are text, bytes or
+    integers.
+    """
 
     tensors: Mapping[str, torch.Tensor]
     user: Mapping[str, Any]
@@ -104,8 +108,7 @@ class Snapshots:
     def _copy_once(self) -> State:
         if self._copy is None:
             copies = {name: _copied(tensor) for name, tensor in self._named().items()}
-            # Tuples, not lists, since a key can be one; packed they are alike.
-            user = msgpack.unpackb(self._committed_user, strict_map_key=False, use_list=False)
+            user = msgpack.unpackb(self._committed_user, strict_map_key=False)
             self._copy = State(self.version, copies, user)
         return self._copy
 

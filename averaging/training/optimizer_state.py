@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from averaging.errors import StateError
+from averaging.unpacking import MAX_INTEGER_KEYS
 
 OPTIONAL: Mapping[type[torch.optim.Optimizer], Mapping[str, str]] = {
     torch.optim.Adam: {"amsgrad": "max_exp_avg_sq"},
@@ -57,9 +58,9 @@ def load_optimizer(
     if packed["class"] != ours:
         raise StateError(f"its optimizer is {packed['class'][:100]}, here it is {ours}; use the same one")
     of_optimizer = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{prefix}/")}
-    state = _unpack(packed.get("state"), of_optimizer)
     own = optimizer.state_dict()
     numbers = {number for group in own["param_groups"] for number in group["params"]}
+    state = _unpack(packed.get("state"), of_optimizer, len(numbers))
     if not isinstance(state, dict):
         raise StateError("the state of its optimizer is unreadable")
     for key, values in state.items():
@@ -151,20 +152,29 @@ def _pack(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     )
 
 
-def _unpack(packed: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def _unpack(packed: Any, tensors: Mapping[str, torch.Tensor], parameters: int) -> Any:
     match packed:
         case None | bool() | int() | float() | str() | bytes():
             return packed
         case {"tensor": str(name)} if name in tensors:
             return tensors[name]
         case {"list": list(items)}:
-            return [_unpack(item, tensors) for item in items]
+            return [_unpack(item, tensors, parameters) for item in items]
         case {"tuple": list(items)}:
-            return tuple(_unpack(item, tensors) for item in items)
-        case {"dict": list(pairs)} if all(_is_pair(pair) for pair in pairs):
-            return {key: _unpack(item, tensors) for key, item in pairs}
+            return tuple(_unpack(item, tensors, parameters) for item in items)
+        case {"dict": list(pairs)} if all(_is_pair(pair) for pair in pairs) and _are_quick(pairs, parameters):
+            return {key: _unpack(item, tensors, parameters) for key, item in pairs}
     raise StateError(f"the state of its optimizer holds {str(packed)[:100]}, which nobody packs")
 
 
 def _is_pair(pair: object) -> bool:
     return isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], int | str)
+
+
+def _are_quick(pairs: list[tuple[int | str, Any]], parameters: int) -> bool:
+    """Whether a dict of these is made in no time: of many integers each could be compared with all before it.
+
+    The numbers of this optimizer's own parameters are no choice of whoever sent them.
+    """
+    integers = [key for key, _ in pairs if isinstance(key, int)]
+    return len(integers) <= MAX_INTEGER_KEYS or all(0 <= key < parameters for key in integers)

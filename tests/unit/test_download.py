@@ -507,6 +507,9 @@ def test_two_tensors_of_one_name_are_refused() -> None:
         ({"z": torch.zeros(1, dtype=torch.complex64)}, {}, "'z' is torch.complex64; .*bool can be shared"),
         ({}, {"model": object()}, "must be what msgpack can pack"),
         ({}, {"step": 2**65}, "must be what msgpack can pack"),
+        ({}, {1.5: 2}, "newcomers could not read the state's user dict: a dict has the key 1.5; keys can be text, by"),
+        ({}, {"table": [{(1, (2,)): 3}]}, "a dict has the key .1, .2,.."),
+        ({}, {"table": dict.fromkeys(range(1025))}, "a dict has 1025 integers as keys, more than 1024; use text"),
     ],
 )
 def test_what_cannot_be_packed_is_named(tensors: dict[str, torch.Tensor], user: dict[str, Any], words: str) -> None:

@@ -87,7 +87,17 @@ def test_no_bytes_crash_the_reader(gather: bytes) -> None:
     assert member.weight >= 0
 
 
-@pytest.mark.parametrize(("user", "words"), [(object(), "msgpack"), (b"x" * (64 << 10), "bytes packed")])
+@pytest.mark.parametrize(
+    ("user", "words"),
+    [
+        (object(), "msgpack"),
+        (b"x" * (64 << 10), "bytes packed"),
+        ({1.5: 2}, "could not be read by others, .*: a dict has the key 1.5; keys can be text, bytes or integers"),
+        ([{"a": {None: 2}}], "a dict has the key None"),
+        ({(1, 2): 3}, r"a dict has the key \(1, 2\)"),
+        (dict.fromkeys(range(1025)), "a dict has 1025 integers as keys, more than 1024; use text"),
+    ],
+)
 def test_what_cannot_be_gathered_says_why(user: object, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         pack_gather(1.0, None, Mode.NODE, user)
