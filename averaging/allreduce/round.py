@@ -21,6 +21,7 @@ from averaging.allreduce.watch import Watch
 from averaging.config import NonFinite
 from averaging.deadlines.fair_timeout import FairTimeout
 from averaging.deadlines.learned import Deadline, Deadlines, size_class
+from averaging.deadlines.rates import SLOW_LINK
 from averaging.errors import RoundError
 from averaging.group import Group
 from averaging.messages import AveragingData, MessageCode
@@ -29,10 +30,6 @@ from averaging.schema import ReplyForm, Schema
 from averaging.transport.base import Transport
 
 Prepare: TypeAlias = "Callable[[], Awaitable[Sequence[torch.Tensor]]]"
-
-SLOW_LINK = 10e6 / 8
-"""Bytes/s. What a round takes on links like this is allowed in any case, so that nobody has to guess how long large
-tensors will take; those that are slower still need a larger `timeout`."""
 
 FAREWELL_SECONDS = 1.0
 """How long a member that gives up tries to tell the others."""
@@ -66,6 +63,7 @@ class AllReduce:
         me = group.members[group.index(endpoint)]
         reduced = shares(group.members)
         parts_of = dict(zip(group.endpoints, partition(schema, reduced), strict=True))
+        # Allowed in any case so that nobody has to guess how long large tensors take; slower links need more `timeout`.
         self._at_slow_links = busiest_link(reduced, packed_size(schema)) / SLOW_LINK
         own = parts_of[endpoint]
         self._reducers = {name: parts for name, parts in parts_of.items() if me.sends and parts and name != endpoint}

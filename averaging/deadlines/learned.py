@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from averaging.deadlines.rates import Rates
+
 MEDIAN_FACTOR = 4.0
 """A deadline is so many times the median wait, so that a link may be three times slower in the next round ..."""
 
@@ -143,11 +145,15 @@ class Deadlines:
         lower: no deadline is shorter, so that nobody is given up for a hiccup; seconds.
         upper: no deadline is longer, and so long is waited while nothing is known; seconds.
         longest: what `upper` is called.
+
+    Attributes:
+        rates: how fast the others have delivered their state.
     """
 
     def __init__(self, lower: float, upper: float, longest: str = "part_timeout") -> None:
         self.lower, self.upper = min(lower, upper), upper
         self._longest = longest
+        self.rates = Rates()
         self._known: OrderedDict[_Key, _Known] = OrderedDict()  # the one not used for longest first
 
     def __len__(self) -> int:

@@ -17,14 +17,17 @@ from averaging.matchmaking import Matchmaking
 from averaging.messages import AveragingData, DownloadData, JoinRequest, MessageCode, MessageFromLeader, Resume
 from averaging.observe.book import ReceiptBook, Watched
 from averaging.observe.status import PeerStatus
+from averaging.peer.places import Places
 from averaging.schema import Schema
+from averaging.state.flow import LEAST_RATE, Flow
+from averaging.state.manifest import nbytes_of
 from averaging.state.packing import pack
 from averaging.state.snapshots import Snapshots
 
 SOFTWARE = f"averaging {metadata.version('averaging')}"
 
-MAX_DOWNLOADS = 16
-"""Downloads of the state in progress at one donor; more wait in line."""
+MAX_DOWNLOADS, DOWNLOADS_PER_HOST = 16, 4
+"""Downloads of the state in progress at one donor, and of them those of one host; more wait in line."""
 
 LINGER_SECONDS = 0.5
 """Seconds for which the stream of a refused sender is still read: some clients lose the answer if a write fails."""
@@ -54,7 +57,7 @@ class PeerService:
         self._config, self._endpoint, self._schema = config, endpoint, schema
         self._snapshots = snapshots
         self._started = started
-        self._downloads = asyncio.Semaphore(MAX_DOWNLOADS)
+        self._downloads = Places(MAX_DOWNLOADS, DOWNLOADS_PER_HOST)
         self._preparing = asyncio.Lock()
         self.matchmaking: Matchmaking | None = None
         self.discovery: Discovery | None = None
@@ -102,26 +105,35 @@ class PeerService:
             async for reply in replies:
                 yield reply
 
-    async def download_state(self, resume: Resume | None) -> AsyncGenerator[DownloadData, None]:
+    async def download_state(self, resume: Resume | None, caller: str) -> AsyncGenerator[DownloadData, None]:
         """Serves the last committed state, without what the caller has of it; nothing if it is not shared.
 
         Raises:
-            BusyError: many others have been downloading it for long.
+            BusyError: others, or enough of the caller's host, have been downloading it for long; or others wait for
+                that, and the caller takes it at less than `LEAST`.
         """
         if not self._snapshots.shared:
             return
         try:
             async with asyncio.timeout(self._config.part_timeout / 2):  # before the caller loses patience
-                await self._downloads.acquire()
+                await self._downloads.enter(caller)
         except TimeoutError:
-            raise BusyError(f"{MAX_DOWNLOADS} others are downloading the state of {self._endpoint}") from None
+            own = self._downloads.taken_by(caller)
+            told = f"{own} downloads of your host" if own >= DOWNLOADS_PER_HOST else f"{MAX_DOWNLOADS} downloads"
+            raise BusyError(f"{told} of the state of {self._endpoint} are in progress; ask another donor") from None
         try:
             async with self._preparing:
                 snapshot = await self._snapshots.latest(self._config.part_timeout)
+            clock, left = asyncio.get_running_loop().time, nbytes_of(snapshot.tensors)
+            taken = Flow(LEAST_RATE, self._config.part_timeout, left, clock())
             for message in pack(snapshot, resume):
+                if self._downloads.wanted and not taken.time_left(clock()):
+                    raise BusyError(f"others wait for the state of {self._endpoint}, and you take it slowly: {taken}")
                 yield message
+                left -= len(message.tensor_part.buffer) if message.tensor_part else 0
+                taken.heard(left, clock())
         finally:
-            self._downloads.release()
+            self._downloads.leave(caller)
 
     def get_schema(self) -> Schema:
         """What this peer averages now, or has averaged last."""

@@ -28,7 +28,8 @@ MAX_COMPARISONS = 3
 """How often donors are compared in all, should those that agreed have another state each time it is read."""
 
 TRIES_PER_DONOR = 5
-"""How often one donor is asked that is lost again and again, but delivers more each time."""
+"""How often one donor is asked that is lost again and again, but delivers more each time. Attempts in which it was too
+slow do not count: their number is bounded by how often less can be expected of it, see `flow.expected_rate`."""
 
 
 class _LostError(StateError):
@@ -55,12 +56,16 @@ async def download(
     asked once more, after the others, and so is one that was given up before the longest deadline. One that lives, but
     has not begun within that, gets several times as long in the end, since it may have to prepare a large state.
 
+    A donor that is much slower than the best one that was met in the last hour is left for the next, and asked again
+    after the others, for a smaller and smaller rate. So nobody holds this peer for ever: each attempt ends within what
+    `flow.Flow.limit` says, and of each donor there is a bounded number of them.
+
     Args:
         transport: this peer's.
         donors: endpoints, the best one first.
         schema: of this peer's tensors; None takes any.
         silence: seconds without a message after which a donor is given up.
-        deadlines: the learned ones that take its place, kept from one download to the next.
+        deadlines: the learned ones that take its place, and the rates, kept from one download to the next.
         declared: versions of the donors' states, as discovery tells them. Who turns out to have an earlier one was
             started anew since, and is asked again only after all others.
         max_bytes: see `StateReader`.
@@ -135,7 +140,7 @@ class _Download:
             cut = False
             try:
                 try:
-                    await self._read(donor, reader, self._on_progress, self._held.resume)
+                    await self._read(donor, reader, self._on_progress, self._held.resume, alone=not waiting)
                 except (TimeoutError, TransportError):
                     if not reader.whole:  # else only the end of the stream is missing
                         raise
@@ -158,8 +163,9 @@ class _Download:
                 continue
             # Of two states the one of which there is more.
             self._held = max(self._held, reader.held, key=lambda held: held.nbytes)
-            worthwhile = self._held.nbytes > before or self._patience.owes(donor)
-            if reader.outdated or (cut and worthwhile and tries[donor] < TRIES_PER_DONOR):
+            patience = self._patience
+            worthwhile = donor not in patience.too_slow and (self._held.nbytes > before or patience.owes(donor))
+            if reader.outdated or (cut and worthwhile and tries[donor] < TRIES_PER_DONOR + patience.times_slow[donor]):
                 waiting.append(donor)
         raise _LostError(_told(failures.values()), gone)
 
@@ -226,21 +232,26 @@ class _Download:
         on_progress: Callable[[StateReader], object],
         resume: Resume | None = None,
         at_most: int | None = None,
+        *,
+        alone: bool = False,
     ) -> None:
         count = 0
         try:
             async with (
-                self._patience.silence(donor) as silence,
+                self._patience.silence(donor, alone=alone) as silence,
                 aclosing(self._transport.download_state(donor, resume)) as messages,
             ):
                 async for message in messages:
                     if not count or _brings_something(message):
                         silence.heard()
                     reader.feed(message)
+                    silence.delivered(reader.left)
                     on_progress(reader)
                     count += 1
                     if count == at_most:
                         return
+                if reader.whole:
+                    silence.finished()
         except TimeoutError:
             if not count:
                 self._unbegun[donor] = None

@@ -19,8 +19,9 @@ from averaging.messages import DownloadData, Resume, WireTensor
 from averaging.state.manifest import DTYPE_NAMES, STATE_DTYPES, Described, Manifest, can_skip, covered
 from averaging.unpacking import check_keys
 
-CHUNK_BYTES = 1 << 20
-"""Size of one message of a download."""
+CHUNK_BYTES = 1 << 18
+"""Size of one message of a download: over a link of 256 kbit/s it takes 8 s. Larger ones would save 15 % of the
+processor time, and on such a link a donor would be silent for longer than readers wait."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import torch
 from averaging.errors import StateError
 from averaging.messages import Buffer, DownloadData, Resume, WireTensor
 from averaging.schema import Schema
+from averaging.state.flow import PER_TENSOR
 from averaging.state.manifest import (
     DTYPE_NAMES,
     STATE_DTYPES,
@@ -187,6 +188,11 @@ class StateReader:
     def count(self) -> int:
         """How many tensors are announced."""
         return len(self._announced)
+
+    @property
+    def left(self) -> int:
+        """Bytes still to come, and `PER_TENSOR` for each tensor that is not there yet."""
+        return self.nbytes - self.received + PER_TENSOR * (len(self._announced) - len(self._done))
 
     @property
     def fingerprint(self) -> Fingerprint:

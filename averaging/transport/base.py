@@ -42,8 +42,11 @@ class AveragingService(Protocol):
         """Takes a sender's parts in order and yields their averages in the same order."""
         ...
 
-    def download_state(self, resume: Resume | None) -> AsyncGenerator[DownloadData, None]:
-        """The last committed state, in chunks, without what the caller has of it; nothing if it is not shared."""
+    def download_state(self, resume: Resume | None, caller: str) -> AsyncGenerator[DownloadData, None]:
+        """The last committed state, in chunks, without what the caller has of it; nothing if it is not shared.
+
+        `caller` is the host that asks, in words that are the same for all its connections.
+        """
         ...
 
     def get_status(self) -> PeerStatus:

@@ -234,7 +234,8 @@ class MemoryTransport:
 
     def download_state(self, endpoint: str, resume: Resume | None = None) -> AsyncGenerator[DownloadData, None]:
         """See `transport.base.Transport`."""
-        return self._call("download_state", endpoint, lambda peer, _: peer._service.download_state(resume))
+        host = self.endpoint if self.endpoint.startswith(CLIENT_PREFIX) else self.endpoint.rpartition(":")[0]
+        return self._call("download_state", endpoint, lambda peer, _: peer._service.download_state(resume, host))
 
     async def get_schema(self, endpoint: str) -> Schema:
         """See `transport.base.Transport`."""

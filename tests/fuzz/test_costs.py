@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import struct
 import time
@@ -19,16 +20,20 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 
 from averaging.addresses import covers, is_endpoint
 from averaging.discovery.records import Limits
+from averaging.discovery.rumours import Rumours
+from averaging.discovery.settings import GossipSettings
+from averaging.discovery.spread import Branch
 from averaging.discovery.table import RecordTable
 from averaging.errors import AveragingError
 from averaging.group import Mode, pack_gather, unpack_gather
 from averaging.matchmaking import rules
-from averaging.messages import DownloadData, MessageCode, MessageFromLeader, Record, WireTensor
+from averaging.messages import DownloadData, MessageCode, MessageFromLeader, Record, Refusal, Rumour, WireTensor
 from averaging.observe import journal
 from averaging.state.donors import unpack_priority
 from averaging.state.manifest import MAX_ITEMS, read_manifest
 from averaging.state.reader import StateReader
 from averaging.training.optimizer_state import load_optimizer
+from averaging.transport import virtual_time
 from averaging.transport.grpc import headers, methods
 from averaging.transport.grpc.methods import Method
 from averaging.transport.grpc.security import is_token
@@ -215,6 +220,37 @@ def test_records_of_many_owners(read: Read, places: int) -> None:
 def test_digests_with_ids_that_clash() -> None:
     table = table_of(records(1000, places=1000))
     check_growth(clashing_ids, table.compare, 1 << 12)
+
+
+class Deaf:
+    """The network and its members: a single one, who takes no push."""
+
+    async def push(self, endpoint: str, run_id: str, rumours: tuple[Rumour, ...]) -> tuple[Refusal, ...]:
+        return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+
+    def branches(self, start: int, end: int, fanout: int) -> list[Branch]:
+        return [Branch(start, end, ("deaf:1",))]
+
+    def suspect(self, endpoint: str) -> None:
+        pass
+
+
+def test_rumours_for_as_many_ranges() -> None:
+    def tell_twice(taken: list[Record]) -> None:
+        async def main() -> None:
+            deaf: Any = Deaf()
+            rumours = Rumours(deaf, "run", deaf, GossipSettings(), virtual_time.clock, lambda *_: None)
+            half = len(taken) // 2
+            async with asyncio.TaskGroup() as tasks:
+                for some in (taken[:half], taken[half:]):  # these wait while those are being pushed
+                    for number, record in enumerate(some, 1):
+                        rumours.tell(record, number, number)
+                    tasks.create_task(rumours.flush())
+                    await asyncio.sleep(0.1)
+
+        virtual_time.run(main())
+
+    check_growth(lambda count: records(count, places=count), tell_twice, 2000)
 
 
 def test_groups() -> None:

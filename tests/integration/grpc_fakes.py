@@ -156,7 +156,7 @@ class FakePeer:
         finally:
             self.closed.set()
 
-    async def download_state(self, resume: Resume | None) -> AsyncGenerator[DownloadData, None]:
+    async def download_state(self, resume: Resume | None, caller: str) -> AsyncGenerator[DownloadData, None]:
         for chunk in self.state:
             yield chunk
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -15,9 +16,13 @@ import torch
 from averaging import Peer
 from averaging.errors import BusyError, CallRefusedError, PeerUnreachableError
 from averaging.messages import AveragingData, MessageCode
+from averaging.peer.places import Places
+from averaging.peer.service import DOWNLOADS_PER_HOST, MAX_DOWNLOADS
+from averaging.state.download import download
 from averaging.transport.grpc import GrpcTransport, channels, methods, options, server
 from averaging.transport.grpc.security import Callers
 from tests.integration.grpc_fakes import MAX_MESSAGE_BYTES, REQUEST, FakePeer, client, floods, part, parts, serving
+from tests.integration.listening import closed, listening
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 
@@ -226,17 +231,17 @@ async def test_a_sender_that_opens_a_stream_and_sends_nothing_is_sent_away() -> 
         assert [reply.code async for reply in replies] == [MessageCode.CANCELLED]
 
 
-class Line(asyncio.Semaphore):
+class Line(Places):
     """Tells when somebody waits in it."""
 
-    def __init__(self, places: int) -> None:
-        super().__init__(places)
-        self.waited = asyncio.Event()
+    def __init__(self, in_all: int, per_host: int) -> None:
+        super().__init__(in_all, per_host)
+        self.waited = asyncio.Semaphore(0)
 
-    async def acquire(self) -> Literal[True]:
-        if self.locked():
-            self.waited.set()
-        return await super().acquire()
+    async def enter(self, host: str) -> None:
+        if not self._may_enter(host):
+            self.waited.release()
+        await super().enter(host)
 
 
 @pytest.mark.asyncio
@@ -244,18 +249,87 @@ async def test_so_many_download_the_state_at_once(monkeypatch: pytest.MonkeyPatc
     large = torch.zeros(64 << 18)  # 64 MiB, more than fits on the way
     async with Peer([large], run_id="run", part_timeout=2.0) as peer, client(limit=32 << 20) as caller:
         monkeypatch.setattr("averaging.peer.service.MAX_DOWNLOADS", 1)
-        line = Line(1)
+        line = Line(1, 4)
         monkeypatch.setattr(peer._entered.service, "_downloads", line)
         async with aclosing(caller.download_state(peer.endpoint)) as first:
             await anext(first)
-            assert not line.waited.is_set()
-            with pytest.raises(CallRefusedError, match="1 others are downloading the state"):
+            assert line.waited.locked()
+            with pytest.raises(CallRefusedError, match="1 downloads of the state of .* are in progress; ask another"):
                 await anext(caller.download_state(peer.endpoint))
-            line.waited.clear()
+            await line.waited.acquire()
             waiting = asyncio.ensure_future(anext(second := caller.download_state(peer.endpoint)))
-            await asyncio.wait_for(line.waited.wait(), PATIENCE)
+            await asyncio.wait_for(line.waited.acquire(), PATIENCE)
         assert (await asyncio.wait_for(waiting, PATIENCE)).metadata
         await second.aclose()
+
+
+@asynccontextmanager
+async def called_from(host: str, endpoint: str) -> AsyncIterator[str]:
+    """An endpoint on 127.0.0.1 that leads to another one, whose peer sees calls from `host`."""
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        where, _, port = endpoint.rpartition(":")
+        there, back = await asyncio.open_connection(where, int(port), local_addr=(host, 0))
+        ways = [asyncio.create_task(pass_on(*ends)) for ends in ((reader, back), (there, writer))]
+        try:
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for way in ways:
+                way.cancel()
+            await asyncio.gather(*ways, return_exceptions=True)
+            await closed(back)
+
+    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+
+    async with listening(handle) as address:
+        yield address
+
+
+@pytest.mark.asyncio
+async def test_one_host_s_idle_downloads_keep_no_other_from_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = torch.arange(64 << 18, dtype=torch.float32)  # 64 MiB, more than fits on the way
+    async with (
+        Peer({"w": large}, run_id="run") as peer,
+        called_from("127.0.0.2", peer.endpoint) as other_host,
+        AsyncExitStack() as stack,
+    ):
+        # Several connections, and each leaves what comes unread.
+        callers = [await stack.enter_async_context(client(limit=32 << 20)) for _ in range(4)]
+        idle = [callers[number % 4].download_state(peer.endpoint) for number in range(MAX_DOWNLOADS)]
+        line = Line(MAX_DOWNLOADS, DOWNLOADS_PER_HOST)
+        monkeypatch.setattr(peer._entered.service, "_downloads", line)
+        asked = [asyncio.ensure_future(anext(one)) for one in idle]
+        async with asyncio.timeout(PATIENCE):
+            for _ in range(MAX_DOWNLOADS - DOWNLOADS_PER_HOST):
+                await line.waited.acquire()
+            while sum(one.done() for one in asked) < DOWNLOADS_PER_HOST:
+                await asyncio.wait([one for one in asked if not one.done()], return_when=asyncio.FIRST_COMPLETED)
+        honest = await stack.enter_async_context(client(limit=32 << 20))
+        began = time.monotonic()
+        state, _ = await download(honest, [other_host], peer.schema, silence=PATIENCE)
+        assert time.monotonic() - began < PATIENCE / 2  # they would have waited for 15 s, and then been sent away
+        assert torch.equal(state.tensors["w"], large)
+        assert sum(one.done() for one in asked) == DOWNLOADS_PER_HOST
+        for one in asked:
+            one.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        for call in idle:
+            await call.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_host_that_has_its_places_is_told_so() -> None:
+    large = torch.zeros(64 << 18)
+    async with Peer([large], run_id="run", part_timeout=1.0) as peer, AsyncExitStack() as stack:
+        caller = await stack.enter_async_context(client(limit=32 << 20))
+        for _ in range(DOWNLOADS_PER_HOST):
+            call = await stack.enter_async_context(aclosing(caller.download_state(peer.endpoint)))
+            await anext(call)
+        with pytest.raises(CallRefusedError, match="4 downloads of your host of the state of .*; ask another donor"):
+            await anext(caller.download_state(peer.endpoint))
 
 
 def test_the_limits_let_a_run_through() -> None:

@@ -29,7 +29,7 @@ async def test_downloads_that_wait_for_the_tensors_leave_threads_to_a_round() ->
         peer = await enter(stack, {"x": torch.zeros(3)})
         service = peer._entered.service
         with peer.replacing():
-            downloads = [service.download_state(None) for _ in range(8)]
+            downloads = [service.download_state(None, f"192.0.2.{number}") for number in range(8)]
             waiting = [asyncio.ensure_future(anext(download)) for download in downloads]
             await asyncio.sleep(0)  # until they wait for the lock
             async with asyncio.timeout(60):

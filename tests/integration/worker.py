@@ -78,8 +78,8 @@ class _Watched:
     def aggregate_part(self, messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
         return self._service.aggregate_part(self._transport.counted_messages("reducing", messages))
 
-    def download_state(self, resume: Resume | None) -> AsyncGenerator[DownloadData, None]:
-        return self._transport.counted("donating", self._service.download_state(resume))
+    def download_state(self, resume: Resume | None, caller: str) -> AsyncGenerator[DownloadData, None]:
+        return self._transport.counted("donating", self._service.download_state(resume, caller))
 
 
 def tell(event: str, **fields: Any) -> None:

@@ -148,8 +148,8 @@ class _Serving:
             async for reply in spoiled:
                 yield reply
 
-    async def download_state(self, resume: Resume | None) -> AsyncGenerator[DownloadData, None]:
-        chunks = self._service.download_state(resume)
+    async def download_state(self, resume: Resume | None, caller: str) -> AsyncGenerator[DownloadData, None]:
+        chunks = self._service.download_state(resume, caller)
         async with aclosing(chunks), aclosing(self._transport.spoiled(chunks, "donor")) as spoiled:
             async for chunk in spoiled:
                 yield chunk

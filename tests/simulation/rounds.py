@@ -50,7 +50,7 @@ class OneRound:
     def join_group(self, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
         raise NotImplementedError
 
-    def download_state(self, resume: Resume | None) -> AsyncGenerator[DownloadData, None]:
+    def download_state(self, resume: Resume | None, caller: str) -> AsyncGenerator[DownloadData, None]:
         raise NotImplementedError
 
     def get_status(self) -> PeerStatus:

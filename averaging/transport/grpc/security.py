@@ -123,7 +123,7 @@ class Callers:
         Raises:
             BusyError: its host has too many.
         """
-        host = context.peer().rpartition(":")[0]
+        host = host_of(context)
         if self._calls[host] >= self._most:
             raise BusyError(f"{self._calls[host]} calls of your host are in progress; no more are taken")
         self._calls[host] += 1
@@ -156,6 +156,11 @@ class Callers:
             return request
 
         return decode
+
+
+def host_of(context: Context) -> str:
+    """The address from which somebody calls, without the port."""
+    return context.peer().rpartition(":")[0]
 
 
 def certified_hosts(context: Context) -> list[str]:

@@ -24,7 +24,7 @@ from averaging.transport.grpc import headers, methods
 from averaging.transport.grpc.faults import refuse
 from averaging.transport.grpc.methods import Method
 from averaging.transport.grpc.options import WRITE_BYTES_PER_SECOND, WRITE_SECONDS, server_options
-from averaging.transport.grpc.security import Callers, Gate, server_credentials
+from averaging.transport.grpc.security import Callers, Gate, host_of, server_credentials
 
 logger = logging.getLogger("averaging.transport")
 
@@ -199,7 +199,7 @@ def _download(service: AveragingService, callers: Callers) -> grpc.RpcMethodHand
 
     async def handle(raw: bytes, context: Context) -> None:
         resume = headers.read_resume(context.invocation_metadata() or ())
-        await _answer(context, method, callers, raw, lambda _: service.download_state(resume))
+        await _answer(context, method, callers, raw, lambda _: service.download_state(resume, host_of(context)))
 
     return grpc.unary_stream_rpc_method_handler(handle)
 
