@@ -10,4 +10,10 @@ def printable(text: str, most: int = MAX_TEXT) -> str:
     """Text on one line, without what a terminal would obey, and no longer than `most` characters."""
     if len(text) > most:
         text = f"{text[: most - 1]}…"
-    return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
+    return text if text.isprintable() else "".join(map(_harmless, text))
+
+
+def _harmless(char: str) -> str:
+    if char.isprintable():
+        return char
+    return " " if char.isspace() else "?"

@@ -301,7 +301,8 @@ class Peer:
         Args:
             topic: what is averaged, from `topic`; the peer's own tensors if None.
             weight: of this peer's tensors in the average; finite and at least 0.
-            gather: handed to all members of the group: numbers, strings, bytes, lists or dicts, at most 64 KiB packed.
+            gather: handed to all members of the group: numbers, strings, bytes, lists, or dicts whose keys are strings,
+                bytes or integers; at most 64 KiB packed.
             phase: of the topic, such as a step; peers in other phases are not met.
             enough: a group that this peer leads begins at once with so many that contribute, or with what it says to
                 the others' progress whenever that changes; with `group_size` in all if None, and at an auxiliary with

@@ -30,7 +30,7 @@ FAR_AHEAD = Progress(History(10**12, 1e9, "ff", Origin(Rank.APPOINTED, -1.0, "ev
 class Silent:
     """Accepts every call and never answers, but for whether it lives."""
 
-    async def download_state(self, resume: Resume | None = None) -> AsyncGenerator[DownloadData, None]:
+    async def download_state(self, resume: Resume | None, caller: str) -> AsyncGenerator[DownloadData, None]:
         await asyncio.Event().wait()
         yield DownloadData()
 
