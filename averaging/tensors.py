@@ -259,6 +259,11 @@ def _extent(tensor: torch.Tensor) -> tuple[str, int, int]:
     return str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
+def finite_as(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether no element is NaN or infinite once it is kept in `dtype`, in which large values may not exist."""
+    return all_finite(tensor if tensor.dtype == dtype else tensor.to(dtype))
+
+
 def all_finite(tensor: torch.Tensor) -> bool:
     """Whether no element is NaN or infinite. One pass without a temporary in the usual case."""
     # A sum is finite only if all its terms are; it can overflow with large finite terms, so then look at each.

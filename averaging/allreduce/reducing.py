@@ -19,7 +19,7 @@ from averaging.allreduce.partition import Part, packed_sizes
 from averaging.allreduce.robust import reducer_for
 from averaging.allreduce.tally import Tally
 from averaging.allreduce.watch import Overdue, Watch
-from averaging.compression import decode, encode
+from averaging.compression import decode, decode_as, encode
 from averaging.config import NonFinite
 from averaging.deadlines.learned import Deadline, Phase
 from averaging.errors import NonFiniteError, ProtocolViolationError, TransportError
@@ -27,7 +27,7 @@ from averaging.group import Member
 from averaging.messages import AveragingData, CompressionType, MessageCode
 from averaging.observe.receipts import DropCode, Dropped
 from averaging.schema import ReplyForm, Schema
-from averaging.tensors import all_finite
+from averaging.tensors import finite_as
 
 logger = logging.getLogger("averaging.allreduce")
 
@@ -242,8 +242,9 @@ class Reducing:
             return
         if message.tensor_part is None or message.code not in (MessageCode.PART_FOR_AVERAGING, MessageCode.NO_CODE):
             raise ProtocolViolationError(f"sent {message.code.name} instead of part {number}")
-        values = decode(message.tensor_part)
-        if self._non_finite is NonFinite.REFUSE and not all_finite(values):
+        dtype = self._schema.tensors[self._parts[number].tensor].torch_dtype
+        values = decode_as(message.tensor_part, dtype)
+        if self._non_finite is NonFinite.REFUSE and not finite_as(values, dtype):
             raise NonFiniteError(f"sent NaN or infinity in part {number}")
         self._reducer.add(name, values)
         self._tally.received_part(name, len(message.tensor_part.buffer))
@@ -280,30 +281,35 @@ class Reducing:
                 for sender in self._senders.values()
                 if number in sender.delivered
             ]
-            if average is None or not self._is_sound("the average", number, average):
+            if average is None:
                 for sender, _ in waiting:
                     sender.replies.put_nowait(_NO_AVERAGE)
-                continue
-            self._tally.averaged = True
-            if self._schema.reply is ReplyForm.DELTA:
+            elif self._schema.reply is ReplyForm.DELTA:
                 self._answer_with_deltas(number, average, local, waiting)
             else:
-                self._answer_with_average(part, average, local, waiting)
+                self._answer_with_average(number, average, local, waiting)
 
     def _answer_with_average(
-        self, part: Part, average: torch.Tensor, local: torch.Tensor | None, waiting: _Waiting
+        self, number: int, average: torch.Tensor, local: torch.Tensor | None, waiting: _Waiting
     ) -> None:
         """Encodes once for all and adopts what the others will decode, so that all end with the same bytes."""
+        part = self._parts[number]
         spec = self._schema.tensors[part.tensor]
-        sent = _as_sent(average, spec.torch_dtype, spec.compression)
-        own = encode(sent, spec.compression)
-        replies = {spec.compression: AveragingData(MessageCode.AVERAGED_PART, tensor_part=own)}
-        for compression in {delivered.compression for _, delivered in waiting} - {spec.compression}:
-            encoded = encode(_as_sent(average, spec.torch_dtype, compression), compression)
-            replies[compression] = AveragingData(MessageCode.AVERAGED_PART, tensor_part=encoded)
-        self._tally.reduced(own.buffer)
-        if local is not None:
-            self._tally.put(part, sent if spec.compression is CompressionType.NONE else decode(own))
+        replies: dict[CompressionType, AveragingData] = {}
+        # The schema's own code first: others are those of senders that know only these.
+        for compression in dict.fromkeys((spec.compression, *(delivered.compression for _, delivered in waiting))):
+            sent = _as_sent(average, spec.torch_dtype, compression)
+            wire = encode(sent, compression)
+            kept = sent if compression is CompressionType.NONE else decode(wire)
+            if not self._is_sound("the average", number, kept):
+                replies[compression] = _NO_AVERAGE
+                continue
+            replies[compression] = AveragingData(MessageCode.AVERAGED_PART, tensor_part=wire)
+            if compression is spec.compression:
+                self._tally.averaged = True
+                self._tally.reduced(wire.buffer)
+                if local is not None:
+                    self._tally.put(part, kept)
         for sender, delivered in waiting:
             sender.replies.put_nowait(replies[delivered.compression])
 
@@ -312,22 +318,25 @@ class Reducing:
     ) -> None:
         part = self._parts[number]
         spec = self._schema.tensors[part.tensor]
-        may_overflow = spec.torch_dtype == torch.float16  # a look at all deltas of other dtypes would cost too much
         if local is not None:
             own = _as_sent(average - local, spec.torch_dtype, CompressionType.NONE)
-            if not may_overflow or self._is_sound("this peer's own delta", number, own):
+            if self._is_sound("this peer's own delta", number, local + own):
+                self._tally.averaged = True
                 self._tally.put(part, own)
         for sender, delivered in waiting:
             delta = _as_sent(average - delivered.values, spec.torch_dtype, delivered.compression)
+            wire = encode(delta, delivered.compression)
+            kept = delta if delivered.compression is CompressionType.NONE else decode(wire)
             reply = _NO_AVERAGE
-            if not may_overflow or self._is_sound("a delta", number, delta):
-                wire = encode(delta, delivered.compression)
+            if self._is_sound("a delta", number, delivered.values + kept):
+                self._tally.averaged = True
                 reply = AveragingData(MessageCode.AVERAGED_PART, tensor_part=wire)
             sender.replies.put_nowait(reply)
 
     def _is_sound(self, what: str, number: int, result: torch.Tensor) -> bool:
-        """Whether a result may be adopted and answered: that of finite contributions can overflow."""
-        if self._non_finite is NonFinite.ALLOW or all_finite(result):
+        """Whether a result may be adopted and answered: that of finite contributions can overflow where it is kept."""
+        dtype = self._schema.tensors[self._parts[number].tensor].torch_dtype
+        if self._non_finite is NonFinite.ALLOW or finite_as(result, dtype):
             return True
         logger.warning(
             "group %s: %s of part %d of %s overflows %s, though what was sent is finite; the part keeps its local "
@@ -336,7 +345,7 @@ class Reducing:
             what,
             number,
             self._me.endpoint,
-            str(result.dtype).removeprefix("torch."),
+            str(dtype).removeprefix("torch."),
         )
         return False
 

@@ -15,14 +15,14 @@ from averaging.allreduce.partition import Part, packed_sizes
 from averaging.allreduce.silence import Silence
 from averaging.allreduce.tally import Tally
 from averaging.allreduce.watch import Watch
-from averaging.compression import decode, encode
+from averaging.compression import decode_as, encode
 from averaging.config import NonFinite
 from averaging.deadlines.learned import Phase
 from averaging.errors import AveragingError, NonFiniteError, ProtocolViolationError, TransportError
 from averaging.messages import AveragingData, MessageCode
 from averaging.observe.receipts import DropCode, Dropped
-from averaging.schema import Schema
-from averaging.tensors import all_finite
+from averaging.schema import ReplyForm, Schema
+from averaging.tensors import finite_as
 from averaging.transport.base import Transport
 
 logger = logging.getLogger("averaging.allreduce")
@@ -83,7 +83,7 @@ class Sending:
                         if received == len(parts):
                             raise ProtocolViolationError("sent more replies than it was sent parts")
                         answer = reply.code
-                        self._read(name, parts[received], reply)
+                        self._read(name, parts[received], reply, tensors)
                         received += 1
                         pace.answered()
                         silence.progress()
@@ -123,16 +123,20 @@ class Sending:
             else:
                 yield AveragingData(tensor_part=wire)
 
-    def _read(self, name: str, part: Part, reply: AveragingData) -> None:
+    def _read(self, name: str, part: Part, reply: AveragingData, tensors: Sequence[torch.Tensor]) -> None:
         if reply.code is MessageCode.CANCELLED:
             raise ProtocolViolationError("left the round, or gave this peer up (CANCELLED)")
         if reply.code is not MessageCode.AVERAGED_PART or reply.tensor_part is None:
             raise ProtocolViolationError(f"answered with {reply.code.name}")
-        values = decode(reply.tensor_part)
+        dtype = self._schema.tensors[part.tensor].torch_dtype
+        values = decode_as(reply.tensor_part, dtype)
         if tuple(values.shape) != (part.numel,):
             raise ProtocolViolationError(f"answered with shape {list(values.shape)} instead of [{part.numel}]")
-        if self._non_finite is NonFinite.REFUSE and not all_finite(values):
-            raise NonFiniteError("answered with NaN or infinity")
+        if self._non_finite is NonFinite.REFUSE:
+            is_delta = self._schema.reply is ReplyForm.DELTA
+            kept = tensors[part.tensor][part.start : part.stop] + values.to(dtype) if is_delta else values
+            if not finite_as(kept, dtype):
+                raise NonFiniteError("answered with NaN or infinity")
         self._tally.received_average(name, part, values, reply.tensor_part.buffer)
 
     async def say_farewell(self, names: Sequence[str], code: MessageCode, seconds: float) -> None:

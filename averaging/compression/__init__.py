@@ -14,7 +14,7 @@ from averaging.errors import ProtocolViolationError
 from averaging.messages import CompressionType, WireTensor
 from averaging.schema import DTYPES, dtype_name
 
-__all__ = ["bytes_per_element", "decode", "encode"]
+__all__ = ["bytes_per_element", "decode", "decode_as", "encode"]
 
 _RAW: dict[str, Codec] = {name: Raw(name, dtype) for name, dtype in DTYPES.items()}
 
@@ -71,10 +71,22 @@ def decode(wire: WireTensor) -> torch.Tensor:
     size = tuple(wire.size)
     if len(wire.buffer) != codec.nbytes(size):
         raise ProtocolViolationError(
-            f"a tensor of size {size}, compression {wire.compression} and dtype {wire.dtype} takes "
+            f"a tensor of size {size}, compression {wire.compression} and dtype {wire.dtype!r} takes "
             f"{codec.nbytes(size)} bytes, but {len(wire.buffer)} came"
         )
     return codec.unpack(wire.buffer, size)
+
+
+def decode_as(wire: WireTensor, dtype: torch.dtype) -> torch.Tensor:
+    """Unpacks a tensor of which the dtype is known; like `decode` in all else.
+
+    Raises:
+        ProtocolViolationError: as `decode`; or it came uncompressed in another dtype, of which some values may not
+            exist in `dtype`.
+    """
+    if wire.compression == CompressionType.NONE and wire.dtype != dtype_name(dtype):
+        raise ProtocolViolationError(f"a tensor of {dtype_name(dtype)} came as {wire.dtype!r}")
+    return decode(wire)
 
 
 def bytes_per_element(compression: CompressionType, dtype: torch.dtype) -> int:
