@@ -89,6 +89,10 @@ class UnprovenViolationError(ProtocolViolationError):
     """The protocol was broken, but by whom cannot be known: by a member, or by who passed on its words."""
 
 
+class LyingLeaderError(AveragingError):
+    """A leader announced different groups to its members, so no result of the round can be right."""
+
+
 class NonFiniteError(ProtocolViolationError):
     """A peer sent NaN or infinity where they are refused."""
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -17,6 +20,11 @@ CLIENT_PREFIX = "client::"
 
 MAX_GATHER_BYTES = 64 * 1024
 """What a peer may say about itself to its group, in bytes."""
+
+GROUP_ID_BYTES, NONCE_BYTES = 20, 6
+
+MAX_METADATA_BYTES = 1024
+"""Metadata of a part that is longer is another software's."""
 
 _WRAPPED_ARRAY = 0x40  # msgpack extension type in which other implementations pack the same array
 
@@ -65,13 +73,25 @@ class Group:
     """An assembled group.
 
     Attributes:
+        group_id: as it is on the wire; a secret of the members while the group works.
         members: in the leader's order, the same at every member; [0] is not the leader.
         leader: the endpoint of the member that began it; empty if that is not known.
+        digest: SHA-256 of the id, of the members in order, and of what they gathered, as the leader announced it here;
+            empty if that is not known.
+        committed: whether the id fits only this order and what was gathered, so that the leader cannot have announced
+            another group under it. The ids of leaders of other software do not say so.
     """
 
     group_id: bytes
     members: tuple[Member, ...]
     leader: str = ""
+    digest: bytes = b""
+    committed: bool = False
+
+    @property
+    def public_id(self) -> bytes:
+        """A hash of the id, 20 bytes: the same at all members, and no secret."""
+        return hashlib.sha256(b"averaging.v1.GroupPublicId" + self.group_id).digest()[:20]
 
     @property
     def endpoints(self) -> tuple[str, ...]:
@@ -86,6 +106,64 @@ class Group:
     def index(self, endpoint: str) -> int:
         """The place of a member."""
         return self.endpoints.index(endpoint)
+
+
+def make_group_id(nonce: bytes, endpoints: Sequence[str], gathered: Sequence[bytes]) -> bytes:
+    """An id of 20 bytes that is random, as `nonce` is, and fits only this order of members and what they gathered.
+
+    Args:
+        nonce: 6 random bytes.
+        endpoints: of the members, in order.
+        gathered: by them, in the same order.
+    """
+    commitment = hashlib.sha256(b"averaging.v1.GroupId" + nonce + _canonical(endpoints, gathered)).digest()
+    return nonce + commitment[: GROUP_ID_BYTES - NONCE_BYTES]
+
+
+def is_committed(group_id: bytes, endpoints: Sequence[str], gathered: Sequence[bytes]) -> bool:
+    """Whether the id was made by `make_group_id` for these members."""
+    return group_id == make_group_id(group_id[:NONCE_BYTES], endpoints, gathered)
+
+
+def group_digest(group_id: bytes, endpoints: Sequence[str], gathered: Sequence[bytes]) -> bytes:
+    """SHA-256 of all that a leader announces of a group: members to whom it announced the same have the same."""
+    announced = struct.pack("<I", len(group_id)) + group_id + _canonical(endpoints, gathered)
+    return hashlib.sha256(b"averaging.v1.Group" + announced).digest()
+
+
+def _canonical(endpoints: Sequence[str], gathered: Sequence[bytes]) -> bytes:
+    """Members and gathers, each with its length."""
+    pieces = [endpoint.encode(errors="surrogatepass") for endpoint in endpoints] + list(gathered)
+    lengths = struct.pack(f"<{1 + len(pieces)}I", len(endpoints), *map(len, pieces))
+    return lengths + b"".join(pieces)
+
+
+def pack_metadata(group: Group, heard: bytes = b"") -> bytes:
+    """The metadata of a stream's first message, and of the last one of a member that leaves over a lying leader.
+
+    Args:
+        group: as it was announced to this peer.
+        heard: the digest of another group under the same id that another member was announced.
+
+    Returns:
+        msgpack of {"group": digest}, with "heard" where there is such a digest.
+    """
+    told = {"group": group.digest} | ({"heard": heard} if heard else {})
+    packed: bytes = msgpack.packb(told) if group.digest else b""
+    return packed
+
+
+def another_group(group: Group, metadata: bytes) -> bytes:
+    """The digest of another group than `group` that was announced under its id, by a message's metadata; else empty.
+
+    Metadata of other software, or none, says nothing.
+    """
+    if not group.digest or not metadata or len(metadata) > MAX_METADATA_BYTES:
+        return b""
+    told = _unpack(metadata)
+    digests = [told.get("group"), told.get("heard")] if isinstance(told, dict) else []
+    others = [digest for digest in digests if isinstance(digest, bytes) and digest != group.digest]
+    return others[0][:32] if others else b""
 
 
 def pack_gather(weight: float, bandwidth: float | None, mode: Mode, user: Any = None) -> bytes:

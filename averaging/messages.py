@@ -103,6 +103,7 @@ class AveragingData:
     """A part on its way to its reducer, its average on the way back, or the code of an error.
 
     Attributes:
+        metadata: in the first message of a stream, see `group.pack_metadata`; empty in messages of other software.
         encoded: the message as bytes, left here by a transport, since the same average goes to every sender.
     """
 
@@ -110,6 +111,7 @@ class AveragingData:
     group_id: bytes = b""
     endpoint: str = ""
     tensor_part: WireTensor | None = None
+    metadata: bytes = b""
     encoded: list[bytes] = field(default_factory=list, compare=False, repr=False)
 
 

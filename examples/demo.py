@@ -27,11 +27,11 @@ from examples.sources import describe, divide, standard_library
 
 ROOT = Path(__file__).parent.parent
 
-KILLED_AFTER = 0.41
+KILLED_AFTER = 0.27
 """The first peer is killed when all have made this share of the steps."""
 
-MOURNING = 3.0
-"""Seconds from the kill to the start of the newcomer."""
+MOURNING = 1.0
+"""Seconds from the kill until the newcomer joins."""
 
 GRACE = 10.0
 """Seconds that a process gets to end in order."""
@@ -111,9 +111,12 @@ class Conductor:
         options, record, view = self._options, self._record, self._view
         async with view.progress(), asyncio.TaskGroup() as tasks:
 
-            def start(member: Member, *arguments: str) -> None:
+            def introduce(member: Member) -> None:
                 record.members.append(member)
                 view.say_of(member, f"starts, trains on part {member.part}: {describe(self._parts[member.part - 1])}")
+
+            def start(member: Member, *arguments: str) -> None:
+                introduce(member)
                 tasks.create_task(self._run(member, *arguments))
 
             alone = Member("alone", part=1, alone=True)
@@ -124,19 +127,29 @@ class Conductor:
             for member in others:
                 start(member, "--join", founder.endpoint)
             if options.kill:
+                # Its interpreter and its imports would take longer than a quick training.
+                newcomer = Member(f"peer {options.peers + 1}", part=founder.part, newcomer=True)
+                tasks.create_task(self._run(newcomer, "--spare"))
                 await self._until(lambda: min(peer.step for peer in record.peers) >= KILLED_AFTER * options.steps)
                 founder.killed()
                 self._processes[founder.name].kill()
                 view.say_of(founder, f"killed without warning (SIGKILL) at step {founder.killed_at}", "bold red")
                 await asyncio.sleep(MOURNING)
-                newcomer = Member(f"peer {options.peers + 1}", part=founder.part, newcomer=True)
                 view.say_of(newcomer, f"comes in place of {founder.name}", "bold")
-                start(newcomer, "--join", *(peer.endpoint for peer in record.living))
+                survivors = [peer.endpoint for peer in record.living]
+                introduce(newcomer)
+                self._tell(newcomer, " ".join(survivors))
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         while not condition():
             self._changed.clear()
             await self._changed.wait()
+
+    def _tell(self, member: Member, line: str) -> None:
+        pipe = self._processes[member.name].stdin
+        if pipe is None:
+            raise ValueError("started without a pipe")
+        pipe.write(f"{line}\n".encode())
 
     async def _run(self, member: Member, *arguments: str) -> None:
         """One process from start to end; if this is cancelled, it ends."""
@@ -203,7 +216,7 @@ def parse_arguments() -> argparse.Namespace:
     """Of the command line."""
     parser = argparse.ArgumentParser(prog="python -m examples.demo", description="Training averaged between processes.")
     parser.add_argument("--quick", action="store_true", help="a tiny model for a few seconds")
-    parser.add_argument("--steps", type=int, help="steps of training (700; quick: 200)")
+    parser.add_argument("--steps", type=int, help="steps of training (700; quick: 400)")
     parser.add_argument("--every", type=int, help="steps between two averages (20; quick: 10)")
     parser.add_argument("--peers", type=int, default=4, help="processes that average together, at least 2 (4)")
     parser.add_argument("--seed", type=int, default=0, help="of the models and of the order of their texts (0)")
@@ -211,7 +224,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--no-kill", dest="kill", action="store_false", help="kill nobody")
     options = parser.parse_args()
     if options.steps is None:
-        options.steps = 200 if options.quick else 700
+        options.steps = 400 if options.quick else 700
     if options.every is None:
         options.every = 10 if options.quick else 20
     if options.peers < 2:

@@ -58,12 +58,18 @@ RECIPES = {
 def main() -> None:
     """Trains as the command line says."""
     options = parse_arguments()
-    end_with_stdin()
+    if not options.spare:
+        end_with_stdin()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     # Several processes share few cores: more threads would only wait for each other.
     torch.set_num_threads(1)
     torch.manual_seed(1000 * options.seed + options.part)
     training = Training(options)
+    if options.spare:
+        options.join = sys.stdin.readline().split()
+        if not options.join:
+            sys.exit("its input ended before it named peers to join")
+        end_with_stdin()
     if options.alone:
         tell("ready", parameters=training.parameters, step=0)
         training.run(training.optimizer)
@@ -213,6 +219,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the model and of the order of its text (0)")
     parser.add_argument("--recipe", choices=sorted(RECIPES), default="full", help="size of the model and so on (full)")
     parser.add_argument("--join", nargs="*", default=[], metavar="HOST:PORT", help="peers of the run; none starts one")
+    parser.add_argument("--spare", action="store_true", help="wait for a line of input that says which peers to join")
     parser.add_argument("--alone", action="store_true", help="average with nobody")
     options = parser.parse_args()
     if not 1 <= options.part <= options.peers:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from averaging.errors import AveragingError, CallRefusedError, NonFiniteError, PeerUnreachableError
+from averaging.errors import (
+    AveragingError,
+    CallRefusedError,
+    NonFiniteError,
+    PeerUnreachableError,
+    UnprovenViolationError,
+)
 from averaging.messages import MessageCode
 from averaging.observe.receipts import DropCode
 
@@ -24,5 +30,7 @@ def code_of(error: AveragingError) -> DropCode:
             return DropCode.REFUSED
         case NonFiniteError():
             return DropCode.NON_FINITE
+        case UnprovenViolationError():
+            return DropCode.OTHER_GROUP
         case _:
             return DropCode.PROTOCOL_VIOLATION

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -22,9 +22,9 @@ from averaging.allreduce.watch import Overdue, Watch
 from averaging.compression import decode, decode_as, encode
 from averaging.config import NonFinite
 from averaging.deadlines.learned import Deadline, Phase
-from averaging.errors import NonFiniteError, ProtocolViolationError, TransportError
+from averaging.errors import LyingLeaderError, NonFiniteError, ProtocolViolationError, TransportError
 from averaging.group import Member
-from averaging.messages import AveragingData, CompressionType, MessageCode
+from averaging.messages import AveragingData, CompressionType, MessageCode, WireTensor
 from averaging.observe.receipts import DropCode, Dropped
 from averaging.schema import ReplyForm, Schema
 from averaging.tensors import finite_as
@@ -49,6 +49,8 @@ class _Sender:
     however much it sends: the transport's flow control holds it back then."""
     replies: asyncio.Queue[AveragingData] = field(default_factory=asyncio.Queue)
     opened: bool = False
+    doubted: bool = False
+    farewell: Dropped | None = None  # what a further stream in its name has said
     done: asyncio.Event = field(default_factory=asyncio.Event)
     delivered: dict[int, _Delivered] = field(default_factory=dict)  # its parts that await their average
 
@@ -68,6 +70,8 @@ class Reducing:
         tally: where averages, bytes and losses are noted.
         watch: keeps the deadlines; a sender that lets one pass is given up.
         reach: how many of its parts are read of a sender that has been answered so many, see `pace.reach`.
+        proven: whether the transport has proved that a stream comes from the member whose name it bears. If not,
+            another member could have opened it, so what is wrong with its first message is held against nobody.
     """
 
     def __init__(
@@ -81,8 +85,10 @@ class Reducing:
         watch: Watch,
         reach: Sequence[int],
         non_finite: NonFinite,
+        proven: bool,
     ) -> None:
         self._me = me
+        self._proven = proven
         self._parts = parts
         self._first_nbytes = sum(packed_sizes(schema, parts[:1]))
         self._schema = schema
@@ -94,11 +100,12 @@ class Reducing:
         weights = {member.endpoint: member.weight for member in senders}
         self._reducer = reducer_for(schema.aggregation, [part.numel for part in parts], weights)
         self._over = False
+        self._failure: LyingLeaderError | None = None
 
     def begin(self) -> None:
         """The senders are waited for from now on. Parts are taken in, but none is answered before `run`."""
         for name, sender in self._senders.items():
-            if not sender.opened and not sender.done.is_set():
+            if not sender.opened and not sender.doubted and not sender.done.is_set():
                 self._watch.begin(name, Phase.OPENING, self._overdue(name, Phase.OPENING, "sent nothing"))
 
     async def run(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -106,19 +113,27 @@ class Reducing:
 
         Args:
             tensors: of this member: flat, on the CPU, one per tensor of the schema; read, never written.
+
+        Raises:
+            LyingLeaderError: a sender was announced another group.
         """
-        self._tensors = tensors
-        self._answer_complete()
-        for sender in self._senders.values():
-            await sender.done.wait()
+        if self._failure is None:
+            self._tensors = tensors
+            self._answer_complete()
+            for sender in self._senders.values():
+                await sender.done.wait()
+        if self._failure is not None:
+            raise self._failure
 
     def doubt(self, lost: Dropped) -> None:
-        """A member is lost as a reducer: if it has not opened its own stream yet, it hardly will, and gets little time.
+        """If a member has not opened its stream yet, it gets little time from now on to do so.
 
-        It may be gone, or may never have been told that the group began, since its leader died first.
+        It is lost as a reducer: it may be gone, or may never have learned that the group began, since its leader died
+        first. Or somebody has said in its name that it leaves, or sent nonsense.
         """
         sender = self._senders.get(lost.endpoint)
-        if sender is not None and not sender.opened and not sender.done.is_set():
+        if sender is not None and not sender.opened and not sender.doubted and not sender.done.is_set():
+            sender.doubted = True  # the time begins once, however often that is said
             shortest = self._watch.deadlines.shortest
             self._watch.begin(lost.endpoint, Phase.OPENING, lambda *_: self._drop(lost), shortest)
 
@@ -153,20 +168,31 @@ class Reducing:
         name = first.endpoint
         sender = self._senders.get(name)
         if first.code in (MessageCode.CANCELLED, MessageCode.INTERNAL_ERROR):
-            if sender is not None:
-                self._drop(Dropped(name, f"left the round ({first.code.name})", ANSWERS[first.code]))
+            if sender is not None and not self._over:
+                self._hear_farewell(sender, name, first)
             return
         if sender is None or sender.opened:  # not a sender of this group, or its second stream
-            yield AveragingData(code=MessageCode.PROTOCOL_VIOLATION)
+            yield self._refusal(MessageCode.PROTOCOL_VIOLATION, first)
             return
         if self._over or sender.done.is_set():  # too late
-            yield AveragingData(code=MessageCode.CANCELLED)
+            yield self._refusal(MessageCode.CANCELLED, first)
+            return
+        try:
+            self._tally.compare(name, first.metadata)
+            values = self._read(0, first)
+        except LyingLeaderError as error:
+            self._fail(error)
+            yield self._refusal(MessageCode.CANCELLED, first)
+            return
+        except ProtocolViolationError as error:
+            self._part_with(sender, Dropped(name, str(error), code_of(error)))
+            yield self._refusal(MessageCode.PROTOCOL_VIOLATION, first)
             return
         sender.opened = True
         self._watch.end(name, Phase.OPENING)
         self._watch.done(name, Phase.OPENING)
         untaken = self._overdue(name, Phase.TAKING, "took no reply")
-        reading = asyncio.create_task(self._read_parts(name, sender, first, messages))
+        reading = asyncio.create_task(self._read_parts(name, sender, first, values, messages))
         handed_over = 0
         lost = Dropped(name, "connection lost", DropCode.CONNECTION_LOST)
         try:
@@ -174,12 +200,12 @@ class Reducing:
                 reply = await sender.replies.get()
                 if reply.tensor_part is None:
                     lost = Dropped(name, f"was answered with {reply.code.name}", DropCode.INTERNAL_ERROR)
-                    yield reply
+                    yield self._with_metadata(reply, first)
                     return
                 handed_over += 1
                 self._tally.sent(name, len(reply.tensor_part.buffer))
                 self._watch.begin(name, Phase.TAKING, untaken)
-                yield reply
+                yield self._with_metadata(reply, first) if handed_over == 1 else reply
                 self._watch.end(name, Phase.TAKING)
                 sender.pace.answered()
         finally:
@@ -188,12 +214,55 @@ class Reducing:
                 sender.done.set()
                 self._watch.done(name, Phase.TAKING)
             else:
-                self._drop(lost)
+                self._drop(sender.farewell or lost)
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
 
+    def _refusal(self, code: MessageCode, first: AveragingData) -> AveragingData:
+        return self._with_metadata(AveragingData(code=code), first)
+
+    def _with_metadata(self, reply: AveragingData, first: AveragingData) -> AveragingData:
+        """A reply to a stream that began with `first`: only who has sent metadata is sent some."""
+        return replace(reply, metadata=self._tally.metadata, encoded=[]) if first.metadata else reply
+
+    def _hear_farewell(self, sender: _Sender, name: str, farewell: AveragingData) -> None:
+        lost = Dropped(name, f"left the round ({farewell.code.name})", ANSWERS[farewell.code])
+        try:
+            self._tally.compare(name, farewell.metadata)
+        except LyingLeaderError as error:
+            self._fail(error)
+            return
+        except ProtocolViolationError as error:
+            lost = Dropped(name, str(error), code_of(error))
+        self._part_with(sender, lost)
+
+    def _part_with(self, sender: _Sender, lost: Dropped) -> None:
+        """A stream in the name of a sender, which has no other yet, says that it leaves, or begins with nonsense.
+
+        If it is proved whose stream that is, the sender is dropped at once. If not, the stream changes nothing while
+        the sender's own is open, and before that it leaves the sender a little time to open it.
+        """
+        if sender.opened:
+            sender.farewell = lost
+        elif self._proven:
+            self._drop(lost)
+        else:
+            self.doubt(lost)
+
+    def _fail(self, error: LyingLeaderError) -> None:
+        """The round ends at this member without a result."""
+        self._failure, self._over = error, True
+        for sender in self._senders.values():
+            sender.replies.put_nowait(AveragingData(code=MessageCode.CANCELLED))
+            sender.done.set()
+
     async def _read_parts(
-        self, name: str, sender: _Sender, first: AveragingData, messages: AsyncIterator[AveragingData]
+        self,
+        name: str,
+        sender: _Sender,
+        first: AveragingData,
+        first_values: torch.Tensor,
+        messages: AsyncIterator[AveragingData],
     ) -> None:
         """Takes the parts of one sender as fast as it takes its replies."""
         message: AveragingData | None = first
@@ -210,9 +279,12 @@ class Reducing:
                     self._watch.end(name, Phase.PART, heard=message is not None)
                 if message is None:
                     reason = f"ended its stream after {number} of {len(self._parts)} parts"
-                    self._drop(Dropped(name, reason, DropCode.CONNECTION_LOST))
+                    self._drop(sender.farewell or Dropped(name, reason, DropCode.CONNECTION_LOST))
                     return
-                self._take_part(name, sender, number, message)
+                if message.code in (MessageCode.CANCELLED, MessageCode.INTERNAL_ERROR):
+                    self._drop(Dropped(name, f"left the round ({message.code.name})", ANSWERS[message.code]))
+                    return
+                self._take(name, sender, number, message, self._read(number, message) if number else first_values)
             self._watch.done(name, Phase.PART)
         except ProtocolViolationError as error:
             self._drop(Dropped(name, str(error), code_of(error)), MessageCode.PROTOCOL_VIOLATION)
@@ -236,22 +308,29 @@ class Reducing:
         answering = self._tally.has_heard(name)
         return f"answering this peer all the same; can it reach {self._me.endpoint}?" if answering else ""
 
-    def _take_part(self, name: str, sender: _Sender, number: int, message: AveragingData) -> None:
-        if message.code in (MessageCode.CANCELLED, MessageCode.INTERNAL_ERROR):
-            self._drop(Dropped(name, f"left the round ({message.code.name})", ANSWERS[message.code]))
-            return
+    def _read(self, number: int, message: AveragingData) -> torch.Tensor:
+        """The values of a part.
+
+        Raises:
+            ProtocolViolationError: it is no part, or not the one that is expected.
+        """
         if message.tensor_part is None or message.code not in (MessageCode.PART_FOR_AVERAGING, MessageCode.NO_CODE):
             raise ProtocolViolationError(f"sent {message.code.name} instead of part {number}")
         dtype = self._schema.tensors[self._parts[number].tensor].torch_dtype
         values = decode_as(message.tensor_part, dtype)
         if self._non_finite is NonFinite.REFUSE and not finite_as(values, dtype):
             raise NonFiniteError(f"sent NaN or infinity in part {number}")
+        if tuple(values.shape) != (self._parts[number].numel,):
+            expected = self._parts[number].numel
+            raise ProtocolViolationError(f"sent part {number} with shape {list(values.shape)} instead of [{expected}]")
+        return values
+
+    def _take(self, name: str, sender: _Sender, number: int, message: AveragingData, values: torch.Tensor) -> None:
+        wire = message.tensor_part or WireTensor()
         self._reducer.add(name, values)
-        self._tally.received_part(name, len(message.tensor_part.buffer))
-        sender.delivered[number] = _Delivered(
-            CompressionType(message.tensor_part.compression),
-            values if self._schema.reply is ReplyForm.DELTA else _NOTHING,
-        )
+        self._tally.received_part(name, len(wire.buffer))
+        kept = values if self._schema.reply is ReplyForm.DELTA else _NOTHING
+        sender.delivered[number] = _Delivered(CompressionType(wire.compression), kept)
         self._answer_complete()
 
     def _drop(self, lost: Dropped, code: MessageCode = MessageCode.CANCELLED) -> None:
@@ -260,7 +339,8 @@ class Reducing:
         sender = self._senders[name]
         if sender.done.is_set():
             return
-        self._tally.lose(lost)
+        # In a run without certificates any member could have sent what a sender is dropped for.
+        self._tally.lose(lost, proven=self._proven)
         sender.done.set()
         self._watch.forget(name, Phase.OPENING, Phase.PART, Phase.TAKING)
         sender.delivered.clear()

@@ -22,7 +22,7 @@ from averaging.config import NonFinite
 from averaging.deadlines.fair_timeout import FairTimeout
 from averaging.deadlines.learned import Deadline, Deadlines, size_class
 from averaging.deadlines.rates import SLOW_LINK
-from averaging.errors import RoundError
+from averaging.errors import LyingLeaderError, RoundError
 from averaging.group import Group
 from averaging.messages import AveragingData, MessageCode
 from averaging.observe.receipts import DropCode, Dropped
@@ -41,6 +41,7 @@ class AllReduce:
     Args:
         deadlines: after so long without progress a member is given up; learned further here.
         adopt: see `Tally`; it may write a part's average over that part of the tensors, which is read no more then.
+        proven: see `Reducing`.
 
     Raises:
         RoundError: the weights sum to zero, or nobody can reduce.
@@ -56,6 +57,7 @@ class AllReduce:
         deadlines: Deadlines,
         non_finite: NonFinite = NonFinite.REFUSE,
         adopt: Adopting | None = None,
+        proven: bool = False,
     ) -> None:
         if group.total_weight <= 0:
             raise RoundError(f"the weights of all {len(group.members)} members sum to zero; give somebody a weight")
@@ -71,14 +73,24 @@ class AllReduce:
         own_reach = reach(packed_sizes(schema, own), ahead)
         alike = schema.reply is ReplyForm.AVERAGE
         self._schema = schema
-        self._tally = Tally(group, endpoint, parts_of, reach=own_reach, alike=alike, adopt=adopt)
+        # Where it may turn out that members were announced different groups, nothing is adopted before the end.
+        early = adopt if group.committed else None
+        self._tally = Tally(group, endpoint, parts_of, reach=own_reach, alike=alike, adopt=early)
         senders = [member for member in group.members if own and member.sends and member is not me]
         self._watch = Watch(deadlines, size_class(packed_size(schema), len(group.members)), len(senders))
         self._sending = Sending(
-            endpoint, schema, transport, self._tally, watch=self._watch, ahead=ahead, non_finite=non_finite
+            endpoint, group, schema, transport, self._tally, watch=self._watch, ahead=ahead, non_finite=non_finite
         )
         self._reducing = Reducing(
-            me, senders, own, schema, self._tally, watch=self._watch, reach=own_reach, non_finite=non_finite
+            me,
+            senders,
+            own,
+            schema,
+            self._tally,
+            watch=self._watch,
+            reach=own_reach,
+            non_finite=non_finite,
+            proven=proven,
         )
 
     async def run(self, prepare: Prepare, timeout: float) -> RoundResult:
@@ -89,6 +101,9 @@ class AllReduce:
                 end of the round, never written here. The others' parts are taken in meanwhile.
             timeout: seconds after which it ends at the latest, besides those that it takes on slow links and those in
                 which this member itself stood still.
+
+        Raises:
+            LyingLeaderError: the leader has announced another group to another member.
         """
         self._tally.begin()
         seconds = timeout + self._at_slow_links
@@ -109,13 +124,25 @@ class AllReduce:
                 if any(part not in self._tally.arrived for part in parts):
                     reason = f"{whole} its last average came"
                     self._tally.lose(Dropped(name, reason, DropCode.ROUND_DEADLINE))
+        except BaseExceptionGroup as group:
+            lies, others = group.split(LyingLeaderError)
+            if lies is None or others is not None:
+                await self._end(group)
+                raise
+            await self._end(lie := _first(lies))
+            raise lie from None
         except BaseException as error:
-            code = MessageCode.CANCELLED if isinstance(error, asyncio.CancelledError) else MessageCode.INTERNAL_ERROR
-            self._reducing.close(code)
-            await self._sending.say_farewell(list(self._reducers), code, FAREWELL_SECONDS)
+            await self._end(error)
             raise
         self._reducing.close(MessageCode.CANCELLED)
         return self.result()
+
+    async def _end(self, error: BaseException) -> None:
+        """Gives the round up, and tells the others."""
+        leaves = isinstance(error, asyncio.CancelledError | LyingLeaderError)
+        code = MessageCode.CANCELLED if leaves else MessageCode.INTERNAL_ERROR
+        self._reducing.close(code)
+        await self._sending.say_farewell(list(self._reducers), code, FAREWELL_SECONDS)
 
     async def _exchange(self, name: str, parts: Sequence[Part], tensors: Sequence[torch.Tensor]) -> None:
         lost = await self._sending.send_to(name, parts, tensors)
@@ -133,3 +160,9 @@ class AllReduce:
     ) -> AsyncGenerator[AveragingData, None]:
         """Serves one sender's stream, of which `first` has been read already."""
         return self._reducing.serve(first, messages)
+
+
+def _first(errors: BaseExceptionGroup[LyingLeaderError]) -> LyingLeaderError:
+    """Of errors that all say the same."""
+    error = errors.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error

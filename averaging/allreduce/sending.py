@@ -19,6 +19,7 @@ from averaging.compression import decode_as, encode
 from averaging.config import NonFinite
 from averaging.deadlines.learned import Phase
 from averaging.errors import AveragingError, NonFiniteError, ProtocolViolationError, TransportError
+from averaging.group import Group
 from averaging.messages import AveragingData, MessageCode
 from averaging.observe.receipts import DropCode, Dropped
 from averaging.schema import ReplyForm, Schema
@@ -40,6 +41,7 @@ class Sending:
     def __init__(
         self,
         endpoint: str,
+        group: Group,
         schema: Schema,
         transport: Transport,
         tally: Tally,
@@ -48,7 +50,7 @@ class Sending:
         ahead: int,
         non_finite: NonFinite,
     ) -> None:
-        self._endpoint = endpoint
+        self._endpoint, self._group = endpoint, group
         self._schema = schema
         self._transport = transport
         self._tally = tally
@@ -83,6 +85,7 @@ class Sending:
                         if received == len(parts):
                             raise ProtocolViolationError("sent more replies than it was sent parts")
                         answer = reply.code
+                        self._tally.compare(name, reply.metadata)
                         self._read(name, parts[received], reply, tensors)
                         received += 1
                         pace.answered()
@@ -118,8 +121,8 @@ class Sending:
             wire = encode(values, self._schema.tensors[part.tensor].compression)
             self._tally.sent(name, len(wire.buffer))
             if number == 0:
-                group_id = self._tally.group_id
-                yield AveragingData(MessageCode.PART_FOR_AVERAGING, group_id, self._endpoint, tensor_part=wire)
+                code, group = MessageCode.PART_FOR_AVERAGING, self._group
+                yield AveragingData(code, group.group_id, self._endpoint, wire, self._tally.metadata)
             else:
                 yield AveragingData(tensor_part=wire)
 
@@ -141,7 +144,8 @@ class Sending:
 
     async def say_farewell(self, names: Sequence[str], code: MessageCode, seconds: float) -> None:
         """Tells reducers that this member leaves, so that none waits for its parts; tries for so many seconds."""
-        message = AveragingData(code=code, group_id=self._tally.group_id, endpoint=self._endpoint)
+        group_id, metadata = self._group.group_id, self._tally.metadata if self._tally.heard_another else b""
+        message = AveragingData(code=code, group_id=group_id, endpoint=self._endpoint, metadata=metadata)
 
         async def tell(name: str) -> None:
             async def once() -> AsyncGenerator[AveragingData, None]:

@@ -14,7 +14,8 @@ import torch
 from averaging.allreduce.digest import ShardDigest, digest_of
 from averaging.allreduce.partition import Part
 from averaging.allreduce.stragglers import Lag, find_straggler
-from averaging.group import Group
+from averaging.errors import LyingLeaderError, UnprovenViolationError
+from averaging.group import Group, another_group, pack_metadata
 from averaging.messages import Buffer
 from averaging.observe.receipts import Account, Dropped, Role, Straggler
 
@@ -36,6 +37,7 @@ class RoundResult:
         encoded: the parts that arrived from another member; the rest of those in `parts` this one has reduced.
         heard: whether a part or an average of another member is in it; never where nothing came to an average, as of
             members without a weight.
+        offences: of those who were dropped, the ones that certainly did what they were dropped for.
         accounts: of every member, in the group's order.
         straggler: see `Receipt`.
         digest: see `Receipt`.
@@ -43,6 +45,7 @@ class RoundResult:
 
     parts: list[tuple[Part, torch.Tensor]]
     dropped: tuple[Dropped, ...]
+    offences: tuple[Dropped, ...]
     kept_local: int
     encoded: frozenset[Part]
     heard: bool
@@ -70,9 +73,12 @@ class Tally:
         adopt: tried with each as it comes once another member is heard; None keeps all until the end.
 
     Attributes:
+        group_id: the public one.
         arrived: the parts whose average, or delta, is in.
         dropped: who was lost, by name.
         averaged: whether there is an average of anything.
+        metadata: of messages to members that read it, see `pack_metadata`.
+        heard_another: whether a member was announced another group.
     """
 
     def __init__(
@@ -85,8 +91,9 @@ class Tally:
         alike: bool,
         adopt: Adopting | None = None,
     ) -> None:
-        self._group, self.group_id = group, group.group_id
+        self._group, self.group_id = group, group.public_id
         self._endpoint, self._parts_of, self._alike = endpoint, parts_of, alike
+        self.metadata, self.heard_another = pack_metadata(group), False
         self._sends = group.members[group.index(endpoint)].sends
         own = parts_of[endpoint]
         senders = [member.endpoint for member in group.members if own and member.sends and member.endpoint != endpoint]
@@ -96,6 +103,7 @@ class Tally:
         self._adopt = adopt
         self._kept: dict[Part, torch.Tensor] = {}
         self.dropped: dict[str, Dropped] = {}
+        self._offences: dict[str, Dropped] = {}
         self._sent: Counter[str] = Counter()
         self._received: Counter[str] = Counter()
         self._digests = {name: ShardDigest() for name in parts_of}
@@ -146,9 +154,38 @@ class Tally:
         if self._alike:
             self._digests[self._endpoint].add(buffer)
 
-    def lose(self, lost: Dropped) -> None:
-        """A member is lost; the first reason counts."""
+    def compare(self, name: str, metadata: bytes) -> None:
+        """Looks whether a member was announced the same group as this one, by the metadata of a message.
+
+        Raises:
+            UnprovenViolationError: it was not, or says so; as the group's id fits what this member was announced, the
+                round goes on among those who were announced the same.
+            LyingLeaderError: it was not, and nothing tells who of all members was announced the right group.
+        """
+        if not (heard := another_group(self._group, metadata)):
+            return
+        if self._group.committed:
+            raise UnprovenViolationError(
+                f"was announced other members, another order or other weights by {self._group.leader or 'the leader'}, "
+                "or says so"
+            )
+        self.heard_another = True
+        self.metadata = pack_metadata(self._group, heard)  # so that those learn it who were announced the same
+        raise LyingLeaderError(
+            f"{self._group.leader or 'the leader'} announced other members, another order or other weights to {name} "
+            "than to this peer, so nothing of this round is adopted"
+        )
+
+    def lose(self, lost: Dropped, *, proven: bool = True) -> None:
+        """A member is lost; the first reason counts.
+
+        Args:
+            lost: who, and why.
+            proven: whether it did certainly itself what it is dropped for.
+        """
         if self.dropped.setdefault(lost.endpoint, lost) is lost:
+            if proven:
+                self._offences[lost.endpoint] = lost
             logger.info("group %s: lost %s: %s", self.group_id.hex()[:8], lost.endpoint, lost.reason)
             self._lag.dropped(lost.endpoint, _now())
 
@@ -159,6 +196,7 @@ class Tally:
         return RoundResult(
             parts=[(part, self._kept[part]) for part in wanted if part in self._kept],
             dropped=tuple(self.dropped.values()),
+            offences=tuple(self._offences.values()),
             kept_local=sum(part.numel for part in wanted if part not in self.arrived),
             encoded=frozenset(self.arrived - set(self._parts_of[self._endpoint])),
             heard=self.averaged and bool(self._received),

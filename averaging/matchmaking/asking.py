@@ -198,7 +198,7 @@ class Asking:
                 raise TimeoutError("accepted this peer, but neither began a group nor disbanded it") from None
             search.answers[leader] = answer.code.name
             if answer.code is MessageCode.BEGIN_ALLREDUCE:
-                group = rules.read_group(answer, self._endpoint, leader)
+                group = rules.read_group(answer, self._endpoint, leader, search.gather)
                 if self._only_named:
                     await self._check_members(group, leader, key)
                 search.adopt(group)

@@ -12,7 +12,17 @@ import msgpack
 from averaging.addresses import is_endpoint
 from averaging.discovery.base import Entry
 from averaging.errors import ProtocolViolationError
-from averaging.group import CLIENT_PREFIX, Group, Member, Mode, unpack_gather
+from averaging.group import (
+    CLIENT_PREFIX,
+    NONCE_BYTES,
+    Group,
+    Member,
+    Mode,
+    group_digest,
+    is_committed,
+    make_group_id,
+    unpack_gather,
+)
 from averaging.messages import JoinRequest, MessageCode, MessageFromLeader
 
 CLOCK_TOLERANCE = 3.0
@@ -23,8 +33,6 @@ MAX_REDIRECTS = 3
 
 MAX_GROUP_SIZE = 4096
 """The largest group that a follower believes in."""
-
-GROUP_ID_BYTES = 20
 
 _FIRST_RETRY, _LAST_RETRY = 0.1, 2.0  # seconds until a peer that refused is asked again
 
@@ -126,16 +134,17 @@ def assemble(searching: Searching, gathered: Mapping[str, bytes], rng: random.Ra
     """The message with which a leader begins: a random id, all members in random order, and what they gathered."""
     endpoints = [searching.member.endpoint, *searching.followers]
     rng.shuffle(endpoints)
+    gathers = tuple(gathered[endpoint] for endpoint in endpoints)
     return MessageFromLeader(
         MessageCode.BEGIN_ALLREDUCE,
-        group_id=rng.randbytes(GROUP_ID_BYTES),
+        group_id=make_group_id(rng.randbytes(NONCE_BYTES), endpoints, gathers),
         ordered_group_endpoints=tuple(endpoints),
-        gathered=tuple(gathered[endpoint] for endpoint in endpoints),
+        gathered=gathers,
     )
 
 
-def read_group(message: MessageFromLeader, endpoint: str, leader: str) -> Group:
-    """The group that `leader` announces to `endpoint`.
+def read_group(message: MessageFromLeader, endpoint: str, leader: str, gather: bytes) -> Group:
+    """The group that `leader` announces to `endpoint`, which sent it `gather`.
 
     Raises:
         ProtocolViolationError: the announcement makes no sense.
@@ -149,8 +158,15 @@ def read_group(message: MessageFromLeader, endpoint: str, leader: str) -> Group:
         raise ProtocolViolationError(f"{leader} began a group with malformed or repeated endpoints")
     if endpoint not in names or leader not in names:
         raise ProtocolViolationError(f"{leader} began a group without this peer or without itself")
-    members = tuple(unpack_gather(name, gather) for name, gather in zip(names, message.gathered, strict=True))
-    return Group(message.group_id, members, leader)
+    members = tuple(unpack_gather(name, gathered) for name, gathered in zip(names, message.gathered, strict=True))
+    own, told = unpack_gather(endpoint, gather), members[names.index(endpoint)]
+    if (told.weight, told.mode) != (own.weight, own.mode):
+        raise ProtocolViolationError(
+            f"{leader} began a group in which this peer has weight {told.weight:g} and mode {told.mode.name}; "
+            f"it told {own.weight:g} and {own.mode.name}"
+        )
+    digest = group_digest(message.group_id, names, message.gathered)
+    return Group(message.group_id, members, leader, digest, is_committed(message.group_id, names, message.gathered))
 
 
 @dataclass(slots=True)

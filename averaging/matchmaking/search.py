@@ -83,7 +83,7 @@ class Search:
             return False
         message = rules.assemble(self.state, self._gathered, self._rng)
         endpoint = self.state.member.endpoint
-        self.adopt(rules.read_group(message, endpoint, endpoint))
+        self.adopt(rules.read_group(message, endpoint, endpoint, self.gather))
         self._decide(message)
         return True
 

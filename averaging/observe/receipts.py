@@ -48,6 +48,8 @@ class DropCode(StrEnum):
     """It sent what the protocol does not allow."""
     NON_FINITE = "non_finite"
     """It sent NaN or infinity."""
+    OTHER_GROUP = "other_group"
+    """By its account the leader announced to it another group than to this peer: other members, order or weights."""
     CANCELLED = "cancelled"
     """It left the round, or gave this peer up."""
     INTERNAL_ERROR = "internal_error"

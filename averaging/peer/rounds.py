@@ -17,12 +17,12 @@ import torch
 from averaging.allreduce import AllReduce, RoundResult
 from averaging.config import NonFinite, PeerConfig
 from averaging.discovery.base import Discovery
-from averaging.errors import AveragingError, RoundError, SchemaMismatchError
+from averaging.errors import AveragingError, LyingLeaderError, RoundError, SchemaMismatchError
 from averaging.group import Group, Mode
 from averaging.matchmaking import Matchmaking, NoGroupError
 from averaging.matchmaking.conduct import Conduct
 from averaging.matchmaking.differences import Warned
-from averaging.observe.receipts import Outcome, Receipt, Role
+from averaging.observe.receipts import DropCode, Outcome, Receipt, Role
 from averaging.offload import offload
 from averaging.peer.probing import find_gone
 from averaging.peer.progress import RunProgress
@@ -256,9 +256,12 @@ class Rounds:
                 await topic.tensors.while_locked(adopt, self._config.timeout, nbytes)
         except RoundError as error:
             return self._receipt(attempt, Outcome.FAILED, str(error))
+        except LyingLeaderError as error:
+            self.conduct.note(group.leader, DropCode.PROTOCOL_VIOLATION, self._clock())
+            return self._receipt(attempt, Outcome.FAILED, str(error))
         finally:
             self._service.round = None
-            self.conduct.note_dropped(this_round.result().dropped, self._clock())
+            self.conduct.note_dropped(this_round.result().offences, self._clock())
         outcome = Outcome.FAILED if reason else Outcome.AVERAGED
         self._service.averaged += outcome is Outcome.AVERAGED
         return self._receipt(attempt, outcome, reason)
@@ -340,6 +343,7 @@ class Rounds:
             self._transport,
             deadlines=self._service.deadlines,
             non_finite=self._config.non_finite,
+            proven=self._config.tls_cert is not None,
             adopt=(lambda part, values: topic.write_now(part, values, self._may_write)) if topic.writes_early else None,
         )
 
@@ -379,7 +383,7 @@ class Rounds:
             round=attempt.number,
             outcome=outcome,
             reason=reason,
-            group_id=group.group_id if group else b"",
+            group_id=group.public_id if group else b"",
             members=group.endpoints if group else (),
             dropped=result.dropped if result else (),
             gathered={member.endpoint: member.user for member in group.members} if group else {},

@@ -153,7 +153,7 @@ class PeerService:
             looking=found.looking if found else False,
             declared_expiration=found.declared_expiration if found else 0.0,
             leader=found.leader if found else "",
-            group_id=current.group.group_id if current else b"",
+            group_id=current.group.public_id if current else b"",
             members=current.group.endpoints if current else (),
             last_round=self.book.last,
             rounds=self.averaged,

@@ -259,7 +259,7 @@ def test_groups() -> None:
         gathered = (pack_gather(1.0, None, Mode.NODE, {"loss": 0.5}),) * count
         return MessageFromLeader(MessageCode.BEGIN_ALLREDUCE, b"id", "", names, gathered)
 
-    check_growth(announce, lambda message: rules.read_group(message, "peer:1", "peer:2"), 1000)
+    check_growth(announce, lambda message: rules.read_group(message, "peer:1", "peer:2", b""), 1000)
 
 
 def optimizer_of(parameters: int) -> torch.optim.Optimizer:

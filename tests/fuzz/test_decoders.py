@@ -137,7 +137,7 @@ def test_declarations(value: bytes) -> None:
 )
 def test_groups(message: MessageFromLeader) -> None:
     try:
-        group = rules.read_group(message, "peer:1", "peer:2")
+        group = rules.read_group(message, "peer:1", "peer:2", b"")
     except ProtocolViolationError:
         return
     assert {"peer:1", "peer:2"} <= set(group.endpoints)

@@ -14,6 +14,7 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSe
 
 from averaging import Mode
 from averaging.allreduce.partition import partition
+from averaging.group import Group
 from averaging.messages import CompressionType
 from averaging.schema import ReplyForm, describe
 from averaging.wire import averaging_pb2, runtime_pb2
@@ -107,7 +108,7 @@ async def test_foreign_followers_send_and_reduce(foreign: Foreign) -> None:
         told = await receipt
     assert told.averaged, told.reason
     assert told.dropped == ()
-    assert told.group_id == group["group_id"]
+    assert told.group_id == Group(group["group_id"], ()).public_id
     assert list(told.members) == group["ordered_group_endpoints"]
     assert told.gathered == {us.endpoint: [1, "a"], first.endpoint: {"step": 1}, second.endpoint: None}
     assert same_bytes(ours, mean)

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 import torch
 
+from averaging.config import PeerOptions
 from averaging.matchmaking import Matchmaking
 from tests.integration.foreign import DEADLINE, Foreign, as_bytes, gather, our_peer
 from tests.integration.foreign_groups import PART, SHAPE, group_with, values
@@ -99,7 +100,8 @@ async def test_weights_that_sum_to_zero(foreign: Foreign) -> None:
 
 async def test_a_part_for_which_nobody_with_a_weight_is_left(foreign: Foreign) -> None:
     good, bad = await foreign.client(), await foreign.client()
-    async with our_peer([values(1)], group_size=3, part_size_bytes=PART) as us, us.averaging(weight=0) as receipt:
+    options: PeerOptions = {"group_size": 3, "part_size_bytes": PART, "part_timeout": 3.0}
+    async with our_peer([values(1)], **options) as us, us.averaging(weight=0) as receipt:
         assert await us.asks_to_join(good, gather(0.0, mode=1)) == "ACCEPTED"
         assert await us.asks_to_join(bad, gather(1.0, mode=1)) == "ACCEPTED"
         group = await us.begins(good, bad)
@@ -126,7 +128,8 @@ async def test_weights_far_apart(foreign: Foreign, good_weight: float, bad_weigh
     """A weight is a member's word: none makes NaN of the others' tensors, not even that of one who sends nothing."""
     good, bad = await foreign.client(), await foreign.client()
     ones, threes = torch.ones(SHAPE), torch.full(SHAPE, 3.0)
-    async with our_peer([ones], group_size=3, part_size_bytes=PART) as us, us.averaging() as receipt:
+    options: PeerOptions = {"group_size": 3, "part_size_bytes": PART, "part_timeout": 3.0}
+    async with our_peer([ones], **options) as us, us.averaging() as receipt:
         assert await us.asks_to_join(good, gather(good_weight, mode=1)) == "ACCEPTED"
         assert await us.asks_to_join(bad, gather(bad_weight, mode=1)) == "ACCEPTED"
         group = await us.begins(good, bad)

@@ -7,9 +7,11 @@ import logging
 from collections.abc import Generator
 from contextlib import contextmanager
 
+import msgpack
 import pytest
 import torch
 
+from averaging.group import group_digest
 from tests.integration.foreign import DEADLINE, Foreign, Message, as_bytes, begun, gather, our_peer
 from tests.integration.foreign_groups import (
     BROKEN_PARTS,
@@ -171,6 +173,8 @@ async def test_our_peer_gives_up(foreign: Foreign) -> None:
         sending = group.bad_sends(messages)
         first = await group.bad.opened()
         group_id, endpoint = group.announced["group_id"], group.us.endpoint
+        digest = group_digest(group_id, group.announced["ordered_group_endpoints"], group.announced["gathered"])
+        assert msgpack.unpackb(first.pop("metadata")) == {"group": digest}
         assert first == {"code": "PART_FOR_AVERAGING", "group_id": group_id, "endpoint": endpoint}
         await group.has_taken(len(messages))
         group.receipt.cancel()

@@ -84,10 +84,11 @@ class Simulation:
         loss: float = 0.0,
         latency: tuple[float, float] = (0.001, 0.02),
         deadlines: dict[str, Deadlines] | None = None,
+        proven: bool = False,
     ) -> None:
         self.rng = random.Random(seed)
         self.network = MemoryNetwork(self.rng, latency=latency, loss=loss)
-        self.group = Group(self.rng.randbytes(20), tuple(members))
+        self.group = Group(self.rng.randbytes(20), tuple(members), digest=b"announced", committed=True)
         generator = torch.Generator().manual_seed(seed)
         self.before = {
             member.endpoint: [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
@@ -112,7 +113,12 @@ class Simulation:
             transport.endpoint = member.endpoint
             self.transports[member.endpoint] = transport
             self.rounds[member.endpoint] = AllReduce(
-                self.group, member.endpoint, self.schema, transport, deadlines=self.deadlines[member.endpoint]
+                self.group,
+                member.endpoint,
+                self.schema,
+                transport,
+                deadlines=self.deadlines[member.endpoint],
+                proven=proven,
             )
 
     async def one(self, name: str) -> RoundResult:

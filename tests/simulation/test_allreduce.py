@@ -150,7 +150,7 @@ def test_a_member_that_goes_silent_is_given_up_in_bounded_time(seed: int) -> Non
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_member_that_leaves_tells_the_others(seed: int) -> None:
-    simulation = Simulation(seed, nodes(3), [(200,)])
+    simulation = Simulation(seed, nodes(3), [(200,)], proven=True)
     took = 0.0
 
     async def leave(tasks: dict[str, asyncio.Task[RoundResult]]) -> None:
@@ -258,7 +258,6 @@ def test_who_is_no_sender_or_comes_twice_is_refused_and_the_round_goes_on(name: 
 
     virtual_time.run(simulation.run(intrude))
     assert [answer.code for answer in answers] == [MessageCode.PROTOCOL_VIOLATION]
-    assert answers[0] == AveragingData(code=MessageCode.PROTOCOL_VIOLATION)
     for tensors in simulation.tensors.values():
         assert_close(tensors, simulation.mean(), 1e-6)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
@@ -28,29 +29,60 @@ OPTIONS: dict[str, Any] = {
 
 
 class Spoiler:
-    """Sends parts of a wrong shape through a peer's transport for as long as it is `on`."""
+    """A peer whose parts, or averages, have a wrong shape for as long as it is `on`."""
 
-    def __init__(self, transport: Any) -> None:
+    def __init__(self, peer: Peer, *, averages: bool) -> None:
         self.on = True
-        self._aggregate_part = transport.aggregate_part
-        transport.aggregate_part = self.aggregate_part
+        transport: Any = peer._transport
+        serve, send = transport.serve, transport.aggregate_part
 
-    def aggregate_part(self, endpoint: str, messages: Any) -> Any:
-        async def spoiled() -> Any:
-            async for message in messages:
-                wire = message.tensor_part
-                if self.on and wire is not None:
-                    wire = replace(wire, size=(1,), buffer=bytes(wire.buffer)[:4])
-                yield replace(message, tensor_part=wire)
+        async def serve_spoiled(service: Any, gossip: Any) -> None:
+            answer = service.aggregate_part
+            service.aggregate_part = lambda messages: self._spoil(answer(messages))
+            await serve(service, gossip)
 
-        return self._aggregate_part(endpoint, spoiled())
+        if averages:
+            transport.serve = serve_spoiled
+        else:
+            transport.aggregate_part = lambda endpoint, messages: send(endpoint, self._spoil(messages))
+
+    async def _spoil(self, messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
+        async for message in messages:
+            wire = message.tensor_part
+            if self.on and wire is not None:
+                wire = replace(wire, size=(1,), buffer=bytes(wire.buffer)[:4])
+            yield replace(message, tensor_part=wire, encoded=[])
+
+
+def test_parts_that_anybody_can_have_sent_are_refused_for_the_round_alone() -> None:
+    swarm = Swarm(3)
+    peers = [swarm.peer(f"peer:{n + 1}", [torch.full((768,), float(n))], **OPTIONS) for n in range(3)]
+    spoiling = Spoiler(peers[2], averages=False)
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            for peer in peers:
+                await stack.enter_async_context(peer)
+            for receipt in (await asyncio.gather(*(peer.average() for peer in peers)))[:2]:
+                assert receipt.outcome is Outcome.AVERAGED
+                (lost,) = receipt.dropped
+                assert (lost.endpoint, lost.code) == ("peer:3", DropCode.PROTOCOL_VIOLATION)
+            for peer in peers[:2]:
+                assert peer.excluded == {}
+                assert peer.offences == {}
+            spoiling.on = False
+            for receipt in await asyncio.gather(*(peer.average() for peer in peers)):
+                assert len(receipt.members) == 3
+                assert receipt.dropped == ()
+
+    swarm.simulate(main())
 
 
 @pytest.mark.parametrize("spoiler", range(3))  # whether it would lead or follow
 def test_who_broke_the_protocol_is_left_out_for_minutes_and_then_taken_in_again(spoiler: int) -> None:
     swarm = Swarm(3)
     peers = [swarm.peer(f"peer:{n + 1}", [torch.full((768,), float(n))], **OPTIONS) for n in range(3)]
-    spoiling = Spoiler(peers[spoiler]._transport)
+    spoiling = Spoiler(peers[spoiler], averages=True)
     honest = [peer for number, peer in enumerate(peers) if number != spoiler]
     name = f"peer:{spoiler + 1}"
 

@@ -45,7 +45,10 @@ class Leaders:
             await asyncio.Event().wait()
         await asyncio.sleep(self.begins_after)
         yield MessageFromLeader(
-            MessageCode.BEGIN_ALLREDUCE, bytes(20), ordered_group_endpoints=(GOOD, ME), gathered=(GATHER, GATHER)
+            MessageCode.BEGIN_ALLREDUCE,
+            bytes(20),
+            ordered_group_endpoints=(GOOD, ME),
+            gathered=(GATHER, request.gather),
         )
 
 
@@ -145,7 +148,10 @@ def test_a_full_group_waits_for_the_answer_to_its_leader_s_own_request(verdict: 
             await answer.wait()
             yield MessageFromLeader(verdict)
             yield MessageFromLeader(
-                MessageCode.BEGIN_ALLREDUCE, bytes(20), ordered_group_endpoints=(GOOD, ME), gathered=(GATHER, GATHER)
+                MessageCode.BEGIN_ALLREDUCE,
+                bytes(20),
+                ordered_group_endpoints=(GOOD, ME),
+                gathered=(GATHER, request.gather),
             )
 
     async def main() -> None:

@@ -209,9 +209,34 @@ def test_every_order_of_a_group_comes_up() -> None:
 
 
 def test_a_sound_announcement_is_read() -> None:
-    group = rules.read_group(begin(), "me:1", "l:1")
+    group = rules.read_group(begin(), "me:1", "l:1", b"")
     assert group.endpoints == ("l:1", "me:1")
     assert group.total_weight == 2.0
+    assert not group.committed  # whose ids are random has announced whatever it likes to the others
+
+
+def test_the_id_of_a_group_fits_no_other_order_and_no_other_gathers() -> None:
+    gathered = {name: pack_gather(weight, None, Mode.NODE) for weight, name in enumerate(("me:1", *FULL))}
+    message = rules.assemble(searching(followers=FULL), gathered, random.Random(1))
+    group = rules.read_group(message, "me:1", "a:1", gathered["me:1"])
+    assert group.committed
+    assert len(group.group_id) == 20
+    names, gathers = message.ordered_group_endpoints, message.gathered
+    kept = [name for name in names if name != "b:1"]
+    heavier = dict(gathered) | {"b:1": pack_gather(7.0, None, Mode.NODE)}
+    for changed in (
+        replace(message, ordered_group_endpoints=names[::-1], gathered=gathers[::-1]),
+        replace(message, gathered=tuple(heavier[name] for name in names)),
+        replace(message, ordered_group_endpoints=tuple(kept), gathered=tuple(gathered[name] for name in kept)),
+    ):
+        told = rules.read_group(changed, "me:1", "a:1", gathered["me:1"])
+        assert not told.committed
+        assert told.digest != group.digest
+
+
+def test_a_leader_may_not_change_what_a_member_gathers() -> None:
+    with pytest.raises(ProtocolViolationError, match="this peer has weight 1 and mode NODE; it told 2 and NODE"):
+        rules.read_group(begin(), "me:1", "l:1", pack_gather(2.0, None, Mode.NODE))
 
 
 @pytest.mark.parametrize(
@@ -230,4 +255,4 @@ def test_a_sound_announcement_is_read() -> None:
 )
 def test_an_announcement_that_makes_no_sense_is_the_leaders_fault(changes: dict[str, object]) -> None:
     with pytest.raises(ProtocolViolationError):
-        rules.read_group(begin(**changes), "me:1", "l:1")
+        rules.read_group(begin(**changes), "me:1", "l:1", b"")

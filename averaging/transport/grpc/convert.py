@@ -114,16 +114,16 @@ def decode_message_from_leader(raw: bytes) -> MessageFromLeader:
 def encode_averaging_data(data: AveragingData) -> bytes:
     """AveragingData: the message that carries the tensors, so the one whose cost counts; encoded once."""
     if not data.encoded:
-        outer = _encode_outer(data.code, data.group_id, data.endpoint)
+        outer = _encode_outer(data.code, data.group_id, data.endpoint, data.metadata)
         data.encoded.append(_join(outer, _PART, data.tensor_part))
     return data.encoded[0]
 
 
 @lru_cache(maxsize=16)
-def _encode_outer(code: MessageCode, group_id: bytes, endpoint: str) -> bytes:
+def _encode_outer(code: MessageCode, group_id: bytes, endpoint: str, metadata: bytes) -> bytes:
     """AveragingData but for its tensor."""
     return averaging_pb2.AveragingData(
-        code=averaging_pb2.MessageCode.ValueType(code), group_id=group_id, endpoint=endpoint
+        code=averaging_pb2.MessageCode.ValueType(code), group_id=group_id, endpoint=endpoint, metadata=metadata
     ).SerializeToString()
 
 
@@ -131,13 +131,14 @@ def decode_averaging_data(raw: bytes) -> AveragingData:
     """AveragingData; its tensor shares the memory of `raw`."""
     if (known := _HEADS.find(raw)) is not None:
         like, buffer = known
-        return AveragingData(like.code, like.group_id, like.endpoint, _with_buffer(like.tensor_part, buffer))
+        tensor = _with_buffer(like.tensor_part, buffer)
+        return AveragingData(like.code, like.group_id, like.endpoint, tensor, like.metadata)
     wire = averaging_pb2.AveragingData()
     pieces = bulk.split(raw, _PART)
     tensor = _read_tensor(wire, raw, pieces)
-    data = AveragingData(_code(wire.code), wire.group_id, wire.endpoint, tensor)
+    data = AveragingData(_code(wire.code), wire.group_id, wire.endpoint, tensor, wire.metadata)
     if pieces is not None:
-        like = AveragingData(data.code, data.group_id, data.endpoint, _with_buffer(tensor, b""))
+        like = AveragingData(data.code, data.group_id, data.endpoint, _with_buffer(tensor, b""), data.metadata)
         _HEADS.keep(raw, pieces, like)
     return data
 
