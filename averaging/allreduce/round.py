@@ -57,7 +57,7 @@ class AllReduce:
         deadlines: Deadlines,
         non_finite: NonFinite = NonFinite.REFUSE,
         adopt: Adopting | None = None,
-        proven: bool = False,
+        proven: Callable[[str], bool] = lambda _: False,
     ) -> None:
         if group.total_weight <= 0:
             raise RoundError(f"the weights of all {len(group.members)} members sum to zero; give somebody a weight")

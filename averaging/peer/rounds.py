@@ -18,7 +18,7 @@ from averaging.allreduce import AllReduce, RoundResult
 from averaging.config import NonFinite, PeerConfig
 from averaging.discovery.base import Discovery
 from averaging.errors import AveragingError, LyingLeaderError, RoundError, SchemaMismatchError
-from averaging.group import Group, Mode
+from averaging.group import CLIENT_PREFIX, Group, Mode
 from averaging.matchmaking import Matchmaking, NoGroupError
 from averaging.matchmaking.conduct import Conduct
 from averaging.matchmaking.differences import Warned
@@ -30,6 +30,7 @@ from averaging.peer.round_options import Awaited, Enough, Overtaken
 from averaging.peer.service import PeerService
 from averaging.peer.topics import Adopt, Topic
 from averaging.schema import Schema
+from averaging.security.client_names import is_bound
 from averaging.state.snapshots import Snapshots
 from averaging.transport.base import Transport
 
@@ -343,9 +344,13 @@ class Rounds:
             self._transport,
             deadlines=self._service.deadlines,
             non_finite=self._config.non_finite,
-            proven=self._config.tls_cert is not None,
+            proven=self._is_proven,
             adopt=(lambda part, values: topic.write_now(part, values, self._may_write)) if topic.writes_early else None,
         )
+
+    def _is_proven(self, endpoint: str) -> bool:
+        """Whether the transport proves that a stream in the name of `endpoint` comes from there."""
+        return self._config.tls_cert is not None and (not endpoint.startswith(CLIENT_PREFIX) or is_bound(endpoint))
 
     async def _prepare(self, attempt: _Attempt) -> list[torch.Tensor]:
         """What is sent: the tensors themselves where they lie on the CPU and nothing is added, else copies."""

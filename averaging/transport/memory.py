@@ -10,7 +10,6 @@ import asyncio
 import contextvars
 import logging
 import random
-import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
@@ -32,6 +31,7 @@ from averaging.messages import (
     Rumour,
 )
 from averaging.schema import Schema
+from averaging.security.client_names import unbound_name
 from averaging.transport.base import AveragingService, GossipService
 
 logger = logging.getLogger(__name__)
@@ -194,7 +194,7 @@ class MemoryTransport:
     def __init__(self, network: MemoryNetwork, endpoint: str | None) -> None:
         self._network = network
         self._listens = endpoint is not None
-        self.endpoint = endpoint or f"{CLIENT_PREFIX}{uuid.UUID(int=network.rng.getrandbits(128), version=4)}"
+        self.endpoint = endpoint or unbound_name(network.rng.randbytes(16))
         self._averaging: AveragingService | None = None
         self._gossip: GossipService | None = None
         self._context: contextvars.Context | None = None

@@ -18,6 +18,7 @@ from averaging.addresses import covers, is_endpoint, parse_address
 from averaging.config import Inspection
 from averaging.errors import BusyError, ForeignEndpointError
 from averaging.group import CLIENT_PREFIX
+from averaging.security.client_names import fits, is_bound
 from averaging.security.credentials import Credentials, Tls, validity_problem
 from averaging.transport.grpc import methods
 from averaging.transport.grpc.methods import Method
@@ -149,7 +150,7 @@ class Callers:
         def decode(raw: bytes) -> Request:
             request = method.read_request(raw)
             endpoint = claim(request)
-            check_claim(endpoint, certified_hosts(context))
+            check_claim(endpoint, certified_hosts(context), lambda: certificate_of(context))
             # Whoever is in a group was let in while it was valid, and to end the round is no offence.
             if endpoint and method is not methods.AGGREGATE_PART:
                 check_validity(endpoint, context)
@@ -169,17 +170,29 @@ def certified_hosts(context: Context) -> list[str]:
     return [raw.decode(errors="replace") for kind in ("peer_dns", "peer_ip") for raw in told.get(kind, ())]
 
 
-def check_claim(endpoint: str, hosts: Sequence[str]) -> None:
-    """Whether a caller with a certificate for `hosts` may call itself `endpoint`.
+def certificate_of(context: Context) -> x509.Certificate | None:
+    """The certificate of a caller; None on a connection without TLS."""
+    pems = context.auth_context().get("x509_pem_cert", ())
+    return next(map(_certificate, pems), None)
 
-    A client has no host. A name that is no endpoint at all is refused by whoever is asked for something under it.
+
+def check_claim(endpoint: str, hosts: Sequence[str], certificate: Callable[[], x509.Certificate | None]) -> None:
+    """Whether a caller may call itself `endpoint`. A malformed name is refused later, by the service that is called.
+
+    Args:
+        endpoint: the claimed name.
+        hosts: the hosts for which the caller's certificate stands.
+        certificate: returns the caller's certificate; called only for the names of clients, which have no host.
 
     Raises:
         ForeignEndpointError: it may not.
     """
-    if endpoint.startswith(CLIENT_PREFIX) or not is_endpoint(endpoint):
+    if endpoint.startswith(CLIENT_PREFIX):
+        owner = certificate()
+        if is_bound(endpoint) and (owner is None or not fits(endpoint, owner)):
+            raise ForeignEndpointError(f"calls itself {endpoint}, a name that belongs to another certificate's key")
         return
-    if not covers(hosts, parse_address(endpoint)[0]):
+    if is_endpoint(endpoint) and not covers(hosts, parse_address(endpoint)[0]):
         told = ", ".join(hosts) or "no host"
         raise ForeignEndpointError(f"calls itself {endpoint}, but its certificate stands for {told}")
 
@@ -192,9 +205,9 @@ def check_validity(endpoint: str, context: Context) -> None:
     Raises:
         ForeignEndpointError: it is not.
     """
-    for pem in context.auth_context().get("x509_pem_cert", ()):
-        if problem := validity_problem(_certificate(pem), time.time()):
-            raise ForeignEndpointError(f"calls itself {endpoint}, but its certificate {problem}")
+    certificate = certificate_of(context)
+    if certificate is not None and (problem := validity_problem(certificate, time.time())):
+        raise ForeignEndpointError(f"calls itself {endpoint}, but its certificate {problem}")
 
 
 @lru_cache(maxsize=256)
