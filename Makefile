@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 HIVEMIND := .venv-hivemind
+FEED := .venv-feed
 # This release first: the index's newest torch brings gigabytes of CUDA that the tests and the demo do not use.
 TORCH ?= torch==2.13.0
 
@@ -18,10 +19,13 @@ demo: $(VENV)/installed ## real training averaged between four processes, one of
 	$(BIN)/python -m examples.demo
 
 test: $(VENV)/installed ## all tests
-	$(BIN)/python -m pytest -m "not long" --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not long and not interop" --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 test-long: $(VENV)/installed ## the tests that are too many for every day, some 15 minutes
 	$(BIN)/python -m pytest -m long --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+
+test-feed: $(VENV)/installed $(FEED)/installed ## the feed with the server, environments and trainer of atroposlib
+	FEED_PYTHON=$(CURDIR)/$(FEED)/bin/python $(BIN)/python -m pytest -m interop --numprocesses 2 tests/interop $(PYTEST_ARGS)
 
 lint: $(VENV)/installed ## style, types, import directions
 	$(BIN)/ruff check .
@@ -41,6 +45,9 @@ bench-hivemind: $(VENV)/installed $(HIVEMIND)/installed ## the same beside hivem
 	$(BIN)/python -m benchmarks.allreduce --peers 2 4 --mib 64 --tensors 4 --codecs none fp16 \
 		--hivemind $(HIVEMIND)/bin/python --output runs/benchmarks
 
+bench-feed: $(VENV)/installed $(FEED)/installed ## the feed's server beside that of atroposlib
+	$(BIN)/python -m benchmarks.feed --atropos $(FEED)/bin/python --output runs/benchmarks
+
 proto: $(VENV)/installed ## compile protos/ again, after a change
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python hatch_build.py
 
@@ -56,8 +63,15 @@ $(HIVEMIND)/installed: pyproject.toml
 	$(HIVEMIND)/bin/python -m pip install --quiet --editable '.[hivemind]'
 	touch $@
 
+$(FEED)/installed: tests/interop/requirements.txt
+	test -x $(FEED)/bin/python || $(PYTHON) -m venv $(FEED)
+	$(FEED)/bin/python -c 'import torch' 2>/dev/null || $(FEED)/bin/python -m pip install --quiet $(TORCH)
+	$(FEED)/bin/python -m pip install --quiet --no-deps atroposlib==0.4.0
+	$(FEED)/bin/python -m pip install --quiet --requirement tests/interop/requirements.txt
+	touch $@
+
 soak: $(VENV)/installed ## eight peers under faults: MINUTES=2 SEED=1
 	$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),2) --seed $(or $(SEED),1)
 
 clean: ## remove what was made here
-	rm -rf $(VENV) $(HIVEMIND) build dist runs averaging/wire/*_pb2*
+	rm -rf $(VENV) $(HIVEMIND) $(FEED) build dist runs averaging/wire/*_pb2*

@@ -141,6 +141,40 @@ class ClosedError(AveragingError):
     """The peer is not running: it was not entered with `async with`, or has been closed."""
 
 
+class FeedError(AveragingError):
+    """A feed cannot go on: a registration that does not fit, batches that the server has forgotten, a rank that died."""
+
+
+class FeedRefusedError(FeedError):
+    """The feed server refused a request, and would refuse it again.
+
+    Attributes:
+        status: the HTTP status, for example 422.
+    """
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class FeedBusyError(FeedError):
+    """The feed server cannot take this request now; the same request can succeed later.
+
+    Attributes:
+        status: the HTTP status, for example 503; 0 if no answer came.
+        retry_after: seconds to wait before the next try.
+    """
+
+    def __init__(self, status: int, message: str, retry_after: float = 0.0) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after = retry_after
+
+
+class FeedUnreachableError(FeedError):
+    """The feed server gave no usable answer for as long as the caller is willing to wait."""
+
+
 def _of(endpoint: str, reason: str) -> str:
     """What became of a call, with the peer's endpoint once: its own words may begin with it."""
     return reason if reason.startswith(f"{endpoint} ") else f"{endpoint}: {reason}"

@@ -1,4 +1,4 @@
-"""The command line: `averaging peer`, `state`, `watch`, `explain` and `ca`.
+"""The command line: `averaging peer`, `state`, `watch`, `explain`, `ca` and `feed`.
 
 Nothing here imports torch or grpc before a command runs, so that `--help` answers at once.
 """
@@ -19,6 +19,7 @@ import click
 from averaging.cli.ca import ca_group
 from averaging.cli.explain import explain_command
 from averaging.cli.failures import DEFAULTS, NOT_DONE, starting
+from averaging.cli.feed import feed_command
 from averaging.cli.peer import peer_command
 from averaging.cli.state import state_command
 from averaging.cli.watch import watch_command
@@ -86,6 +87,10 @@ def main() -> None:
     Between machines, let peers know each other by certificates of the run's own authority:
       averaging ca init
 
+    \b
+    Serve batches of scored rollouts to a trainer:
+      averaging feed
+
     Exit codes: 0 done, 1 it could not be done, 2 wrong usage or unreadable input, 130 or 143 stopped by Ctrl+C or
     SIGTERM before it was done.
     """
@@ -99,6 +104,7 @@ main.add_command(state_command)
 main.add_command(watch_command)
 main.add_command(explain_command)
 main.add_command(ca_group)
+main.add_command(feed_command)
 
 
 def _give_up_unwritten() -> None:

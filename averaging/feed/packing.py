@@ -1,0 +1,111 @@
+"""Which groups of the queue make the next batch. Pure.
+
+A set of sizes that add up to `n` is kept as bit `n` of an integer, so that adding a size is one shift.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+
+def exact(sizes: Sequence[int], target: int) -> list[int] | None:
+    """The indices of sizes that add up to `target`, ascending; None if there are none.
+
+    They lie in the shortest front part of `sizes` that holds such a set, and earlier indices are preferred in it.
+    """
+    end = _shortest_front(sizes, target)
+    if end is None:
+        return None
+    behind = [1]  # the sums of the sizes behind each index, from the last index on
+    for size in reversed(sizes[:end]):
+        behind.append(_add(behind[-1], size, target))
+    picked = []
+    for index in range(end):
+        rest = target - sizes[index]
+        if rest >= 0 and behind[end - index - 1] >> rest & 1:
+            picked.append(index)
+            target = rest
+    return picked
+
+
+def pack(
+    sizes: Sequence[int], envs: Sequence[int | None], target: int, reserved: Mapping[int, int]
+) -> list[int] | None:
+    """The indices of the groups in the next batch, ascending; None if no batch can be formed.
+
+    Args:
+        sizes: sequences of each group in the queue, oldest group first.
+        envs: the environment of each group.
+        target: sequences of a batch.
+        reserved: sequences of the batch that belong to an environment. An environment that has fewer in the queue is
+            waited for. One whose groups do not fit into its share gets the next larger share that fits, else the next
+            smaller one.
+    """
+    if not reserved:
+        return exact(sizes, target)
+    own: dict[int, list[int]] = {env: [] for env in reserved}
+    others = []
+    for index, env in enumerate(envs):
+        (others if env is None or env not in own else own[env]).append(index)
+    if any(sum(sizes[index] for index in own[env]) < share for env, share in reserved.items()):
+        return None
+    # The environment with the oldest group comes first, so that none is always the last to get its share.
+    order = sorted((env for env in reserved if own[env]), key=lambda env: own[env][0])
+    all_sums = {env: _sums((sizes[index] for index in own[env]), target) for env in order}
+    for sums in ({env: all_sums[env] >> reserved[env] << reserved[env] for env in order}, all_sums):
+        # The sums of the others, then of them and the last environment, and so on.
+        reach = [_sums((sizes[index] for index in others), target)]
+        for env in reversed(order):
+            reach.append(_combine(sums[env], reach[-1], target))
+        if reach.pop() >> target & 1:
+            break
+    else:
+        return None
+    picked: set[int] = set()
+    for env in order:
+        after = reach.pop()
+        fits = [share for share in range(target + 1) if sums[env] >> share & 1 and after >> (target - share) & 1]
+        share = next((share for share in fits if share >= reserved[env]), fits[-1])
+        picked.update(own[env][index] for index in exact([sizes[index] for index in own[env]], share) or ())
+        target -= share
+    left = [index for index in range(len(sizes)) if index not in picked]
+    picked.update(left[index] for index in exact([sizes[index] for index in left], target) or ())
+    return sorted(picked)
+
+
+def shares(batch_size: int, proportions: Mapping[int, float]) -> dict[int, int]:
+    """Sequences of a batch that are reserved for each environment; proportions that sum to over 1 are scaled."""
+    wanted = {env: int(batch_size * proportion) for env, proportion in proportions.items()}
+    total = max(batch_size, sum(wanted.values()))
+    return {env: share for env, want in wanted.items() if (share := want * batch_size // total) > 0}
+
+
+def _shortest_front(sizes: Sequence[int], target: int) -> int | None:
+    """How many sizes from the front are needed to reach `target` exactly."""
+    sums = 1
+    for end, size in enumerate(sizes):
+        if sums >> target & 1:
+            return end
+        sums = _add(sums, size, target)
+    return len(sizes) if sums >> target & 1 else None
+
+
+def _sums(sizes: Iterable[int], target: int) -> int:
+    sums = 1
+    for size in sizes:
+        sums = _add(sums, size, target)
+    return sums
+
+
+def _add(sums: int, size: int, target: int) -> int:
+    return sums if size > target else sums | sums << size & (2 << target) - 1
+
+
+def _combine(some: int, others: int, target: int) -> int:
+    """The sums of one out of `some` and one out of `others`."""
+    combined = 0
+    while some:
+        lowest = some & -some
+        combined |= others * lowest
+        some ^= lowest
+    return combined & (2 << target) - 1
