@@ -142,7 +142,7 @@ class ClosedError(AveragingError):
 
 
 class FeedError(AveragingError):
-    """A feed cannot go on: a registration that does not fit, batches that the server has forgotten, a rank that died."""
+    """A feed cannot go on: a registration does not fit, the server has forgotten a batch, a rank has died."""
 
 
 class FeedRefusedError(FeedError):

@@ -116,7 +116,10 @@ def _run(listen: str, store: str, given: dict[str, Any], report: Report) -> None
         replay_bytes=given.pop("replay_bytes"),
         seconds=given.pop("request_timeout"),
     )
-    told = {"on_event": lambda event: report.tell(event, WORDS[event["event"]].format_map(event)), "limits": limits}
+    told: dict[str, Any] = {
+        "on_event": lambda event: report.tell(event, WORDS[event["event"]].format_map(event)),
+        "limits": limits,
+    }
     ready = False
 
     async def serve(_: Stop) -> None:

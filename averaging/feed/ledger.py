@@ -6,7 +6,6 @@ import logging
 import sqlite3
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +46,13 @@ class Post:
         groups: environment and number of sequences of each.
         contents: the JSON of each.
         key: by which a repetition of the request is recognized; empty if none is expected.
-        body: what came; a repetition has the same.
+        digest: of what a repetition has in common with the request.
     """
 
     groups: Sequence[tuple[int | None, int]]
     contents: Sequence[bytes]
     key: str
-    body: bytes
+    digest: bytes
 
 
 class Ledger:
@@ -154,10 +153,9 @@ class Ledger:
             FeedRefusedError: a group can never be part of a batch, or the key was used for something else.
             FeedBusyError: there is no room.
         """
-        digest = blake2b(post.body, digest_size=16).digest() if post.key else b""
         before = self._db.execute("SELECT digest, buffered FROM posts WHERE key = ?", (post.key,)).fetchone()
         if before is not None:
-            if before[0] != digest:
+            if before[0] != post.digest:
                 raise FeedRefusedError(422, "this Idempotency-Key came with other data before; give new data a new one")
             return msgspec.json.decode(before[1], type=list[int]), True
         told = [(*group, len(content)) for group, content in zip(post.groups, post.contents, strict=True)]
@@ -176,7 +174,7 @@ class Ledger:
             self.latest = self._db.execute(query, (group.number,)).fetchone()[0]
         if post.key:
             self._db.execute("DELETE FROM posts WHERE time < ?", (now - KEY_SECONDS,))
-            row = (post.key, digest, msgspec.json.encode(added.buffered), now)
+            row = (post.key, post.digest, msgspec.json.encode(added.buffered), now)
             self._db.execute("INSERT INTO posts VALUES (?, ?, ?, ?)", row)
         return added.buffered, False
 

@@ -44,7 +44,7 @@ def pack(
     if not reserved:
         return exact(sizes, target)
     own: dict[int, list[int]] = {env: [] for env in reserved}
-    others = []
+    others: list[int] = []
     for index, env in enumerate(envs):
         (others if env is None or env not in own else own[env]).append(index)
     if any(sum(sizes[index] for index in own[env]) < share for env, share in reserved.items()):

@@ -10,6 +10,7 @@ import uuid
 import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, TypeAlias
 
 import msgspec
@@ -33,7 +34,7 @@ COMPRESSED_FROM = 1000
 
 MAX_KEY = 200
 
-EMPTY_EXAMPLE = {
+EMPTY_EXAMPLE: Mapping[str, Sequence[object]] = {
     name: []
     for name in (
         *("tokens", "masks", "scores", "advantages", "ref_logprobs"),
@@ -172,12 +173,9 @@ class Routes:
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         given = token.strip().encode()
         # All are compared, so that the time tells nothing.
-        if self._tokens and not sum([hmac.compare_digest(given, known) for known in self._tokens]):
-            raise FeedRefusedError(
-                401, "this server wants a token; send 'Authorization: Bearer TOKEN' with one of its own"
-            )
-        if self._tokens and scheme.lower() != "bearer":
-            raise FeedRefusedError(401, "send the token as 'Authorization: Bearer TOKEN'")
+        known = sum([hmac.compare_digest(given, token) for token in self._tokens])
+        if self._tokens and not (known and scheme.lower() == "bearer"):
+            raise FeedRefusedError(401, "this server wants one of its tokens, sent as 'Authorization: Bearer TOKEN'")
 
     async def _with_body(self, request: Request, handler: Handler) -> Response:
         """Reads the body, within limits, and has it answered; bodies count until then."""
@@ -246,21 +244,24 @@ class Routes:
         return _json({"status": "success"})
 
     async def _scored_data(self, request: Request, body: bytes) -> Response:
-        buffered = await self._post(request, body, [decode(body, ScoredData)])
+        buffered = await self._post(request, [decode(body, ScoredData)])
         return _json({"status": "buffered", "buffer_size": buffered[0]} if buffered else {"status": "received"})
 
     async def _scored_data_list(self, request: Request, body: bytes) -> Response:
         groups = decode(body, list[ScoredData])
-        buffered = await self._post(request, body, groups)
+        buffered = await self._post(request, groups)
         told = {"buffered": len(buffered), "last_buffer_size": buffered[-1]} if buffered else {}
         return _json({"status": "received", "groups_processed": len(groups), **told})
 
-    async def _post(self, request: Request, body: bytes, groups: Sequence[ScoredData]) -> list[int]:
+    async def _post(self, request: Request, groups: Sequence[ScoredData]) -> list[int]:
         key, now = request.headers.get("idempotency-key", ""), time.time()
         if len(key) > MAX_KEY:
             raise FeedRefusedError(422, f"an Idempotency-Key may have {MAX_KEY} characters")
         told = [(group.env_id, len(group.tokens)) for group in groups]
-        post = Post(told, [msgspec.json.encode(group) for group in groups], key, body)
+        # Without the environment, which may have registered again since.
+        same = [(group.tokens, group.masks, group.scores) for group in groups] if key else []
+        digest = blake2b(msgspec.json.encode(same), digest_size=16).digest()
+        post = Post(told, [msgspec.json.encode(group) for group in groups], key, digest)
         buffered, repeated = await self._store.run(lambda ledger: ledger.post(post, now))
         if repeated:
             self._counters["repeated_posts_total"].inc()

@@ -73,7 +73,7 @@ class FeedServer:
         host, _ = parse_address(listen)
         if not (self._tls or insecure or is_loopback(host)):
             raise ConfigError(
-                f"other machines can reach {listen}, and without TLS anybody on the way reads and changes what is sent; "
+                f"other machines can reach {listen}, and without TLS anybody on the way can change what is sent; "
                 "give tls_ca, tls_cert and tls_key (`averaging ca` makes them), or insecure=True in a trusted network"
             )
         new_book = partial(
@@ -154,7 +154,7 @@ class _Bounded(H11Protocol):
 
     def _look(self) -> None:
         unread = self.transport.get_write_buffer_size()
-        in_hand = self.cycle is not None and not self.cycle.response_complete
+        in_hand = not getattr(self.cycle, "response_complete", True)
         request, left = self._seen
         if request is self.cycle and (unread >= left if unread else not in_hand):
             self.transport.abort()

@@ -1,4 +1,4 @@
-"""One rank that eats from a feed: `python -m tests.integration.feed_rank JSON` tells each batch, on stdin "next" each."""
+"""One rank of a feed: `python -m tests.integration.feed_rank JSON` tells a batch for each "next" on its stdin."""
 
 from __future__ import annotations
 

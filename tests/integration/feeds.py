@@ -12,7 +12,7 @@ from tests.integration.processes import DEADLINE, JsonProcess, averaging_process
 
 
 class Feed:
-    """`averaging feed` on a store; it can be killed and started again at the same address. Use it as a context manager."""
+    """`averaging feed` on a store, a context manager; it can be killed and started again at the same address."""
 
     def __init__(self, store: Path, *options: str) -> None:
         self._arguments = ["feed", "--store", str(store), *options]

@@ -16,6 +16,7 @@ FORKED = {
     "averaging": "averaging.cli",
     "tests.integration.worker": "tests.integration.worker",
     "tests.integration.strategy_worker": "tests.integration.strategy_worker",
+    "tests.integration.feed_rank": "tests.integration.feed_rank",
 }
 """What is started so, and what of it is imported before: modules that start no thread when they are imported."""
 
