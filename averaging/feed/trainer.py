@@ -183,6 +183,11 @@ class BatchFeed:
         registration = msgspec.structs.replace(self._registration, starting_step=self.step)
         self._connection.raw("POST", "/register", told=registration)
         size = self._connection.once("GET", "/info", _Info).batch_size
+        if size == -1:
+            raise FeedError(
+                f"{self._connection.url} took data before a trainer registered, and cannot begin a run; call GET "
+                "/reset_data there, which drops that data"
+            )
         if size != registration.batch_size:
             raise FeedError(
                 f"{self._connection.url} serves a run with batch_size {size}, not {registration.batch_size}; register "

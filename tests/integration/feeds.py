@@ -14,9 +14,9 @@ from tests.integration.processes import DEADLINE, JsonProcess, averaging_process
 class Feed:
     """`averaging feed` on a store, a context manager; it can be killed and started again at the same address."""
 
-    def __init__(self, store: Path, *options: str) -> None:
+    def __init__(self, store: Path, *options: str, listen: str = "127.0.0.1:0") -> None:
         self._arguments = ["feed", "--store", str(store), *options]
-        self._listen = "127.0.0.1:0"
+        self._listen = listen
         self._stack = ExitStack()
         self.start()
 
