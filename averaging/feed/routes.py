@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import hmac
 import logging
 import time
@@ -170,11 +171,16 @@ class Routes:
         return answer
 
     def _check_token(self, request: Request) -> None:
-        scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        given = token.strip().encode()
+        scheme, _, told = request.headers.get("authorization", "").partition(" ")
+        given = told.strip().encode()
+        if scheme.lower() == "basic":  # of clients that know no tokens, but take a URL with a password in it
+            try:
+                given = base64.b64decode(given, validate=True).partition(b":")[2]
+            except ValueError:
+                given = b""
         # All are compared, so that the time tells nothing.
         known = sum([hmac.compare_digest(given, token) for token in self._tokens])
-        if self._tokens and not (known and scheme.lower() == "bearer"):
+        if self._tokens and not (known and scheme.lower() in ("basic", "bearer")):
             raise FeedRefusedError(401, "this server wants one of its tokens, sent as 'Authorization: Bearer TOKEN'")
 
     async def _with_body(self, request: Request, handler: Handler) -> Response:

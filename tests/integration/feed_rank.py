@@ -22,7 +22,12 @@ def main(told: dict[str, Any]) -> None:
         store = dist.FileStore(told["store"], told["ranks"])
         wait = datetime.timedelta(seconds=60)
         dist.init_process_group("gloo", store=store, rank=told["rank"], world_size=told["ranks"], timeout=wait)
-    feed = BatchFeed(told["url"], Registration(**told["registration"]), **told["options"])
+    group = dist.new_group(told["members"]) if told["members"] else None
+    if told["members"] and told["rank"] not in told["members"]:
+        tell(event="up")
+        sys.stdin.readline()
+        return
+    feed = BatchFeed(told["url"], Registration(**told["registration"]), group, **told["options"])
     tell(event="up")
     for line in sys.stdin:  # one batch for each
         command, _, argument = line.strip().partition(" ")
@@ -31,9 +36,9 @@ def main(told: dict[str, Any]) -> None:
             continue
         if command == "leave":
             break
-        if command == "raise":
+        if command == "close":
             feed.close()
-            tell(event="raised")
+            tell(event="closed")
             continue
         try:
             batch = next(feed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -67,10 +68,16 @@ def names(batch: Batch) -> list[int]:
 
 
 def a_rank(
-    rank: int, ranks: int, store: Path, url: str, told: Registration, command: list[str] | None = None, **options: Any
+    rank: int,
+    ranks: int,
+    store: Path,
+    url: str,
+    told: Registration,
+    members: Sequence[int] = (),
+    **options: Any,
 ) -> JsonProcess:
-    """A process that iterates over a feed as one of `ranks`, see `tests.integration.feed_rank`."""
-    arguments = {"rank": rank, "ranks": ranks, "store": str(store), "url": url, "options": options}
+    """A process that iterates over a feed as one of `ranks`, or of `members` of them; see `feed_rank`."""
+    arguments = {"rank": rank, "ranks": ranks, "store": str(store), "url": url, "options": options, "members": members}
     arguments["registration"] = {name: getattr(told, name) for name in told.__struct_fields__}
     return JsonProcess("python", "-m", "tests.integration.feed_rank", json.dumps(arguments))
 

@@ -115,6 +115,35 @@ def test_when_a_rank_dies_all_others_raise(dead: int, feed: Feed, stack: ExitSta
         assert "this feed is closed" in rank.expect("failed")["message"]
 
 
+def test_when_a_rank_leaves_all_others_raise(feed: Feed, stack: ExitStack, tmp_path: Path) -> None:
+    ranks = start(stack, 3, tmp_path / "ranks", feed.url)
+    for rank in ranks:
+        rank.send("next")
+    posted(feed.url, *range(4))
+    all_expect(ranks, "batch")
+    ranks[1].send("close")
+    ranks[1].expect("closed")
+    for rank in (ranks[0], ranks[2]):
+        rank.send("next")
+        assert rank.expect("failed")["kind"] == "FeedError"
+
+
+def test_some_of_the_ranks(feed: Feed, stack: ExitStack, tmp_path: Path) -> None:
+    """A process group whose rank 0 is not that of the job."""
+    told, options = registration(), {"poll": 0.05}
+    ranks = [
+        stack.enter_context(a_rank(r, 3, tmp_path / "ranks", feed.url, told, members=(1, 2), **options))
+        for r in range(3)
+    ]
+    all_expect(ranks, "up")
+    for rank in ranks[1:]:
+        rank.send("next")
+    posted(feed.url, *range(2))
+    batches = all_expect(ranks[1:], "batch")
+    assert batches[0] == batches[1]
+    assert names_of(batches[0]) == [0, 1]
+
+
 def test_an_error_of_rank_0_is_raised_at_all_ranks(feed: Feed, stack: ExitStack, tmp_path: Path) -> None:
     with BatchFeed(feed.url, registration(8)) as other:
         other._register()

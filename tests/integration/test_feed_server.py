@@ -299,6 +299,8 @@ async def test_a_token_opens_the_doors(tmp_path: Path) -> None:
                 assert (reply.status_code, reply.json()["status"]) == (401, "error")
                 assert "Authorization: Bearer TOKEN" in reply.json()["message"]
         assert (await client.post("/scored_data", content=b"x" * 100_000)).status_code == 401
+        assert (await client.get("/status", auth=("any", TOKEN))).status_code == 200, "as of a URL with a password"
+        assert (await client.get("/status", auth=(TOKEN, "wrong"))).status_code == 401
         for token in (TOKEN, OLD_TOKEN):
             assert (await client.get("/status", headers={"Authorization": f"Bearer {token}"})).status_code == 200
 

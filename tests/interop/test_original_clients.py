@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from averaging.feed import BatchFeed
+from tests.integration.certificates import TOKEN
 from tests.integration.feeds import Feed, registration
 from tests.interop.atropos import ENVIRONMENT, PYTHON, free_port, program, site_packages
 
@@ -27,23 +28,36 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def feed(tmp_path: Path) -> Iterator[Feed]:
-    with Feed(tmp_path / "feed.sqlite") as feed:
+def token(tmp_path: Path) -> Path:
+    path = tmp_path / "token"
+    path.write_text(TOKEN)
+    path.chmod(0o600)
+    return path
+
+
+@pytest.fixture
+def feed(tmp_path: Path, token: Path) -> Iterator[Feed]:
+    with Feed(tmp_path / "feed.sqlite", "--token-file", str(token)) as feed:
         yield feed
 
 
+def with_password(feed: Feed) -> str:
+    """The address for clients that know no tokens."""
+    return feed.url.replace("://", f"://any:{TOKEN}@")
+
+
 @pytest.mark.timeout(300)
-def test_an_environment_and_our_trainer(feed: Feed, model: Path) -> None:
+def test_an_environment_and_our_trainer(feed: Feed, token: Path, model: Path) -> None:
     """Two environments of different group sizes, one with a reserved part, while the server is killed once."""
     steps = 6
     told = registration(16, max_token_len=512, num_steps=steps)
-    with BatchFeed(feed.url, told, poll=0.05) as batches:
+    with BatchFeed(feed.url, told, poll=0.05, token_file=token) as batches:
         batches._register()
         batches._ask()  # environments may register from now on
         script = str(HERE / "original_environment.py")
         environments = [
-            program(script, feed.url, str(model), str(steps), "4", "0.5"),
-            program(script, feed.url, str(model), str(steps), "2"),
+            program(script, with_password(feed), str(model), str(steps), "4", "0.5"),
+            program(script, with_password(feed), str(model), str(steps), "2"),
         ]
         sizes: dict[int, int] = {}
         try:
@@ -74,9 +88,10 @@ def test_an_environment_and_our_trainer(feed: Feed, model: Path) -> None:
 @pytest.mark.timeout(300)
 def test_the_example_trainer(feed: Feed, model: Path, tmp_path: Path) -> None:
     """It trains the tiny model; vLLM, which it would restart, is not there, and it goes on without."""
-    environment = program(str(HERE / "original_environment.py"), feed.url, str(model), "100", "4")
+    environment = program(str(HERE / "original_environment.py"), with_password(feed), str(model), "100", "4")
     trainer = program(
-        *("-m", "example_trainer.grpo", "--model-name", str(model), "--atropos-url", feed.url, "--device", "cpu"),
+        *("-m", "example_trainer.grpo", "--model-name", str(model), "--atropos-url", with_password(feed)),
+        *("--device", "cpu"),
         *("--training-steps", "3", "--batch-size", "4", "--gradient-accumulation-steps", "2", "--seq-len", "128"),
         *("--optimizer", "adamw", "--save-path", str(tmp_path / "saved"), "--vllm-port", str(free_port())),
         *("--log-dir", str(tmp_path / "logs")),
