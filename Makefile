@@ -10,7 +10,7 @@ TORCH ?= torch==2.13.0
 # Tests of processes wait for each other much of the time: one more than there are cores.
 WORKERS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 1 )))
 
-.PHONY: help demo test test-long check lint bench proto soak clean
+.PHONY: help demo test test-long test-feed check lint bench proto soak clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'

@@ -11,8 +11,10 @@ import argparse
 import asyncio
 import gzip
 import json
+import math
 import os
 import random
+import shutil
 import socket
 import statistics
 import sys
@@ -23,6 +25,8 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from benchmarks.output import make_folder, write
 
@@ -51,6 +55,7 @@ class Figures:
     environments: int
     batches_per_second: float
     sequences_per_second: float
+    cpu_ms_per_sequence: float
 
 
 class Client:
@@ -87,7 +92,7 @@ def a_group(env_id: int, rng: random.Random) -> bytes:
     return gzip.compress(json.dumps(group).encode())
 
 
-async def measure(system: str, port: int, environments: int, seconds: float) -> Figures:
+async def measure(system: str, port: int, server: psutil.Process, environments: int, seconds: float) -> Figures:
     """Environments and a trainer at the server on `port`."""
     rng = random.Random(0)
     room = asyncio.Semaphore(AHEAD * BATCH_SIZE // GROUP_SIZE)
@@ -107,7 +112,7 @@ async def measure(system: str, port: int, environments: int, seconds: float) -> 
         for _ in range(environments):
             reply = await trainer.call("POST", "/register-env", json.dumps(env).encode(), json_body)
             bodies.append(a_group(json.loads(reply)["env_id"], rng))
-        batches, counting = 0, time.monotonic() + WARM_UP
+        batches, counting, cpu = 0, time.monotonic() + WARM_UP, 0.0
         ends = counting + seconds
         async with asyncio.TaskGroup() as tasks:
             for body in bodies:
@@ -117,17 +122,20 @@ async def measure(system: str, port: int, environments: int, seconds: float) -> 
                 if len(reply) < 100:
                     await asyncio.sleep(0.002)
                     continue
-                batches += now >= counting
+                if now >= counting:
+                    batches += 1
+                    cpu = cpu or sum(server.cpu_times()[:2])
                 for _ in range(BATCH_SIZE // GROUP_SIZE):
                     room.release()
-            took = time.monotonic() - counting
+            took, cpu = time.monotonic() - counting, sum(server.cpu_times()[:2]) - cpu
             for _ in bodies:
                 room.release()
-    return Figures(system, environments, batches / took, batches * BATCH_SIZE / took)
+    sequences = batches * BATCH_SIZE
+    return Figures(system, environments, batches / took, sequences / took, 1000 * cpu / max(1, sequences))
 
 
 @asynccontextmanager
-async def serving(command: list[str], port: int) -> AsyncIterator[None]:
+async def serving(command: list[str], port: int) -> AsyncIterator[psutil.Process]:
     """A server in a process of its own, from the first answer on."""
     quiet = asyncio.subprocess.DEVNULL
     process = await asyncio.create_subprocess_exec(*command, stdout=quiet, stderr=quiet, env=dict(os.environ))
@@ -140,7 +148,7 @@ async def serving(command: list[str], port: int) -> AsyncIterator[None]:
                     break
                 except (OSError, asyncio.IncompleteReadError):
                     await asyncio.sleep(0.1)
-        yield
+        yield psutil.Process(process.pid)
     finally:
         process.kill()
         await process.wait()
@@ -165,16 +173,23 @@ def commands(atropos: str | None, folder: str, port: int) -> dict[str, list[str]
 
 def table(results: list[Figures]) -> str:
     """The medians, and how many times those of run-api they are, as Markdown."""
-    lines = ["| environments | server | batches/s | sequences/s | × run-api |", "|---|---|---|---|---|"]
-    for environments in sorted({each.environments for each in results}):
-        medians = {}
-        for each in results:
-            runs = [r.batches_per_second for r in results if (r.system, r.environments) == (each.system, environments)]
-            medians[each.system] = statistics.median(runs)
-        base = medians.get("run-api")
-        for system, batches in medians.items():
-            ratio = f"{batches / base:.1f}" if base else "-"
-            lines.append(f"| {environments} | {system} | {batches:.1f} | {batches * BATCH_SIZE:.0f} | {ratio} |")
+    lines = [
+        "| environments | server | batches/s | sequences/s | of run-api | CPU ms per sequence |",
+        "|---|---|---|---|---|---|",
+    ]
+    medians: dict[tuple[int, str], tuple[float, float]] = {}
+    for each in results:
+        runs = [r for r in results if (r.environments, r.system) == (each.environments, each.system)]
+        medians[each.environments, each.system] = (
+            statistics.median(run.batches_per_second for run in runs),
+            statistics.median(run.cpu_ms_per_sequence for run in runs),
+        )
+    for (environments, system), (batches, cpu) in medians.items():
+        base = medians.get((environments, "run-api"))
+        ratio = f"{batches / base[0]:.1f} ×" if base else "-"
+        lines.append(
+            f"| {environments} | {system} | {batches:.1f} | {batches * BATCH_SIZE:.0f} | {ratio} | {cpu:.2f} |"
+        )
     return "\n".join(lines)
 
 
@@ -185,8 +200,8 @@ async def run(arguments: argparse.Namespace) -> list[Figures]:
             for _ in range(arguments.repeats):
                 for system in commands(arguments.atropos, folder, 0):
                     port = free_port()
-                    async with serving(commands(arguments.atropos, folder, port)[system], port):
-                        results.append(await measure(system, port, environments, arguments.seconds))
+                    async with serving(commands(arguments.atropos, folder, port)[system], port) as server:
+                        results.append(await measure(system, port, server, environments, arguments.seconds))
                     print(json.dumps(asdict(results[-1])), flush=True)
     return results
 
@@ -199,8 +214,12 @@ def main() -> None:
     parser.add_argument("--atropos", help="a Python with atroposlib; `make .venv-feed/installed` makes one")
     parser.add_argument("--output", type=Path, default=Path("runs/benchmarks"))
     arguments = parser.parse_args()
-    if min(*arguments.environments, arguments.repeats, arguments.seconds) <= 0:
-        parser.error("--environments, --repeats and --seconds must be above 0")
+    if min(*arguments.environments, arguments.repeats) < 1:
+        parser.error("needs at least 1 environment and 1 repeat")
+    if not 0 < arguments.seconds < math.inf:
+        parser.error("needs --seconds above 0")
+    if arguments.atropos and not shutil.which(arguments.atropos):
+        parser.error(f"--atropos {arguments.atropos}: there is no such program")
     make_folder(parser, arguments.output)
     results: list[Any] = asyncio.run(run(arguments))
     write(arguments.output / "feed.json", [asdict(each) for each in results])

@@ -98,23 +98,9 @@ class Connection:
         """Ends its connections."""
         self._client.close()
 
-    def once(
-        self,
-        method: str,
-        path: str,
-        kind: type[T],
-        *,
-        told: object = None,
-        params: Mapping[str, int] | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> T:
-        """The reply to one try.
-
-        Raises:
-            FeedRefusedError: the server refuses this request.
-            FeedBusyError: another try may succeed.
-        """
-        return decode_reply(self.raw(method, path, told=told, params=params, headers=headers), kind)
+    def once(self, method: str, path: str, kind: type[T], **request: Any) -> T:
+        """The reply to one try, see `raw`."""
+        return decode_reply(self.raw(method, path, **request), kind)
 
     def raw(
         self,
@@ -125,7 +111,12 @@ class Connection:
         params: Mapping[str, int] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> bytes:
-        """Like `once`, without reading the reply."""
+        """The body of the reply to one try.
+
+        Raises:
+            FeedRefusedError: the server refuses this request.
+            FeedBusyError: another try may succeed.
+        """
         sent, content = dict(headers or {}), None
         if told is not None:
             content = msgspec.json.encode(told)

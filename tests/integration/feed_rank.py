@@ -19,9 +19,8 @@ def tell(**event: Any) -> None:
 
 def main(told: dict[str, Any]) -> None:
     if told["ranks"] > 1:
-        store = dist.FileStore(told["store"], told["ranks"])
-        wait = datetime.timedelta(seconds=60)
-        dist.init_process_group("gloo", store=store, rank=told["rank"], world_size=told["ranks"], timeout=wait)
+        where, wait = f"file://{told['store']}", datetime.timedelta(seconds=60)
+        dist.init_process_group("gloo", where, wait, rank=told["rank"], world_size=told["ranks"])
     group = dist.new_group(told["members"]) if told["members"] else None
     if told["members"] and told["rank"] not in told["members"]:
         tell(event="up")

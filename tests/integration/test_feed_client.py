@@ -17,9 +17,12 @@ from averaging.feed.client import LONGEST_PAUSE, Backoff, Connection
 from averaging.feed.messages import BatchReply, Registered
 from tests.integration.feeds import a_group, environment, registration
 
+Answer = tuple[int, dict[str, str], bytes]
+"""Status, headers, body."""
+
 
 @contextmanager
-def answering(*answers: tuple[int, dict[str, str], bytes]) -> Iterator[tuple[str, list[str]]]:
+def answering(*answers: Answer) -> Iterator[tuple[str, list[str]]]:
     """A server that gives these answers one after the other, then the last one again; its URL and what was asked."""
     left, asked = list(answers), []
 
@@ -93,8 +96,8 @@ def test_an_answer_that_cannot_be_used(
 
 
 def test_a_connection_that_breaks_is_tried_again_with_the_same_key() -> None:
-    received = (200, {}, b'{"status": "received"}')
-    cut = (200, {"Content-Length": "99"}, b"{")
+    received: Answer = (200, {}, b'{"status": "received"}')
+    cut: Answer = (200, {"Content-Length": "99"}, b"{")
     with answering((503, {"Retry-After": "0"}, b"{}"), cut, received) as (url, asked):
         env = FeedEnvironment(url, environment(), timeout=1.0)
         env.registered = Registered("success", 3)
@@ -104,7 +107,11 @@ def test_a_connection_that_breaks_is_tried_again_with_the_same_key() -> None:
 
 
 def test_batches_of_another_step_are_not_trained() -> None:
-    answers = [(200, {}, b'{"uuid": 1}'), (200, {}, b'{"batch_size": 4}'), (200, {}, b'{"batch": [{}], "step": 9}')]
+    answers: list[Answer] = [
+        (200, {}, b'{"uuid": 1}'),
+        (200, {}, b'{"batch_size": 4}'),
+        (200, {}, b'{"batch": [{}], "step": 9}'),
+    ]
     with (
         answering(*answers) as (url, asked),
         BatchFeed(url, registration(starting_step=6, save_checkpoint_interval=4)) as batches,
@@ -130,4 +137,4 @@ def test_which_batches_may_be_forgotten(step: int, interval: int, told: int | No
 @pytest.mark.parametrize("wrong", [{"poll": 0.0}, {"rank_timeout": -1.0}])
 def test_times_that_cannot_work(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="must be above 0 s"):
-        BatchFeed("http://127.0.0.1:9", registration(), None, **wrong)  # type: ignore[arg-type]
+        BatchFeed("http://127.0.0.1:9", registration(), None, **wrong)

@@ -242,6 +242,27 @@ async def test_bodies_are_bounded(content: bytes, headers: dict[str, str], statu
 
 
 @pytest.mark.asyncio
+async def test_bodies_in_hand_are_bounded_together() -> None:
+    async with FeedServer(":memory:", limits=Limits(body_bytes=1 << 16)) as server:
+        host, _, port = server.url.removeprefix("http://").partition(":")
+        head = b"POST /scored_data HTTP/1.1\r\nHost: x\r\nContent-Length: 60001\r\n\r\n"
+        connections = [await asyncio.open_connection(host, int(port)) for _ in range(5)]
+        for _, writer in connections:
+            writer.write(head + b" " * 60_000)  # the last byte does not come
+        async with asyncio.timeout(30):
+            replies = [asyncio.create_task(reader.read(1000)) for reader, _ in connections]
+            done, others = await asyncio.wait(replies, return_when=asyncio.FIRST_COMPLETED)
+        (reply,) = [task.result() for task in done]
+        assert reply.startswith(b"HTTP/1.1 503 ")
+        assert b"retry-after: 1" in reply.lower()
+        for _, writer in connections:
+            writer.close()
+        await asyncio.wait(others)
+        async with httpx.AsyncClient(base_url=server.url) as client:  # and they count no longer
+            assert (await client.post("/scored_data", content=b" " * 60_000)).status_code == 422
+
+
+@pytest.mark.asyncio
 async def test_a_request_has_limited_time() -> None:
     async with FeedServer(":memory:", limits=Limits(seconds=0.2)) as server:
         host, _, port = server.url.removeprefix("http://").partition(":")

@@ -1,6 +1,7 @@
 """Makes a model and a tokenizer that need no download: `python tiny_model.py FOLDER`, with the original's Python."""
 
 import sys
+from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -12,7 +13,8 @@ def main(folder: str) -> None:
     tokenizer = Tokenizer(models.WordLevel(VOCABULARY, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+    kind: Any = PreTrainedTokenizerFast
+    kind(tokenizer_object=tokenizer, **special).save_pretrained(folder)
     config = LlamaConfig(
         vocab_size=64,
         hidden_size=16,
