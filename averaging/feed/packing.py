@@ -51,26 +51,48 @@ def pack(
         return None
     # The environment with the oldest group comes first, so that none is always the last to get its share.
     order = sorted((env for env in reserved if own[env]), key=lambda env: own[env][0])
-    all_sums = {env: _sums((sizes[index] for index in own[env]), target) for env in order}
-    for sums in ({env: all_sums[env] >> reserved[env] << reserved[env] for env in order}, all_sums):
-        # The sums of the others, then of them and the last environment, and so on.
-        reach = [_sums((sizes[index] for index in others), target)]
-        for env in reversed(order):
-            reach.append(_combine(sums[env], reach[-1], target))
-        if reach.pop() >> target & 1:
-            break
-    else:
-        return None
+    sums = {env: _sums((sizes[index] for index in own[env]), target) for env in order}
+    at_least = {env: sums[env] >> reserved[env] << reserved[env] for env in order}
+    given = {env: (at_least[env] & -at_least[env]).bit_length() - 1 for env in order}  # the least that keeps the share
+    if all(share >= 0 for share in given.values()) and (picked := _filled(sizes, own, given, target)) is not None:
+        return picked
+    others_sums = _sums((sizes[index] for index in others), target)
+    # Else with all shares kept if that is possible, and otherwise without.
+    for possible in (at_least, sums):
+        if (divided := _divided(possible, reserved, others_sums, target)) is not None:
+            return _filled(sizes, own, divided, target)
+    return None
+
+
+def _filled(
+    sizes: Sequence[int], own: Mapping[int, list[int]], given: Mapping[int, int], target: int
+) -> list[int] | None:
+    """The oldest groups of each environment for what it is given, and the oldest ones that fill up the batch."""
     picked: set[int] = set()
-    for env in order:
-        after = reach.pop()
-        fits = [share for share in range(target + 1) if sums[env] >> share & 1 and after >> (target - share) & 1]
-        share = next((share for share in fits if share >= reserved[env]), fits[-1])
+    for env, share in given.items():
         picked.update(own[env][index] for index in exact([sizes[index] for index in own[env]], share) or ())
-        target -= share
     left = [index for index in range(len(sizes)) if index not in picked]
-    picked.update(left[index] for index in exact([sizes[index] for index in left], target) or ())
-    return sorted(picked)
+    rest = target - sum(given.values())
+    filling = exact([sizes[index] for index in left], rest) if rest >= 0 else None
+    return None if filling is None else sorted(picked.union(left[index] for index in filling))
+
+
+def _divided(
+    possible: Mapping[int, int], reserved: Mapping[int, int], others: int, target: int
+) -> dict[int, int] | None:
+    """What each environment is given, so that those without a share can fill up the batch; None if they cannot."""
+    reach = [others]  # the sums of the others, then of them and the last environment, and so on
+    for sums in reversed([*possible.values()]):
+        reach.append(_combine(sums, reach[-1], target))
+    if not reach.pop() >> target & 1:
+        return None
+    given = {}
+    for env, sums in possible.items():
+        after = reach.pop()
+        fits = [share for share in range(target + 1) if sums >> share & 1 and after >> (target - share) & 1]
+        given[env] = next((share for share in fits if share >= reserved[env]), fits[-1])
+        target -= given[env]
+    return given
 
 
 def shares(batch_size: int, proportions: Mapping[int, float]) -> dict[int, int]:

@@ -87,6 +87,11 @@ def test_an_environment_without_enough_groups_is_waited_for() -> None:
     assert pack([2, 2, 2], [1, 1, 0], 4, {0: 2}) == [0, 2]
 
 
+def test_beyond_the_reserved_shares_the_oldest_groups_are_taken() -> None:
+    assert pack([1] * 5, [0, 0, 0, 3, 3], 4, {0: 1, 3: 1}) == [0, 1, 2, 3]
+    assert pack([4] * 4, [0, 0, 1, None], 12, {0: 1, 1: 1}) == [0, 1, 2]
+
+
 def test_groups_that_do_not_fit_their_share_do_not_stop_all_batches() -> None:
     # Three shares of 2, rounded up to groups of 4, do not fit into 8; the oldest group's environment is served first.
     assert pack([4, 4, 4], [2, 0, 1], 8, {0: 2, 1: 2, 2: 2}) == [0, 1]
