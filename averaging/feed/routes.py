@@ -6,6 +6,7 @@ import asyncio
 import base64
 import hmac
 import logging
+import math
 import time
 import uuid
 import zlib
@@ -22,7 +23,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from averaging.errors import FeedBusyError, FeedRefusedError
+from averaging.errors import ConfigError, FeedBusyError, FeedRefusedError
 from averaging.feed.book import NO_TRAINER, Book
 from averaging.feed.ledger import Ledger, Post
 from averaging.feed.messages import EnvIdentifier, RegisterEnv, Registration, ScoredData, decode
@@ -87,6 +88,9 @@ class Limits:
         replay_bytes: of the batches kept for a trainer that resumes; the oldest are forgotten first.
         seconds: for the head of a request, for its body, and between two steps forward of a reader.
         connections: at once.
+
+    Raises:
+        ConfigError: a limit cannot work.
     """
 
     body_bytes: int = 64 << 20
@@ -95,6 +99,11 @@ class Limits:
     replay_bytes: int = 4 << 30
     seconds: float = 60.0
     connections: int = 1024
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"the limit {name} must be above 0 and finite, not {getattr(self, name)}")
 
 
 class Routes:
@@ -107,7 +116,7 @@ class Routes:
     """
 
     def __init__(self, store: Store, tokens: Sequence[str], limits: Limits, on_event: Callable[[Event], None]) -> None:
-        self._store, self._limits, self._on_event = store, limits, on_event
+        self._store, self._limits, self._listener = store, limits, on_event
         self._tokens = [token.encode() for token in tokens]
         self._body_bytes = 0
         self._metrics = CollectorRegistry()
@@ -142,6 +151,12 @@ class Routes:
             exception_handlers={HTTPException: _no_such_route},
         )
 
+    def _on_event(self, event: Event) -> None:
+        try:
+            self._listener(event)
+        except Exception:  # what it is told of is done, and its client must be answered
+            logger.exception("on_event has failed")
+
     def _reader(self, read: Callable[[Book], object]) -> Handler:
         async def tell(request: Request, body: bytes) -> Response:
             return _json(await self._store.run(lambda ledger: read(ledger.book)))
@@ -153,7 +168,7 @@ class Routes:
             began = time.perf_counter()
             try:
                 if path != "/":
-                    self._check_token(request)
+                    self._check_caller(request)
                 response = await self._with_body(request, handler)
             except FeedRefusedError as error:
                 response = _error(error.status, str(error))
@@ -170,7 +185,10 @@ class Routes:
 
         return answer
 
-    def _check_token(self, request: Request) -> None:
+    def _check_caller(self, request: Request) -> None:
+        # Any page that a browser on this machine shows could otherwise drop the run.
+        if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+            raise FeedRefusedError(403, "pages of other sites may not use this server")
         scheme, _, told = request.headers.get("authorization", "").partition(" ")
         given = told.strip().encode()
         if scheme.lower() == "basic":  # of clients that know no tokens, but take a URL with a password in it

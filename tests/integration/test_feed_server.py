@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-import logging
 import socket
 import ssl
 import time
@@ -19,8 +18,9 @@ import httpx
 import psutil
 import pytest
 
-from averaging.errors import ConfigError, FeedError, ListenError
+from averaging.errors import ConfigError, ListenError
 from averaging.feed import FeedServer, Limits
+from averaging.feed.book import Book
 from averaging.feed.messages import Registration
 from tests.integration import certificates
 from tests.integration.certificates import OLD_TOKEN, TOKEN
@@ -419,6 +419,8 @@ async def test_a_server_that_cannot_begin_says_why(tmp_path: Path) -> None:
             await FeedServer(tmp_path / "store").__aenter__()
     with pytest.raises(ListenError, match="cannot listen on unknown.invalid:0"):
         await FeedServer(":memory:", listen="unknown.invalid:0", insecure=True).__aenter__()
+    with pytest.raises(ConfigError, match="the limit seconds must be above 0 and finite, not 0"):
+        Limits(seconds=0)
     with pytest.raises(ConfigError, match="other machines can reach 0.0.0.0:0, and without TLS"):
         FeedServer(":memory:", listen="0.0.0.0:0")
     async with FeedServer(tmp_path / "store", listen="0.0.0.0:0", insecure=True):
@@ -426,11 +428,34 @@ async def test_a_server_that_cannot_begin_says_why(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_fault_is_told_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+async def test_whoever_is_told_of_events_cannot_harm_the_run(caplog: pytest.LogCaptureFixture) -> None:
     def fail(event: object) -> None:
-        raise FeedError("no such event")
+        raise ValueError("no room for it")
 
     async with serving(on_event=fail) as client:
-        with caplog.at_level(logging.CRITICAL, "averaging"):
-            reply = await client.post("/register", json=REGISTRATION)
-    assert (reply.status_code, reply.json()["message"]) == (500, "this server has a fault; its log tells more")
+        assert (await client.post("/register", json=REGISTRATION)).status_code == 200
+    assert "on_event has failed" in caplog.text
+    assert "no room for it" in caplog.text
+
+
+@pytest.mark.asyncio
+async def test_a_fault_is_answered_and_logged(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Book, env_id: int) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Book, "status_env", fail)
+    async with serving() as client:
+        await begin(client)
+        reply = await client.request("GET", "/status-env", json={"env_id": 0})
+        assert (reply.status_code, reply.json()["message"]) == (500, "this server has a fault; its log tells more")
+        assert (await client.get("/info")).json()["batch_size"] == 4, "and it goes on"
+    assert "ZeroDivisionError" in caplog.text
+
+
+@pytest.mark.asyncio
+async def test_pages_of_other_sites_are_refused() -> None:
+    async with serving() as client:
+        for site, status in (("cross-site", 403), ("same-site", 403), ("same-origin", 200), ("none", 200)):
+            assert (await client.get("/reset_data", headers={"Sec-Fetch-Site": site})).status_code == status
