@@ -89,7 +89,7 @@ class MemoryDiscovery:
     def __init__(self, registry: MemoryRegistry) -> None:
         self._registry = registry
         self._author = Author("", UnsignedIdentity(registry.rng), registry.limits)
-        self._watchers = Watchers(registry.clock, self.get)
+        self._watchers = Watchers(registry.clock, self.get, self._next_end)
         self._own: dict[tuple[str, str], Record] = {}
         self._on_the_way: dict[tuple[str, str], Record] = {}
         self._entered = self._left = False
@@ -152,6 +152,9 @@ class MemoryDiscovery:
     def endpoints(self) -> frozenset[str]:
         """See `Discovery.endpoints`."""
         return self._registry.table().subkeys() | self._stored()
+
+    def _next_end(self, key: str) -> float | None:
+        return min((entry.expiration for entry in self.get(key).values()), default=None)
 
     def notify(self, key: str) -> None:
         """The registry: something under `key` changed."""
