@@ -21,6 +21,12 @@ class Entry:
     expiration: float
 
 
+def clock_difference(ahead: float) -> str:
+    """`40 s ahead of`, or `40 s behind` if it is below 0."""
+    seconds = abs(ahead)
+    return f"{seconds:.{0 if seconds >= 10 else 1}f} s {'ahead of' if ahead > 0 else 'behind'}"
+
+
 class Discovery(Protocol):
     """Where peers of one run tell each other who and what is there.
 

@@ -20,6 +20,7 @@ from typing import Any, Self
 from averaging.addresses import is_endpoint
 from averaging.discovery.base import Entry
 from averaging.discovery.board import Board
+from averaging.discovery.clocks import Clocks
 from averaging.discovery.exchange import Exchange
 from averaging.discovery.followers import Followers
 from averaging.discovery.identity import Author, Ed25519Identity, Identity
@@ -100,7 +101,10 @@ class GossipDiscovery:
         self._members = Members(endpoint, join, rng, retry_lost=settings.retry_lost, most_lost=settings.most_lost)
         self._followers = Followers(endpoint, settings)
         self._rumours = Rumours(transport, run_id, self._members, settings, clock, self._on_refused)
-        self._exchange = Exchange(run_id, endpoint, transport, self._board, self._take, self._rumours, settings)
+        self._clocks = Clocks(settings.limits.clock_tolerance, settings.exchange_timeout)
+        self._exchange = Exchange(
+            run_id, endpoint, transport, self._board, self._take, self._rumours, settings, self._clocks, clock
+        )
         self._reach = Reach(endpoint)
         self._upkeep = Upkeep(
             transport, self._members, self._exchange, self._take, settings, clock, rng, on_answer=self._reach.answered
@@ -163,6 +167,7 @@ class GossipDiscovery:
             self._joining.called_by_itself()
             raise CallRefusedError(self._endpoint, SAME_NAME)
         self._reach.called()
+        self._clocks.called(digest.endpoint, digest.sent, self._clock(), asyncio.get_running_loop().time())
         self._joining.called_by(digest.endpoint)
         self._members.trust(digest.endpoint)
         async with aclosing(self._exchange.answer(digest)) as replies:
