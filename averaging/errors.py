@@ -49,12 +49,14 @@ class TransportError(AveragingError):
     Attributes:
         endpoint: the peer that was called.
         reason: what the transport said.
+        definite: whether the two peers, as they are configured, can never talk to each other: to ask again is vain.
     """
 
-    def __init__(self, endpoint: str, reason: str) -> None:
+    def __init__(self, endpoint: str, reason: str, *, definite: bool = False) -> None:
         super().__init__(_of(endpoint, reason))
         self.endpoint = endpoint
         self.reason = printable(reason)
+        self.definite = definite
 
 
 class PeerUnreachableError(TransportError):
@@ -64,8 +66,8 @@ class PeerUnreachableError(TransportError):
         refused: whether nothing listens there any more: the connection was refused.
     """
 
-    def __init__(self, endpoint: str, reason: str, *, refused: bool = False) -> None:
-        super().__init__(endpoint, reason)
+    def __init__(self, endpoint: str, reason: str, *, refused: bool = False, definite: bool = False) -> None:
+        super().__init__(endpoint, reason, definite=definite)
         self.refused = refused
 
 
@@ -74,7 +76,17 @@ class CallRefusedError(TransportError):
 
 
 class UnauthenticatedError(CallRefusedError):
-    """The peer's run wants a token, and this peer has none, or a wrong one."""
+    """The peer's run wants a token, and this peer has none, or one that is not the run's; the reason says which."""
+
+    def __init__(self, endpoint: str, reason: str) -> None:
+        super().__init__(endpoint, reason, definite=True)
+
+
+class WrongRunError(CallRefusedError):
+    """The peer belongs to another run."""
+
+    def __init__(self, endpoint: str, reason: str) -> None:
+        super().__init__(endpoint, reason, definite=True)
 
 
 class BusyError(AveragingError):

@@ -33,7 +33,14 @@ from averaging.discovery.settings import GossipSettings
 from averaging.discovery.spread import RING, all_others
 from averaging.discovery.table import Change, Merged
 from averaging.discovery.upkeep import Upkeep
-from averaging.errors import CallRefusedError, ClosedError, ConfigError, DiscoveryError, ProtocolViolationError
+from averaging.errors import (
+    CallRefusedError,
+    ClosedError,
+    ConfigError,
+    DiscoveryError,
+    ProtocolViolationError,
+    WrongRunError,
+)
 from averaging.group import CLIENT_PREFIX
 from averaging.messages import Digest, ExchangeReply, Record, Refusal, Rumour
 from averaging.text import printable
@@ -210,7 +217,8 @@ class GossipDiscovery:
 
     def _admit(self, run_id: str) -> None:
         if run_id != self._run_id:
-            raise ProtocolViolationError(f"{self._endpoint} belongs to run {self._run_id!r}, not to {run_id[:64]!r}")
+            told = f"{self._endpoint} belongs to run {self._run_id!r}, not to {run_id[:64]!r}"
+            raise WrongRunError(self._endpoint, f"{told}; give both peers the same run id")
         if self._left:
             raise CallRefusedError(self._endpoint, "has left the run")
 
