@@ -124,16 +124,34 @@ class DiscoveryError(AveragingError):
 class NoSeedAnsweredError(DiscoveryError):
     """None of the peers given to join answered in time.
 
+    Args:
+        hint: a further sentence about the cause.
+
     Attributes:
         reasons: for each seed, why.
     """
 
-    def __init__(self, reasons: Mapping[str, str], seconds: float) -> None:
-        told = "; ".join(_of(seed, reason) for seed, reason in reasons.items())
-        super().__init__(
-            f"none of the {len(reasons)} peers to join answered within {seconds:g} s ({told}). "
+    def __init__(self, reasons: Mapping[str, str], seconds: float, hint: str = "") -> None:
+        told = (
+            f"none of the {len(reasons)} peers to join answered within {seconds:g} s ({_listed(reasons)}). "
             "Check the addresses and that a peer of this run is up; without --join this peer starts a run of its own."
         )
+        super().__init__(f"{told} {hint}" if hint else told)
+        self.reasons = dict(reasons)
+
+
+class JoinRefusedError(NoSeedAnsweredError):
+    """All peers given to join belong to another run, take no such token, or show no certificate that is believed.
+
+    To try again gives the same result, until one side is configured otherwise.
+    """
+
+    def __init__(self, reasons: Mapping[str, str], hint: str = "") -> None:
+        told = (
+            f"this peer and those to join cannot be in one run as they are configured ({_listed(reasons)}). "
+            "Change what is named and start this peer again."
+        )
+        DiscoveryError.__init__(self, f"{told} {hint}" if hint else told)
         self.reasons = dict(reasons)
 
 
@@ -153,6 +171,10 @@ class ClosedError(AveragingError):
     """The peer is not running: it was not entered with `async with`, or has been closed."""
 
 
+def _listed(reasons: Mapping[str, str]) -> str:
+    return "; ".join(_of(seed, reason) for seed, reason in reasons.items())
+
+
 def _of(endpoint: str, reason: str) -> str:
     """What became of a call, with the peer's endpoint once: its own words may begin with it."""
-    return reason if reason.startswith(f"{endpoint} ") else f"{endpoint}: {reason}"
+    return reason if reason.startswith((f"{endpoint} ", f"{endpoint}: ")) else f"{endpoint}: {reason}"

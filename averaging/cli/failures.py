@@ -127,9 +127,9 @@ def write_line(line: str) -> str:
 
 def failure_of(error: AveragingError) -> Failure:
     """What an error of the library means on the command line: exit code 2 if the user's arguments are wrong, else 1."""
-    from averaging.errors import ConfigError, TensorError
+    from averaging.errors import ConfigError, JoinRefusedError, TensorError
 
-    wrong_usage = isinstance(error, ConfigError | TensorError)
+    wrong_usage = isinstance(error, ConfigError | TensorError | JoinRefusedError)
     return Failure(_name_options(str(error)), WRONG_USAGE if wrong_usage else NOT_DONE)
 
 

@@ -18,13 +18,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from averaging.addresses import is_endpoint
-from averaging.discovery.base import Entry
+from averaging.discovery.base import Entry, clock_difference
 from averaging.discovery.board import Board
 from averaging.discovery.clocks import Clocks
 from averaging.discovery.exchange import Exchange
 from averaging.discovery.followers import Followers
 from averaging.discovery.identity import Author, Ed25519Identity, Identity
-from averaging.discovery.joining import SAME_NAME, Joining
+from averaging.discovery.joining import SAME_NAME, Joining, Waiting
 from averaging.discovery.members import Members
 from averaging.discovery.reach import Reach
 from averaging.discovery.records import Reason
@@ -72,6 +72,7 @@ class GossipDiscovery:
         clock: seconds since the epoch.
         rng: picks whom to talk to, and when.
         settings: the constants.
+        on_joining: called after a second, and then more and more seldom, while nobody to join has answered.
 
     Raises:
         ConfigError: `endpoint` is no endpoint, or a client has nobody to join.
@@ -89,6 +90,7 @@ class GossipDiscovery:
         clock: Callable[[], float] = time.time,
         rng: random.Random | None = None,
         settings: GossipSettings | None = None,
+        on_joining: Callable[[Waiting], None] | None = None,
     ) -> None:
         self._is_client = endpoint.startswith(CLIENT_PREFIX)
         if not is_endpoint(endpoint):
@@ -117,7 +119,9 @@ class GossipDiscovery:
             transport, self._members, self._exchange, self._take, settings, clock, rng, on_answer=self._reach.answered
         )
         self._joins_itself = endpoint in join
-        self._joining = Joining(self._members.seeds, self._exchange.compare, settings, rng)
+        self._joining = Joining(
+            self._members.seeds, self._exchange.compare, settings, rng, hint=self._clocks_hint, on_waiting=on_joining
+        )
         self._group = asyncio.TaskGroup()
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._entered = self._leaving = self._left = False
@@ -228,7 +232,8 @@ class GossipDiscovery:
         """Joins the run.
 
         Raises:
-            NoSeedAnsweredError: there are peers to join and none answered in time.
+            NoSeedAnsweredError: there are peers to join and none answered in time; a `JoinRefusedError` if all refuse
+                for good.
         """
         if self._entered:
             raise ClosedError("a discovery can be entered only once; make another one")
@@ -320,6 +325,12 @@ class GossipDiscovery:
                     "%s refuses this peer's record of %r under %r: %s",
                     *(endpoint, refusal.subkey, refusal.key, printable(refusal.reason, 200)),
                 )
+
+    def _clocks_hint(self) -> str:
+        """A sentence about the clocks that are too far from this peer's; empty if there are none."""
+        apart = self._clocks.apart(asyncio.get_running_loop().time())
+        told = ", ".join(f"that of {name} is {clock_difference(ahead)} this peer's" for name, ahead in apart.items())
+        return f"The clocks are too far apart: {told}; set them, for example with NTP." if told else ""
 
     def _write_presence(self) -> Record:
         return self._board.write(self._peers_key, self._endpoint, b"", self._clock() + self._settings.peer_lifetime)

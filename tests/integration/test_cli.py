@@ -192,6 +192,20 @@ def test_a_port_that_is_taken(files: list[Path]) -> None:
     assert "choose another port" in result.stderr
 
 
+def test_who_is_waited_for_is_told_while_a_peer_joins(start: Start, files: list[Path]) -> None:
+    arguments = ("peer", files[0], *PAIR, "--join", "127.0.0.1:1", "--join-timeout", 4)
+    told = start(*arguments)
+    assert told.wait() == 1
+    first, second = told.events("joining")
+    assert first["waiting_for"] == {"127.0.0.1:1": "connection refused"}
+    assert (first["timeout"], 1 <= first["seconds"] < second["seconds"] < 4) == (4, True)
+    result = command(*arguments)
+    lines = [line for line in result.stderr.splitlines() if line.startswith("joining: ")]
+    assert len(lines) == 2
+    assert lines[0].startswith("joining: no peer to join has answered for 1 s (127.0.0.1:1: connection refused)")
+    assert result.stdout == ""
+
+
 def test_nobody_to_join(files: list[Path]) -> None:
     result = command("peer", files[0], *PAIR, "--join", "127.0.0.1:1", "--join-timeout", 1)
     assert result.returncode == 1
