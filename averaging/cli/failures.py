@@ -130,10 +130,10 @@ def failure_of(error: AveragingError) -> Failure:
     from averaging.errors import ConfigError, JoinRefusedError, TensorError
 
     wrong_usage = isinstance(error, ConfigError | TensorError | JoinRefusedError)
-    return Failure(_name_options(str(error)), WRONG_USAGE if wrong_usage else NOT_DONE)
+    return Failure(name_options(str(error)), WRONG_USAGE if wrong_usage else NOT_DONE)
 
 
-def _name_options(message: str) -> str:
+def name_options(message: str) -> str:
     """Writes the library's options as those of the command line: `group_size` as --group-size."""
     from averaging.config import option_names
 

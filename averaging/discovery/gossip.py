@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from averaging.addresses import is_endpoint
-from averaging.discovery.base import Entry, clock_difference
+from averaging.discovery.base import Entry, Outlook, clock_difference
 from averaging.discovery.board import Board
 from averaging.discovery.clocks import Clocks
 from averaging.discovery.exchange import Exchange
@@ -156,6 +156,24 @@ class GossipDiscovery:
     def endpoints(self) -> frozenset[str]:
         """See `Discovery.endpoints`."""
         return self._board.table().subkeys() - self._members.vanished
+
+    def outlook(self) -> Outlook:
+        """See `Discovery.outlook`."""
+        known, table = self.endpoints(), self._board.table()
+        peers = {name: one for name, one in table.sightings().items() if name in known and name != self._endpoint}
+        silent = self._members.silent(self._clock())
+        return Outlook(peers, silent, self._clocks.apart(asyncio.get_running_loop().time()), self._told_to_join())
+
+    def _told_to_join(self) -> str:
+        """What to do if this peer is alone, as far as that follows from whom it was told to join."""
+        if self._members.seeds and not self._joining.alone:
+            return ""
+        why = (
+            "the only `join` of this peer is its own address"
+            if self._joins_itself or self._joining.alone
+            else ("this peer was given no `join`")
+        )
+        return f"{why}, so the others must join {self._endpoint}, or this peer one of them"
 
     @property
     def refused(self) -> Mapping[Reason, int]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from averaging.deadlines.fair_timeout import FairTimeout
 from averaging.deadlines.learned import Deadline
-from averaging.discovery.settings import CALL_FAILURES, GossipSettings
+from averaging.discovery.settings import CALL_FAILURES, GossipSettings, why_failed
 from averaging.errors import JoinRefusedError, NoSeedAnsweredError, TransportError
 
 logger = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ class Joining:
             try:
                 await self._ask(seed)
             except CALL_FAILURES as error:
-                self._reasons[seed] = error.reason if isinstance(error, TransportError) else str(error) or "no answer"
+                self._reasons[seed] = why_failed(error)
                 if self._has_asked_itself and self._reasons[seed].endswith(SAME_NAME):
                     self._own.add(seed)
                     self.alone = self._own == self._reasons.keys()

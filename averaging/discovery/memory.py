@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from types import TracebackType
 from typing import Self
 
-from averaging.discovery.base import Entry
+from averaging.discovery.base import Entry, Outlook
 from averaging.discovery.identity import Author, UnsignedIdentity
 from averaging.discovery.records import Limits, Reason
 from averaging.discovery.table import RecordTable
@@ -152,6 +152,11 @@ class MemoryDiscovery:
     def endpoints(self) -> frozenset[str]:
         """See `Discovery.endpoints`."""
         return self._registry.table().subkeys() | self._stored()
+
+    def outlook(self) -> Outlook:
+        """See `Discovery.outlook`; in one process all answer, by one clock."""
+        own = {subkey for _, subkey in self._own}
+        return Outlook({name: one for name, one in self._registry.table().sightings().items() if name not in own})
 
     def _next_end(self, key: str) -> float | None:
         return min((entry.expiration for entry in self.get(key).values()), default=None)

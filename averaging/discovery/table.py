@@ -20,7 +20,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from averaging.discovery.base import Entry
+from averaging.addresses import is_endpoint
+from averaging.discovery.base import Entry, Sighting
 from averaging.discovery.records import Limits, Reason, entry_hash, kept_until, objection, record_id
 from averaging.messages import Record
 
@@ -157,6 +158,16 @@ class RecordTable:
     def subkeys(self) -> frozenset[str]:
         """All subkeys under which something is read."""
         return frozenset(self._subkeys)
+
+    def sightings(self) -> dict[str, Sighting]:
+        """What is known of each subkey that is an endpoint."""
+        values: dict[str, dict[str, bytes]] = {}
+        since: dict[str, int] = {}
+        for key, records in self._readable.items():
+            for subkey, record in records.items():
+                values.setdefault(subkey, {})[key] = record.value
+                since[subkey] = min(since.get(subkey, record.claimed), record.claimed)
+        return {name: Sighting(since[name] / 1e6, stored) for name, stored in values.items() if is_endpoint(name)}
 
     def versions(self) -> Mapping[int, int]:
         """The digest: version by record id."""
