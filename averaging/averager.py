@@ -96,7 +96,7 @@ class DecentralizedAverager(OptimizerWrapper):
         ConfigError: an option that cannot work.
         TensorError: the optimizer has a parameter that cannot be averaged, or there is such a buffer.
         ListenError: the address cannot be had.
-        NoSeedAnsweredError: none of `join` answered in time.
+        NoSeedAnsweredError: none of `join` answered in time; a `JoinRefusedError` if all refuse for good.
         StateError: there are peers with a state, and none could deliver it; nothing was changed.
     """
 

@@ -166,6 +166,7 @@ class Digest:
     Attributes:
         endpoint: the caller's; empty for a client.
         entries: (id, version) of every record, if `complete`.
+        sent: when it was made, by the caller's clock, in seconds since the epoch; 0 if that is not told.
     """
 
     run_id: str
@@ -173,15 +174,21 @@ class Digest:
     state_hash: int
     entries: tuple[tuple[int, int], ...] = ()
     complete: bool = False
+    sent: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangeReply:
-    """Records the caller lacks, ids of those the callee lacks, or only that something differs."""
+    """Records the caller lacks, ids of those the callee lacks, or only that something differs.
+
+    Attributes:
+        sent: when it was made, by the callee's clock, in seconds since the epoch; 0 if that is not told.
+    """
 
     records: tuple[Record, ...] = ()
     wanted: tuple[int, ...] = ()
     differs: bool = False
+    sent: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,7 @@ class Asking:
         async def watch() -> None:
             async with aclosing(self._discovery.watch(key)) as changes:
                 async for entries in changes:
-                    search.seen.update(name for name in entries if name != self._endpoint)
+                    search.notice(entries)
                     news.set()
 
         async with asyncio.TaskGroup() as tasks:

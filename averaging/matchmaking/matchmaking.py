@@ -154,7 +154,8 @@ class Matchmaking:
                     if search.seen and search.seen <= search.differing.keys():
                         raise await self._differences.of(next(iter(search.differing)), search.differing)
                     if left.seconds <= 0:
-                        told = search.explain(self.group_key, self._min_group_size)
+                        outlook = self._discovery.outlook()
+                        told = search.explain(self.group_key, self._min_group_size, outlook)
                         raise NoGroupError(told + self._left_out(search))
                     if not search.seen and self._dropped < len(self.group_bits):
                         self._dropped += 1
@@ -209,7 +210,7 @@ class Matchmaking:
             # Under a topic it is one who is in another phase.
             bad_hash = code is MessageCode.BAD_SCHEMA_HASH and not self.schema.topic
             if search and bad_hash and self._discovery.names(request.endpoint):
-                search.seen.add(request.endpoint)
+                search.ask_came(request.endpoint)
                 search.differing.setdefault(request.endpoint, None)
             yield MessageFromLeader(code, suggested_leader=suggested_leader)
             return

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Mapping
 
+from averaging.discovery.base import Entry, Outlook
 from averaging.errors import SchemaMismatchError
 from averaging.group import Group, unpack_gather
 from averaging.matchmaking import rules
+from averaging.matchmaking.absence import explain_absence, explain_faults
 from averaging.matchmaking.rules import Attempt, Searching
 from averaging.messages import JoinRequest, MessageCode, MessageFromLeader
 from averaging.observe.plain import counted
@@ -24,6 +27,7 @@ class Search:
         self.changed = asyncio.Event()
         self.seen: set[str] = set()  # under the key, since the last declaration
         self.seen_before: set[str] = set()  # by then, under any key
+        self.met: set[str] = set()  # who looked for a group as well, since the search began
         self.answers: dict[str, str] = {}  # of those who were asked, in words
         self.attempts: dict[str, Attempt] = {}
         self.differing: dict[str, SchemaMismatchError | None] = {}  # by endpoint; None until it was asked
@@ -37,6 +41,17 @@ class Search:
         state = self.state
         return bool(self.asking or state.leader or state.followers or state.assembled)
 
+    def notice(self, entries: Mapping[str, Entry]) -> None:
+        """What is declared under the key now."""
+        others = {name: entry for name, entry in entries.items() if name != self.state.member.endpoint}
+        self.seen.update(others)
+        self.met.update(name for name, entry in others.items() if rules.unpack_looking(entry.value))
+
+    def ask_came(self, endpoint: str) -> None:
+        """That peer has asked this one to lead."""
+        self.seen.add(endpoint)
+        self.met.add(endpoint)
+
     def declare_anew(self) -> None:
         """Those who were seen so far may be gone."""
         self.seen_before |= self.seen
@@ -49,7 +64,7 @@ class Search:
         self.state.followers[request.endpoint] = member
         self._fates[request.endpoint] = fate
         self._gathered[request.endpoint] = request.gather
-        self.seen.add(request.endpoint)
+        self.ask_came(request.endpoint)
         self._begin_if_full()
         self.changed.set()
         return fate
@@ -110,16 +125,17 @@ class Search:
         self.state.assembled = True
         self.changed.set()
 
-    def explain(self, key: str, min_group_size: int) -> str:
+    def explain(self, key: str, min_group_size: int, outlook: Outlook) -> str:
         """Why no group came together, for people."""
+        if not self.met and not self.answers:
+            return explain_absence(key, outlook)
         told = ", ".join(f"{name}: {words:.300}" for name, words in self.answers.items())
         gone = self.seen_before | self.answers.keys()
-        if not self.seen and not gone:
-            return f"nobody else was seen under {key}; start more peers of this run, or wait longer"
         seen = f"{counted(len(self.seen), 'other')} seen under {key}"
         if not self.seen:  # in the last declaration, which may have been short
             seen = f"{counted(len(gone), 'other')} seen, but not lately under {key}"
-        return f"{seen}; no group of at least {min_group_size} came together ({told or 'nobody had to be asked'})"
+        first = f"{seen}; no group of at least {min_group_size} came together ({told or 'nobody had to be asked'})"
+        return "; ".join([first, *explain_faults(outlook, self.answers)])
 
     def _decide(self, message: MessageFromLeader) -> None:
         for fate in self._fates.values():

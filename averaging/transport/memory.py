@@ -16,7 +16,14 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
-from averaging.errors import AveragingError, CallRefusedError, ListenError, PeerUnreachableError, ProtocolViolationError
+from averaging.errors import (
+    AveragingError,
+    CallRefusedError,
+    ListenError,
+    PeerUnreachableError,
+    ProtocolViolationError,
+    WrongRunError,
+)
 from averaging.group import CLIENT_PREFIX
 from averaging.messages import (
     AveragingData,
@@ -339,6 +346,8 @@ class MemoryTransport:
             call.down.end(CallRefusedError(self.endpoint, str(error)))
         except PeerUnreachableError:
             call.down.end(PeerUnreachableError(self.endpoint, "connection lost"))
+        except WrongRunError as error:
+            call.down.end(WrongRunError(self.endpoint, error.reason))
         except AveragingError as error:
             call.down.end(CallRefusedError(self.endpoint, str(error)))
         except Exception as error:

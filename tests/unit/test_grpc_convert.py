@@ -63,7 +63,7 @@ averaging_data = st.builds(
 records = st.builds(Record, names, names, st.binary(), uint64, st.floats(), st.booleans(), claimed=uint64).map(
     lambda record: dataclasses.replace(record, owner=record.value + b"o", signature=b"s" + record.value)
 )
-digests = st.builds(Digest, names, names, uint64, several(st.tuples(uint64, uint64)), st.booleans())
+digests = st.builds(Digest, names, names, uint64, several(st.tuples(uint64, uint64)), st.booleans(), st.floats())
 specs = st.builds(TensorSpec, names, st.sampled_from(sorted(DTYPES)), several(uint64), st.sampled_from(CompressionType))
 receipts = st.builds(
     Receipt,
@@ -333,10 +333,10 @@ def test_the_largest_of_discovery_fit() -> None:
     assert methods.PUSH.read_request(methods.PUSH.encode_request(request)) == request
     refusals = (Refusal("k" * 256, "s" * 256, "r" * 256),) * 1024
     assert methods.PUSH.read_reply(methods.PUSH.encode_reply(refusals)) == refusals
-    reply = ExchangeReply((record,) * 128, (2**64 - 1,) * (1 << 15))
+    reply = ExchangeReply((record,) * 128, (2**64 - 1,) * (1 << 15), sent=1.7e9)
     assert methods.EXCHANGE.read_reply(methods.EXCHANGE.encode_reply(reply)) == reply
     assert methods.SUBSCRIBE.read_reply(methods.SUBSCRIBE.encode_reply((record,) * 1024)) == (record,) * 1024
-    digest = Digest("r" * 128, "e" * 256, 2**64 - 1, ((2**64 - 1, 2**63 - 1),) * (1 << 15), True)
+    digest = Digest("r" * 128, "e" * 256, 2**64 - 1, ((2**64 - 1, 2**63 - 1),) * (1 << 15), True, 1.7e9)
     for method in (methods.EXCHANGE, methods.SUBSCRIBE):
         assert method.read_request(method.encode_request(digest)) == digest
     request_to_join = JoinRequest("e" * 300, bytes(32), 1.0, bytes(64 << 10), True)

@@ -16,13 +16,14 @@ from cryptography import x509
 
 from averaging.addresses import covers, is_endpoint, parse_address
 from averaging.config import Inspection
-from averaging.errors import BusyError, ForeignEndpointError
+from averaging.errors import BusyError, ForeignEndpointError, WrongRunError
 from averaging.group import CLIENT_PREFIX
 from averaging.security.client_names import fits, is_bound
 from averaging.security.credentials import Credentials, Tls, validity_problem
 from averaging.transport.grpc import methods
 from averaging.transport.grpc.methods import Method
 from averaging.transport.grpc.options import MAX_CALLS_PER_HOST
+from averaging.transport.grpc.refusals import Refusals
 
 Request = TypeVar("Request")
 
@@ -82,15 +83,16 @@ def denial(path: str, headers: Sequence[tuple[str, str | bytes]], credentials: C
     given = [value for name, value in headers if name == HEADER]
     if any(is_token(value, credentials.tokens) for value in given):
         return None
-    told = "and another one was sent" if given else "and none was sent"
+    told = "and the one that was sent is not one of this run's" if given else "and none was sent"
     return f"this run wants a token, {told}; it goes in the metadata as 'authorization: Bearer TOKEN'"
 
 
 class Gate(grpc.aio.ServerInterceptor):
     """Lets in the calls that carry a token, where the run has tokens; of every service, and of unknown ones."""
 
-    def __init__(self, credentials: Credentials) -> None:
+    def __init__(self, credentials: Credentials, refusals: Refusals) -> None:
         self._credentials = credentials
+        self._refusals = refusals
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -103,6 +105,7 @@ class Gate(grpc.aio.ServerInterceptor):
         refusal = words
 
         async def deny(_: object, context: Context) -> None:
+            self._refusals.note(host_of(context), refusal)
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, refusal)
 
         # Of this shape whatever the method's: it needs no message to answer.
@@ -110,9 +113,14 @@ class Gate(grpc.aio.ServerInterceptor):
 
 
 class Callers:
-    """Who calls: how many calls of one host are in progress, and which endpoints it may call its own."""
+    """Who calls: how many calls of one host are in progress, and which endpoints it may call its own.
+
+    Attributes:
+        refusals: of whatever calls.
+    """
 
     def __init__(self, *, authenticated: bool, max_calls_per_host: int = MAX_CALLS_PER_HOST) -> None:
+        self.refusals = Refusals()
         self._authenticated = authenticated
         self._most = max_calls_per_host
         self._calls: Counter[str] = Counter()
@@ -130,6 +138,9 @@ class Callers:
         self._calls[host] += 1
         try:
             yield
+        except WrongRunError as error:
+            self.refusals.note(host, str(error))
+            raise
         finally:
             self._calls[host] -= 1
             if not self._calls[host]:
@@ -150,10 +161,14 @@ class Callers:
         def decode(raw: bytes) -> Request:
             request = method.read_request(raw)
             endpoint = claim(request)
-            check_claim(endpoint, certified_hosts(context), lambda: certificate_of(context))
-            # Whoever is in a group was let in while it was valid, and to end the round is no offence.
-            if endpoint and method is not methods.AGGREGATE_PART:
-                check_validity(endpoint, context)
+            try:
+                check_claim(endpoint, certified_hosts(context), lambda: certificate_of(context))
+                # Whoever is in a group was let in while it was valid, and to end the round is no offence.
+                if endpoint and method is not methods.AGGREGATE_PART:
+                    check_validity(endpoint, context)
+            except ForeignEndpointError as error:  # of which not all methods make a refusal of the call
+                self.refusals.note(host_of(context), f"it {error}")
+                raise
             return request
 
         return decode

@@ -61,7 +61,8 @@ class Server:
         logging.getLogger("grpc._cython.cygrpc").addFilter(_LOST_ENDS)
         self._calls = _Calls()
         self._credentials = credentials = credentials or Credentials()
-        interceptors = [self._calls, Gate(credentials)]
+        self._callers = Callers(authenticated=credentials.tls is not None)
+        interceptors = [self._calls, Gate(credentials, self._callers.refusals)]
         self._server = grpc.aio.server(options=server_options(max_message_bytes), interceptors=interceptors)
         try:
             if credentials.tls is None:
@@ -76,10 +77,9 @@ class Server:
 
     async def start(self, averaging: AveragingService, gossip: GossipService | None) -> None:
         """Starts to answer calls."""
-        callers = Callers(authenticated=self._credentials.tls is not None)
-        handlers = _averaging_handlers(averaging, callers)
+        handlers = _averaging_handlers(averaging, self._callers)
         if gossip is not None:
-            handlers |= _gossip_handlers(gossip, callers)
+            handlers |= _gossip_handlers(gossip, self._callers)
         if self._credentials.inspection is Inspection.OFF:
             for method in (methods.GET_STATUS, methods.GET_SCHEMA, methods.WATCH_ROUNDS, methods.LIST_RECORDS):
                 handlers.pop(method, None)
