@@ -14,6 +14,7 @@ from averaging.discovery.base import Discovery
 from averaging.errors import AveragingError
 from averaging.group import Group, Mode, group_key, next_group_bits, unpack_gather
 from averaging.matchmaking import rules
+from averaging.matchmaking.answers import Answers
 from averaging.matchmaking.asking import Asking
 from averaging.matchmaking.conduct import Conduct
 from averaging.matchmaking.differences import Differences, Warned
@@ -45,6 +46,7 @@ class Matchmaking:
         over_lifetime: seconds for which the record stays that says that a search is over, where no later search is made
             under its key; if None, as long as the declaration that it replaces would have.
         conduct: who has broken the protocol: such a peer is neither asked nor taken in for a while.
+        answers: who answered this peer's requests, from search to search; nothing is known of them if None.
         deadlines: how long others take to answer, from search to search; nothing is known of them if None.
         warned: the differences that were warned of already; none if None.
         clock: seconds since the epoch.
@@ -68,6 +70,7 @@ class Matchmaking:
         clock: Callable[[], float],
         rng: random.Random,
         conduct: Conduct | None = None,
+        answers: Answers | None = None,
         deadlines: Deadlines | None = None,
         warned: Warned | None = None,
     ) -> None:
@@ -88,6 +91,7 @@ class Matchmaking:
             matchmaking_time=matchmaking_time,
             only_named=only_named,
             conduct=self._conduct,
+            answers=answers or Answers(),
             deadlines=Deadlines(VERDICT_SECONDS, VERDICT_SECONDS) if deadlines is None else deadlines,
             clock=clock,
             rng=rng,
@@ -238,11 +242,13 @@ class Matchmaking:
             while search.group is None:
                 search.changed.clear()
                 remaining = min(expiration - self._clock(), loop_expiration - loop.time())
-                undecided = bool(search.asking or search.state.leader)
+                undecided = bool(search.state.leader) or search.awaits_answer
                 if not undecided and remaining <= 0:
-                    if search.state.member.mode is Mode.CLIENT or not search.begin(self._min_group_size):
+                    if search.state.member.mode is not Mode.CLIENT and search.begin(self._min_group_size):
+                        continue
+                    if not search.asking or search.state.followers:
                         break
-                    continue
+                    undecided = True  # nobody else is here who would have to wait for late answers too
                 try:
                     # While another peer decides about this one, the task that asked it watches the time.
                     async with asyncio.timeout(None if undecided else remaining):

@@ -20,6 +20,7 @@ from averaging.discovery.base import Discovery
 from averaging.errors import AveragingError, LyingLeaderError, RoundError, SchemaMismatchError
 from averaging.group import Group, Mode
 from averaging.matchmaking import Matchmaking, NoGroupError
+from averaging.matchmaking.answers import Answers
 from averaging.matchmaking.conduct import Conduct
 from averaging.matchmaking.differences import Warned
 from averaging.observe.receipts import DropCode, Outcome, Receipt, Role
@@ -106,6 +107,7 @@ class Rounds:
         self._attempts = 0
         self._phase_searches: deque[float] = deque(maxlen=MAX_OVER_RECORDS)  # when the latest, each for a phase, began
         self._warned = Warned()
+        self._answers = Answers()
         self.conduct = Conduct()
 
     def matchmaking(self, schema: Schema, *, lasting: bool = True) -> Matchmaking:
@@ -129,6 +131,7 @@ class Rounds:
                 clock=self._clock,
                 rng=self._rng,
                 conduct=self.conduct,
+                answers=self._answers,
                 deadlines=self._service.deadlines,
                 warned=self._warned,
             )
