@@ -58,6 +58,7 @@ class Asking:
     Args:
         endpoint: this peer's name.
         differences: asked about those who average other tensors.
+        min_group_size: see `Matchmaking`; leaders are told of it.
         matchmaking_time: see `Matchmaking`.
         only_named: see `Matchmaking`.
         conduct: who has broken the protocol, and is not asked.
@@ -75,6 +76,7 @@ class Asking:
         discovery: Discovery,
         differences: Differences,
         *,
+        min_group_size: int,
         matchmaking_time: float,
         only_named: bool,
         conduct: Conduct,
@@ -85,6 +87,7 @@ class Asking:
     ) -> None:
         self._endpoint, self._schema = endpoint, schema
         self._transport, self._discovery, self._differences = transport, discovery, differences
+        self._min_group_size = min_group_size
         self._matchmaking_time, self._only_named = matchmaking_time, only_named
         self._conduct, self._answers, self._deadlines = conduct, answers, deadlines
         self._clock, self._rng = clock, rng
@@ -218,6 +221,7 @@ class Asking:
             expiration=declared.own.expiration,
             gather=search.gather,
             client_mode=search.state.member.mode is Mode.CLIENT,
+            min_group_size=self._min_group_size,
         )
         try:
             async with aclosing(self._transport.join_group(leader, request)) as replies:

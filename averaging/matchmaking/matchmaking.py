@@ -40,6 +40,9 @@ class Matchmaking:
 
     Args:
         endpoint: this peer's name.
+        group_size: it begins a group that it leads as soon as there are so many members.
+        min_group_size: it begins one with so many when its declared time is over. Leaders are told that it takes part
+            in no smaller one; those of other software may begin one all the same, so the caller has to check that.
         matchmaking_time: seconds that one declaration lasts.
         only_named: whether a leader may name as members only those whom discovery names. In an open run, which may have
             peers of other implementations, it may name whomever it met.
@@ -88,6 +91,7 @@ class Matchmaking:
             transport,
             discovery,
             self._differences,
+            min_group_size=min_group_size,
             matchmaking_time=matchmaking_time,
             only_named=only_named,
             conduct=self._conduct,
@@ -228,7 +232,8 @@ class Matchmaking:
         """One declaration: until a group is there, or the declared time is over and too few are there."""
         loop = asyncio.get_running_loop()
         deadline = self._clock() + left.seconds
-        expiration = min(self._clock() + self._matchmaking_time, deadline)
+        seconds = rules.declared_seconds(self._matchmaking_time, search.sent_away)
+        expiration = min(self._clock() + seconds, deadline)
         if search.state.member.mode is not Mode.CLIENT:
             search.state.declared = expiration
             await self._declare_looking(search, True)
@@ -246,7 +251,8 @@ class Matchmaking:
                 if not undecided and remaining <= 0:
                     if search.state.member.mode is not Mode.CLIENT and search.begin(self._min_group_size):
                         continue
-                    if not search.asking or search.state.followers:
+                    search.sent_away = bool(search.state.followers)
+                    if not search.asking or search.sent_away:
                         break
                     undecided = True  # nobody else is here who would have to wait for late answers too
                 try:

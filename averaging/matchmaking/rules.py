@@ -15,6 +15,7 @@ from averaging.discovery.base import Entry
 from averaging.errors import ProtocolViolationError
 from averaging.group import (
     CLIENT_PREFIX,
+    MAX_GROUP_SIZE,
     NONCE_BYTES,
     Group,
     Member,
@@ -33,15 +34,15 @@ CLOCK_TOLERANCE = 3.0
 MAX_REDIRECTS = 3
 """How many suggestions in a row a follower takes."""
 
-MAX_GROUP_SIZE = 4096
-"""The largest group that a follower believes in."""
-
 MAX_ASKED = 32
 """Requests of one peer that are open at the same time; the oldest is withdrawn for another one."""
 
 LONGEST_HEAD_START, NEW_HEAD_START, LEAST_HEAD_START = VERDICT_SECONDS, 1.0, 0.1
 """Seconds for which the answer of a peer is awaited at most, as long as no peer is known; of a new peer, to which a
 connection has to be made; and at least, since its machine may be busy."""
+
+MOST_GIVEN_WAY = 300.0
+"""Seconds by which a declaration is lengthened at most; discovery keeps no record for longer than an hour."""
 
 HOPELESS = 3
 """A peer that has not answered so many requests in a row is asked, but its answer is not awaited."""
@@ -70,6 +71,7 @@ class Searching:
         declared: until when it has declared to wait; None before it has declared, and always for a client.
         leader: whom it follows; empty if nobody.
         followers: who follows it, by endpoint.
+        least_sizes: the `min_group_size` of each of these.
         assembled: its group is complete, so it looks no more.
     """
 
@@ -81,7 +83,17 @@ class Searching:
     declared: float | None = None
     leader: str = ""
     followers: dict[str, Member] = field(default_factory=dict)
+    least_sizes: dict[str, int] = field(default_factory=dict)
     assembled: bool = False
+
+
+def declared_seconds(matchmaking_time: float, sent_away: bool) -> float:
+    """How long the next declaration lasts.
+
+    A leader that has just sent its followers away, since they were too few for it, gives way to them: with the same
+    time as before it would be the earliest again, and they would never find a leader for whom they are enough.
+    """
+    return matchmaking_time + (min(matchmaking_time / 2, MOST_GIVEN_WAY) if sent_away else 0.0)
 
 
 def verdict(
@@ -112,7 +124,7 @@ def verdict(
         return MessageCode.NOT_A_LEADER, searching.leader
     if request.endpoint == searching.member.endpoint or request.endpoint in searching.followers:
         return MessageCode.DUPLICATE_ENDPOINT, ""
-    if len(searching.followers) + 1 >= searching.target_group_size:
+    if max(len(searching.followers) + 2, request.min_group_size) > searching.target_group_size:
         return MessageCode.GROUP_IS_FULL, ""
     return MessageCode.ACCEPTED, ""
 
@@ -126,20 +138,31 @@ def _gather_is_sound(request: JoinRequest) -> bool:
     return (member.mode is Mode.CLIENT) == request.client_mode
 
 
-def can_begin(searching: Searching, min_group_size: int) -> bool:
-    """Whether those who are there are enough for a round that averages something."""
-    members = [searching.member, *searching.followers.values()]
-    return len(members) >= min_group_size and any(m.sends for m in members) and any(m.reduces for m in members)
+def who_begins(searching: Searching, min_group_size: int) -> dict[str, Member] | None:
+    """The followers with which a leader begins now; None if they are too few, or nobody has tensors or can reduce.
+
+    Followers whose own `min_group_size` is above the members that would be left are left out. Otherwise one that
+    asks for more members than there are would keep those from averaging who are enough without it.
+    """
+    followers = dict(searching.followers)
+    while True:
+        size = 1 + len(followers)
+        staying = {name: member for name, member in followers.items() if searching.least_sizes.get(name, 2) <= size}
+        if len(staying) == len(followers):
+            break
+        followers = staying
+    members = [searching.member, *followers.values()]
+    enough = size >= min_group_size and any(m.sends for m in members) and any(m.reduces for m in members)
+    return followers if enough else None
 
 
 def is_complete(searching: Searching) -> bool:
     """Whether nobody more is waited for. An auxiliary among the members stands for none of those who train."""
-    members = [searching.member, *searching.followers.values()]
-    if len(members) >= searching.target_group_size:
+    if len(searching.followers) + 1 >= searching.target_group_size:
         return True
-    if searching.enough is None or len(members) < searching.min_group_size:
+    if searching.enough is None or (followers := who_begins(searching, searching.min_group_size)) is None:
         return False
-    return sum(member.sends for member in members) >= searching.enough
+    return sum(member.sends for member in (searching.member, *followers.values())) >= searching.enough
 
 
 def assemble(searching: Searching, gathered: Mapping[str, bytes], rng: random.Random) -> MessageFromLeader:

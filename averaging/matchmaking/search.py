@@ -42,6 +42,7 @@ class Search:
         self.asking: dict[str, Asked] = {}  # who was asked to lead and has not answered
         self.leaders: dict[Declaration, Asked] = {}  # who has accepted this peer; it follows the earliest
         self.changed = asyncio.Event()
+        self.sent_away = False  # whether its followers were too few in the last declaration
         self.seen: set[str] = set()  # under the key, since the last declaration
         self.seen_before: set[str] = set()  # by then, under any key
         self.answers: dict[str, str] = {}  # of those who were asked, in words
@@ -67,6 +68,7 @@ class Search:
         member = unpack_gather(request.endpoint, request.gather)
         fate: asyncio.Future[MessageFromLeader] = asyncio.get_running_loop().create_future()
         self.state.followers[request.endpoint] = member
+        self.state.least_sizes[request.endpoint] = request.min_group_size
         self._fates[request.endpoint] = fate
         self._gathered[request.endpoint] = request.gather
         self.seen.add(request.endpoint)
@@ -117,13 +119,18 @@ class Search:
     def release(self, endpoint: str, fate: asyncio.Future[MessageFromLeader]) -> None:
         """Forgets a follower that went away before anything was decided."""
         if self._fates.get(endpoint) is fate:  # whether or not it is done: a cancelled wait cancels it too
-            del self._fates[endpoint], self.state.followers[endpoint], self._gathered[endpoint]
+            self._drop(endpoint)
             self.changed.set()
 
     def begin(self, min_group_size: int) -> bool:
-        """Begins with those who are there, if they are enough."""
-        if self.group is not None or not rules.can_begin(self.state, min_group_size):
+        """Begins with those who are there, if they are enough; who is left out is sent away."""
+        if self.group is not None or (staying := rules.who_begins(self.state, min_group_size)) is None:
             return False
+        for name in self.state.followers.keys() - staying:
+            fate = self._fates[name]
+            self._drop(name)
+            if not fate.done():
+                fate.set_result(MessageFromLeader(MessageCode.GROUP_DISBANDED))
         message = rules.assemble(self.state, self._gathered, self._rng)
         endpoint = self.state.member.endpoint
         self.adopt(rules.read_group(message, endpoint, endpoint, self.gather))
@@ -134,6 +141,7 @@ class Search:
         """Sends all followers away."""
         self._decide(MessageFromLeader(MessageCode.GROUP_DISBANDED, suggested_leader=suggested_leader))
         self.state.followers.clear()
+        self.state.least_sizes.clear()
         self._gathered = {self.state.member.endpoint: self.gather}
         self.changed.set()
 
@@ -173,6 +181,10 @@ class Search:
         if not self.seen:  # in the last declaration, which may have been short
             seen = f"{counted(len(gone), 'other')} seen, but not lately under {key}"
         return f"{seen}; no group of at least {min_group_size} came together ({told or 'nobody had to be asked'})"
+
+    def _drop(self, endpoint: str) -> None:
+        del self._fates[endpoint], self._gathered[endpoint]
+        del self.state.followers[endpoint], self.state.least_sizes[endpoint]
 
     def _decide(self, message: MessageFromLeader) -> None:
         for fate in self._fates.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -9,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from averaging.config import MAX_MATCHMAKING_TIME
 from averaging.deadlines.learned import VERDICT_SECONDS
-from averaging.discovery.base import Entry
+from averaging.discovery.base import MAX_LIFETIME, Entry
 from averaging.errors import ProtocolViolationError
 from averaging.group import Member, Mode, pack_gather
 from averaging.matchmaking import rules
@@ -226,7 +228,43 @@ def test_a_head_start_follows_what_is_known() -> None:
 def test_a_group_begins_only_if_somebody_contributes(modes: list[Mode], enough: bool) -> None:
     members = [Member(f"h:{port + 1}", mode=mode) for port, mode in enumerate(modes)]
     state = Searching(members[0], HASH, 8, followers={m.endpoint: m for m in members[1:]})
-    assert rules.can_begin(state, 2) is enough
+    assert (rules.who_begins(state, 2) is not None) is enough
+
+
+@given(own=st.integers(2, 7), sizes=st.lists(st.integers(2, 9), max_size=6))
+def test_a_group_begins_with_the_most_followers_of_whom_each_finds_enough(own: int, sizes: list[int]) -> None:
+    wanted = {f"f:{number + 1}": size for number, size in enumerate(sizes)}
+    state = searching(followers={name: Member(name) for name in wanted}, least_sizes=wanted, target_group_size=10)
+    sound = [
+        set(some)
+        for count in range(1, len(wanted) + 1)
+        for some in itertools.combinations(wanted, count)
+        if max(own, *(wanted[name] for name in some)) <= 1 + count
+    ]
+    found = rules.who_begins(state, own)
+    assert (set() if found is None else set(found)) == max(sound, key=len, default=set())
+
+
+def test_a_leader_whose_followers_were_too_few_for_it_becomes_later_than_these() -> None:
+    assert rules.declared_seconds(4.0, sent_away=False) == 4.0
+    assert rules.declared_seconds(4.0, sent_away=True) == 6.0
+    assert rules.declared_seconds(MAX_MATCHMAKING_TIME, sent_away=True) < MAX_LIFETIME
+
+
+def test_a_group_with_enough_contributors_waits_until_it_is_large_enough_for_its_followers() -> None:
+    followers = {"f:1": Member("f:1"), "f:2": Member("f:2")}
+    state = searching(target_group_size=5, enough=3, followers=followers, least_sizes={"f:1": 4, "f:2": 2})
+    assert not rules.is_complete(state)
+    state.least_sizes["f:1"] = 3
+    assert rules.is_complete(state)
+    state.enough, state.least_sizes["f:1"] = 2, 5
+    assert rules.is_complete(state), "there are enough without that one"
+
+
+def test_who_wants_a_larger_group_than_the_leader_takes_is_not_taken_in() -> None:
+    state = searching(target_group_size=4)
+    assert rules.verdict(replace(REQUEST, min_group_size=4), state)[0] is MessageCode.ACCEPTED
+    assert rules.verdict(replace(REQUEST, min_group_size=5), state)[0] is MessageCode.GROUP_IS_FULL
 
 
 @pytest.mark.parametrize(
