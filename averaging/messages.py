@@ -78,13 +78,19 @@ class WireTensor:
 
 @dataclass(frozen=True, slots=True)
 class JoinRequest:
-    """A follower asks the callee to lead it. `expiration` is in seconds since the epoch."""
+    """A follower asks the callee to lead it.
+
+    Attributes:
+        expiration: until when it waits for a group, in seconds since the epoch.
+        min_group_size: it takes part in no smaller group. This travels in a header of the call, not in the message.
+    """
 
     endpoint: str
     schema_hash: bytes
     expiration: float
     gather: bytes = b""
     client_mode: bool = False
+    min_group_size: int = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,6 +137,10 @@ class AllReduce:
         self._reducing.close(MessageCode.CANCELLED)
         return self.result()
 
+    async def leave(self) -> None:
+        """Takes no part in the round, instead of `run`, and tells the others so that they do not wait."""
+        await self._end(asyncio.CancelledError())
+
     async def _end(self, error: BaseException) -> None:
         """Gives the round up, and tells the others."""
         leaves = isinstance(error, asyncio.CancelledError | LyingLeaderError)

@@ -20,8 +20,10 @@ from averaging.discovery.base import Discovery
 from averaging.errors import AveragingError, LyingLeaderError, RoundError, SchemaMismatchError
 from averaging.group import CLIENT_PREFIX, Group, Mode
 from averaging.matchmaking import Matchmaking, NoGroupError
+from averaging.matchmaking.answers import Answers
 from averaging.matchmaking.conduct import Conduct
 from averaging.matchmaking.differences import Warned
+from averaging.observe.plain import counted
 from averaging.observe.receipts import DropCode, Outcome, Receipt, Role
 from averaging.offload import offload
 from averaging.peer.probing import find_gone
@@ -107,6 +109,7 @@ class Rounds:
         self._attempts = 0
         self._phase_searches: deque[float] = deque(maxlen=MAX_OVER_RECORDS)  # when the latest, each for a phase, began
         self._warned = Warned()
+        self._answers = Answers()
         self.conduct = Conduct()
 
     def matchmaking(self, schema: Schema, *, lasting: bool = True) -> Matchmaking:
@@ -130,6 +133,7 @@ class Rounds:
                 clock=self._clock,
                 rng=self._rng,
                 conduct=self.conduct,
+                answers=self._answers,
                 deadlines=self._service.deadlines,
                 warned=self._warned,
             )
@@ -248,6 +252,9 @@ class Rounds:
         except AveragingError as error:
             return self._receipt(attempt, Outcome.FAILED, str(error))
         try:
+            if reason := self._too_small(group):
+                await this_round.leave()
+                return self._receipt(attempt, Outcome.FAILED, reason)
             result = attempt.result = await this_round.run(partial(self._prepare, attempt), self._config.timeout)
             attempt.enter("adopting")
             matchmaking.move_on(group)
@@ -266,6 +273,16 @@ class Rounds:
         outcome = Outcome.FAILED if reason else Outcome.AVERAGED
         self._service.averaged += outcome is Outcome.AVERAGED
         return self._receipt(attempt, outcome, reason)
+
+    def _too_small(self, group: Group) -> str:
+        """Why this peer takes no part in a group; empty if that is large enough."""
+        members, least = len(group.members), self._config.min_group_size
+        if members >= least:
+            return ""
+        return (
+            f"{group.leader} began a group of {counted(members, 'member')}, and this peer takes part only in groups of "
+            f"at least {least} (min_group_size), so it left; give all peers of the run the same min_group_size"
+        )
 
     async def _unless_overtaken(
         self,

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import grpc
@@ -151,7 +152,7 @@ def _averaging_handlers(service: AveragingService, callers: Callers) -> Handlers
         return service.get_schema()
 
     return {
-        methods.JOIN_GROUP: _stream(methods.JOIN_GROUP, callers, service.join_group),
+        methods.JOIN_GROUP: _join(service, callers),
         methods.AGGREGATE_PART: _both_ways(methods.AGGREGATE_PART, callers, service.aggregate_part),
         methods.DOWNLOAD_STATE: _download(service, callers),
         methods.GET_STATUS: _unary(methods.GET_STATUS, callers, get_status),
@@ -190,6 +191,18 @@ def _stream(
 ) -> grpc.RpcMethodHandler[bytes, bytes]:
     async def handle(raw: bytes, context: Context) -> None:
         await _answer(context, method, callers, raw, answer)
+
+    return grpc.unary_stream_rpc_method_handler(handle)
+
+
+def _join(service: AveragingService, callers: Callers) -> grpc.RpcMethodHandler[bytes, bytes]:
+    method = methods.JOIN_GROUP
+
+    async def handle(raw: bytes, context: Context) -> None:
+        least = headers.read_min_group_size(context.invocation_metadata() or ())
+        await _answer(
+            context, method, callers, raw, lambda request: service.join_group(replace(request, min_group_size=least))
+        )
 
     return grpc.unary_stream_rpc_method_handler(handle)
 

@@ -120,7 +120,8 @@ class GrpcTransport:
 
     def join_group(self, endpoint: str, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
         """Asks `endpoint` to lead this peer."""
-        return call_stream(self._channels, endpoint, methods.JOIN_GROUP, request)
+        told = headers.of_min_group_size(request.min_group_size)
+        return call_stream(self._channels, endpoint, methods.JOIN_GROUP, request, told)
 
     def aggregate_part(
         self, endpoint: str, messages: AsyncIterator[AveragingData]
