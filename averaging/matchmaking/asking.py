@@ -73,6 +73,8 @@ class Asking:
         async def watch() -> None:
             async with aclosing(self._discovery.watch(key)) as changes:
                 async for entries in changes:
+                    declared = {name: rules.unpack_looking(entry.value) for name, entry in entries.items()}
+                    search.arrivals.observe(declared, asyncio.get_running_loop().time())
                     search.seen.update(name for name in entries if name != self._endpoint)
                     news.set()
 

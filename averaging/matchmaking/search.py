@@ -8,6 +8,7 @@ import random
 from averaging.errors import SchemaMismatchError
 from averaging.group import Group, unpack_gather
 from averaging.matchmaking import rules
+from averaging.matchmaking.arrivals import Arrivals
 from averaging.matchmaking.rules import Attempt, Searching
 from averaging.messages import JoinRequest, MessageCode, MessageFromLeader
 from averaging.observe.plain import counted
@@ -16,8 +17,9 @@ from averaging.observe.plain import counted
 class Search:
     """The state of one search, changed in one step each: there is no await between a look at it and its change."""
 
-    def __init__(self, state: Searching, gather: bytes, rng: random.Random) -> None:
+    def __init__(self, state: Searching, gather: bytes, arrivals: Arrivals, rng: random.Random) -> None:
         self.state = state
+        self.arrivals = arrivals
         self.gather = gather
         self.group: Group | None = None
         self.asking = ""  # who was asked to lead and has not decided
@@ -45,7 +47,9 @@ class Search:
     def accept(self, request: JoinRequest) -> asyncio.Future[MessageFromLeader]:
         """Takes a follower in; begins if that makes the group full."""
         member = unpack_gather(request.endpoint, request.gather)
-        fate: asyncio.Future[MessageFromLeader] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self.arrivals.asked(request.endpoint, loop.time())
+        fate: asyncio.Future[MessageFromLeader] = loop.create_future()
         self.state.followers[request.endpoint] = member
         self._fates[request.endpoint] = fate
         self._gathered[request.endpoint] = request.gather
@@ -107,6 +111,7 @@ class Search:
     def adopt(self, group: Group) -> None:
         """The search is over."""
         self.group = group
+        self.arrivals.ready(asyncio.get_running_loop().time())
         self.state.assembled = True
         self.changed.set()
 
