@@ -15,6 +15,7 @@ from averaging.errors import AveragingError
 from averaging.group import Group, Mode, group_key, next_group_bits, unpack_gather
 from averaging.matchmaking import rules
 from averaging.matchmaking.answers import Answers
+from averaging.matchmaking.arrivals import Arrivals
 from averaging.matchmaking.asking import Asking
 from averaging.matchmaking.conduct import Conduct
 from averaging.matchmaking.differences import Differences, Warned
@@ -135,7 +136,9 @@ class Matchmaking:
         """Whom it follows; empty if nobody."""
         return self._search.state.leader if self._search else ""
 
-    async def find_group(self, gather: bytes, deadline: float, enough: int | None = None) -> Group:
+    async def find_group(
+        self, gather: bytes, deadline: float, enough: int | None = None, arrivals: Arrivals | None = None
+    ) -> Group:
         """Looks for a group.
 
         Args:
@@ -143,6 +146,7 @@ class Matchmaking:
             deadline: until when, in seconds since the epoch; this peer's own standstill does not count.
             enough: members that contribute with which a group that this peer leads begins at once, if there are
                 `min_group_size` in all; only with `group_size` in all if None.
+            arrivals: notes when the others began to look, if it is given.
 
         Raises:
             NoGroupError: there was none in time.
@@ -150,7 +154,9 @@ class Matchmaking:
         """
         member = unpack_gather(self._endpoint, gather)
         state = Searching(member, self.schema.hash, self._group_size, enough, self._min_group_size)
-        search = Search(state, gather, self._rng)
+        search = Search(
+            state, gather, arrivals or Arrivals(self._endpoint, asyncio.get_running_loop().time()), self._rng
+        )
         self._search = search
         self._dropped = 0  # by the next search its own place may be taken again
         self._over.clear()

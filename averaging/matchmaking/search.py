@@ -12,6 +12,7 @@ from averaging.errors import SchemaMismatchError
 from averaging.group import Group, unpack_gather
 from averaging.matchmaking import rules
 from averaging.matchmaking.absence import explain_absence, explain_faults
+from averaging.matchmaking.arrivals import Arrivals
 from averaging.matchmaking.rules import Attempt, Declaration, Searching
 from averaging.messages import JoinRequest, MessageCode, MessageFromLeader
 from averaging.observe.plain import counted
@@ -38,8 +39,9 @@ class Asked:
 class Search:
     """The state of one search, changed in one step each: there is no await between a look at it and its change."""
 
-    def __init__(self, state: Searching, gather: bytes, rng: random.Random) -> None:
+    def __init__(self, state: Searching, gather: bytes, arrivals: Arrivals, rng: random.Random) -> None:
         self.state = state
+        self.arrivals = arrivals
         self.gather = gather
         self.group: Group | None = None
         self.asking: dict[str, Asked] = {}  # who was asked to lead and has not answered
@@ -65,8 +67,10 @@ class Search:
     def notice(self, entries: Mapping[str, Entry]) -> None:
         """What is declared under the key now."""
         others = {name: entry for name, entry in entries.items() if name != self.state.member.endpoint}
+        looking = {name: rules.unpack_looking(entry.value) for name, entry in others.items()}
+        self.arrivals.observe(looking, asyncio.get_running_loop().time())
         self.seen.update(others)
-        self.met.update(name for name, entry in others.items() if rules.unpack_looking(entry.value))
+        self.met.update(name for name, looks in looking.items() if looks)
 
     def ask_came(self, endpoint: str) -> None:
         """That peer has asked this one to lead."""
@@ -81,7 +85,9 @@ class Search:
     def accept(self, request: JoinRequest) -> asyncio.Future[MessageFromLeader]:
         """Takes a follower in; begins if that makes the group full."""
         member = unpack_gather(request.endpoint, request.gather)
-        fate: asyncio.Future[MessageFromLeader] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self.arrivals.asked(request.endpoint, loop.time())
+        fate: asyncio.Future[MessageFromLeader] = loop.create_future()
         self.state.followers[request.endpoint] = member
         self.state.least_sizes[request.endpoint] = request.min_group_size
         self._fates[request.endpoint] = fate
@@ -183,6 +189,7 @@ class Search:
         """The search is over, with the first group that begins."""
         if self.group is None:
             self.group = group
+            self.arrivals.ready(asyncio.get_running_loop().time())
         self.state.assembled = True
         self.changed.set()
 

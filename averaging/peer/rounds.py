@@ -8,7 +8,7 @@ import random
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -21,10 +21,11 @@ from averaging.errors import AveragingError, LyingLeaderError, RoundError, Schem
 from averaging.group import CLIENT_PREFIX, Group, Mode
 from averaging.matchmaking import Matchmaking, NoGroupError
 from averaging.matchmaking.answers import Answers
+from averaging.matchmaking.arrivals import Arrivals
 from averaging.matchmaking.conduct import Conduct
 from averaging.matchmaking.differences import Warned
 from averaging.observe.plain import counted
-from averaging.observe.receipts import DropCode, Outcome, Receipt, Role
+from averaging.observe.receipts import Account, DropCode, LateArrival, Outcome, Receipt, Role
 from averaging.offload import offload
 from averaging.peer.probing import find_gone
 from averaging.peer.progress import RunProgress
@@ -62,6 +63,9 @@ class _Attempt:
     state: str = ""  # digest of what all members must hold alike
     group: Group | None = None
     group_found: float = 0.0  # when
+    arrivals: Arrivals | None = None  # of those who look for a group, too
+    last_to_arrive: LateArrival | None = None
+    step_rates: Mapping[str, float] = field(default_factory=dict)  # of the members that announce one
     round: AllReduce | None = None
     result: RoundResult | None = None
     inputs: list[torch.Tensor] | None = None  # what was contributed, where it is not the tensors themselves
@@ -107,6 +111,7 @@ class Rounds:
         self._clock, self._rng = clock, rng
         self._lasting: dict[bytes, Matchmaking] = {}  # by schema hash, the latest last; their group bits move on
         self._attempts = 0
+        self._last_ended = asyncio.get_running_loop().time()  # when the last attempt ended, or this peer was entered
         self._phase_searches: deque[float] = deque(maxlen=MAX_OVER_RECORDS)  # when the latest, each for a phase, began
         self._warned = Warned()
         self._answers = Answers()
@@ -196,6 +201,8 @@ class Rounds:
         except Exception as error:
             self._service.book.keep(self._receipt(attempt, Outcome.FAILED, f"{type(error).__name__}: {error}"))
             raise
+        finally:
+            self._last_ended = asyncio.get_running_loop().time()
         self._service.book.keep(receipt)
         return receipt
 
@@ -224,7 +231,8 @@ class Rounds:
         if enough is None and self._config.mode is Mode.AUXILIARY:
             enough = self._all_that_train
         first = enough(self._progress.told) if callable(enough) else enough
-        finding = matchmaking.find_group(gathered, self._clock() + patience, first)
+        arrivals = attempt.arrivals = Arrivals(self._endpoint, attempt.stages["looking"])
+        finding = matchmaking.find_group(gathered, self._clock() + patience, first, arrivals)
 
         def hear(told: Mapping[str, bytes]) -> bool:
             """Whether to look on has become vain; if not, as many are waited for as there are now."""
@@ -247,6 +255,10 @@ class Rounds:
         # No await from here until the round is known: its members' parts may come at any moment.
         attempt.enter("preparing")
         attempt.group_found = asyncio.get_running_loop().time()
+        attempt.step_rates = self._progress.step_rates(group.endpoints)
+        # Nobody waits for an auxiliary.
+        trainers = [member.endpoint for member in group.members if member.sends]
+        attempt.last_to_arrive = arrivals.last(trainers, self._last_ended)
         try:
             this_round = attempt.round = self._service.round = self._new_round(attempt, group)
         except AveragingError as error:
@@ -420,17 +432,24 @@ class Rounds:
             topic=attempt.schema.topic,
             started=attempt.wall_clock,
             role=None if group is None else Role.LEADER if group.leader == self._endpoint else Role.FOLLOWER,
-            accounts=result.accounts if result else (),
+            accounts=tuple(_with_arrival(account, attempt) for account in result.accounts) if result else (),
             phases=attempt.seconds_of_stages(now),
             straggler=result.straggler if result else None,
             digest=result.digest if result else "",
             state=self._state(attempt, result),
+            last_to_arrive=attempt.last_to_arrive,
         )
 
     def _state(self, attempt: _Attempt, result: RoundResult | None) -> str:
         """The digest of what all members hold alike; where the result is the state, that of the averages is it."""
         whole = result is not None and attempt.adopted and attempt.topic.commits and not result.kept_local
         return result.digest if whole and result is not None else attempt.state
+
+
+def _with_arrival(account: Account, attempt: _Attempt) -> Account:
+    name = account.endpoint
+    waited = None if attempt.arrivals is None else attempt.arrivals.waited(name)
+    return replace(account, waited=waited, step_rate=attempt.step_rates.get(name))
 
 
 def _why_failed(group: Group, endpoint: str, result: RoundResult, adopt: Adopt) -> str:

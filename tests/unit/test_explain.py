@@ -144,7 +144,8 @@ def test_what_it_comes_to() -> None:
     assert lines[5:] == [
         "in all 4 rounds: 3 averaged, 1 without a group",
         f"dropped: {D} in 2 rounds (silent 1, connection lost 1)",
-        "slowest phase: allreduce, 9.0 of 15.0 s (60%; median 1.50 s)",
+        "slowest phase: allreduce, 9.00 s of 15.0 s (60%; median 1.50 s)",
+        "last to arrive: nobody stands out",
         f"straggler: {D} in 1 round, 0.8 s at most, 0.8 s in all",
         "bytes: 18.0 MiB sent, 12.0 MiB received",
         "averages: the same in all of 3 rounds that can be compared",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from averaging.messages import (
     WireTensor,
 )
 from averaging.observe.book import Watched
-from averaging.observe.receipts import Account, DropCode, Dropped, Outcome, Receipt, Role, Straggler
+from averaging.observe.receipts import Account, DropCode, Dropped, LateArrival, Outcome, Receipt, Role, Straggler
 from averaging.observe.status import PeerStatus
 from averaging.schema import DTYPES, ReplyForm, Schema, TensorSpec
 from averaging.transport.grpc import methods
@@ -46,6 +47,7 @@ def several(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ..
 
 
 names = st.text(st.characters(codec="utf-8"), max_size=20)
+finite = st.floats(allow_nan=False, allow_infinity=False)
 uint32, uint64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 codes = st.sampled_from(MessageCode)
 tensors = st.builds(
@@ -105,11 +107,15 @@ receipts = st.builds(
             uint64,
             uint64,
             names,
+            st.none() | finite,
+            st.none() | finite,
         )
     ),
     phases=st.dictionaries(names, st.floats(), max_size=3),
     straggler=st.none() | st.builds(Straggler, names, st.floats(), names),
     digest=names,
+    state=names,
+    last_to_arrive=st.none() | st.builds(LateArrival, names, finite),
 )
 statuses = st.builds(
     PeerStatus,
@@ -225,6 +231,17 @@ def test_an_unknown_outcome_or_role() -> None:
         )
     with pytest.raises(ProtocolViolationError, match="unknown outcome 'won'"):
         decode_status(status_pb2.PeerStatus(last_round=status_pb2.Receipt(outcome="won")).SerializeToString())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_arrivals_and_step_rates_that_are_no_numbers_are_taken_for_unknown(value: float) -> None:
+    account = status_pb2.MemberAccount(endpoint="a:1", role="leader", waited=value, step_rate=value)
+    late = status_pb2.LateArrival(endpoint="a:1", seconds=value)
+    told = status_pb2.Receipt(outcome="averaged", accounts=[account], last_to_arrive=late)
+    receipt = decode_status(status_pb2.PeerStatus(last_round=told).SerializeToString()).last_round
+    assert receipt is not None
+    assert receipt.last_to_arrive is None
+    assert [(one.waited, one.step_rate) for one in receipt.accounts] == [(None, None)]
 
 
 def test_a_wait_of_which_only_later_releases_know_is_left_out() -> None:
