@@ -24,8 +24,8 @@ import torch
 from torch.optim.lr_scheduler import LinearLR
 
 from averaging import DecentralizedAverager, DiLoCo, Receipt
-from averaging.group import Mode
-from averaging.messages import COMPRESSIONS
+from averaging.protocol.group import Mode
+from averaging.protocol.messages import COMPRESSIONS
 from examples.command_line import in_order, parse, parser_of, positive, security_of
 from examples.language_model import LanguageModel, Size, read, windows
 from examples.sources import divide, standard_library

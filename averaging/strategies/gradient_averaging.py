@@ -8,22 +8,22 @@ from typing import Any
 
 import torch
 
+from averaging.common.shared_tensors import all_finite, digest_of_piece
 from averaging.errors import ConfigError, TensorError
-from averaging.messages import CompressionType
 from averaging.observe.receipts import Receipt
 from averaging.peer.topics import Adopt
+from averaging.protocol.messages import CompressionType
 from averaging.strategies.base import needs_closure
-from averaging.strategies.history import Others
-from averaging.strategies.together import Together
-from averaging.tensors import all_finite, digest_of_piece
-from averaging.training.arithmetic import clip, full_precision
+from averaging.strategies.lockstep import LockstepStrategy
+from averaging.training.history import Others
+from averaging.training.tensor_math import clip, full_precision
 from averaging.training.training import Training
 
 WAITED_BATCHES = 2.0
 """How long a peer waits for the batches of others that complete the joined one, in times of its own last batch."""
 
 
-class GradientAveraging(Together):
+class GradientAveraging(LockstepStrategy):
     """Peers of different speeds gather gradients until they have a batch together, average them, and step.
 
     Each `opt.step(batch_size=n)` adds the gradients of n samples (the loss is their mean) to this peer's. As soon as

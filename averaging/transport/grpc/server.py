@@ -16,16 +16,16 @@ from grpc_reflection.v1alpha import reflection
 
 from averaging.config import Inspection
 from averaging.errors import ListenError, ProtocolViolationError
-from averaging.messages import Record
 from averaging.observe.status import PeerStatus
-from averaging.schema import Schema
+from averaging.protocol.messages import Record
+from averaging.protocol.schema import Schema
 from averaging.security.credentials import Credentials
 from averaging.transport.base import AveragingService, GossipService
 from averaging.transport.grpc import headers, methods
-from averaging.transport.grpc.faults import refuse
+from averaging.transport.grpc.authentication import Callers, TokenInterceptor, host_of, server_credentials
+from averaging.transport.grpc.channel_options import WRITE_BYTES_PER_SECOND, WRITE_SECONDS, server_options
+from averaging.transport.grpc.error_mapping import refuse
 from averaging.transport.grpc.methods import Method
-from averaging.transport.grpc.options import WRITE_BYTES_PER_SECOND, WRITE_SECONDS, server_options
-from averaging.transport.grpc.security import Callers, Gate, host_of, server_credentials
 
 logger = logging.getLogger("averaging.transport")
 
@@ -63,7 +63,7 @@ class Server:
         self._calls = _Calls()
         self._credentials = credentials = credentials or Credentials()
         self._callers = Callers(authenticated=credentials.tls is not None)
-        interceptors = [self._calls, Gate(credentials, self._callers.refusals)]
+        interceptors = [self._calls, TokenInterceptor(credentials, self._callers.refusals)]
         self._server = grpc.aio.server(options=server_options(max_message_bytes), interceptors=interceptors)
         try:
             if credentials.tls is None:
