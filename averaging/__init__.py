@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from averaging.averager import DecentralizedAverager
     from averaging.config import NonFinite, PeerConfig
-    from averaging.errors import AveragingError
+    from averaging.errors import AveragingError, ConfigError, TensorError
     from averaging.group import Mode
     from averaging.memory import keep_freed_memory
     from averaging.messages import CompressionType
@@ -31,6 +31,7 @@ __all__ = [
     "Adopt",
     "AveragingError",
     "CompressionType",
+    "ConfigError",
     "DecentralizedAverager",
     "DiLoCo",
     "DropCode",
@@ -50,6 +51,7 @@ __all__ = [
     "State",
     "Straggler",
     "Strategy",
+    "TensorError",
     "Topic",
     "Training",
     "keep_freed_memory",
@@ -60,6 +62,7 @@ _HOMES = {
     "Adopt": "peer.topics",
     "AveragingError": "errors",
     "CompressionType": "messages",
+    "ConfigError": "errors",
     "DecentralizedAverager": "averager",
     "DiLoCo": "strategies",
     "DropCode": "observe.receipts",
@@ -79,6 +82,7 @@ _HOMES = {
     "State": "state.packing",
     "Straggler": "observe.receipts",
     "Strategy": "strategies",
+    "TensorError": "errors",
     "Topic": "peer.topics",
     "Training": "training.training",
     "keep_freed_memory": "memory",
