@@ -20,12 +20,13 @@ class AveragingLoop:
     ```python
     model, data = accelerator.prepare(model, data)
     opt = DecentralizedAverager(torch.optim.AdamW(model.parameters()), run_id="example", strategy=LocalSGD(every=50))
-    loop = AveragingLoop(accelerator, opt)
-    for x, y in data:
-        with loop.accumulate(model, samples=len(x)):
-            accelerator.backward(loss(model(x), y))
-            loop.optimizer.step()
-            loop.optimizer.zero_grad()
+    with opt:
+        loop = AveragingLoop(accelerator, opt)
+        for x, y in data:
+            with loop.accumulate(model, samples=len(x)):
+                accelerator.backward(loss(model(x), y))
+                loop.optimizer.step()
+                loop.optimizer.zero_grad()
     ```
 
     Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 
 import torch
 
@@ -33,6 +34,10 @@ class Duties:
     ) -> None:
         if not isinstance(averager, DecentralizedAverager):
             raise ConfigError(f"the averager must be a DecentralizedAverager, not {type(averager).__name__}")
+        if type(wait_for) is not int or wait_for < 1:
+            raise ConfigError(f"wait_for must be a whole number of peers, at least 1, not {wait_for!r}")
+        if type(timeout) not in (int, float) or not 0 <= timeout < math.inf:
+            raise ConfigError(f"timeout must be a finite number of seconds, not {timeout!r}")
         if global_steps is not None:
             if type(global_steps) is not int or global_steps < 1:
                 raise ConfigError(f"global_steps must be a whole number, at least 1, not {global_steps!r}")

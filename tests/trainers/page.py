@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
@@ -15,6 +14,7 @@ import torch
 from torch.optim.lr_scheduler import LinearLR
 
 from averaging import DecentralizedAverager, LocalSGD, Receipt
+from tests.trainers.forked import tell
 
 _PAGE = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text()
 TRAINER, ACCELERATE, LIGHTNING, TENSORBOARD, WANDB = re.findall(r"```python\n(.*?)```", _PAGE, re.DOTALL)
@@ -54,14 +54,13 @@ def run_as_one_of_two(code: str, number: int, endpoints: SimpleQueue[str], names
     }
     exec(here, names)
     (opt,) = averagers
-    told = {
-        "event": "page_peer",
-        "steps": opt.local_step,
-        "rounds": [len(receipt.members) for receipt in receipts if receipt.averaged],
-        "weights": [value for group in opt.param_groups for p in group["params"] for value in p.flatten().tolist()],
-        "rate": opt.param_groups[0]["lr"],
-    }
-    print(json.dumps(told), flush=True)
+    tell(
+        "page_peer",
+        steps=opt.local_step,
+        rounds=[len(receipt.members) for receipt in receipts if receipt.averaged],
+        weights=[value for group in opt.param_groups for p in group["params"] for value in p.flatten().tolist()],
+        rate=opt.param_groups[0]["lr"],
+    )
 
 
 def check_what_two_told(told: list[dict[str, Any]]) -> None:
@@ -89,7 +88,7 @@ def as_rank(number: int, ports: SimpleQueue[str]) -> None:
 
 def tell_error(error: Exception) -> None:
     """Tells an error of a rank."""
-    print(json.dumps({"event": "rank", "error": f"{type(error).__name__}: {error}"}), flush=True)
+    tell("rank", error=f"{type(error).__name__}: {error}")
 
 
 def check_what_ranks_told(told: list[dict[str, Any]], remedy: str) -> None:

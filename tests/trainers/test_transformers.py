@@ -211,6 +211,14 @@ def global_steps_that_are_not_counted(_: Trainer, opt: DecentralizedAverager) ->
     AveragingCallback(opt, global_steps=10)
 
 
+def a_timeout_that_is_none(_: Trainer, opt: DecentralizedAverager) -> None:
+    AveragingCallback(opt, timeout="60")  # type: ignore[arg-type]
+
+
+def nobody_to_wait_for(_: Trainer, opt: DecentralizedAverager) -> None:
+    AveragingCallback(opt, wait_for=0)
+
+
 def no_averager(_: Trainer, opt: DecentralizedAverager) -> None:
     AveragingCallback(opt.optimizer)  # type: ignore[arg-type]
 
@@ -228,6 +236,8 @@ def no_averager(_: Trainer, opt: DecentralizedAverager) -> None:
         (twice, "attached to a Trainer already; make another one"),
         (trained_twice, "has finished its training; make a new strategy, averager and callback"),
         (global_steps_that_are_not_counted, r"LocalSGD\(.*\) counts no global steps; leave global_steps out"),
+        (a_timeout_that_is_none, "timeout must be a finite number of seconds, not '60'"),
+        (nobody_to_wait_for, "wait_for must be a whole number of peers, at least 1, not 0"),
         (no_averager, "must be a DecentralizedAverager, not SGD"),
     ],
 )
