@@ -79,18 +79,18 @@ def test_a_newcomer_makes_the_rest_of_the_steps(run: Run) -> None:
     first = founder(run, model, 5)
     opt = averager_of(model, join=[first.endpoint], group_size=2, matchmaking_time=30.0)
     loop, steps = AveragingLoop(accelerator, opt), 0
-    with opt, going_on(run, 7) as told:
+    with opt, going_on(run, 8) as told:
         for x, y in data:
             with loop.accumulate(model):
                 accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
                 loop.optimizer.step()
                 loop.optimizer.zero_grad()
             steps += 1
-            if opt.local_step >= 12:
+            if opt.local_step >= 13:
                 break
         assert opt.finish().alike
     assert told == ["all 2 peers hold the same weights"]
-    assert steps == 8
+    assert steps == 9
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), run.models[0].parameters(), strict=True))
 
 

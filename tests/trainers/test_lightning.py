@@ -114,13 +114,13 @@ def test_a_newcomer_ends_with_the_run_logs_and_is_closed(run: Run, tmp_path: Pat
     first = founder(run, Model().net, 5)
     model = Averaged(LocalSGD(4), join=[first.endpoint], group_size=2, matchmaking_time=30.0)
     # A newcomer does not wait.
-    trainer = trainer_of(tmp_path, AveragingCallback(wait_for=9), max_steps=12, log_every_n_steps=2)
-    with going_on(run, 7) as told:
+    trainer = trainer_of(tmp_path, AveragingCallback(wait_for=9), max_steps=13, log_every_n_steps=2)
+    with going_on(run, 8) as told:
         trainer.fit(model, data_of(80))
     assert told == ["all 2 peers hold the same weights"]
-    assert trainer.global_step == 8  # newcomers take over the last turn's state, of step 4
+    assert trainer.global_step == 9  # newcomers take over the last turn's state, of step 4
     assert model.opt is not None
-    assert model.opt.local_step == 12
+    assert model.opt.local_step == 13
     assert_closed(model.opt)
     trainer.save_checkpoint(tmp_path / "end.ckpt")
     saved = torch.load(tmp_path / "end.ckpt", weights_only=False)["state_dict"]

@@ -88,20 +88,20 @@ def test_several_processes_of_one_trainer_are_refused(told: dict[str, list[dict[
 
 
 def test_a_newcomer_ends_with_the_run_and_its_last_checkpoint_has_the_weights_of_all(run: Run, tmp_path: Path) -> None:
-    options = {"max_steps": 12, "logging_steps": 2, "save_strategy": "steps", "save_steps": 100}
+    options = {"max_steps": 13, "logging_steps": 2, "save_strategy": "steps", "save_steps": 100}
     trainer = Trainer(model_of(), arguments_of(tmp_path, **options, report_to="tensorboard"), train_dataset=data_of(80))
     first = founder(run, trainer.model, 5)
     with averager_of(trainer, join=[first.endpoint], group_size=2, matchmaking_time=30.0) as opt:
         AveragingCallback(opt, wait_for=9).attach(trainer)  # a newcomer does not wait
-        with going_on(run, 7) as told:
+        with going_on(run, 8) as told:
             trainer.train()
-        assert opt.local_step == 12
+        assert opt.local_step == 13
     assert told == ["all 2 peers hold the same weights"]
-    assert trainer.state.global_step == 8  # newcomers take over the last turn's state, of step 4
-    saved = load_file(tmp_path / "checkpoint-8" / "model.safetensors")
+    assert trainer.state.global_step == 9  # newcomers take over the last turn's state, of step 4
+    saved = load_file(tmp_path / "checkpoint-9" / "model.safetensors")
     for name, parameter in run.models[0].named_parameters():
         torch.testing.assert_close(saved[name], parameter, rtol=0, atol=0)
-    state = json.loads((tmp_path / "checkpoint-8" / "trainer_state.json").read_text())
+    state = json.loads((tmp_path / "checkpoint-9" / "trainer_state.json").read_text())
     logs = [entry for entry in state["log_history"] if "loss" in entry]
     assert [entry["averaging/local_step"] for entry in logs] == [6, 8, 10, 12]
     assert [entry["averaging/peers"] for entry in logs] == [2, 2, 2, 2]
