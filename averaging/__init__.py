@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from averaging.averager import DecentralizedAverager
     from averaging.common.malloc import keep_freed_memory
     from averaging.config import NonFinite, PeerConfig
-    from averaging.errors import AveragingError
+    from averaging.errors import AveragingError, ConfigError, TensorError
     from averaging.observe.receipts import Account, DropCode, Dropped, LateArrival, Outcome, Receipt, Role, Straggler
     from averaging.observe.training_status import Finish
     from averaging.peer.peer import Peer
@@ -31,6 +31,7 @@ __all__ = [
     "Adopt",
     "AveragingError",
     "CompressionType",
+    "ConfigError",
     "DecentralizedAverager",
     "DiLoCo",
     "DropCode",
@@ -51,6 +52,7 @@ __all__ = [
     "State",
     "Straggler",
     "Strategy",
+    "TensorError",
     "Topic",
     "Training",
     "keep_freed_memory",
@@ -61,6 +63,7 @@ _HOMES = {
     "Adopt": "peer.topics",
     "AveragingError": "errors",
     "CompressionType": "protocol.messages",
+    "ConfigError": "errors",
     "DecentralizedAverager": "averager",
     "DiLoCo": "strategies",
     "DropCode": "observe.receipts",
@@ -81,6 +84,7 @@ _HOMES = {
     "State": "state.packing",
     "Straggler": "observe.receipts",
     "Strategy": "strategies",
+    "TensorError": "errors",
     "Topic": "peer.topics",
     "Training": "training.training",
     "keep_freed_memory": "common.malloc",

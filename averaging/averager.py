@@ -351,6 +351,17 @@ class DecentralizedAverager(OptimizerWrapper):
     def weight(self, weight: float) -> None:
         self._training.weight = weight
 
+    def check_tensors(self) -> None:
+        """Checks that what is averaged is what is trained, as every `step` does; for who wants to know before.
+
+        Raises:
+            TensorError: the model was moved or converted after the averager was made, or the inner optimizer has
+                other parameters now.
+            ClosedError: the averager was closed, or its thread has failed.
+        """
+        self._thread.check()
+        self._training.check_places()
+
     def average_now(self, *, weight: float | None = None, gather: Any = None) -> Receipt:
         """Averages the parameters with a group now, whatever the strategy, and waits for the end of the round.
 

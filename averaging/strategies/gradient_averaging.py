@@ -103,7 +103,10 @@ class GradientAveraging(LockstepStrategy):
     ) -> float | None:
         """Adds the gradients, and makes a global step if there are samples enough."""
         if type(batch_size) is not int or batch_size < 1:
-            raise ConfigError(f"GradientAveraging counts samples: call opt.step(batch_size=n), not {batch_size!r}")
+            raise ConfigError(
+                f"GradientAveraging counts samples: call opt.step(batch_size=n), not {batch_size!r}; in a trainer that "
+                "calls it, use the class of averaging.integrations for it"
+            )
         loss = training.evaluate(closure)
         self._gather(training, batch_size)
         training.count_local_step(batch_size)

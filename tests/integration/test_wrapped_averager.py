@@ -1,24 +1,16 @@
-"""What docs/trainers.md tells to do, with an optimizer that is wrapped as trainers do it; the trainers are not here."""
+"""An averager inside another optimizer, as trainers wrap it; tests/trainers has the trainers themselves."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import LinearLR, LRScheduler, MultiplicativeLR
+from torch.optim.lr_scheduler import LinearLR
 
-from averaging import DecentralizedAverager, GradientAveraging, LocalSGD
-
-PAGE = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text()
-SETUP, HOOK, TRAINER, *_ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-JOIN = 'join=["192.0.2.7:4222"]'
-STRATEGY = "strategy=LocalSGD(every=50)"
-AS_IT_IS = "MultiplicativeLR(opt, lambda _: 1.0)"
+from averaging import DecentralizedAverager, GradientAveraging
 
 
 class Wrapped(torch.optim.Optimizer):
@@ -40,25 +32,14 @@ class Wrapped(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("in_closure", [False, True])
 def test_a_wrapped_averager_is_told_the_samples_by_a_hook_and_keeps_its_schedule(in_closure: bool) -> None:
-    names: dict[str, Any] = {
-        "DecentralizedAverager": DecentralizedAverager,
-        "GradientAveraging": GradientAveraging,
-        "LinearLR": LinearLR,
-        "LocalSGD": LocalSGD,
-        "Model": partial(torch.nn.Linear, 3, 1),
-        "MultiplicativeLR": MultiplicativeLR,
-        "device": "cpu",
-        "n": 32,
-        "partial": partial,
-        "torch": torch,
-    }
-    assert JOIN in SETUP
-    assert STRATEGY in SETUP
-    exec(SETUP.replace(JOIN, "join=[]").replace(STRATEGY, "strategy=GradientAveraging(64)"), names)
-    exec(HOOK, names)
-    model, opt = names["model"], names["opt"]
-    assert AS_IT_IS in TRAINER
-    as_it_is: LRScheduler = eval(AS_IT_IS, names)
+    model = torch.nn.Linear(3, 1)
+    opt = DecentralizedAverager(
+        torch.optim.AdamW(model.parameters(), lr=1e-3),
+        run_id="example",
+        strategy=GradientAveraging(64),
+        scheduler=partial(LinearLR, total_iters=100),
+    )
+    opt.register_step_pre_hook(lambda opt, args, kwargs: (args, {**kwargs, "batch_size": 32}))
     wrapped = Wrapped(opt)
 
     def closure() -> float:
@@ -75,7 +56,6 @@ def test_a_wrapped_averager_is_told_the_samples_by_a_hook_and_keeps_its_schedule
             else:
                 closure()
                 wrapped.step()
-            as_it_is.step()
             rates.append(wrapped.param_groups[0]["lr"])
         assert opt.global_step == 2
     rate = torch.optim.SGD([torch.zeros(1)], lr=1e-3)
