@@ -374,8 +374,7 @@ class DecentralizedAverager(OptimizerWrapper):
             gather: handed to all members of the group, see `Peer.average`.
 
         Returns:
-            The receipt, also when no group was found within `timeout` or the round failed; training can go on in any
-            case.
+            The receipt, also when no group was found within `round_timeout` or the round failed; training can go on.
 
         Raises:
             ConfigError: a weight or a gather that cannot work.
@@ -387,7 +386,7 @@ class DecentralizedAverager(OptimizerWrapper):
         if self._telling:
             raise RoundError("on_round cannot average: the round it is told of is not over; call average_now() later")
         config = self._peer.config
-        options: RoundOptions = {"gather": gather, "enough": config.group_size, "patience": config.timeout}
+        options: RoundOptions = {"gather": gather, "enough": config.group_size, "patience": config.round_timeout}
         if weight is not None:
             options["weight"] = weight
         with self._training.measuring():

@@ -81,8 +81,8 @@ async def matchmaking(peers: int, group_size: int, rounds: int, *, gossip: bool,
             rng=random.Random(rng.getrandbits(64)),
             group_size=group_size,
             group_bits="" if one_key else first_bits(number, peers, group_size),
-            matchmaking_time=30.0,
-            timeout=60.0,
+            group_wait=30.0,
+            round_timeout=60.0,
         )
         for number in range(peers)
     ]

@@ -90,7 +90,7 @@ def train(options: argparse.Namespace) -> None:
         strategy=strategy,
         scheduler=partial(LinearLR, start_factor=0.05, total_iters=20),
         on_round=board.note_round,
-        matchmaking_time=10.0,  # so long the faster ones wait for the slower ones
+        group_wait=10.0,  # so long the faster ones wait for the slower ones
     )
     board.follow(averager)
     with closing(board), averager as opt:

@@ -15,8 +15,8 @@ class ReducerLiveness:
     """Keeps the deadline of one reducer's replies; a context manager around the reading of them.
 
     Near a learned deadline the reducer is asked whether it lives; while it answers, it is waited for up to two
-    part_timeouts, since it waits up to one for somebody else. While nobody is known yet, it is
-    asked after a third of part_timeout and has two thirds to answer: on a narrow link the question waits behind a part.
+    stall_timeouts, since it waits up to one for somebody else. While nobody is known yet, it is asked after a third
+    of stall_timeout and has two thirds to answer: on a narrow link the question waits behind a part.
 
     Args:
         name: the reducer.
@@ -40,7 +40,7 @@ class ReducerLiveness:
         deadlines = self._watch.deadlines
         self._learned, self._answer = self._watch.deadline(self._name, Phase.REPLY), deadlines.shortest
         if self._learned.seconds >= deadlines.upper:
-            self._answer = Deadline(max(deadlines.lower, 2 / 3 * deadlines.upper), "2/3 × part_timeout")
+            self._answer = Deadline(max(deadlines.lower, 2 / 3 * deadlines.upper), "2/3 × stall_timeout")
         # The answer is to be there by the deadline.
         early = max(deadlines.lower, self._learned.seconds - self._answer.seconds)
         self._until_asked = Deadline(early, self._learned.basis)
@@ -79,7 +79,7 @@ class ReducerLiveness:
 
     async def _guard(self) -> None:
         now = asyncio.get_running_loop().time
-        longest = Deadline(2 * self._watch.deadlines.upper, "2 × part_timeout")
+        longest = Deadline(2 * self._watch.deadlines.upper, "2 × stall_timeout")
         while True:
             steps, waited = await self._passed.get()
             if steps != self._steps:

@@ -66,7 +66,7 @@ class AllReduce:
         me = group.members[group.index(endpoint)]
         reduced = shares(group.members)
         parts_of = dict(zip(group.endpoints, partition(schema, reduced), strict=True))
-        # Allowed in any case so that nobody has to guess how long large tensors take; slower links need more `timeout`.
+        # This is always allowed, so that users need not guess how long large tensors take.
         self._at_slow_links = busiest_link(reduced, packed_size(schema)) / SLOW_LINK
         own = parts_of[endpoint]
         self._reducers = {name: parts for name, parts in parts_of.items() if me.sends and parts and name != endpoint}
@@ -118,7 +118,7 @@ class AllReduce:
                     for name, parts in self._reducers.items():
                         tasks.create_task(self._exchange(name, parts, tensors))
         except TimeoutError:
-            told = f"timeout + {self._at_slow_links:.1f} s for its bytes at 10 Mbit/s"
+            told = f"round_timeout + {self._at_slow_links:.1f} s for its bytes at 10 Mbit/s"
             whole = f"the round's deadline of {seconds:.1f} s = {told} passed before"
             self._reducing.drop_unfinished(f"{whole} it was done")
             for name, parts in self._reducers.items():

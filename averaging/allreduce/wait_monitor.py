@@ -16,7 +16,7 @@ _ALIKE = {Phase.TAKING: (Phase.TAKING, Phase.PART)}
 """Flow control hides how long a reply takes until many are under way, so the time of a part is allowed in any case."""
 
 LAGGING = 8
-"""One that has done one thing may take so many times as long for another. With the usual `min_part_timeout` that is
+"""One that has done one thing may take so many times as long for another. With the usual `min_stall_timeout` that is
 enough to look up a name, and to connect where the first packets are lost."""
 
 Overdue = Callable[[float, Deadline], None]

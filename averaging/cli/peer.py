@@ -76,7 +76,7 @@ SECONDS = finite(above=0)
     default=2,
     type=click.IntRange(min=2),
     metavar="M",
-    help="It begins with so many when --matchmaking-time is over.",
+    help="It begins with so many when --group-wait is over.",
 )
 @click.option(
     "--group-bits",
@@ -88,24 +88,24 @@ SECONDS = finite(above=0)
     "1111, and all have the mean after 3 rounds.",
 )
 @click.option(
-    "--matchmaking-time", default=5.0, type=SECONDS, metavar="SECONDS", help="How long a leader waits for a full group."
+    "--group-wait", default=5.0, type=SECONDS, metavar="SECONDS", help="How long a leader waits for a full group."
 )
 @click.option(
-    "--timeout",
+    "--round-timeout",
     default=60.0,
     type=SECONDS,
     metavar="SECONDS",
     help="For finding a group, and again for averaging, besides what that takes at 10 Mbit/s.",
 )
 @click.option(
-    "--part-timeout",
+    "--stall-timeout",
     default=30.0,
     type=SECONDS,
     metavar="SECONDS",
     help="Without progress a member of the round is given up, at the latest; sooner once more is known of it.",
 )
 @click.option(
-    "--min-part-timeout",
+    "--min-stall-timeout",
     default=1.0,
     type=SECONDS,
     metavar="SECONDS",
@@ -135,7 +135,7 @@ SECONDS = finite(above=0)
     help="On the wire; the same at all peers.",
 )
 @click.option(
-    "--reply",
+    "--reply-form",
     default="average",
     type=click.Choice(["average", "delta"]),
     help="What reducers answer; delta suits lossy compression of parameters. The same at all peers.",
@@ -224,9 +224,9 @@ def peer_command(
       averaging peer b.safetensors --run-id demo --join example.org:4222 --rounds 9 --receipts b.jsonl
       averaging explain b.jsonl
 
-    A round needs a group: those who look at the same time. A peer that finds none within --timeout gives up with exit
-    code 1 and says who was there and what they answered. A round that fails on the way is tried again --retries times.
-    With --serve nothing is given up.
+    A round needs a group of peers that look for one at the same time. A peer that finds none within --round-timeout
+    exits with code 1 and says which peers were there and what they answered. A round that fails is tried again
+    --retries times. With --serve the peer goes on after such failures.
 
     Ctrl+C or SIGTERM lets a round in progress end, a second one does not. With --serve the exit code is 0 then; without
     it 130 or 143, and nothing is written, unless all rounds were done.

@@ -109,7 +109,7 @@ class SharedTensors:
                 if decided.locked() or time.monotonic() >= end:
                     raise RoundError(
                         f"the application held the tensors' lock for {timeout:g} s; release it sooner, or raise "
-                        "`timeout`"
+                        "`round_timeout`"
                     )
             try:
                 if not decided.acquire(blocking=False):

@@ -150,7 +150,7 @@ class Deadlines:
         rates: how fast the others have delivered their state.
     """
 
-    def __init__(self, lower: float, upper: float, longest: str = "part_timeout") -> None:
+    def __init__(self, lower: float, upper: float, longest: str = "stall_timeout") -> None:
         self.lower, self.upper = min(lower, upper), upper
         self._longest = longest
         self.rates = Rates()
@@ -173,7 +173,7 @@ class Deadlines:
     @property
     def shortest(self) -> Deadline:
         """No deadline is shorter."""
-        return Deadline(self.lower, "min_part_timeout")
+        return Deadline(self.lower, "min_stall_timeout")
 
     def longest(self, phase: Phase) -> Deadline:
         """No deadline is longer, and so long is waited while nothing is known."""
@@ -256,7 +256,7 @@ class Deadlines:
             return longest if _is_tried(missed) else self.shortest
         seconds, basis = found.seconds, found.basis
         if seconds < self.lower:
-            seconds, basis = self.lower, f"min_part_timeout, more than {basis}"
+            seconds, basis = self.lower, f"min_stall_timeout, more than {basis}"
         if seconds >= longest.seconds:
             return longest
         doublings = math.ceil(math.log2(longest.seconds / seconds))  # with which it is the longest

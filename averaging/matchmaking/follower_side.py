@@ -59,7 +59,7 @@ class FollowerSide:
         endpoint: this peer's name.
         differences: asked about those who average other tensors.
         min_group_size: see `Matchmaking`; leaders are told of it.
-        matchmaking_time: see `Matchmaking`.
+        group_wait: see `Matchmaking`.
         only_named: see `Matchmaking`.
         conduct: who has broken the protocol, and is not asked.
         answers: who answered earlier requests; learned further here.
@@ -77,7 +77,7 @@ class FollowerSide:
         differences: SchemaDifferences,
         *,
         min_group_size: int,
-        matchmaking_time: float,
+        group_wait: float,
         only_named: bool,
         conduct: Exclusions,
         answers: ResponseHistory,
@@ -88,7 +88,7 @@ class FollowerSide:
         self._endpoint, self._schema = endpoint, schema
         self._transport, self._discovery, self._differences = transport, discovery, differences
         self._min_group_size = min_group_size
-        self._matchmaking_time, self._only_named = matchmaking_time, only_named
+        self._group_wait, self._only_named = group_wait, only_named
         self._conduct, self._answers, self._deadlines = conduct, answers, deadlines
         self._clock, self._rng = clock, rng
 
@@ -113,10 +113,10 @@ class FollowerSide:
                     return  # led already, or too late to be
                 if search.state.member.mode is Mode.CLIENT:
                     # It cannot lead, so it must be able to follow those who begin to wait only now.
-                    own = replace(own, expiration=max(until, now + self._matchmaking_time))
+                    own = replace(own, expiration=max(until, now + self._group_wait))
                 again = None
                 if number := 0 if search.state.leader else rules.how_many(*search.requests):
-                    found, again = self._candidates(search, own, key, now, began + self._matchmaking_time / 2)
+                    found, again = self._candidates(search, own, key, now, began + self._group_wait / 2)
                     declared = _Declared(search, own, key, until, tasks, news)
                     for candidate in found[:number]:
                         self._make_room(search)
@@ -338,7 +338,7 @@ class FollowerSide:
         if search.state.member.mode is Mode.CLIENT:  # whose own time may be far off
             left = min(own.expiration, asked.expiration) - now
         else:  # if the clock was set back, the time until ours is no guide
-            left = min(own.expiration - now, self._matchmaking_time)
+            left = min(own.expiration - now, self._group_wait)
         return max(0.0, left) + rules.CLOCK_TOLERANCE
 
     async def _check_members(self, group: Group, leader: str, key: str) -> None:

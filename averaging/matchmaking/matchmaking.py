@@ -43,7 +43,7 @@ class Matchmaking:
         group_size: it begins a group that it leads as soon as there are so many members.
         min_group_size: it begins one with so many when its declared time is over. Leaders are told that it takes part
             in no smaller one; those of other software may begin one all the same, so the caller has to check that.
-        matchmaking_time: seconds that one declaration lasts.
+        group_wait: seconds that one declaration lasts.
         only_named: whether a leader may name as members only those whom discovery names. In an open run, which may have
             peers of other implementations, it may name whomever it met.
         over_lifetime: seconds for which the record stays that says that a search is over, where no later search is made
@@ -66,7 +66,7 @@ class Matchmaking:
         *,
         group_size: int,
         min_group_size: int,
-        matchmaking_time: float,
+        group_wait: float,
         group_bits: str = "",
         only_named: bool = False,
         over_lifetime: float | None = None,
@@ -81,7 +81,7 @@ class Matchmaking:
         self.schema = schema
         self._discovery = discovery
         self._group_size, self._min_group_size = group_size, min_group_size
-        self._matchmaking_time, self._over_lifetime = matchmaking_time, over_lifetime
+        self._group_wait, self._over_lifetime = group_wait, over_lifetime
         self._clock, self._rng = clock, rng
         self._conduct = conduct or Exclusions()
         self._differences = SchemaDifferences(schema, transport, discovery, warned or Warned())
@@ -92,7 +92,7 @@ class Matchmaking:
             discovery,
             self._differences,
             min_group_size=min_group_size,
-            matchmaking_time=matchmaking_time,
+            group_wait=group_wait,
             only_named=only_named,
             conduct=self._conduct,
             answers=answers or ResponseHistory(),
@@ -238,7 +238,7 @@ class Matchmaking:
         """One declaration: until a group is there, or the declared time is over and too few are there."""
         loop = asyncio.get_running_loop()
         deadline = self._clock() + left.seconds
-        seconds = rules.declared_seconds(self._matchmaking_time, search.sent_away)
+        seconds = rules.declared_seconds(self._group_wait, search.sent_away)
         expiration = min(self._clock() + seconds, deadline)
         if search.state.member.mode is not Mode.CLIENT:
             search.state.declared = expiration

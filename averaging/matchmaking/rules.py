@@ -86,13 +86,13 @@ class LeaderCandidate:
     assembled: bool = False
 
 
-def declared_seconds(matchmaking_time: float, sent_away: bool) -> float:
+def declared_seconds(group_wait: float, sent_away: bool) -> float:
     """How long the next declaration lasts.
 
     A leader that has just sent its followers away, since they were too few for it, gives way to them: with the same
     time as before it would be the earliest again, and they would never find a leader for whom they are enough.
     """
-    return matchmaking_time + (min(matchmaking_time / 2, MOST_GIVEN_WAY) if sent_away else 0.0)
+    return group_wait + (min(group_wait / 2, MOST_GIVEN_WAY) if sent_away else 0.0)
 
 
 def verdict(

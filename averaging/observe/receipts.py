@@ -71,7 +71,7 @@ class Dropped:
         code: the same for programs.
         waited: seconds for which nothing came, where that is why; else None.
         deadline: seconds for which it would have been waited.
-        basis: how that deadline came about, such as `part_timeout`.
+        basis: how that deadline came about, such as `stall_timeout`.
     """
 
     endpoint: str

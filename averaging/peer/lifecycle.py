@@ -77,7 +77,7 @@ async def start(
     async with AsyncExitStack() as stack:
         endpoint = await transport.bind()
         stack.push_async_callback(transport.close, CLOSING_GRACE)
-        await tensors.while_locked(lambda: snapshots.commit(0), config.timeout)
+        await tensors.while_locked(lambda: snapshots.commit(0), config.round_timeout)
         book = ReceiptBook(endpoint, ReceiptLog(config.receipts) if config.receipts else None)
         stack.callback(book.close)  # who watches it need not be cut off
         service = PeerService(config, endpoint, schema, snapshots, clock(), book)

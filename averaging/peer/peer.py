@@ -258,7 +258,7 @@ class Peer:
 
         Raises:
             StateError: what `extra_state` adds cannot be shared.
-            RoundError: the application held the tensors' lock for more than `timeout`.
+            RoundError: the application held the tensors' lock for more than `round_timeout`.
             ClosedError: the peer is not running.
         """
 
@@ -266,7 +266,7 @@ class Peer:
             # Asked under the lock: a round may be committing its result meanwhile.
             self._snapshots.commit(self.version + 1 if version is None else version)
 
-        await self._tensors.while_locked(commit, self.config.timeout)
+        await self._tensors.while_locked(commit, self.config.round_timeout)
         self._entered.donors.notice.changed()
 
     def topic(self, name: str, tensors: Mapping[str, torch.Tensor], **options: Unpack[TopicOptions]) -> Topic:
@@ -316,7 +316,7 @@ class Peer:
                 all that train in the run, too.
             awaited: which of the others it waits for, by their progress; those at whose address nothing listens any
                 more leave the others' progress, and are not waited for.
-            patience: seconds to look for a group; `timeout` if None.
+            patience: seconds to look for a group; `round_timeout` if None.
             overtaken: asked, whenever the others' progress changes, whether to look on has become vain.
             state: a digest of what all members must hold alike as the round begins, for the receipt.
 
@@ -336,7 +336,7 @@ class Peer:
         except ValueError as error:
             raise ConfigError(str(error)) from None
         topic = topic or self._own
-        patience = self.config.timeout if patience is None else patience
+        patience = self.config.round_timeout if patience is None else patience
         async with self._one_average.until_closed(running.endpoint):
             receipt = await running.rounds.attempt(
                 topic,
@@ -375,7 +375,7 @@ class Peer:
 
         Raises:
             StateError: nobody could deliver a sound state; nothing was changed.
-            RoundError: the application held the tensors' lock for more than `timeout`; nothing was changed.
+            RoundError: the application held the tensors' lock for more than `round_timeout`; nothing was changed.
             ClosedError: the peer is not running.
         """
         fetched = await self.fetch_state(donors)
@@ -401,7 +401,7 @@ class Peer:
             self._transport,
             names,
             self.schema,
-            silence=self.config.part_timeout,
+            silence=self.config.stall_timeout,
             deadlines=self._entered.service.deadlines,
             declared={name: version for version, name in self.donors},
             verify_donors=self.config.verify_donors,
@@ -419,7 +419,7 @@ class Peer:
             self._tensors.copy_from(list(state.tensors.values())[: len(self.schema.tensors)])
             self._snapshots.commit(state.version)
 
-        await self._tensors.while_locked(write, self.config.timeout, self._tensors.nbytes)
+        await self._tensors.while_locked(write, self.config.round_timeout, self._tensors.nbytes)
         self._entered.donors.notice.changed()
         logger.info("took over the state of %s, version %d", fetched.donor, state.version)
 

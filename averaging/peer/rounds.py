@@ -132,7 +132,7 @@ class Rounds:
                 self._discovery,
                 group_size=config.group_size,
                 min_group_size=config.min_group_size,
-                matchmaking_time=config.matchmaking_time,
+                group_wait=config.group_wait,
                 group_bits=config.group_bits,
                 only_named=config.is_closed,
                 over_lifetime=None if lasting else self._over_lifetime(),
@@ -221,7 +221,7 @@ class Rounds:
             attempt.enter("checking")
             try:
                 check, nbytes = topic.tensors.check_finite, topic.tensors.nbytes
-                await topic.tensors.while_locked(check, self._config.timeout, nbytes)
+                await topic.tensors.while_locked(check, self._config.round_timeout, nbytes)
             except RoundError as error:
                 return self._receipt(attempt, Outcome.FAILED, str(error))
         attempt.enter("looking")
@@ -268,13 +268,13 @@ class Rounds:
             if reason := self._too_small(group):
                 await this_round.leave()
                 return self._receipt(attempt, Outcome.FAILED, reason)
-            result = attempt.result = await this_round.run(partial(self._prepare, attempt), self._config.timeout)
+            result = attempt.result = await this_round.run(partial(self._prepare, attempt), self._config.round_timeout)
             attempt.enter("adopting")
             matchmaking.move_on(group)
             reason = _why_failed(group, self._endpoint, result, topic.adopt)
             if not reason and self._config.mode is not Mode.AUXILIARY:
                 adopt, nbytes = partial(self._adopt, attempt, result), topic.tensors.nbytes
-                await topic.tensors.while_locked(adopt, self._config.timeout, nbytes)
+                await topic.tensors.while_locked(adopt, self._config.round_timeout, nbytes)
         except RoundError as error:
             return self._receipt(attempt, Outcome.FAILED, str(error))
         except LyingLeaderError as error:

@@ -64,7 +64,7 @@ class PeerService:
         self.round: AllReduce | None = None
         self.averaged = 0
         self.book = book
-        self.deadlines = Deadlines(config.min_part_timeout, config.part_timeout)
+        self.deadlines = Deadlines(config.min_stall_timeout, config.stall_timeout)
 
     async def join_group(self, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
         """Answers a request to join this peer's group."""
@@ -88,7 +88,7 @@ class PeerService:
     async def _serve_sender(self, messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
         try:
             # Senders of a round have the deadlines of that; this one ends the streams of others.
-            async with self._part_timeout(2):
+            async with self._stall_timeout(2):
                 first = await anext(messages, None)
         except TimeoutError:
             yield AveragingData(code=MessageCode.CANCELLED)
@@ -115,7 +115,7 @@ class PeerService:
         if not self._snapshots.shared:
             return
         try:
-            async with asyncio.timeout(self._config.part_timeout / 2):  # before the caller loses patience
+            async with asyncio.timeout(self._config.stall_timeout / 2):  # before the caller loses patience
                 await self._downloads.enter(caller)
         except TimeoutError:
             own = self._downloads.taken_by(caller)
@@ -123,9 +123,9 @@ class PeerService:
             raise BusyError(f"{told} of the state of {self._endpoint} are in progress; ask another donor") from None
         try:
             async with self._preparing:
-                snapshot = await self._snapshots.latest(self._config.part_timeout)
+                snapshot = await self._snapshots.latest(self._config.stall_timeout)
             clock, left = asyncio.get_running_loop().time, nbytes_of(snapshot.tensors)
-            taken = Throughput(LEAST_RATE, self._config.part_timeout, left, clock())
+            taken = Throughput(LEAST_RATE, self._config.stall_timeout, left, clock())
             for message in pack(snapshot, resume):
                 if self._downloads.wanted and not taken.time_left(clock()):
                     raise BusyError(f"others wait for the state of {self._endpoint}, and you take it slowly: {taken}")
@@ -170,15 +170,17 @@ class PeerService:
         """The round of that group, waiting while one is being assembled."""
         if not self._is_current(group_id) and self.matchmaking is not None:
             try:
-                async with self._part_timeout(1):
+                async with self._stall_timeout(1):
                     await self.matchmaking.assembling()
             except TimeoutError:
                 return None
         return self.round if self._is_current(group_id) else None
 
-    def _part_timeout(self, times: int) -> FairTimeout:
+    def _stall_timeout(self, times: int) -> FairTimeout:
         """Time in which this peer was suspended is not held against a sender."""
-        return FairTimeout(Deadline(times * self._config.part_timeout, f"{times} × part_timeout"), self.deadlines.lower)
+        return FairTimeout(
+            Deadline(times * self._config.stall_timeout, f"{times} × stall_timeout"), self.deadlines.lower
+        )
 
     def _is_current(self, group_id: bytes) -> bool:
         return self.round is not None and self.round.group.group_id == group_id

@@ -128,7 +128,7 @@ def make_topic(
     """
     how = one_of(Adopt, adopt, "adopt")
     # Deltas leave each member a little apart from the others.
-    reply = ReplyForm.AVERAGE if how is Adopt.WHOLE else config.reply
+    reply = ReplyForm.AVERAGE if how is Adopt.WHOLE else config.reply_form
     schema = describe(
         tensors.names,
         tensors.tensors,

@@ -18,7 +18,7 @@ asked so many times slower still."""
 LEAST = 16 << 10
 """Bytes/s that are expected of any donor, 128 kbit/s: a GiB takes 18 hours at that.
 
-That is two messages of 256 KiB in a `part_timeout` of 30 s; a donor with half of it would be silent for that long. Nor
+That is two messages of 256 KiB in a `stall_timeout` of 30 s; a donor with half of it would be silent for that long. Nor
 does a donor go on with a reader that takes less, if others wait."""
 
 PER_TENSOR = 1 << 10

@@ -32,7 +32,7 @@ class Strategy(ABC):
     Args:
         compression: how the averaged tensors are packed on the wire; the averager's `compression` if None.
         error_feedback: whether what a lossy code loses is added to what is sent in the next round. Where reducers
-            answer with deltas (`reply="delta"`) it stays in the parameters themselves, and comes back without it.
+            answer with deltas (`reply_form="delta"`) it stays in the parameters themselves, and comes back without it.
         max_norm: gradients are clipped to this norm before they are used; None leaves them.
 
     Attributes:

@@ -131,7 +131,7 @@ class GradientAveraging(LockstepStrategy):
     def _wait_for_the_rest(self, training: Training) -> Others:
         """Waits while that is so, but not much longer than a batch of this peer's takes."""
         self.announce(training)
-        patience = max(0.0, min(WAITED_BATCHES * (training.now() - self._returned), training.matchmaking_time))
+        patience = max(0.0, min(WAITED_BATCHES * (training.now() - self._returned), training.group_wait))
         told = training.told_until(lambda told: not self._is_worth_waiting(self.others(training, told)), patience)
         return self.others(training, told)
 

@@ -337,7 +337,7 @@ class Training:
         self._synchronize()
         config, weight = self._peer.config, self.weight
         # One declaration, and one more for each of the group bits that may have to be dropped.
-        patience = min(config.matchmaking_time * (1 + len(config.group_bits)), config.timeout)
+        patience = min(config.group_wait * (1 + len(config.group_bits)), config.round_timeout)
 
         awaited = options.get("awaited", frozenset)
 
@@ -409,9 +409,9 @@ class Training:
         return self._thread.run(self._peer.progress.until(condition, seconds))
 
     @property
-    def matchmaking_time(self) -> float:
+    def group_wait(self) -> float:
         """Seconds that one declaration of this peer lasts."""
-        return self._peer.config.matchmaking_time
+        return self._peer.config.group_wait
 
     def awaited_until(self, topic: Topic, phase: str = "") -> float | None:
         """Until when others that train wait for a group in this topic, seconds since the epoch; None if nobody does.
@@ -478,7 +478,7 @@ class Training:
 
         Raises:
             StateError: it does not fit; nothing was changed.
-            RoundError: the application held the tensors' lock for more than `timeout`; nothing was changed.
+            RoundError: the application held the tensors' lock for more than `round_timeout`; nothing was changed.
         """
         self._thread.run(self._peer.take_over(self._thread.wait(fetch.coming), self._take_over))
         self.forget()

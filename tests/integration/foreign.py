@@ -249,8 +249,8 @@ async def our_peer(
         made.append(GossipDiscovery(RUN, endpoint, transport, join=options.get("join", ())))
         return made[0]
 
-    defaults: PeerOptions = {"group_size": 2, "matchmaking_time": OUR_TIME, "timeout": 2 * OUR_TIME}
-    waits: PeerOptions = {"part_timeout": DEADLINE, "min_part_timeout": DEADLINE}
+    defaults: PeerOptions = {"group_size": 2, "group_wait": OUR_TIME, "round_timeout": 2 * OUR_TIME}
+    waits: PeerOptions = {"stall_timeout": DEADLINE, "min_stall_timeout": DEADLINE}
     chosen: PeerOptions = {**defaults, **waits, **options}
     tensors = [torch.ones(8)] if tensors is None else tensors
     with pytest.MonkeyPatch.context() as patch:

@@ -223,7 +223,7 @@ async def test_a_sender_that_opens_a_stream_and_sends_nothing_is_sent_away() -> 
         yield part(0)
 
     async with (
-        Peer([torch.zeros(1)], run_id="run", part_timeout=0.5) as peer,
+        Peer([torch.zeros(1)], run_id="run", stall_timeout=0.5) as peer,
         client() as caller,
         asyncio.timeout(PATIENCE),
         aclosing(caller.aggregate_part(peer.endpoint, nothing())) as replies,
@@ -247,7 +247,7 @@ class Line(HostQuota):
 @pytest.mark.asyncio
 async def test_so_many_download_the_state_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     large = torch.zeros(64 << 18)  # 64 MiB, more than fits on the way
-    async with Peer([large], run_id="run", part_timeout=2.0) as peer, client(limit=32 << 20) as caller:
+    async with Peer([large], run_id="run", stall_timeout=2.0) as peer, client(limit=32 << 20) as caller:
         monkeypatch.setattr("averaging.peer.service.MAX_DOWNLOADS", 1)
         line = Line(1, 4)
         monkeypatch.setattr(peer._entered.service, "_downloads", line)
@@ -323,7 +323,7 @@ async def test_one_host_s_idle_downloads_keep_no_other_from_the_state(monkeypatc
 @pytest.mark.asyncio
 async def test_a_host_that_has_its_places_is_told_so() -> None:
     large = torch.zeros(64 << 18)
-    async with Peer([large], run_id="run", part_timeout=1.0) as peer, AsyncExitStack() as stack:
+    async with Peer([large], run_id="run", stall_timeout=1.0) as peer, AsyncExitStack() as stack:
         caller = await stack.enter_async_context(client(limit=32 << 20))
         for _ in range(DOWNLOADS_PER_HOST):
             call = await stack.enter_async_context(aclosing(caller.download_state(peer.endpoint)))

@@ -184,7 +184,7 @@ async def test_clients_and_auxiliaries_in_all_mixes(clients: int, auxiliaries: i
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
-    ("deadline", "words"), [({"part_timeout": 1.0}, "sent nothing"), ({"timeout": 5.0}, "the round's deadline")]
+    ("deadline", "words"), [({"stall_timeout": 1.0}, "sent nothing"), ({"round_timeout": 5.0}, "the round's deadline")]
 )
 async def test_a_peer_that_others_cannot_dial_is_told_so_as_well_as_they(
     deadline: dict[str, float], words: str
@@ -231,7 +231,7 @@ async def test_tensors_of_all_kinds(reply: ReplyForm, in_place: bool) -> None:
     expected = {name: sum(t[name].detach().double() for t in everybody) / 3 for name in everybody[0]}
     async with AsyncExitStack() as stack:
         options: dict[str, Any] = {"in_place": in_place, "share_state": not in_place}
-        await average(*await swarm(stack, everybody, reply=reply, part_size_bytes=1024, **options))
+        await average(*await swarm(stack, everybody, reply_form=reply, part_size_bytes=1024, **options))
     for tensors in everybody:
         for name, tensor in tensors.items():
             precision = {torch.float16: 2e-3, torch.bfloat16: 2e-2}.get(tensor.dtype, 1e-6)
@@ -259,12 +259,13 @@ async def test_the_lock_keeps_a_result_out_until_it_is_released(in_place: bool) 
 @pytest.mark.asyncio
 async def test_a_lock_that_is_held_for_too_long_fails_the_round_and_is_no_error() -> None:
     async with AsyncExitStack() as stack:
-        peer = await enter(stack, {"w": torch.zeros(4)}, timeout=0.05)
+        peer = await enter(stack, {"w": torch.zeros(4)}, round_timeout=0.05)
         with peer.tensors():
             receipt = await peer.average()
         assert receipt.outcome is Outcome.FAILED
         assert (
-            receipt.reason == "the application held the tensors' lock for 0.05 s; release it sooner, or raise `timeout`"
+            receipt.reason
+            == "the application held the tensors' lock for 0.05 s; release it sooner, or raise `round_timeout`"
         )
         assert (await peer.average()).outcome is Outcome.NO_GROUP
 
@@ -282,7 +283,7 @@ async def test_other_shapes_are_named_by_both_sides() -> None:
             {"same": torch.zeros(1), "w": torch.zeros(2)},
             {"same": torch.zeros(1), "w": torch.zeros(3)},
         ]
-        peers = await swarm(stack, tensors, matchmaking_time=1.0)
+        peers = await swarm(stack, tensors, group_wait=1.0)
         for receipt in await average(*peers):
             assert receipt.outcome is Outcome.NO_GROUP
             assert "tensor 'w' is float32[" in receipt.reason
@@ -360,7 +361,7 @@ async def test_only_one_average_at_a_time() -> None:
 async def test_a_peer_that_is_closed_ends_its_average_first() -> None:
     async with AsyncExitStack() as stack:
         other = await enter(stack, {"w": torch.zeros(1)})
-        async with Peer({"w": torch.zeros(1)}, run_id="run", join=[other.endpoint], timeout=5.0) as peer:
+        async with Peer({"w": torch.zeros(1)}, run_id="run", join=[other.endpoint], round_timeout=5.0) as peer:
             averaging = asyncio.create_task(peer.average())
             endpoint = peer.endpoint
             await told(other, group_key("run", ""), endpoint)

@@ -85,7 +85,7 @@ async def relaying(endpoint: str, rate: float = 1e12) -> AsyncIterator[tuple[Rel
 async def test_after_a_cut_only_the_rest_travels() -> None:
     readers: list[StateAssembler] = []
     async with (
-        Peer(TENSORS, run_id="run", part_timeout=5.0) as donor,
+        Peer(TENSORS, run_id="run", stall_timeout=5.0) as donor,
         relaying(donor.endpoint) as (relay, endpoint),
     ):
 

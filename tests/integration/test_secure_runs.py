@@ -114,7 +114,7 @@ def test_three_processes_average_and_strangers_get_nothing(directory: Path, star
         assert averaging_command("ca", *arguments, "--directory", "foreign").returncode == 0
     (directory / "wrong").write_text("0123456789abcdef0123456789abcdef\n")
     (directory / "wrong").chmod(0o600)
-    common = ("--run-id", "demo", "--group-size", "3", "--min-group-size", "3", "--matchmaking-time", "20")
+    common = ("--run-id", "demo", "--group-size", "3", "--min-group-size", "3", "--group-wait", "20")
     # It serves: it is there for as long as the strangers take, and looks on until the others come.
     serving = (*common, "--serve", "--rounds", "1")
     first = start("peer", "a.safetensors", *serving, *files_of("a"), "--output", "a-mean.safetensors")

@@ -113,7 +113,7 @@ def test_peers_write_receipts_that_explain_tells(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_a_warning(tmp_path: Path) -> None:
     save_file({"w": torch.ones(3)}, tmp_path / "in.safetensors")
-    options = ["--run-id", "demo", "--timeout", "0.1", "--receipts", "/dev/full"]
+    options = ["--run-id", "demo", "--round-timeout", "0.1", "--receipts", "/dev/full"]
     with averaging_process("peer", str(tmp_path / "in.safetensors"), *options) as peer:
         assert peer.wait() == 1  # since nobody was there
         assert peer.stderr.count("could not be written to /dev/full: No space left on device") == 1
@@ -126,7 +126,7 @@ def test_an_averager_writes_receipts_too(tmp_path: Path) -> None:
         run_id="run",
         strategy=LocalSGD(every=1),
         receipts=tmp_path / "receipts.jsonl",
-        timeout=0.2,
+        round_timeout=0.2,
     ) as opt:
         opt.average_now()
     with (tmp_path / "receipts.jsonl").open("rb") as lines:

@@ -110,7 +110,7 @@ async def main(options: dict[str, Any]) -> None:
     listen, advertise = options.pop("listen", "127.0.0.1:0"), options.pop("advertise", None)
     options["mode"] = Mode[options.pop("mode", "NODE")]
     options["compression"] = CompressionType[options.pop("compression", "NONE")]
-    options["reply"] = ReplyForm(options.pop("reply", "average"))
+    options["reply_form"] = ReplyForm(options.pop("reply_form", "average"))
     tensor = torch.full((SIZE,), float(value)) + torch.arange(SIZE) % 7
     start = tensor.clone()
     transport = FatalTransport(

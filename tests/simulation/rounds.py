@@ -26,7 +26,7 @@ from averaging.protocol.messages import (
 from averaging.protocol.schema import ReplyForm, Schema, describe
 from averaging.transport.memory import MemoryNetwork, MemoryTransport
 
-PART_TIMEOUT = 1.0
+STALL_TIMEOUT = 1.0
 ROUND_SECONDS = 30.0
 
 
@@ -113,7 +113,7 @@ class Simulation:
         self.preparing: dict[str, Callable[[], Awaitable[object]]] = {}  # what a member does before it sends
         self.transports: dict[str, MemoryTransport] = {}
         self.rounds: dict[str, AllReduce] = {}
-        self.deadlines = deadlines or {m.endpoint: Deadlines(PART_TIMEOUT, PART_TIMEOUT) for m in members}
+        self.deadlines = deadlines or {m.endpoint: Deadlines(STALL_TIMEOUT, STALL_TIMEOUT) for m in members}
         for member in members:
             client = not member.reduces
             transport = self.network.transport(None if client else member.endpoint)

@@ -22,8 +22,8 @@ from tests.simulation.swarm import Swarm
 
 OPTIONS: dict[str, Any] = {
     "group_size": 3,
-    "matchmaking_time": 2.0,
-    "timeout": 8.0,
+    "group_wait": 2.0,
+    "round_timeout": 8.0,
     "part_size_bytes": 1024,
 }  # a part for each
 
@@ -152,7 +152,7 @@ def test_who_sends_nan_is_refused_for_the_round_named_and_counted() -> None:
 @pytest.mark.parametrize("code", [MessageCode.PROTOCOL_VIOLATION, MessageCode.BAD_GROUP_ID])
 def test_who_refuses_this_peer_is_not_remembered_for_it(code: MessageCode) -> None:
     swarm = Swarm(3)
-    peers = [swarm.peer(f"peer:{n + 1}", [torch.zeros(9)], group_size=2, matchmaking_time=2.0) for n in range(2)]
+    peers = [swarm.peer(f"peer:{n + 1}", [torch.zeros(9)], group_size=2, group_wait=2.0) for n in range(2)]
 
     async def refuse(endpoint: str, messages: Any) -> Any:
         yield AveragingData(code=code)

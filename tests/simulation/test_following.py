@@ -56,7 +56,7 @@ def test_nobody_is_asked_once_the_group_has_begun(suggested: str) -> None:
                 discovery,
                 group_size=2,
                 min_group_size=2,
-                matchmaking_time=10.0,
+                group_wait=10.0,
                 clock=virtual_time.clock,
                 rng=random.Random(1),
             )

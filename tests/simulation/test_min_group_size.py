@@ -62,9 +62,9 @@ def test_all_mixes_of_sizes(count: int, group_size: int) -> None:
                 [tensor],
                 group_size=group_size,
                 min_group_size=size,
-                matchmaking_time=2.0,
-                timeout=12.0,
-                min_part_timeout=0.2,
+                group_wait=2.0,
+                round_timeout=12.0,
+                min_stall_timeout=0.2,
             )
             for number, (size, tensor) in enumerate(zip(sizes, scalars(count, seed), strict=True))
         ]
@@ -76,17 +76,17 @@ def test_all_mixes_of_sizes(count: int, group_size: int) -> None:
             assert all(receipt.outcome is Outcome.NO_GROUP for receipt in receipts if not receipt.averaged)
 
 
-@pytest.mark.parametrize(("matchmaking_time", "rounds"), [(9.0, 10), (1.0, 3)], ids=["it follows", "it leads"])
+@pytest.mark.parametrize(("group_wait", "rounds"), [(9.0, 10), (1.0, 3)], ids=["it follows", "it leads"])
 def test_a_member_that_wants_more_than_the_others_take_holds_them_up_for_its_declared_time_at_most(
-    matchmaking_time: float, rounds: int
+    group_wait: float, rounds: int
 ) -> None:
     swarm = Swarm(1)
     tensors = scalars(3, 1)
     wanting = swarm.peer(
-        "peer:1", [tensors[0]], group_size=4, min_group_size=4, matchmaking_time=matchmaking_time, timeout=10.0
+        "peer:1", [tensors[0]], group_size=4, min_group_size=4, group_wait=group_wait, round_timeout=10.0
     )
     others = [
-        swarm.peer(f"peer:{number}", [tensors[number - 1]], group_size=2, matchmaking_time=4.0, timeout=10.0)
+        swarm.peer(f"peer:{number}", [tensors[number - 1]], group_size=2, group_wait=4.0, round_timeout=10.0)
         for number in (2, 3)
     ]
     first, *rest = receipts_of(swarm, [wanting, *others], pause=0.5)
@@ -100,7 +100,7 @@ def test_a_run_in_which_one_wants_too_much_averages_at_each_declared_time() -> N
     """The leader hopes for more members until then, and leaves it out."""
     swarm = Swarm(2)
     peers = [
-        swarm.peer(f"peer:{number}", [tensor], group_size=8, min_group_size=size, matchmaking_time=1.0, timeout=5.0)
+        swarm.peer(f"peer:{number}", [tensor], group_size=8, min_group_size=size, group_wait=1.0, round_timeout=5.0)
         for number, (size, tensor) in enumerate(zip((2, 2, 2, 6), scalars(4, 2), strict=True), 1)
     ]
     *rest, wanting = receipts_of(swarm, peers)
@@ -124,8 +124,8 @@ def test_a_member_of_a_group_that_is_too_small_leaves_and_says_why(size: int, ot
     swarm = Swarm(size)
     tensors = [torch.full((1200,), float(number)) for number in range(others + 1)]
     before = tensors[-1].clone()
-    options: PeerOptions = {"group_size": 8, "matchmaking_time": 2.0, "timeout": 20.0, "part_size_bytes": 1024}
-    wanting: PeerOptions = {"min_group_size": size, "matchmaking_time": 3.0}
+    options: PeerOptions = {"group_size": 8, "group_wait": 2.0, "round_timeout": 20.0, "part_size_bytes": 1024}
+    wanting: PeerOptions = {"min_group_size": size, "group_wait": 3.0}
     peers = [swarm.peer(f"peer:{number + 1}", [tensors[number]], **options) for number in range(others)]
     swarm.network.transport = lambda endpoint: Untold(swarm.network, endpoint)  # type: ignore[method-assign]
     peers.append(swarm.peer("wanting:1", [tensors[-1]], **(options | wanting)))
@@ -150,5 +150,5 @@ def test_a_member_of_a_group_that_is_too_small_leaves_and_says_why(size: int, ot
     for one in rest:
         assert [lost.endpoint for lost in one.dropped] == ["wanting:1"]
         assert one.dropped[0].code in (DropCode.CANCELLED, DropCode.REFUSED)
-        assert one.allreduce_seconds < 1.5  # min_part_timeout, for it is not proved who says that it leaves
+        assert one.allreduce_seconds < 1.5  # min_stall_timeout, for it is not proved who says that it leaves
         assert one.outcome is (Outcome.AVERAGED if others > 1 else Outcome.FAILED), one

@@ -44,8 +44,8 @@ class Run:
             discovery=discovery,
             clock=clock,
             rng=random.Random(self.rng.getrandbits(64)),
-            matchmaking_time=2.0,
-            timeout=timeout,
+            group_wait=2.0,
+            round_timeout=timeout,
         )
 
     def simulate(self, main: Callable[[AsyncExitStack], Coroutine[Any, Any, None]]) -> None:

@@ -81,7 +81,7 @@ def donor(swarm: Swarm, name: str, extra: float) -> Peer:
         discovery=lambda endpoint, transport: MemoryDiscovery(swarm.registry),
         clock=virtual_time.clock,
         extra_state=lambda: extras,
-        part_timeout=3.0,
+        stall_timeout=3.0,
     )
 
 

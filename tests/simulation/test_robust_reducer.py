@@ -23,7 +23,9 @@ def test_two_of_eight_that_send_a_million_do_not_carry_the_others_away(
     for false in tensors[6:]:
         false.fill_(1e6)
     peers = [
-        swarm.peer(f"peer:{n + 1}", [tensors[n]], group_size=8, aggregation=rule, part_size_bytes=1024, reply=reply)
+        swarm.peer(
+            f"peer:{n + 1}", [tensors[n]], group_size=8, aggregation=rule, part_size_bytes=1024, reply_form=reply
+        )
         for n in range(8)
     ]
     for receipts in swarm.simulate(swarm.average_together(peers)):
@@ -46,8 +48,7 @@ def test_peers_with_another_rule_do_not_meet() -> None:
     swarm = Swarm(1)
     rules = ["mean", "clip:3"]
     peers = [
-        swarm.peer(f"peer:{n + 1}", [torch.zeros(3)], matchmaking_time=2.0, aggregation=rule)
-        for n, rule in enumerate(rules)
+        swarm.peer(f"peer:{n + 1}", [torch.zeros(3)], group_wait=2.0, aggregation=rule) for n, rule in enumerate(rules)
     ]
 
     async def main() -> list[Receipt]:

@@ -55,7 +55,7 @@ def rounds(
     """
     swarm = Swarm(seed)
     peers = [
-        swarm.peer(f"peer:{number}", [tensor], group_size=4, matchmaking_time=5.0)
+        swarm.peer(f"peer:{number}", [tensor], group_size=4, group_wait=5.0)
         for number, tensor in enumerate(scalars(4, seed), 1)
     ]
 
@@ -142,7 +142,7 @@ def test_many_seeds_of_ordinary_swarms_find_whole_groups_at_once() -> None:
         latency = rng.choice([(0.001, 0.02), (0.01, 0.01), (0.001, 0.05), (0.001, 0.3), (0.1, 0.15)])
         swarm = Swarm(seed, latency=latency, delay=rng.choice([0.0, 0.02, 0.1]))
         peers = [
-            swarm.peer(f"peer:{number}", [tensor], group_size=count, matchmaking_time=5.0, timeout=20.0)
+            swarm.peer(f"peer:{number}", [tensor], group_size=count, group_wait=5.0, round_timeout=20.0)
             for number, tensor in enumerate(scalars(count, seed), 1)
         ]
         for receipt in (receipt for own in swarm.simulate(swarm.average_together(peers, 3)) for receipt in own):
@@ -205,7 +205,7 @@ def searcher(
         discovery,
         group_size=group_size,
         min_group_size=2,
-        matchmaking_time=20.0,
+        group_wait=20.0,
         clock=virtual_time.clock,
         rng=random.Random(1),
         answers=answers,

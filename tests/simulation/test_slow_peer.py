@@ -34,7 +34,7 @@ def four(strategy: str, *, times: float = TIMES, until: float = 120.0) -> Run:
     """A run of four peers; a step of the last one takes so many times as long as one of the others."""
     sites = [Site(name, [NAMES[0]] if number else [], 0.05 * number) for number, name in enumerate(NAMES)]
     sites[-1].step_seconds = times * STEP_SECONDS
-    return Run(1, strategy, sites, until=until, matchmaking_time=40.0)
+    return Run(1, strategy, sites, until=until, group_wait=40.0)
 
 
 def receipts_of(sites: Sequence[Site], name: str) -> list[Receipt]:
@@ -165,7 +165,7 @@ def averaging(swarm: Swarm, peers: Sequence[Peer], starts: Sequence[float]) -> l
     return receipts
 
 
-def patient(swarm: Swarm, modes: Sequence[Mode], matchmaking_time: float = 30.0) -> list[Peer]:
+def patient(swarm: Swarm, modes: Sequence[Mode], group_wait: float = 30.0) -> list[Peer]:
     """Peers that wait for each other."""
     tensors = scalars(len(modes), 1)
     return [
@@ -175,8 +175,8 @@ def patient(swarm: Swarm, modes: Sequence[Mode], matchmaking_time: float = 30.0)
             mode=mode,
             group_size=len(modes),
             min_group_size=len(modes),
-            timeout=60.0,
-            matchmaking_time=matchmaking_time,
+            round_timeout=60.0,
+            group_wait=group_wait,
         )
         for number, (mode, tensor) in enumerate(zip(modes, tensors, strict=True))
     ]
@@ -217,7 +217,7 @@ def test_an_auxiliary_is_not_waited_for_and_sees_who_is() -> None:
 
 def test_who_waits_so_long_that_it_declares_itself_anew_has_not_come_later_for_that() -> None:
     swarm = Swarm(1)
-    peers = patient(swarm, [Mode.NODE] * 3, matchmaking_time=2.0)
+    peers = patient(swarm, [Mode.NODE] * 3, group_wait=2.0)
     for receipt in averaging(swarm, peers, [0.0, 0.1, 15.0])[:2]:
         assert named(receipt) == ("2:1", pytest.approx(14.9, abs=0.2))
         assert all(one.waited is None or one.waited > 14.0 for one in receipt.accounts if one.endpoint != "2:1")

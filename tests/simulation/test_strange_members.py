@@ -68,7 +68,7 @@ def matchmaking(
         discovery,
         group_size=3,
         min_group_size=2,
-        matchmaking_time=10.0,
+        group_wait=10.0,
         only_named=only_named,
         conduct=conduct,
         clock=virtual_time.clock,
@@ -237,7 +237,7 @@ def test_one_that_is_stuck_and_declares_itself_again_and_again_keeps_nobody_from
 ) -> None:
     swarm = Swarm(seed)
     peers = [
-        swarm.peer(f"peer:{number}", [tensor], group_size=4, matchmaking_time=5.0, timeout=15.0)
+        swarm.peer(f"peer:{number}", [tensor], group_size=4, group_wait=5.0, round_timeout=15.0)
         for number, tensor in enumerate(scalars(4, seed), 1)
     ]
 

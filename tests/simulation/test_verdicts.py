@@ -63,7 +63,7 @@ def searcher(
         discovery,
         group_size=group_size,
         min_group_size=2,
-        matchmaking_time=30.0,
+        group_wait=30.0,
         clock=virtual_time.clock,
         rng=random.Random(1),
         deadlines=deadlines,

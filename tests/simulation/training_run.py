@@ -51,10 +51,10 @@ class Run:
     """A run with its network; everything random comes from `seed`."""
 
     def __init__(
-        self, seed: int, strategy: str, sites: Sequence[Site], *, until: float, matchmaking_time: float = 1.0
+        self, seed: int, strategy: str, sites: Sequence[Site], *, until: float, group_wait: float = 1.0
     ) -> None:
         self.seed, self.strategy, self.sites, self.until = seed, strategy, sites, until
-        self.matchmaking_time = matchmaking_time
+        self.group_wait = group_wait
         self.network = MemoryNetwork(random.Random(seed))
 
     def train(self, site: Site, rng: random.Random) -> None:
@@ -103,9 +103,9 @@ class Run:
             transport=self.network.transport(site.name),
             discovery=discovery,
             on_round=site.receipts.append,
-            matchmaking_time=self.matchmaking_time,
-            timeout=5.0 * self.matchmaking_time,
-            part_timeout=2.0,
+            group_wait=self.group_wait,
+            round_timeout=5.0 * self.group_wait,
+            stall_timeout=2.0,
         )
 
     async def _live(self, site: Site, rng: random.Random) -> None:

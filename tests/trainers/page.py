@@ -36,7 +36,7 @@ def run_as_one_of_two(code: str, number: int, endpoints: SimpleQueue[str], names
         """Tells the newcomer where to join, and keeps the receipts."""
 
         def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, on_round=receipts.append, matchmaking_time=30.0, group_size=2, **options)
+            super().__init__(*arguments, on_round=receipts.append, group_wait=30.0, group_size=2, **options)
             averagers.append(self)
             if number == 0:
                 endpoints.put(self.endpoint)

@@ -77,7 +77,7 @@ def test_a_newcomer_makes_the_rest_of_the_steps(run: Run) -> None:
     accelerator = Accelerator(cpu=True)
     model, data = accelerator.prepare(torch.nn.Linear(3, 1), data_of(80))
     first = founder(run, model, 5)
-    opt = averager_of(model, join=[first.endpoint], group_size=2, matchmaking_time=30.0)
+    opt = averager_of(model, join=[first.endpoint], group_size=2, group_wait=30.0)
     loop, steps = AveragingLoop(accelerator, opt), 0
     with opt, going_on(run, 8) as told:
         for x, y in data:

@@ -112,7 +112,7 @@ def test_several_processes_of_one_trainer_are_refused(told: dict[str, list[dict[
 
 def test_a_newcomer_ends_with_the_run_logs_and_is_closed(run: Run, tmp_path: Path) -> None:
     first = founder(run, Model().net, 5)
-    model = Averaged(LocalSGD(4), join=[first.endpoint], group_size=2, matchmaking_time=30.0)
+    model = Averaged(LocalSGD(4), join=[first.endpoint], group_size=2, group_wait=30.0)
     # A newcomer does not wait.
     trainer = trainer_of(tmp_path, AveragingCallback(wait_for=9), max_steps=13, log_every_n_steps=2)
     with going_on(run, 8) as told:

@@ -91,7 +91,7 @@ def test_a_newcomer_ends_with_the_run_and_its_last_checkpoint_has_the_weights_of
     options = {"max_steps": 13, "logging_steps": 2, "save_strategy": "steps", "save_steps": 100}
     trainer = Trainer(model_of(), arguments_of(tmp_path, **options, report_to="tensorboard"), train_dataset=data_of(80))
     first = founder(run, trainer.model, 5)
-    with averager_of(trainer, join=[first.endpoint], group_size=2, matchmaking_time=30.0) as opt:
+    with averager_of(trainer, join=[first.endpoint], group_size=2, group_wait=30.0) as opt:
         AveragingCallback(opt, wait_for=9).attach(trainer)  # a newcomer does not wait
         with going_on(run, 8) as told:
             trainer.train()

@@ -63,15 +63,15 @@ WRONG_VALUES = [
     (["--weight", "nan"], "--weight", "not finite"),
     (["--weight", "inf"], "--weight", "not finite"),
     (["--weight", "much"], "--weight", "not a number"),
-    (["--timeout", "0"], "--timeout", "above 0"),
-    (["--matchmaking-time", "-1"], "--matchmaking-time", "above 0"),
-    (["--part-timeout", "inf"], "--part-timeout", "not finite"),
+    (["--round-timeout", "0"], "--round-timeout", "above 0"),
+    (["--group-wait", "-1"], "--group-wait", "above 0"),
+    (["--stall-timeout", "inf"], "--stall-timeout", "not finite"),
     (["--interval", "-0.1"], "--interval", "at least 0"),
     (["--bandwidth", "0"], "--bandwidth", "above 0"),
     (["--retries", "-1"], "--retries", "x>=0"),
     (["--part-size", "1"], "--part-size", "1024<="),
     (["--compression", "zip"], "--compression", "'float16'"),
-    (["--reply", "sum"], "--reply", "'delta'"),
+    (["--reply-form", "sum"], "--reply-form", "'delta'"),
     (["--aggregation", "trimmed"], "--aggregation", "trimmed:F"),
     (["--gather", "{'loss': 1}"], "--gather", "'{\"loss\": 0.5}'"),
     (["--gather", "NaN"], "--gather", "no number in JSON"),
@@ -167,16 +167,16 @@ def test_defaults_are_those_of_the_library() -> None:
         "group_size",
         "min_group_size",
         "group_bits",
-        "matchmaking_time",
-        "timeout",
-        "part_timeout",
-        "min_part_timeout",
+        "group_wait",
+        "round_timeout",
+        "stall_timeout",
+        "min_stall_timeout",
         "join_timeout",
     ):
         assert ours[name] == theirs[name], name
     assert ours["part_size"] == theirs["part_size_bytes"]
     assert COMPRESSIONS[str(ours["compression"])] == theirs["compression"]
-    assert ours["reply"] == theirs["reply"]
+    assert ours["reply_form"] == theirs["reply_form"]
     assert ours["inspection"] == theirs["inspection"]
     (listen,) = (parameter for parameter in peer_command.params if parameter.name == "listen")
     assert str(theirs["listen"]) in str(getattr(listen, "help", ""))
@@ -186,7 +186,7 @@ def test_choices_are_those_of_the_library() -> None:
     choices = {str(p.name): list(p.type.choices) for p in peer_command.params if isinstance(p.type, click.Choice)}
     assert choices == {
         "compression": list(COMPRESSIONS),
-        "reply": [form.value for form in ReplyForm],
+        "reply_form": [form.value for form in ReplyForm],
         "inspection": [who.value for who in Inspection],
     }
     assert set(COMPRESSIONS.values()) == set(CompressionType)
@@ -229,9 +229,11 @@ def test_the_command_that_joins_repeats_what_must_be_the_same() -> None:
     command = join_command(peer_command, context.params["file"], context.params)
     assert command[5:] == ["--tls-ca", "ca.pem", "--token-file", "t"]
     # Who refuses NaN would drop this peer.
-    context = peer_command.make_context("peer", ["a", "--run-id", "demo", "--allow-non-finite", "--reply", "delta"])
+    context = peer_command.make_context(
+        "peer", ["a", "--run-id", "demo", "--allow-non-finite", "--reply-form", "delta"]
+    )
     command = join_command(peer_command, context.params["file"], context.params)
-    assert command[5:] == ["--reply", "delta", "--allow-non-finite"]
+    assert command[5:] == ["--reply-form", "delta", "--allow-non-finite"]
 
 
 def test_errors_of_the_library_speak_of_options() -> None:

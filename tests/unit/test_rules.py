@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.config import MAX_MATCHMAKING_TIME
+from averaging.config import MAX_GROUP_WAIT
 from averaging.deadlines.learned_deadlines import VERDICT_SECONDS
 from averaging.discovery.base import MAX_LIFETIME, Entry
 from averaging.errors import ProtocolViolationError
@@ -248,7 +248,7 @@ def test_a_group_begins_with_the_most_followers_of_whom_each_finds_enough(own: i
 def test_a_leader_whose_followers_were_too_few_for_it_becomes_later_than_these() -> None:
     assert rules.declared_seconds(4.0, sent_away=False) == 4.0
     assert rules.declared_seconds(4.0, sent_away=True) == 6.0
-    assert rules.declared_seconds(MAX_MATCHMAKING_TIME, sent_away=True) < MAX_LIFETIME
+    assert rules.declared_seconds(MAX_GROUP_WAIT, sent_away=True) < MAX_LIFETIME
 
 
 def test_a_group_with_enough_contributors_waits_until_it_is_large_enough_for_its_followers() -> None:
