@@ -1,4 +1,4 @@
-"""What a peer can be told at its start, and whether that can work."""
+"""What a peer can be told at its start, and whether that can work. Pure."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from enum import StrEnum
 from numbers import Integral, Real
 from typing import TypeAlias, TypedDict
 
-from averaging.addresses import parse_address
-from averaging.aggregation import parse_aggregation
+from averaging.common.addresses import parse_address
+from averaging.common.validation import one_of
 from averaging.errors import ConfigError
-from averaging.group import Mode
-from averaging.messages import CompressionType
-from averaging.schema import ReplyForm
-from averaging.values import one_of, parse_compression
+from averaging.protocol.aggregation import parse_aggregation
+from averaging.protocol.group import Mode
+from averaging.protocol.messages import CompressionType, parse_compression
+from averaging.protocol.schema import ReplyForm
 
 DEFAULT_PART_SIZE_BYTES = 1 << 20
 """Smaller parts cost more per byte; larger ones gain nothing (docs/performance.md)."""
@@ -26,7 +26,7 @@ FilePath: TypeAlias = "str | os.PathLike[str]"
 MAX_RUN_ID_BYTES, MAX_GROUP_BITS = 128, 64
 """Both stand in the keys of discovery, which have at most 256 bytes."""
 
-MAX_MATCHMAKING_TIME = 3000.0
+MAX_GROUP_WAIT = 3000.0
 """Longest time of one declaration in seconds; discovery keeps no record longer than an hour."""
 
 
@@ -64,13 +64,13 @@ class PeerOptions(TypedDict, total=False):
     group_size: int
     min_group_size: int
     group_bits: str
-    matchmaking_time: float
-    timeout: float
-    part_timeout: float
-    min_part_timeout: float
+    group_wait: float
+    round_timeout: float
+    stall_timeout: float
+    min_stall_timeout: float
     bandwidth: float | None
     compression: CompressionType | str
-    reply: ReplyForm | str
+    reply_form: ReplyForm | str
     aggregation: str
     part_size_bytes: int
     non_finite: NonFinite | str
@@ -99,21 +99,23 @@ class PeerConfig:
         join_timeout: seconds within which one of them must answer.
         mode: node, client (accepts no connection) or auxiliary (reduces, contributes no tensors).
         group_size: a group begins as soon as it has so many members.
-        min_group_size: it begins with so many when its leader's waiting time is over.
+        min_group_size: it begins with so many when its leader's waiting time is over. This peer takes part in no
+            smaller group, whoever leads. Should be the same at all peers: one that wants more members than there are
+            averages with nobody, and the others wait for more until their leader's waiting time is over.
         group_bits: first group key, zeros and ones; empty puts all peers of the run under one key. To mix many peers by
             small groups, log2(group_size) bits for each round after the first, spread evenly: of 64 peers in groups of
             4 the n-th has `f"{n % 16:04b}"`, and all have the mean after 3 rounds.
-        matchmaking_time: seconds a peer waits in one declaration before it begins with those who are there.
-        timeout: seconds for finding a group, and as many again for the all-reduce with it, besides what this takes on
-            links of 10 Mbit/s.
-        part_timeout: seconds without any progress after which a member is given up in a round, at the latest: what is
+        group_wait: seconds a peer waits in one declaration before it begins with those who are there.
+        round_timeout: seconds to find a group, and as many again for the all-reduce. The time that the bytes take at
+            10 Mbit/s is added.
+        stall_timeout: seconds without any progress after which a member is given up in a round, at the latest: what is
             learned of each member makes it less (docs/reliability.md). A part must get through within it, while a link
             carries one to and one from each other member at once.
-        min_part_timeout: but not less than this, unless part_timeout is.
+        min_stall_timeout: but not less than this, unless stall_timeout is.
         bandwidth: of this peer's link in bytes/s, so that it is given a share to match. None if unknown: it counts as
             the median of those that are told, so all should tell theirs. Told by the slowest alone it changes nothing.
         compression: how tensors are packed on the wire.
-        reply: reducers answer with the average, or with the difference to what was sent.
+        reply_form: reducers answer with the average, or with the difference to what was sent.
         aggregation: how contributions become one: `mean`, or `median`, `trimmed:F`, `clip:TAU`, which a minority of
             false ones cannot carry away (docs/robust.md). The same at all peers.
         part_size_bytes: size of a part on the wire.
@@ -148,13 +150,13 @@ class PeerConfig:
     group_size: int = 8
     min_group_size: int = 2
     group_bits: str = ""
-    matchmaking_time: float = 5.0
-    timeout: float = 60.0
-    part_timeout: float = 30.0
-    min_part_timeout: float = 1.0
+    group_wait: float = 5.0
+    round_timeout: float = 60.0
+    stall_timeout: float = 30.0
+    min_stall_timeout: float = 1.0
     bandwidth: float | None = None
     compression: CompressionType = CompressionType.NONE
-    reply: ReplyForm = ReplyForm.AVERAGE
+    reply_form: ReplyForm = ReplyForm.AVERAGE
     aggregation: str = "mean"
     part_size_bytes: int = DEFAULT_PART_SIZE_BYTES
     non_finite: NonFinite = NonFinite.REFUSE
@@ -185,14 +187,14 @@ class PeerConfig:
         for seed in self.join:
             if parse_address(seed)[1] == 0:
                 raise ConfigError(f"{seed!r} has port 0; give the port on which that peer listens")
-        for name in ("join_timeout", "matchmaking_time", "timeout", "part_timeout", "min_part_timeout"):
+        for name in ("join_timeout", "group_wait", "round_timeout", "stall_timeout", "min_stall_timeout"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{name} must be a finite number of seconds above 0, not {value!r}")
-        if self.matchmaking_time > MAX_MATCHMAKING_TIME:
+        if self.group_wait > MAX_GROUP_WAIT:
             raise ConfigError(
-                f"matchmaking_time must be at most {MAX_MATCHMAKING_TIME:g} s, not {self.matchmaking_time:g}; "
-                "a peer declares itself again until timeout"
+                f"group_wait must be at most {MAX_GROUP_WAIT:g} s, not {self.group_wait:g}; "
+                "a peer declares itself again until round_timeout"
             )
         if self.min_group_size < 2:
             raise ConfigError(f"min_group_size must be at least 2, not {self.min_group_size}")
@@ -227,7 +229,7 @@ class PeerConfig:
         read = {
             "mode": one_of(Mode, self.mode, "mode"),
             "compression": parse_compression(self.compression),
-            "reply": one_of(ReplyForm, self.reply, "reply"),
+            "reply_form": one_of(ReplyForm, self.reply_form, "reply_form"),
             "non_finite": one_of(NonFinite, self.non_finite, "non_finite"),
             "inspection": one_of(Inspection, self.inspection, "inspection"),
         }
@@ -245,7 +247,7 @@ _TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
     "advertise": ((str, type(None)), "a text or None"),
     "join": ((Collection,), "a list of addresses"),
     **dict.fromkeys(
-        ("join_timeout", "matchmaking_time", "timeout", "part_timeout", "min_part_timeout"),
+        ("join_timeout", "group_wait", "round_timeout", "stall_timeout", "min_stall_timeout"),
         ((Real,), "a finite number of seconds above 0"),
     ),
     "bandwidth": ((Real, type(None)), "a number of bytes/s or None"),

@@ -227,9 +227,9 @@ class PeerProcess:
             join=[] if part == 0 else [first],
             join_timeout=PATIENCE,
             group_size=recipe.peers,
-            matchmaking_time=10.0,
-            timeout=30.0,
-            part_timeout=10.0,
+            group_wait=10.0,
+            round_timeout=30.0,
+            stall_timeout=10.0,
             scheduler=lambda optimizer: LambdaLR(optimizer, lambda _: recipe.lr_factor(self.samples)),
             on_round=self.note,
         )

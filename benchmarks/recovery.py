@@ -3,7 +3,7 @@
 Four processes average 16 MiB again and again. One of them is killed (SIGKILL) at a random moment; measured is the time
 until each of the others has finished its next round. Then a new one is started; measured is the time until its first
 average, from the start of its process and from the moment at which it was up.
-Peers declare themselves for `--matchmaking-time` seconds: so long a leader waits for a fourth member that is no more.
+Peers declare themselves for `--group-wait` seconds: so long a leader waits for a fourth member that is no more.
 
 With `--hivemind PYTHON` (see `benchmarks.allreduce --help`) the same is done to hivemind 1.1.12. Where peers have not
 recovered after a minute, the next kill is of four new ones.
@@ -50,7 +50,7 @@ def say(**fields: Any) -> None:
     print(json.dumps({"time": time.time(), **fields}), flush=True)
 
 
-async def averaging_worker(join: str, matchmaking_time: float) -> None:
+async def averaging_worker(join: str, group_wait: float) -> None:
     import torch
 
     from averaging.peer.peer import Peer
@@ -61,7 +61,7 @@ async def averaging_worker(join: str, matchmaking_time: float) -> None:
         run_id="recovery",
         join=[join] if join else [],
         group_size=PEERS,
-        matchmaking_time=matchmaking_time,
+        group_wait=group_wait,
     ) as peer:
         say(event="up", address=peer.endpoint)
         while True:
@@ -70,7 +70,7 @@ async def averaging_worker(join: str, matchmaking_time: float) -> None:
             say(event="round", began=began, averaged=receipt.averaged, members=len(receipt.members), told=str(receipt))
 
 
-def hivemind_worker(join: str, matchmaking_time: float) -> None:
+def hivemind_worker(join: str, group_wait: float) -> None:
     import torch
 
     # Not installed where types are checked: all of it is Any.
@@ -83,7 +83,7 @@ def hivemind_worker(join: str, matchmaking_time: float) -> None:
         prefix="recovery",
         target_group_size=PEERS,
         min_group_size=2,
-        min_matchmaking_time=matchmaking_time,
+        min_group_wait=group_wait,
         start=True,
     )
     say(event="up", address=str(dht.get_visible_maddrs()[0]))
@@ -103,13 +103,13 @@ class EndedError(Exception):
 class Process:
     """A peer, and what it has told."""
 
-    def __init__(self, system: str, python: str, join: str, matchmaking_time: float) -> None:
+    def __init__(self, system: str, python: str, join: str, group_wait: float) -> None:
         self.started = time.time()
         self.events: list[dict[str, Any]] = []
         self.told = asyncio.Event()
         self._ended = False
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - `kill` closes it
-        arguments = ["--worker", system, "--join", join, "--matchmaking-time", str(matchmaking_time)]
+        arguments = ["--worker", system, "--join", join, "--group-wait", str(group_wait)]
         self._command = [python, "-m", "benchmarks.recovery", *arguments]
         self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -170,15 +170,15 @@ class Process:
 class Run:
     """Four peers of one system, or those that are left of them."""
 
-    def __init__(self, system: str, python: str, matchmaking_time: float) -> None:
-        self._with = (system, python, matchmaking_time)
+    def __init__(self, system: str, python: str, group_wait: float) -> None:
+        self._with = (system, python, group_wait)
         self.peers: list[Process] = []
         self._first = ""
 
     async def add(self) -> tuple[Process, dict[str, Any]]:
         """One more, and what it tells when it is up."""
-        system, python, matchmaking_time = self._with
-        self.peers.append(Process(system, python, self._first, matchmaking_time))
+        system, python, group_wait = self._with
+        self.peers.append(Process(system, python, self._first, group_wait))
         up = await self.peers[-1].start()
         self._first = self._first or up["address"]
         return self.peers[-1], up
@@ -200,10 +200,10 @@ def _averaged(since: float) -> Any:
     return lambda event: event["event"] == "round" and event["averaged"] and event["time"] > since
 
 
-async def measure(system: str, python: str, kills: int, matchmaking_time: float, seed: int) -> dict[str, Any]:
+async def measure(system: str, python: str, kills: int, group_wait: float, seed: int) -> dict[str, Any]:
     """Kills and starts in turns; begins anew with four new ones where that was not survived."""
     rng = random.Random(seed)
-    run = Run(system, python, matchmaking_time)
+    run = Run(system, python, group_wait)
     done: dict[str, list[Any]] = {name: [] for name in ROWS} | {"failures": []}
     try:
         for number in range(1, kills + 1):
@@ -255,7 +255,7 @@ def table(systems: Mapping[str, Mapping[str, Sequence[Any]]], kills: int) -> str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=10, help="of each system (10)")
-    parser.add_argument("--matchmaking-time", type=float, default=1.0, help="seconds, of both systems (1)")
+    parser.add_argument("--group-wait", type=float, default=1.0, help="seconds, of both systems (1)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and victims (0)")
     parser.add_argument("--hivemind", metavar="PYTHON", help="interpreter of an environment with hivemind")
     parser.add_argument(
@@ -264,14 +264,14 @@ def main() -> None:
     parser.add_argument("--worker", choices=["averaging", "hivemind"], help=argparse.SUPPRESS)
     parser.add_argument("--join", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.kills < 1 or not 0 < options.matchmaking_time < math.inf:
-        parser.error("there must be at least 1 kill, and --matchmaking-time above 0")
+    if options.kills < 1 or not 0 < options.group_wait < math.inf:
+        parser.error("there must be at least 1 kill, and --group-wait above 0")
     if options.hivemind and not shutil.which(options.hivemind):
         parser.error(f"--hivemind {options.hivemind}: there is no such program")
     if options.worker == "averaging":
-        asyncio.run(averaging_worker(options.join, options.matchmaking_time))
+        asyncio.run(averaging_worker(options.join, options.group_wait))
     elif options.worker == "hivemind":
-        hivemind_worker(options.join, options.matchmaking_time)
+        hivemind_worker(options.join, options.group_wait)
     else:
         make_folder(parser, options.output)
         compare(options)
@@ -281,9 +281,9 @@ def compare(options: argparse.Namespace) -> None:
     from benchmarks.allreduce_report import machine
 
     pythons = {"averaging": sys.executable} | ({"hivemind": options.hivemind} if options.hivemind else {})
-    results = machine(ROOT) | {"matchmaking_time": options.matchmaking_time, "systems": {}}
+    results = machine(ROOT) | {"group_wait": options.group_wait, "systems": {}}
     for system, python in pythons.items():
-        done = asyncio.run(measure(system, python, options.kills, options.matchmaking_time, options.seed))
+        done = asyncio.run(measure(system, python, options.kills, options.group_wait, options.seed))
         results["systems"][system] = done
         for failure in done["failures"]:
             print(f"{system}: {failure}", flush=True)

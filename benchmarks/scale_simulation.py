@@ -22,10 +22,10 @@ import torch
 
 from averaging import Peer, Receipt
 from averaging.discovery.base import Discovery
+from averaging.discovery.gossip.broadcast_tree import peer_hash
+from averaging.discovery.gossip.record import Limits
+from averaging.discovery.gossip.settings import GossipSettings
 from averaging.discovery.memory import MemoryDiscovery, MemoryRegistry
-from averaging.discovery.records import Limits
-from averaging.discovery.settings import GossipSettings
-from averaging.discovery.spread import peer_hash
 from averaging.transport import virtual_time
 from averaging.transport.base import Transport
 from averaging.transport.memory import MemoryNetwork
@@ -81,8 +81,8 @@ async def matchmaking(peers: int, group_size: int, rounds: int, *, gossip: bool,
             rng=random.Random(rng.getrandbits(64)),
             group_size=group_size,
             group_bits="" if one_key else first_bits(number, peers, group_size),
-            matchmaking_time=30.0,
-            timeout=60.0,
+            group_wait=30.0,
+            round_timeout=60.0,
         )
         for number in range(peers)
     ]

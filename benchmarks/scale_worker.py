@@ -23,8 +23,8 @@ from typing import Any, TextIO
 import torch
 
 from averaging import Peer
-from averaging.discovery.gossip import peers_key
-from averaging.messages import Digest, ExchangeReply, JoinRequest, MessageFromLeader, Refusal, Rumour
+from averaging.discovery.gossip.gossip_discovery import peers_key
+from averaging.protocol.messages import Digest, ExchangeReply, JoinRequest, MessageFromLeader, Refusal, Rumour
 from averaging.transport.grpc import GrpcTransport
 
 RUN = "scale"
@@ -145,8 +145,8 @@ async def work(options: argparse.Namespace, out: TextIO) -> None:
                 join=join or [peer.endpoint for peer in peers[:1]],
                 join_timeout=LIMIT,
                 group_size=options.group_size,
-                matchmaking_time=options.matchmaking_time,
-                timeout=LIMIT,
+                group_wait=options.group_wait,
+                round_timeout=LIMIT,
                 rng=random.Random(f"{options.first + number}"),
             )
             peers.append(await stack.enter_async_context(peer))
@@ -170,7 +170,7 @@ def main() -> None:
     parser.add_argument("--peers", type=int, required=True, help="how many peers this process has")
     parser.add_argument("--first", type=int, required=True, help="number of the first of them")
     parser.add_argument("--group-size", type=int, required=True)
-    parser.add_argument("--matchmaking-time", type=float, default=5.0)
+    parser.add_argument("--group-wait", type=float, default=5.0)
     parser.add_argument("--join", default="", help="address of a peer of the run")
     options = parser.parse_args()
     torch.set_num_threads(1)

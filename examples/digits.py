@@ -35,7 +35,7 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from averaging import DecentralizedAverager, GradientAveraging
-from averaging.group import Mode
+from averaging.protocol.group import Mode
 from examples.command_line import in_order, parse, parser_of, positive, security_arguments, security_of
 
 PATIENCE = 60.0
@@ -88,8 +88,8 @@ def train(options: argparse.Namespace) -> None:
         buffers=dict(model.named_buffers()),
         scheduler=partial(CosineAnnealingLR, T_max=options.steps),
         group_size=max(32, options.wait_for),
-        matchmaking_time=3.0,
-        timeout=30.0,
+        group_wait=3.0,
+        round_timeout=30.0,
     )
     with averager as opt:
         if options.client_mode:

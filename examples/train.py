@@ -88,9 +88,9 @@ def train_with_others(training: Training, options: argparse.Namespace) -> None:
         join=options.join,
         strategy=LocalSGD(every=options.every),
         group_size=options.peers,
-        matchmaking_time=3.0,
-        timeout=30.0,
-        part_timeout=5.0,
+        group_wait=3.0,
+        round_timeout=30.0,
+        stall_timeout=5.0,
         on_round=tell_round,
     )
     logging.getLogger("averaging.peer").removeHandler(notes)

@@ -105,9 +105,9 @@ class Soaked:
             "advertise": self.endpoint,
             "join": list(join),
             "group_size": PEERS,
-            "matchmaking_time": 2.0,
-            "timeout": 30.0,
-            "part_timeout": 5.0,
+            "group_wait": 2.0,
+            "round_timeout": 30.0,
+            "stall_timeout": 5.0,
             "seed": seed,
             "spoilt": spoilt,
         }

@@ -12,21 +12,21 @@ from typing import TypeAlias
 
 import torch
 
-from averaging.allreduce.pace import bytes_ahead, reach
 from averaging.allreduce.partition import Part, busiest_link, packed_size, packed_sizes, partition, shares
-from averaging.allreduce.reducing import Reducing
-from averaging.allreduce.sending import Sending
-from averaging.allreduce.tally import Adopting, RoundResult, Tally
-from averaging.allreduce.watch import Watch
+from averaging.allreduce.reducer_side import ReducerSide
+from averaging.allreduce.round_account import Adopting, RoundAccount, RoundResult
+from averaging.allreduce.send_window import bytes_ahead, reach
+from averaging.allreduce.sender_side import SenderSide
+from averaging.allreduce.wait_monitor import WaitMonitor
 from averaging.config import NonFinite
+from averaging.deadlines.donor_rates import SLOW_LINK
 from averaging.deadlines.fair_timeout import FairTimeout
-from averaging.deadlines.learned import Deadline, Deadlines, size_class
-from averaging.deadlines.rates import SLOW_LINK
+from averaging.deadlines.learned_deadlines import Deadline, Deadlines, size_class
 from averaging.errors import LyingLeaderError, RoundError
-from averaging.group import Group
-from averaging.messages import AveragingData, MessageCode
 from averaging.observe.receipts import DropCode, Dropped
-from averaging.schema import ReplyForm, Schema
+from averaging.protocol.group import Group
+from averaging.protocol.messages import AveragingData, MessageCode
+from averaging.protocol.schema import ReplyForm, Schema
 from averaging.transport.base import Transport
 
 Prepare: TypeAlias = "Callable[[], Awaitable[Sequence[torch.Tensor]]]"
@@ -40,8 +40,9 @@ class AllReduce:
 
     Args:
         deadlines: after so long without progress a member is given up; learned further here.
-        adopt: see `Tally`; it may write a part's average over that part of the tensors, which is read no more then.
-        proven: see `Reducing`.
+        adopt: see `RoundAccount`; it may write a part's average over that part of the tensors, which is not read
+            afterwards.
+        proven: see `ReducerSide`.
 
     Raises:
         RoundError: the weights sum to zero, or nobody can reduce.
@@ -65,7 +66,7 @@ class AllReduce:
         me = group.members[group.index(endpoint)]
         reduced = shares(group.members)
         parts_of = dict(zip(group.endpoints, partition(schema, reduced), strict=True))
-        # Allowed in any case so that nobody has to guess how long large tensors take; slower links need more `timeout`.
+        # This is always allowed, so that users need not guess how long large tensors take.
         self._at_slow_links = busiest_link(reduced, packed_size(schema)) / SLOW_LINK
         own = parts_of[endpoint]
         self._reducers = {name: parts for name, parts in parts_of.items() if me.sends and parts and name != endpoint}
@@ -75,13 +76,13 @@ class AllReduce:
         self._schema = schema
         # Where it may turn out that members were announced different groups, nothing is adopted before the end.
         early = adopt if group.committed else None
-        self._tally = Tally(group, endpoint, parts_of, reach=own_reach, alike=alike, adopt=early)
+        self._tally = RoundAccount(group, endpoint, parts_of, reach=own_reach, alike=alike, adopt=early)
         senders = [member for member in group.members if own and member.sends and member is not me]
-        self._watch = Watch(deadlines, size_class(packed_size(schema), len(group.members)), len(senders))
-        self._sending = Sending(
+        self._watch = WaitMonitor(deadlines, size_class(packed_size(schema), len(group.members)), len(senders))
+        self._sending = SenderSide(
             endpoint, group, schema, transport, self._tally, watch=self._watch, ahead=ahead, non_finite=non_finite
         )
-        self._reducing = Reducing(
+        self._reducing = ReducerSide(
             me,
             senders,
             own,
@@ -117,7 +118,7 @@ class AllReduce:
                     for name, parts in self._reducers.items():
                         tasks.create_task(self._exchange(name, parts, tensors))
         except TimeoutError:
-            told = f"timeout + {self._at_slow_links:.1f} s for its bytes at 10 Mbit/s"
+            told = f"round_timeout + {self._at_slow_links:.1f} s for its bytes at 10 Mbit/s"
             whole = f"the round's deadline of {seconds:.1f} s = {told} passed before"
             self._reducing.drop_unfinished(f"{whole} it was done")
             for name, parts in self._reducers.items():
@@ -136,6 +137,10 @@ class AllReduce:
             raise
         self._reducing.close(MessageCode.CANCELLED)
         return self.result()
+
+    async def leave(self) -> None:
+        """Takes no part in the round, instead of `run`, and tells the others so that they do not wait."""
+        await self._end(asyncio.CancelledError())
 
     async def _end(self, error: BaseException) -> None:
         """Gives the round up, and tells the others."""

@@ -1,4 +1,4 @@
-"""The command line: `averaging peer`, `state`, `watch`, `explain`, `ca` and `feed`.
+"""The command line: `averaging peer`, `state`, `watch`, `explain`, `feed` and `ca`.
 
 Nothing here imports torch or grpc before a command runs, so that `--help` answers at once.
 """
@@ -17,8 +17,8 @@ from typing import Any
 import click
 
 from averaging.cli.ca import ca_group
+from averaging.cli.error_reporting import DEFAULTS, NOT_DONE, starting
 from averaging.cli.explain import explain_command
-from averaging.cli.failures import DEFAULTS, NOT_DONE, starting
 from averaging.cli.feed import feed_command
 from averaging.cli.peer import peer_command
 from averaging.cli.state import state_command
@@ -87,10 +87,6 @@ def main() -> None:
     Between machines, let peers know each other by certificates of the run's own authority:
       averaging ca init
 
-    \b
-    Serve batches of scored rollouts to a trainer:
-      averaging feed
-
     Exit codes: 0 done, 1 it could not be done, 2 wrong usage or unreadable input, 130 or 143 stopped by Ctrl+C or
     SIGTERM before it was done.
     """
@@ -103,8 +99,8 @@ main.add_command(peer_command)
 main.add_command(state_command)
 main.add_command(watch_command)
 main.add_command(explain_command)
-main.add_command(ca_group)
 main.add_command(feed_command)
+main.add_command(ca_group)
 
 
 def _give_up_unwritten() -> None:

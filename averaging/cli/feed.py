@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from averaging.cli.failures import WRONG_USAGE, Failure, Stopped, failure_of, starting
-from averaging.cli.options import address, finite
-from averaging.cli.security import security_options
+from averaging.cli.error_reporting import WRONG_USAGE, CommandError, Stopped, failure_of, starting
+from averaging.cli.option_types import address, finite
+from averaging.cli.security_options import security_options
 
 if TYPE_CHECKING:
-    from averaging.cli.report import Report
+    from averaging.cli.console import CommandOutput
     from averaging.cli.signals import Stop
 
 SIZE = click.IntRange(min=1 << 10)
@@ -93,19 +93,19 @@ def feed_command(listen: str, store: str, *, as_json: bool, verbose: int, **give
       error        message
     """
     with starting():
-        from averaging.cli.report import Report
+        from averaging.cli.console import CommandOutput
 
-        report = Report(as_json=as_json)
+        report = CommandOutput(as_json=as_json)
         with report.logging(verbose), report.failures():
             _run(listen, store, given, report)
 
 
-def _run(listen: str, store: str, given: dict[str, Any], report: Report) -> None:
+def _run(listen: str, store: str, given: dict[str, Any], report: CommandOutput) -> None:
     try:
         from averaging.feed.routes import Limits
         from averaging.feed.serving import FeedServer
     except ModuleNotFoundError as error:
-        raise Failure(f"{error.name} is not installed; run: pip install 'averaging[feed]'", WRONG_USAGE) from None
+        raise CommandError(f"{error.name} is not installed; run: pip install 'averaging[feed]'", WRONG_USAGE) from None
     from averaging.cli import signals
     from averaging.errors import AveragingError
 
@@ -136,7 +136,7 @@ def _run(listen: str, store: str, given: dict[str, Any], report: Report) -> None
         signals.run(serve)
     except Stopped as stop:
         if not ready:
-            raise Failure("stopped before it served", 128 + stop.number) from None
+            raise CommandError("stopped before it served", 128 + stop.number) from None
     except AveragingError as error:
         raise failure_of(error) from None
     report.tell({"event": "done"}, "stopped")

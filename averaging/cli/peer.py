@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from averaging.cli.failures import WRONG_USAGE, Failure, Stopped, failure_of, starting, stopped
-from averaging.cli.options import (
+from averaging.cli.error_reporting import WRONG_USAGE, CommandError, Stopped, failure_of, starting, stopped
+from averaging.cli.option_types import (
     PathToLookAt,
     address,
     address_to_dial,
@@ -18,14 +18,15 @@ from averaging.cli.options import (
     json_value,
     run_id,
 )
-from averaging.cli.peer_arguments import check, join_command, peer_options
-from averaging.cli.security import security_options
-from averaging.messages import COMPRESSIONS
+from averaging.cli.peer_options import check, join_command, peer_options
+from averaging.cli.security_options import security_options
+from averaging.protocol.messages import COMPRESSIONS
 
 if TYPE_CHECKING:
-    from averaging.cli.files import Document, Output
-    from averaging.cli.report import Report
-    from averaging.cli.session import Session
+    from averaging.cli.console import CommandOutput
+    from averaging.cli.peer_session import Session
+    from averaging.cli.tensor_files import Document, Output
+    from averaging.discovery.gossip.bootstrap import Waiting
 
 SECONDS = finite(above=0)
 
@@ -75,7 +76,7 @@ SECONDS = finite(above=0)
     default=2,
     type=click.IntRange(min=2),
     metavar="M",
-    help="It begins with so many when --matchmaking-time is over.",
+    help="It begins with so many when --group-wait is over.",
 )
 @click.option(
     "--group-bits",
@@ -87,24 +88,24 @@ SECONDS = finite(above=0)
     "1111, and all have the mean after 3 rounds.",
 )
 @click.option(
-    "--matchmaking-time", default=5.0, type=SECONDS, metavar="SECONDS", help="How long a leader waits for a full group."
+    "--group-wait", default=5.0, type=SECONDS, metavar="SECONDS", help="How long a leader waits for a full group."
 )
 @click.option(
-    "--timeout",
+    "--round-timeout",
     default=60.0,
     type=SECONDS,
     metavar="SECONDS",
     help="For finding a group, and again for averaging, besides what that takes at 10 Mbit/s.",
 )
 @click.option(
-    "--part-timeout",
+    "--stall-timeout",
     default=30.0,
     type=SECONDS,
     metavar="SECONDS",
     help="Without progress a member of the round is given up, at the latest; sooner once more is known of it.",
 )
 @click.option(
-    "--min-part-timeout",
+    "--min-stall-timeout",
     default=1.0,
     type=SECONDS,
     metavar="SECONDS",
@@ -134,7 +135,7 @@ SECONDS = finite(above=0)
     help="On the wire; the same at all peers.",
 )
 @click.option(
-    "--reply",
+    "--reply-form",
     default="average",
     type=click.Choice(["average", "delta"]),
     help="What reducers answer; delta suits lossy compression of parameters. The same at all peers.",
@@ -223,19 +224,21 @@ def peer_command(
       averaging peer b.safetensors --run-id demo --join example.org:4222 --rounds 9 --receipts b.jsonl
       averaging explain b.jsonl
 
-    A round needs a group: those who look at the same time. A peer that finds none within --timeout gives up with exit
-    code 1 and says who was there and what they answered. A round that fails on the way is tried again --retries times.
-    With --serve nothing is given up.
+    A round needs a group of peers that look for one at the same time. A peer that finds none within --round-timeout
+    exits with code 1 and says which peers were there and what they answered. A round that fails is tried again
+    --retries times. With --serve the peer goes on after such failures.
 
     Ctrl+C or SIGTERM lets a round in progress end, a second one does not. With --serve the exit code is 0 then; without
     it 130 or 143, and nothing is written, unless all rounds were done.
 
     \b
     Exit codes: 0 done; 1 a round could not be done, nobody of --join answered, or the port is taken;
-    2 wrong usage or unreadable input; 130, 143 stopped by a signal before the rounds were done.
+    2 wrong usage, unreadable input, or all of --join have another run, token or certificate authority;
+    130, 143 stopped by a signal before the rounds were done.
 
     \b
     Events of --json, each with "event":
+      joining  seconds, timeout, waiting_for (why each of --join has not answered): after 1 s, then more and more seldom
       ready    endpoint, join (what others give to --join; null for a client), run_id, mode, schema_hash, tensors, bytes
       round    round (from 1), group_id, members, dropped, dropped_reasons, gathered (both by endpoint), seconds,
                allreduce_seconds, bytes_sent, bytes_received, kept_local (elements), state_version
@@ -247,22 +250,22 @@ def peer_command(
     """
     check(file, output, given)
     with starting():
-        from averaging.cli.report import Report
+        from averaging.cli.console import CommandOutput
 
-        report = Report(as_json=as_json)
+        report = CommandOutput(as_json=as_json)
         with report.logging(verbose), report.failures():
             _run(file, output, given, report)
 
 
-def _run(file: Path, output: Path | None, given: dict[str, Any], report: Report) -> None:
+def _run(file: Path, output: Path | None, given: dict[str, Any], report: CommandOutput) -> None:
     """Reads, averages, writes.
 
     Raises:
         Failure: it could not be done.
     """
-    from averaging.cli import events, signals, words
-    from averaging.cli.files import Output, check_can_be_averaged, read
-    from averaging.memory import keep_freed_memory
+    from averaging.cli import console_text, json_events, signals
+    from averaging.cli.tensor_files import Output, check_can_be_averaged, read
+    from averaging.common.malloc import keep_freed_memory
 
     keep_freed_memory()
     destination = Output(output, overwrite=given["overwrite"]) if output else None
@@ -275,22 +278,25 @@ def _run(file: Path, output: Path | None, given: dict[str, Any], report: Report)
         signals.run(session.run)
     except Stopped as signal:
         if not given["serve"]:
-            rounds = f"{session.rounds} of {words.counted(given['rounds'] or 1, 'round')}"
+            rounds = f"{session.rounds} of {console_text.counted(given['rounds'] or 1, 'round')}"
             written = f"wrote {session.output}" if session.output else "nothing was written"
             raise stopped(signal.number, f" after {rounds}; {written}") from None
     if session.unwritten:
-        raise Failure(session.unwritten)
+        raise CommandError(session.unwritten)
     why_not = "no --output was given" if destination is None else "no round was done"
-    report.tell(events.done(session.rounds, session.output), words.finished(session.rounds, session.output, why_not))
+    report.tell(
+        json_events.done(session.rounds, session.output), console_text.finished(session.rounds, session.output, why_not)
+    )
 
 
 def _session(
-    file: Path, document: Document, destination: Output | None, given: dict[str, Any], report: Report
+    file: Path, document: Document, destination: Output | None, given: dict[str, Any], report: CommandOutput
 ) -> Session:
-    from averaging.cli.session import Plan, Session
+    from averaging.cli import console_text, json_events
+    from averaging.cli.peer_session import Plan, Session
     from averaging.errors import AveragingError
-    from averaging.group import pack_gather
     from averaging.peer.peer import Peer
+    from averaging.protocol.group import pack_gather
 
     plan = Plan(
         rounds=given["rounds"] or (None if given["serve"] else 1),
@@ -301,11 +307,15 @@ def _session(
         gather=given["gather"],
         join_command=join_command(peer_command, file, given),
     )
+
+    def tell_joining(waiting: Waiting) -> None:
+        report.note(json_events.joining(waiting), console_text.joining(waiting))
+
     try:
-        peer = Peer(document.tensors, run_id=given["run_id"], **peer_options(given))
+        peer = Peer(document.tensors, run_id=given["run_id"], on_joining=tell_joining, **peer_options(given))
         pack_gather(given["weight"], given["bandwidth"], peer.config.mode, given["gather"])
     except AveragingError as error:
         raise failure_of(error) from None
     except ValueError as error:
-        raise Failure(f"--gather: {error}", WRONG_USAGE) from None
+        raise CommandError(f"--gather: {error}", WRONG_USAGE) from None
     return Session(plan, peer, document, destination, report)

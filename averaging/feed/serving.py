@@ -16,7 +16,7 @@ from typing import Any, Self
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from averaging.addresses import is_loopback, parse_address
+from averaging.common.addresses import is_loopback, parse_address
 from averaging.errors import ConfigError, ListenError
 from averaging.feed.book import Book
 from averaging.feed.ledger import Ledger

@@ -9,19 +9,20 @@ import random
 from collections.abc import AsyncGenerator, Callable, Container
 
 from averaging.deadlines.fair_timeout import FairTimeout
-from averaging.deadlines.learned import VERDICT_SECONDS, Deadline, Deadlines
+from averaging.deadlines.learned_deadlines import VERDICT_SECONDS, Deadline, Deadlines
 from averaging.discovery.base import Discovery
 from averaging.errors import AveragingError
-from averaging.group import Group, Mode, group_key, next_group_bits, unpack_gather
 from averaging.matchmaking import rules
-from averaging.matchmaking.asking import Asking
-from averaging.matchmaking.conduct import Conduct
-from averaging.matchmaking.differences import Differences, Warned
-from averaging.matchmaking.rules import Declaration, Searching
-from averaging.matchmaking.search import Search
-from averaging.matchmaking.time_left import TimeLeft
-from averaging.messages import JoinRequest, MessageCode, MessageFromLeader
-from averaging.schema import Schema
+from averaging.matchmaking.arrivals import Arrivals
+from averaging.matchmaking.exclusions import Exclusions
+from averaging.matchmaking.follower_side import FollowerSide
+from averaging.matchmaking.response_history import ResponseHistory
+from averaging.matchmaking.rules import Declaration, LeaderCandidate
+from averaging.matchmaking.schema_differences import SchemaDifferences, Warned
+from averaging.matchmaking.search_state import SearchDeadline, SearchState
+from averaging.protocol.group import Group, Mode, group_key, next_group_bits, unpack_gather
+from averaging.protocol.messages import JoinRequest, MessageCode, MessageFromLeader
+from averaging.protocol.schema import Schema
 from averaging.transport.base import Transport
 
 logger = logging.getLogger(__name__)
@@ -39,12 +40,16 @@ class Matchmaking:
 
     Args:
         endpoint: this peer's name.
-        matchmaking_time: seconds that one declaration lasts.
+        group_size: it begins a group that it leads as soon as there are so many members.
+        min_group_size: it begins one with so many when its declared time is over. Leaders are told that it takes part
+            in no smaller one; those of other software may begin one all the same, so the caller has to check that.
+        group_wait: seconds that one declaration lasts.
         only_named: whether a leader may name as members only those whom discovery names. In an open run, which may have
             peers of other implementations, it may name whomever it met.
         over_lifetime: seconds for which the record stays that says that a search is over, where no later search is made
             under its key; if None, as long as the declaration that it replaces would have.
         conduct: who has broken the protocol: such a peer is neither asked nor taken in for a while.
+        answers: who answered this peer's requests, from search to search; nothing is known of them if None.
         deadlines: how long others take to answer, from search to search; nothing is known of them if None.
         warned: the differences that were warned of already; none if None.
         clock: seconds since the epoch.
@@ -61,13 +66,14 @@ class Matchmaking:
         *,
         group_size: int,
         min_group_size: int,
-        matchmaking_time: float,
+        group_wait: float,
         group_bits: str = "",
         only_named: bool = False,
         over_lifetime: float | None = None,
         clock: Callable[[], float],
         rng: random.Random,
-        conduct: Conduct | None = None,
+        conduct: Exclusions | None = None,
+        answers: ResponseHistory | None = None,
         deadlines: Deadlines | None = None,
         warned: Warned | None = None,
     ) -> None:
@@ -75,26 +81,28 @@ class Matchmaking:
         self.schema = schema
         self._discovery = discovery
         self._group_size, self._min_group_size = group_size, min_group_size
-        self._matchmaking_time, self._over_lifetime = matchmaking_time, over_lifetime
+        self._group_wait, self._over_lifetime = group_wait, over_lifetime
         self._clock, self._rng = clock, rng
-        self._conduct = conduct or Conduct()
-        self._differences = Differences(schema, transport, discovery, warned or Warned())
-        self._asking = Asking(
+        self._conduct = conduct or Exclusions()
+        self._differences = SchemaDifferences(schema, transport, discovery, warned or Warned())
+        self._asking = FollowerSide(
             endpoint,
             schema,
             transport,
             discovery,
             self._differences,
-            matchmaking_time=matchmaking_time,
+            min_group_size=min_group_size,
+            group_wait=group_wait,
             only_named=only_named,
             conduct=self._conduct,
+            answers=answers or ResponseHistory(),
             deadlines=Deadlines(VERDICT_SECONDS, VERDICT_SECONDS) if deadlines is None else deadlines,
             clock=clock,
             rng=rng,
         )
         self.group_bits = group_bits
         self._dropped = 0  # leading bits that the present search leaves out
-        self._search: Search | None = None
+        self._search: SearchState | None = None
         self._over = asyncio.Event()  # no search, or it has ended
         self._over.set()
 
@@ -127,7 +135,9 @@ class Matchmaking:
         """Whom it follows; empty if nobody."""
         return self._search.state.leader if self._search else ""
 
-    async def find_group(self, gather: bytes, deadline: float, enough: int | None = None) -> Group:
+    async def find_group(
+        self, gather: bytes, deadline: float, enough: int | None = None, arrivals: Arrivals | None = None
+    ) -> Group:
         """Looks for a group.
 
         Args:
@@ -135,26 +145,30 @@ class Matchmaking:
             deadline: until when, in seconds since the epoch; this peer's own standstill does not count.
             enough: members that contribute with which a group that this peer leads begins at once, if there are
                 `min_group_size` in all; only with `group_size` in all if None.
+            arrivals: notes when the others began to look, if it is given.
 
         Raises:
             NoGroupError: there was none in time.
             SchemaMismatchError: everybody else there averages other tensors.
         """
         member = unpack_gather(self._endpoint, gather)
-        state = Searching(member, self.schema.hash, self._group_size, enough, self._min_group_size)
-        search = Search(state, gather, self._rng)
+        state = LeaderCandidate(member, self.schema.hash, self._group_size, enough, self._min_group_size)
+        search = SearchState(
+            state, gather, arrivals or Arrivals(self._endpoint, asyncio.get_running_loop().time()), self._rng
+        )
         self._search = search
         self._dropped = 0  # by the next search its own place may be taken again
         self._over.clear()
         try:
             async with FairTimeout(WITHOUT_END, math.inf) as watch:
-                left = TimeLeft(deadline, self._clock, lambda: watch.waited)
+                left = SearchDeadline(deadline, self._clock, lambda: watch.waited)
                 while (group := await self._search_once(search, left)) is None:
                     search.disband("")
                     if search.seen and search.seen <= search.differing.keys():
                         raise await self._differences.of(next(iter(search.differing)), search.differing)
                     if left.seconds <= 0:
-                        told = search.explain(self.group_key, self._min_group_size)
+                        outlook = self._discovery.outlook()
+                        told = search.explain(self.group_key, self._min_group_size, outlook)
                         raise NoGroupError(told + self._left_out(search))
                     if not search.seen and self._dropped < len(self.group_bits):
                         self._dropped += 1
@@ -209,7 +223,7 @@ class Matchmaking:
             # Under a topic it is one who is in another phase.
             bad_hash = code is MessageCode.BAD_SCHEMA_HASH and not self.schema.topic
             if search and bad_hash and self._discovery.names(request.endpoint):
-                search.seen.add(request.endpoint)
+                search.ask_came(request.endpoint)
                 search.differing.setdefault(request.endpoint, None)
             yield MessageFromLeader(code, suggested_leader=suggested_leader)
             return
@@ -220,11 +234,12 @@ class Matchmaking:
         finally:
             search.release(request.endpoint, fate)
 
-    async def _search_once(self, search: Search, left: TimeLeft) -> Group | None:
+    async def _search_once(self, search: SearchState, left: SearchDeadline) -> Group | None:
         """One declaration: until a group is there, or the declared time is over and too few are there."""
         loop = asyncio.get_running_loop()
         deadline = self._clock() + left.seconds
-        expiration = min(self._clock() + self._matchmaking_time, deadline)
+        seconds = rules.declared_seconds(self._group_wait, search.sent_away)
+        expiration = min(self._clock() + seconds, deadline)
         if search.state.member.mode is not Mode.CLIENT:
             search.state.declared = expiration
             await self._declare_looking(search, True)
@@ -238,11 +253,14 @@ class Matchmaking:
             while search.group is None:
                 search.changed.clear()
                 remaining = min(expiration - self._clock(), loop_expiration - loop.time())
-                undecided = bool(search.asking or search.state.leader)
+                undecided = bool(search.state.leader) or search.awaits_answer
                 if not undecided and remaining <= 0:
-                    if search.state.member.mode is Mode.CLIENT or not search.begin(self._min_group_size):
+                    if search.state.member.mode is not Mode.CLIENT and search.begin(self._min_group_size):
+                        continue
+                    search.sent_away = bool(search.state.followers)
+                    if not search.asking or search.sent_away:
                         break
-                    continue
+                    undecided = True  # nobody else is here who would have to wait for late answers too
                 try:
                     # While another peer decides about this one, the task that asked it watches the time.
                     async with asyncio.timeout(None if undecided else remaining):
@@ -256,7 +274,7 @@ class Matchmaking:
         """The loop's time at which `moment` must have come; a clock that is set back would put it off."""
         return asyncio.get_running_loop().time() + moment - self._clock() + rules.CLOCK_TOLERANCE
 
-    async def _declare_looking(self, search: Search, looking: bool) -> None:
+    async def _declare_looking(self, search: SearchState, looking: bool) -> None:
         if search.state.declared is None or search.state.declared <= self._clock():
             return
         until = search.state.declared
@@ -269,7 +287,7 @@ class Matchmaking:
             if until > self._clock():  # else it has just run out, and so has what it would replace
                 logger.warning("could not declare %s: %s", self._endpoint, error)
 
-    def _left_out(self, search: Search) -> str:
+    def _left_out(self, search: SearchState) -> str:
         """Who was there and is excluded, for people; empty if nobody."""
         now = self._clock()
         excluded = self._conduct.excluded(now)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from averaging.deadlines.learned import Learned
-from averaging.observe.html import html_table
-from averaging.observe.plain import counted, printable
+from averaging.common.sanitize import counted, html_table
+from averaging.deadlines.learned_deadlines import Learned
+from averaging.errors import printable
 from averaging.observe.receipts import Receipt
 
 
@@ -53,9 +53,11 @@ class PeerStatus:
         return "idle"
 
     def __str__(self) -> str:
+        last = self.last_round
+        late = f"; {last.last_to_arrive} in round {last.round}" if last and last.last_to_arrive else ""
         return printable(
             f"{self.endpoint} of run {self.run_id}: {self.doing}; {counted(self.rounds, 'round')} averaged, "
-            f"state version {self.state_version}, {counted(self.known_peers - 1, 'other peer')} known"
+            f"state version {self.state_version}, {counted(self.known_peers - 1, 'other peer')} known{late}"
         )
 
     def _repr_html_(self) -> str:

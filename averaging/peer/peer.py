@@ -12,25 +12,26 @@ from typing import Any, Self, Unpack
 
 import torch
 
+from averaging.common.shared_tensors import SharedTensors
+from averaging.common.validation import check_weight
 from averaging.config import PeerConfig, PeerOptions
 from averaging.discovery.base import Discovery
+from averaging.discovery.gossip.bootstrap import Waiting
 from averaging.errors import ClosedError, ConfigError
-from averaging.group import Mode, pack_gather
 from averaging.observe.receipts import DropCode, Receipt
 from averaging.observe.status import PeerStatus
-from averaging.peer.one_average import OneAverage
-from averaging.peer.progress import RunProgress
+from averaging.peer.lifecycle import DiscoveryFactory, Running, start
 from averaging.peer.round_options import Awaited, Enough, Overtaken
-from averaging.peer.running import DiscoveryFactory, Running, start
+from averaging.peer.run_progress import RunProgress
+from averaging.peer.single_average import SingleAverage
 from averaging.peer.topics import Topic, TopicOptions, make_topic
+from averaging.protocol.group import Mode, pack_gather
 from averaging.security.credentials import read_credentials
 from averaging.state.download import download
 from averaging.state.packing import State
 from averaging.state.snapshots import Extras, Snapshots
-from averaging.tensors import SharedTensors
 from averaging.transport.base import Transport
 from averaging.transport.grpc import GrpcTransport
-from averaging.values import check_weight
 
 logger = logging.getLogger("averaging.peer")
 
@@ -39,7 +40,7 @@ MAX_TOPIC = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
+class FetchedState:
     """A state that was downloaded and verified.
 
     Attributes:
@@ -74,6 +75,8 @@ class Peer:
         discovery: how peers find each other; gossip between them if not given.
         clock: seconds since the epoch.
         rng: source of all random choices.
+        on_joining: called in the event loop while none of `join` has answered, after a second and then more and more
+            seldom, with who is waited for and why. It is for gossip between the peers.
         options: see `PeerConfig`.
 
     Raises:
@@ -91,6 +94,7 @@ class Peer:
         discovery: DiscoveryFactory | None = None,
         clock: Callable[[], float] = time.time,
         rng: random.Random | None = None,
+        on_joining: Callable[[Waiting], None] | None = None,
         **options: Unpack[PeerOptions],
     ) -> None:
         self.config = PeerConfig(run_id=run_id, **options)  # type: ignore[arg-type]  # it reads names
@@ -111,8 +115,9 @@ class Peer:
             given=self.config.join,
         )
         self._discovery = discovery
+        self._on_joining = on_joining
         self._running: Running | None = None
-        self._one_average = OneAverage()
+        self._one_average = SingleAverage()
 
     def __repr__(self) -> str:
         running = self._running
@@ -128,7 +133,8 @@ class Peer:
 
         Raises:
             ListenError: the address cannot be had.
-            NoSeedAnsweredError: none of `join` answered in time.
+            NoSeedAnsweredError: none of `join` answered in time; a `JoinRefusedError` if all refuse for good, because
+                of another run, token or authority.
         """
         self._running = await start(
             self.config,
@@ -140,6 +146,7 @@ class Peer:
             self.schema,
             clock=self._clock,
             rng=self._rng,
+            on_joining=self._on_joining,
         )
         return self
 
@@ -251,7 +258,7 @@ class Peer:
 
         Raises:
             StateError: what `extra_state` adds cannot be shared.
-            RoundError: the application held the tensors' lock for more than `timeout`.
+            RoundError: the application held the tensors' lock for more than `round_timeout`.
             ClosedError: the peer is not running.
         """
 
@@ -259,7 +266,7 @@ class Peer:
             # Asked under the lock: a round may be committing its result meanwhile.
             self._snapshots.commit(self.version + 1 if version is None else version)
 
-        await self._tensors.while_locked(commit, self.config.timeout)
+        await self._tensors.while_locked(commit, self.config.round_timeout)
         self._entered.donors.notice.changed()
 
     def topic(self, name: str, tensors: Mapping[str, torch.Tensor], **options: Unpack[TopicOptions]) -> Topic:
@@ -309,7 +316,7 @@ class Peer:
                 all that train in the run, too.
             awaited: which of the others it waits for, by their progress; those at whose address nothing listens any
                 more leave the others' progress, and are not waited for.
-            patience: seconds to look for a group; `timeout` if None.
+            patience: seconds to look for a group; `round_timeout` if None.
             overtaken: asked, whenever the others' progress changes, whether to look on has become vain.
             state: a digest of what all members must hold alike as the round begins, for the receipt.
 
@@ -329,7 +336,7 @@ class Peer:
         except ValueError as error:
             raise ConfigError(str(error)) from None
         topic = topic or self._own
-        patience = self.config.timeout if patience is None else patience
+        patience = self.config.round_timeout if patience is None else patience
         async with self._one_average.until_closed(running.endpoint):
             receipt = await running.rounds.attempt(
                 topic,
@@ -368,7 +375,7 @@ class Peer:
 
         Raises:
             StateError: nobody could deliver a sound state; nothing was changed.
-            RoundError: the application held the tensors' lock for more than `timeout`; nothing was changed.
+            RoundError: the application held the tensors' lock for more than `round_timeout`; nothing was changed.
             ClosedError: the peer is not running.
         """
         fetched = await self.fetch_state(donors)
@@ -377,7 +384,7 @@ class Peer:
 
     async def fetch_state(
         self, donors: Sequence[str] | None = None, check: Callable[[Mapping[str, Any]], None] = lambda _: None
-    ) -> Fetched:
+    ) -> FetchedState:
         """Downloads and verifies a state as `download_state` does, and changes nothing.
 
         Args:
@@ -394,15 +401,15 @@ class Peer:
             self._transport,
             names,
             self.schema,
-            silence=self.config.part_timeout,
+            silence=self.config.stall_timeout,
             deadlines=self._entered.service.deadlines,
             declared={name: version for version, name in self.donors},
             verify_donors=self.config.verify_donors,
             check=check,
         )
-        return Fetched(state, donor)
+        return FetchedState(state, donor)
 
-    async def take_over(self, fetched: Fetched, apply: Callable[[State], None] | None = None) -> None:
+    async def take_over(self, fetched: FetchedState, apply: Callable[[State], None] | None = None) -> None:
         """Takes over a state of `fetch_state`; see `download_state` for `apply` and for the errors."""
         state = fetched.state
 
@@ -412,7 +419,7 @@ class Peer:
             self._tensors.copy_from(list(state.tensors.values())[: len(self.schema.tensors)])
             self._snapshots.commit(state.version)
 
-        await self._tensors.while_locked(write, self.config.timeout, self._tensors.nbytes)
+        await self._tensors.while_locked(write, self.config.round_timeout, self._tensors.nbytes)
         self._entered.donors.notice.changed()
         logger.info("took over the state of %s, version %d", fetched.donor, state.version)
 

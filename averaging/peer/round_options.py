@@ -27,7 +27,7 @@ class RoundOptions(TypedDict, total=False):
             the others' progress whenever that changes; if not given, with all that are awaited and have not left.
         awaited: which of the others it waits for; if not given, all that train in the run. A peer at whose address
             nothing listens any more is not waited for.
-        patience: seconds to look for a group; if not given, `matchmaking_time` for each key to look under.
+        patience: seconds to look for a group; if not given, `group_wait` for each key to look under.
         overtaken: asked, whenever the others' progress changes, whether to look on has become vain.
         state: a digest of what all members must hold alike when the round begins, for the receipt.
     """

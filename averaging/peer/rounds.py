@@ -8,28 +8,32 @@ import random
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from averaging.allreduce import AllReduce, RoundResult
+from averaging.common.addresses import CLIENT_PREFIX
+from averaging.common.sanitize import counted
+from averaging.common.threads import offload
 from averaging.config import NonFinite, PeerConfig
 from averaging.discovery.base import Discovery
 from averaging.errors import AveragingError, LyingLeaderError, RoundError, SchemaMismatchError
-from averaging.group import CLIENT_PREFIX, Group, Mode
 from averaging.matchmaking import Matchmaking, NoGroupError
-from averaging.matchmaking.conduct import Conduct
-from averaging.matchmaking.differences import Warned
-from averaging.observe.receipts import DropCode, Outcome, Receipt, Role
-from averaging.offload import offload
-from averaging.peer.probing import find_gone
-from averaging.peer.progress import RunProgress
+from averaging.matchmaking.arrivals import Arrivals
+from averaging.matchmaking.exclusions import Exclusions
+from averaging.matchmaking.response_history import ResponseHistory
+from averaging.matchmaking.schema_differences import Warned
+from averaging.observe.receipts import Account, DropCode, LateArrival, Outcome, Receipt, Role
+from averaging.peer.liveness import find_gone
 from averaging.peer.round_options import Awaited, Enough, Overtaken
+from averaging.peer.run_progress import RunProgress
 from averaging.peer.service import PeerService
 from averaging.peer.topics import Adopt, Topic
-from averaging.schema import Schema
+from averaging.protocol.group import Group, Mode
+from averaging.protocol.schema import Schema
 from averaging.security.client_names import is_bound
 from averaging.state.snapshots import Snapshots
 from averaging.transport.base import Transport
@@ -60,6 +64,9 @@ class _Attempt:
     state: str = ""  # digest of what all members must hold alike
     group: Group | None = None
     group_found: float = 0.0  # when
+    arrivals: Arrivals | None = None  # of those who look for a group, too
+    last_to_arrive: LateArrival | None = None
+    step_rates: Mapping[str, float] = field(default_factory=dict)  # of the members that announce one
     round: AllReduce | None = None
     result: RoundResult | None = None
     inputs: list[torch.Tensor] | None = None  # what was contributed, where it is not the tensors themselves
@@ -105,9 +112,11 @@ class Rounds:
         self._clock, self._rng = clock, rng
         self._lasting: dict[bytes, Matchmaking] = {}  # by schema hash, the latest last; their group bits move on
         self._attempts = 0
+        self._last_ended = asyncio.get_running_loop().time()  # when the last attempt ended, or this peer was entered
         self._phase_searches: deque[float] = deque(maxlen=MAX_OVER_RECORDS)  # when the latest, each for a phase, began
         self._warned = Warned()
-        self.conduct = Conduct()
+        self._answers = ResponseHistory()
+        self.conduct = Exclusions()
 
     def matchmaking(self, schema: Schema, *, lasting: bool = True) -> Matchmaking:
         """The matchmaking for peers with this schema; one that is not `lasting` is made for a single attempt."""
@@ -123,13 +132,14 @@ class Rounds:
                 self._discovery,
                 group_size=config.group_size,
                 min_group_size=config.min_group_size,
-                matchmaking_time=config.matchmaking_time,
+                group_wait=config.group_wait,
                 group_bits=config.group_bits,
                 only_named=config.is_closed,
                 over_lifetime=None if lasting else self._over_lifetime(),
                 clock=self._clock,
                 rng=self._rng,
                 conduct=self.conduct,
+                answers=self._answers,
                 deadlines=self._service.deadlines,
                 warned=self._warned,
             )
@@ -192,6 +202,8 @@ class Rounds:
         except Exception as error:
             self._service.book.keep(self._receipt(attempt, Outcome.FAILED, f"{type(error).__name__}: {error}"))
             raise
+        finally:
+            self._last_ended = asyncio.get_running_loop().time()
         self._service.book.keep(receipt)
         return receipt
 
@@ -209,7 +221,7 @@ class Rounds:
             attempt.enter("checking")
             try:
                 check, nbytes = topic.tensors.check_finite, topic.tensors.nbytes
-                await topic.tensors.while_locked(check, self._config.timeout, nbytes)
+                await topic.tensors.while_locked(check, self._config.round_timeout, nbytes)
             except RoundError as error:
                 return self._receipt(attempt, Outcome.FAILED, str(error))
         attempt.enter("looking")
@@ -220,7 +232,8 @@ class Rounds:
         if enough is None and self._config.mode is Mode.AUXILIARY:
             enough = self._all_that_train
         first = enough(self._progress.told) if callable(enough) else enough
-        finding = matchmaking.find_group(gathered, self._clock() + patience, first)
+        arrivals = attempt.arrivals = Arrivals(self._endpoint, attempt.stages["looking"])
+        finding = matchmaking.find_group(gathered, self._clock() + patience, first, arrivals)
 
         def hear(told: Mapping[str, bytes]) -> bool:
             """Whether to look on has become vain; if not, as many are waited for as there are now."""
@@ -243,18 +256,25 @@ class Rounds:
         # No await from here until the round is known: its members' parts may come at any moment.
         attempt.enter("preparing")
         attempt.group_found = asyncio.get_running_loop().time()
+        attempt.step_rates = self._progress.step_rates(group.endpoints)
+        # Nobody waits for an auxiliary.
+        trainers = [member.endpoint for member in group.members if member.sends]
+        attempt.last_to_arrive = arrivals.last(trainers, self._last_ended)
         try:
             this_round = attempt.round = self._service.round = self._new_round(attempt, group)
         except AveragingError as error:
             return self._receipt(attempt, Outcome.FAILED, str(error))
         try:
-            result = attempt.result = await this_round.run(partial(self._prepare, attempt), self._config.timeout)
+            if reason := self._too_small(group):
+                await this_round.leave()
+                return self._receipt(attempt, Outcome.FAILED, reason)
+            result = attempt.result = await this_round.run(partial(self._prepare, attempt), self._config.round_timeout)
             attempt.enter("adopting")
             matchmaking.move_on(group)
             reason = _why_failed(group, self._endpoint, result, topic.adopt)
             if not reason and self._config.mode is not Mode.AUXILIARY:
                 adopt, nbytes = partial(self._adopt, attempt, result), topic.tensors.nbytes
-                await topic.tensors.while_locked(adopt, self._config.timeout, nbytes)
+                await topic.tensors.while_locked(adopt, self._config.round_timeout, nbytes)
         except RoundError as error:
             return self._receipt(attempt, Outcome.FAILED, str(error))
         except LyingLeaderError as error:
@@ -266,6 +286,16 @@ class Rounds:
         outcome = Outcome.FAILED if reason else Outcome.AVERAGED
         self._service.averaged += outcome is Outcome.AVERAGED
         return self._receipt(attempt, outcome, reason)
+
+    def _too_small(self, group: Group) -> str:
+        """Why this peer takes no part in a group; empty if that is large enough."""
+        members, least = len(group.members), self._config.min_group_size
+        if members >= least:
+            return ""
+        return (
+            f"{group.leader} began a group of {counted(members, 'member')}, and this peer takes part only in groups of "
+            f"at least {least} (min_group_size), so it left; give all peers of the run the same min_group_size"
+        )
 
     async def _unless_overtaken(
         self,
@@ -403,17 +433,24 @@ class Rounds:
             topic=attempt.schema.topic,
             started=attempt.wall_clock,
             role=None if group is None else Role.LEADER if group.leader == self._endpoint else Role.FOLLOWER,
-            accounts=result.accounts if result else (),
+            accounts=tuple(_with_arrival(account, attempt) for account in result.accounts) if result else (),
             phases=attempt.seconds_of_stages(now),
             straggler=result.straggler if result else None,
             digest=result.digest if result else "",
             state=self._state(attempt, result),
+            last_to_arrive=attempt.last_to_arrive,
         )
 
     def _state(self, attempt: _Attempt, result: RoundResult | None) -> str:
         """The digest of what all members hold alike; where the result is the state, that of the averages is it."""
         whole = result is not None and attempt.adopted and attempt.topic.commits and not result.kept_local
         return result.digest if whole and result is not None else attempt.state
+
+
+def _with_arrival(account: Account, attempt: _Attempt) -> Account:
+    name = account.endpoint
+    waited = None if attempt.arrivals is None else attempt.arrivals.waited(name)
+    return replace(account, waited=waited, step_rate=attempt.step_rates.get(name))
 
 
 def _why_failed(group: Group, endpoint: str, result: RoundResult, adopt: Adopt) -> str:

@@ -10,19 +10,19 @@ from importlib import metadata
 from averaging.allreduce import AllReduce
 from averaging.config import PeerConfig
 from averaging.deadlines.fair_timeout import FairTimeout
-from averaging.deadlines.learned import Deadline, Deadlines
+from averaging.deadlines.learned_deadlines import Deadline, Deadlines
 from averaging.discovery.base import Discovery
 from averaging.errors import BusyError, ProtocolViolationError, TransportError
 from averaging.matchmaking import Matchmaking
-from averaging.messages import AveragingData, DownloadData, JoinRequest, MessageCode, MessageFromLeader, Resume
-from averaging.observe.book import ReceiptBook, Watched
+from averaging.observe.receipt_book import ReceiptBook, Watched
 from averaging.observe.status import PeerStatus
-from averaging.peer.places import Places
-from averaging.schema import Schema
-from averaging.state.flow import LEAST_RATE, Flow
+from averaging.peer.host_quota import HostQuota
+from averaging.protocol.messages import AveragingData, DownloadData, JoinRequest, MessageCode, MessageFromLeader, Resume
+from averaging.protocol.schema import Schema
 from averaging.state.manifest import nbytes_of
 from averaging.state.packing import pack
 from averaging.state.snapshots import Snapshots
+from averaging.state.throughput import LEAST_RATE, Throughput
 
 SOFTWARE = f"averaging {metadata.version('averaging')}"
 
@@ -57,14 +57,14 @@ class PeerService:
         self._config, self._endpoint, self._schema = config, endpoint, schema
         self._snapshots = snapshots
         self._started = started
-        self._downloads = Places(MAX_DOWNLOADS, DOWNLOADS_PER_HOST)
+        self._downloads = HostQuota(MAX_DOWNLOADS, DOWNLOADS_PER_HOST)
         self._preparing = asyncio.Lock()
         self.matchmaking: Matchmaking | None = None
         self.discovery: Discovery | None = None
         self.round: AllReduce | None = None
         self.averaged = 0
         self.book = book
-        self.deadlines = Deadlines(config.min_part_timeout, config.part_timeout)
+        self.deadlines = Deadlines(config.min_stall_timeout, config.stall_timeout)
 
     async def join_group(self, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
         """Answers a request to join this peer's group."""
@@ -88,7 +88,7 @@ class PeerService:
     async def _serve_sender(self, messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
         try:
             # Senders of a round have the deadlines of that; this one ends the streams of others.
-            async with self._part_timeout(2):
+            async with self._stall_timeout(2):
                 first = await anext(messages, None)
         except TimeoutError:
             yield AveragingData(code=MessageCode.CANCELLED)
@@ -115,7 +115,7 @@ class PeerService:
         if not self._snapshots.shared:
             return
         try:
-            async with asyncio.timeout(self._config.part_timeout / 2):  # before the caller loses patience
+            async with asyncio.timeout(self._config.stall_timeout / 2):  # before the caller loses patience
                 await self._downloads.enter(caller)
         except TimeoutError:
             own = self._downloads.taken_by(caller)
@@ -123,9 +123,9 @@ class PeerService:
             raise BusyError(f"{told} of the state of {self._endpoint} are in progress; ask another donor") from None
         try:
             async with self._preparing:
-                snapshot = await self._snapshots.latest(self._config.part_timeout)
+                snapshot = await self._snapshots.latest(self._config.stall_timeout)
             clock, left = asyncio.get_running_loop().time, nbytes_of(snapshot.tensors)
-            taken = Flow(LEAST_RATE, self._config.part_timeout, left, clock())
+            taken = Throughput(LEAST_RATE, self._config.stall_timeout, left, clock())
             for message in pack(snapshot, resume):
                 if self._downloads.wanted and not taken.time_left(clock()):
                     raise BusyError(f"others wait for the state of {self._endpoint}, and you take it slowly: {taken}")
@@ -170,15 +170,17 @@ class PeerService:
         """The round of that group, waiting while one is being assembled."""
         if not self._is_current(group_id) and self.matchmaking is not None:
             try:
-                async with self._part_timeout(1):
+                async with self._stall_timeout(1):
                     await self.matchmaking.assembling()
             except TimeoutError:
                 return None
         return self.round if self._is_current(group_id) else None
 
-    def _part_timeout(self, times: int) -> FairTimeout:
+    def _stall_timeout(self, times: int) -> FairTimeout:
         """Time in which this peer was suspended is not held against a sender."""
-        return FairTimeout(Deadline(times * self._config.part_timeout, f"{times} × part_timeout"), self.deadlines.lower)
+        return FairTimeout(
+            Deadline(times * self._config.stall_timeout, f"{times} × stall_timeout"), self.deadlines.lower
+        )
 
     def _is_current(self, group_id: bytes) -> bool:
         return self.round is not None and self.round.group.group_id == group_id

@@ -11,15 +11,15 @@ from typing import Any, SupportsIndex
 
 import torch
 
+from averaging.common.validation import is_finite
 from averaging.errors import ConfigError, RoundError, StateError
-from averaging.messages import CompressionType
 from averaging.observe.receipts import Receipt
 from averaging.peer.topics import Topic
+from averaging.protocol.messages import CompressionType, parse_compression
 from averaging.state.snapshots import NO_EXTRAS, Extras
-from averaging.strategies.catching_up import CatchingUp
-from averaging.strategies.history import History, Others, Progress, Stage, ending, look_for_greater_origin
+from averaging.strategies.catch_up import CatchUp
+from averaging.training.history import History, Others, Progress, Stage, ending, look_for_greater_origin
 from averaging.training.training import Fetch, Training
-from averaging.values import is_count, is_finite, parse_compression
 
 
 class Strategy(ABC):
@@ -32,7 +32,7 @@ class Strategy(ABC):
     Args:
         compression: how the averaged tensors are packed on the wire; the averager's `compression` if None.
         error_feedback: whether what a lossy code loses is added to what is sent in the next round. Where reducers
-            answer with deltas (`reply="delta"`) it stays in the parameters themselves, and comes back without it.
+            answer with deltas (`reply_form="delta"`) it stays in the parameters themselves, and comes back without it.
         max_norm: gradients are clipped to this norm before they are used; None leaves them.
 
     Attributes:
@@ -107,15 +107,16 @@ class Strategy(ABC):
     def progress(self, training: Training, coming: float = 0.0) -> Progress:
         """What this peer announces to the others, see `Progress`."""
         history = self.announced(training)
-        return Progress(history, self.samples, coming, training.donates, self.stage, self.digest)
+        rate = training.step_rate
+        return Progress(history, self.samples, coming, training.donates, self.stage, self.digest, rate)
 
     def announce(self, training: Training, coming: float = 0.0) -> None:
         """Announces the progress of this peer to the others."""
         training.tell(self.progress(training, coming).pack())
 
     @cached_property
-    def _catching_up(self) -> CatchingUp:
-        return CatchingUp()
+    def _catching_up(self) -> CatchUp:
+        return CatchUp()
 
     def others(self, training: Training, told: Mapping[str, bytes]) -> Others:
         """Reads the progress of the other peers, by endpoint: who counts as ahead of this one."""
@@ -229,30 +230,3 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it evaluates the model during its step, as LBFGS does, and so makes none without a closure."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is closure.empty
-
-
-def take_tensor(tensors: Mapping[str, torch.Tensor], name: str, like: torch.Tensor) -> torch.Tensor:
-    """The tensor of that name, if it is of the same shape and dtype as `like`.
-
-    Raises:
-        StateError: it is missing, or another.
-    """
-    found = tensors.get(name)
-    if found is None:
-        raise StateError(f"the state lacks {name!r}")
-    if found.shape != like.shape or found.dtype != like.dtype:
-        there, here = (f"{t.dtype} {list(t.shape)}" for t in (found, like))
-        raise StateError(f"{name!r} is {there} in the state, here {here}")
-    return found
-
-
-def count_in(user: Mapping[str, Any], name: str) -> int:
-    """The whole number of that name, 0 if there is none.
-
-    Raises:
-        StateError: it is something else.
-    """
-    count = user.get(name, 0)
-    if not is_count(count):
-        raise StateError(f"the state has {count!r:.100} under {name!r}, not a number of steps")
-    return count

@@ -5,26 +5,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Unpack
 
 import torch
 
+from averaging.common.shared_tensors import digest_of_tensors
+from averaging.common.validation import check_weight
 from averaging.config import NonFinite
 from averaging.errors import TensorError
-from averaging.group import Mode
 from averaging.observe.receipts import Receipt
-from averaging.peer.peer import Fetched, Peer
+from averaging.observe.step_rate import StepRate
+from averaging.peer.peer import FetchedState, Peer
 from averaging.peer.round_options import RoundOptions, all_of
 from averaging.peer.topics import Topic, TopicOptions
+from averaging.protocol.group import Mode
 from averaging.state.packing import State
-from averaging.tensors import digest_of_tensors
-from averaging.training.answers import Answers
-from averaging.training.arithmetic import clip
-from averaging.training.background import EventLoopThread, on_loop
-from averaging.training.future import SignalSafeFuture
-from averaging.values import check_weight
+from averaging.training.cached_queries import CachedQueries
+from averaging.training.event_loop_thread import EventLoopThread, on_loop
+from averaging.training.signal_safe_future import SignalSafeFuture
+from averaging.training.tensor_math import clip
 
 logger = logging.getLogger("averaging.training")
 
@@ -43,7 +44,7 @@ class Fetch:
     def __init__(self, donors: Sequence[str], began: float) -> None:
         self.donors, self.began = tuple(donors), began
         self.delivering = False
-        self.coming: SignalSafeFuture[Fetched] = SignalSafeFuture()
+        self.coming: SignalSafeFuture[FetchedState] = SignalSafeFuture()
         self.task: asyncio.Task[Any] | None = None  # in the peer's thread
         self.begun = asyncio.Event()  # likewise: it delivers
 
@@ -90,7 +91,8 @@ class Training:
         self._alone = False
         self._averaged = {name: tensor.detach() for name, tensor in self.tensors.items()}  # in the same memory
         self._groups = self._trained()
-        self._answers = Answers()
+        self._answers = CachedQueries()
+        self._rate = StepRate()
         self._running: EventLoopThread | None = None
         self._whole = self.topic("", self.tensors, commits=True)
 
@@ -195,7 +197,7 @@ class Training:
         """Calls a closure, if there is one, with gradients on, as optimizers do."""
         if closure is None:
             return None
-        with torch.enable_grad():
+        with self._own_work(), torch.enable_grad():
             return closure()
 
     def inner_step(self, closure: Callable[[], float] | None = None, max_norm: float | None = None) -> float | None:
@@ -209,7 +211,7 @@ class Training:
             closure: reevaluates the model and returns the loss.
             max_norm: gradients are clipped to this norm before they are used; None leaves them.
         """
-        with ExitStack() as lock:
+        with self._own_work(), ExitStack() as lock:
             lock.enter_context(self._peer.tensors())
             if closure is None:
                 self._clip(max_norm)
@@ -217,6 +219,7 @@ class Training:
             else:
                 loss = self.optimizer.step(self._freeing(lock, closure, max_norm))
             self.local_step += 1
+        self._rate.count(1)
         return loss
 
     def _freeing(self, lock: ExitStack, closure: Callable[[], float], max_norm: float | None) -> Callable[[], float]:
@@ -245,9 +248,40 @@ class Training:
         """How often each parameter has been written to."""
         return [parameter._version for parameter in self.parameters.values()]
 
-    def count_local_step(self) -> None:
-        """A step that was not the inner optimizer's."""
+    def count_local_step(self, samples: int | None = None) -> None:
+        """A step that was not the inner optimizer's.
+
+        Args:
+            samples: behind it, where the strategy counts them; then the step rate is that of samples.
+        """
         self.local_step += 1
+        self._rate.count(1 if samples is None else samples)
+
+    @property
+    def step_rate(self) -> float | None:
+        """Local steps, or samples, per second of this peer's own work, without the time of rounds.
+
+        None as long as it is not known.
+        """
+        return self._rate.per_second
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Around each call that may wait for others: the time between two of them is this peer's own work."""
+        self._rate.begin(self.monotonic())
+        try:
+            yield
+        finally:
+            self._rate.end(self.monotonic())
+
+    @contextmanager
+    def _own_work(self) -> Iterator[None]:
+        """Around what counts for the step rate inside of `step`."""
+        began = self.monotonic()
+        try:
+            yield
+        finally:
+            self._rate.worked(self.monotonic() - began)
 
     def locked(self) -> AbstractContextManager[list[torch.Tensor]]:
         """The tensors' lock, see `Peer.tensors`."""
@@ -303,7 +337,7 @@ class Training:
         self._synchronize()
         config, weight = self._peer.config, self.weight
         # One declaration, and one more for each of the group bits that may have to be dropped.
-        patience = min(config.matchmaking_time * (1 + len(config.group_bits)), config.timeout)
+        patience = min(config.group_wait * (1 + len(config.group_bits)), config.round_timeout)
 
         awaited = options.get("awaited", frozenset)
 
@@ -375,9 +409,9 @@ class Training:
         return self._thread.run(self._peer.progress.until(condition, seconds))
 
     @property
-    def matchmaking_time(self) -> float:
+    def group_wait(self) -> float:
         """Seconds that one declaration of this peer lasts."""
-        return self._peer.config.matchmaking_time
+        return self._peer.config.group_wait
 
     def awaited_until(self, topic: Topic, phase: str = "") -> float | None:
         """Until when others that train wait for a group in this topic, seconds since the epoch; None if nobody does.
@@ -403,7 +437,7 @@ class Training:
             fetch.delivering = True
             fetch.begun.set()
 
-        async def download() -> Fetched:
+        async def download() -> FetchedState:
             fetch.task = asyncio.current_task()
             offering = {name for _, name in self._peer.donors}
             return await self._peer.fetch_state([name for name in fetch.donors if name in offering], begun)
@@ -444,7 +478,7 @@ class Training:
 
         Raises:
             StateError: it does not fit; nothing was changed.
-            RoundError: the application held the tensors' lock for more than `timeout`; nothing was changed.
+            RoundError: the application held the tensors' lock for more than `round_timeout`; nothing was changed.
         """
         self._thread.run(self._peer.take_over(self._thread.wait(fetch.coming), self._take_over))
         self.forget()

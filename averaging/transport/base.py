@@ -14,7 +14,9 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Protocol
 
 from averaging.errors import CallRefusedError, PeerUnreachableError, ProtocolViolationError
-from averaging.messages import (
+from averaging.observe.receipt_book import Watched
+from averaging.observe.status import PeerStatus
+from averaging.protocol.messages import (
     AveragingData,
     Digest,
     DownloadData,
@@ -26,9 +28,7 @@ from averaging.messages import (
     Resume,
     Rumour,
 )
-from averaging.observe.book import Watched
-from averaging.observe.status import PeerStatus
-from averaging.schema import Schema
+from averaging.protocol.schema import Schema
 
 
 class AveragingService(Protocol):
@@ -66,7 +66,8 @@ class GossipService(Protocol):
     """What a peer answers to other peers' discovery calls.
 
     Raises:
-        ProtocolViolationError: from any of them, if the caller belongs to another run or breaks the rules.
+        WrongRunError: from any of them, if the caller belongs to another run.
+        ProtocolViolationError: from any of them, if the caller breaks the rules.
     """
 
     def exchange(self, digest: Digest) -> AsyncGenerator[ExchangeReply, None]:

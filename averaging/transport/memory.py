@@ -16,9 +16,16 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
-from averaging.errors import AveragingError, CallRefusedError, ListenError, PeerUnreachableError, ProtocolViolationError
-from averaging.group import CLIENT_PREFIX
-from averaging.messages import (
+from averaging.common.addresses import CLIENT_PREFIX
+from averaging.errors import (
+    AveragingError,
+    CallRefusedError,
+    ListenError,
+    PeerUnreachableError,
+    ProtocolViolationError,
+    WrongRunError,
+)
+from averaging.protocol.messages import (
     AveragingData,
     Digest,
     DownloadData,
@@ -30,7 +37,7 @@ from averaging.messages import (
     Resume,
     Rumour,
 )
-from averaging.schema import Schema
+from averaging.protocol.schema import Schema
 from averaging.security.client_names import unbound_name
 from averaging.transport.base import AveragingService, GossipService
 
@@ -339,6 +346,8 @@ class MemoryTransport:
             call.down.end(CallRefusedError(self.endpoint, str(error)))
         except PeerUnreachableError:
             call.down.end(PeerUnreachableError(self.endpoint, "connection lost"))
+        except WrongRunError as error:
+            call.down.end(WrongRunError(self.endpoint, error.reason))
         except AveragingError as error:
             call.down.end(CallRefusedError(self.endpoint, str(error)))
         except Exception as error:

@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from averaging import Outcome, Peer
 from averaging.allreduce.round import Prepare
 from averaging.errors import AveragingError, CallRefusedError, PeerUnreachableError, ProtocolViolationError, StateError
-from averaging.group import Member, Mode, pack_gather
 from averaging.matchmaking.rules import pack_looking
-from averaging.messages import AveragingData, DownloadData, JoinRequest, MessageCode, MessageFromLeader, Resume
-from averaging.schema import ReplyForm, Schema, describe
+from averaging.protocol.group import Member, Mode, pack_gather
+from averaging.protocol.messages import AveragingData, DownloadData, JoinRequest, MessageCode, MessageFromLeader, Resume
+from averaging.protocol.schema import ReplyForm, Schema, describe
+from averaging.state.assembler import StateAssembler
 from averaging.state.download import download
 from averaging.state.packing import State, pack, seal
-from averaging.state.reader import StateReader
 from averaging.transport import virtual_time
 from tests.fuzz.material import ENDPOINTS, averaging_data, packed, states
-from tests.simulation.rounds import PART_TIMEOUT, Simulation
+from tests.simulation.rounds import STALL_TIMEOUT, Simulation
 from tests.simulation.swarm import Swarm
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
@@ -43,7 +43,7 @@ ANSWERS = {
     MessageCode.INTERNAL_ERROR,
     MessageCode.BAD_GROUP_ID,
 }
-pauses = st.sampled_from([0.0, 0.0, 0.0, 0.3, 3 * PART_TIMEOUT])
+pauses = st.sampled_from([0.0, 0.0, 0.0, 0.3, 3 * STALL_TIMEOUT])
 
 
 Plan: TypeAlias = "tuple[list[tuple[float, Any]], Exception | None]"
@@ -172,7 +172,7 @@ LEADERS = st.builds(
 def test_a_hostile_leader(answers: list[Plan]) -> None:
     swarm = Swarm(1)
     peers = [
-        swarm.peer(f"peer:{n + 1}", [torch.full((3,), float(n))], group_size=2, matchmaking_time=3.0, timeout=12.0)
+        swarm.peer(f"peer:{n + 1}", [torch.full((3,), float(n))], group_size=2, group_wait=3.0, round_timeout=12.0)
         for n in range(2)
     ]
     hostile = HostileLeader(answers)
@@ -212,7 +212,7 @@ def test_a_hostile_leader(answers: list[Plan]) -> None:
 def test_hostile_followers(requests: list[JoinRequest]) -> None:
     swarm = Swarm(2)
     peers: list[Peer] = [
-        swarm.peer(f"peer:{n + 1}", [torch.full((3,), float(n))], group_size=2, matchmaking_time=3.0, timeout=9.0)
+        swarm.peer(f"peer:{n + 1}", [torch.full((3,), float(n))], group_size=2, group_wait=3.0, round_timeout=9.0)
         for n in range(2)
     ]
     codes: list[MessageCode] = []
@@ -250,7 +250,7 @@ SOUND = list(pack(seal(State(3, {"w": torch.arange(6.0), "n": torch.tensor(1)}, 
 )  # fmt: skip
 def test_hostile_donors(given: list[tuple[list[DownloadData], list[float], Exception | None]], wanted: int) -> None:
     schema = describe(["w"], [torch.zeros(6)], part_size_bytes=1024)
-    read: list[StateReader] = []
+    read: list[StateAssembler] = []
 
     script = Script([(list(zip(times, messages, strict=False)), error) for messages, times, error in given])
 

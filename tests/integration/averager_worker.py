@@ -35,7 +35,7 @@ def step(opt: DecentralizedAverager, target: torch.Tensor) -> None:
 
 def interrupted() -> None:
     """Waits in a round that nobody joins until it is interrupted."""
-    with averager(2, timeout=1000.0) as opt:
+    with averager(2, round_timeout=1000.0) as opt:
         average = opt._peer.average
 
         async def told(*topic: Any, **arguments: Any) -> Receipt:

@@ -24,7 +24,7 @@ from grpc_tools import protoc
 
 from averaging import Peer, Receipt
 from averaging.config import PeerOptions
-from averaging.deadlines import learned
+from averaging.deadlines import learned_deadlines
 from averaging.discovery.base import Entry
 from averaging.discovery.gossip import GossipDiscovery
 from averaging.state.snapshots import Extras
@@ -249,12 +249,12 @@ async def our_peer(
         made.append(GossipDiscovery(RUN, endpoint, transport, join=options.get("join", ())))
         return made[0]
 
-    defaults: PeerOptions = {"group_size": 2, "matchmaking_time": OUR_TIME, "timeout": 2 * OUR_TIME}
-    waits: PeerOptions = {"part_timeout": DEADLINE, "min_part_timeout": DEADLINE}
+    defaults: PeerOptions = {"group_size": 2, "group_wait": OUR_TIME, "round_timeout": 2 * OUR_TIME}
+    waits: PeerOptions = {"stall_timeout": DEADLINE, "min_stall_timeout": DEADLINE}
     chosen: PeerOptions = {**defaults, **waits, **options}
     tensors = [torch.ones(8)] if tensors is None else tensors
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(learned, "VERDICT_SECONDS", DEADLINE)
+        patch.setattr(learned_deadlines, "VERDICT_SECONDS", DEADLINE)
         async with Peer(tensors, run_id=RUN, extra_state=extra_state, discovery=discovery, **chosen) as peer:
             yield Ours(peer, made[0], peer.endpoint)
 

@@ -43,8 +43,8 @@ def main(options: dict[str, Any]) -> None:
         run_id="run",
         join=options.get("join", []),
         strategy=strategies[options["strategy"]],
-        matchmaking_time=30.0,
-        timeout=40.0,
+        group_wait=30.0,
+        round_timeout=40.0,
         on_round=tell_round,
         leave_on_sigterm=options.get("leave_on_sigterm", True),
     )

@@ -14,7 +14,7 @@ from averaging import Peer, Receipt
 
 async def enter(stack: AsyncExitStack, tensors: Mapping[str, torch.Tensor], **options: Any) -> Peer:
     options.setdefault("run_id", "run")
-    options.setdefault("matchmaking_time", 20.0)
+    options.setdefault("group_wait", 20.0)
     return await stack.enter_async_context(Peer(tensors, **options))
 
 

@@ -169,7 +169,7 @@ class Workers:
         """Starts one worker per options, the first before the others, and waits until all are ready."""
         workers = []
         for options in all_options:
-            told = {"run_id": "run", "matchmaking_time": 20.0, "part_timeout": 5.0, "join": self._join} | options
+            told = {"run_id": "run", "group_wait": 20.0, "stall_timeout": 5.0, "join": self._join} | options
             worker = JsonProcess("python", "-m", "tests.integration.worker", json.dumps(told))
             workers.append(self._stack.enter_context(worker))
             if not self._join:

@@ -80,8 +80,8 @@ def main(options: dict[str, Any]) -> None:
         strategy=strategy,
         join=options.get("join", []),
         transport=transport,
-        matchmaking_time=options.get("matchmaking_time", 3.0),
-        part_timeout=5.0,
+        group_wait=options.get("group_wait", 3.0),
+        stall_timeout=5.0,
         receipts=options.get("receipts"),
     )
     tell("ready", endpoint=opt.endpoint, global_step=opt.global_step)

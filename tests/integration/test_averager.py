@@ -15,7 +15,7 @@ import torch
 
 from averaging import DecentralizedAverager, DiLoCo, GradientAveraging, LocalSGD, Mode, Outcome, Receipt, Strategy
 from averaging.errors import ClosedError, ListenError, NoSeedAnsweredError, PeerUnreachableError, StateError
-from averaging.messages import DownloadData, Resume
+from averaging.protocol.messages import DownloadData, Resume
 from averaging.transport.grpc import GrpcTransport
 from tests.integration.processes import JsonProcess
 
@@ -173,7 +173,7 @@ def test_training_goes_on_when_the_other_leaves_and_together_when_another_comes(
 def test_who_leaves_while_it_is_waited_for_is_waited_for_no_longer(
     make: Make, monkeypatch: pytest.MonkeyPatch, strategy: Callable[[int], Strategy]
 ) -> None:
-    model, opt = make(strategy=strategy(1), matchmaking_time=30.0)
+    model, opt = make(strategy=strategy(1), group_wait=30.0)
     _, other = make(strategy=strategy(1), join=[opt.endpoint])
     assert opt.wait_for_peers(2, 60)
     model(torch.ones(4, 3)).pow(2).mean().backward()
@@ -209,7 +209,7 @@ def test_a_step_whose_on_round_closes_the_averager_says_that_it_was_closed(make:
 
 
 def test_closing_in_the_middle_of_a_round_ends_it(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, opt = make(timeout=1000.0)
+    model, opt = make(round_timeout=1000.0)
     before = model.weight.detach().clone()
     begun = threading.Event()
     average = opt._peer.average
@@ -277,7 +277,7 @@ def test_a_newcomer_gets_the_last_averaged_state_while_its_donor_trains_on(make:
 
 
 def test_a_newcomer_gets_the_state_while_its_donor_evaluates_a_closure(make: Make) -> None:
-    first, one = make(timeout=2.0)
+    first, one = make(round_timeout=2.0)
     models: list[torch.nn.Linear] = []
 
     def closure() -> float:

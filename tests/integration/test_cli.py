@@ -120,7 +120,7 @@ def test_a_client_and_an_auxiliary_peer_take_part(start: Start, files: list[Path
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_serving_peer_leaves_in_order(start: Start, files: list[Path], number: signal.Signals) -> None:
-    serve = (*PAIR, "--serve", "--matchmaking-time", 2)
+    serve = (*PAIR, "--serve", "--group-wait", 2)
     staying = start("peer", files[0], *serve, "--output", out(files[0]))
     join = ("--join", staying.expect("ready")["join"])
     leaving = start("peer", files[1], *serve, *join, "--rounds", 1, "--output", out(files[1]))
@@ -160,10 +160,11 @@ def test_a_signal_without_serve_writes_nothing(
 
 
 def test_a_peer_that_finds_nobody_says_so(files: list[Path]) -> None:
-    result = command("peer", files[0], *PAIR, "--timeout", 1, "--output", out(files[0]))
+    result = command("peer", files[0], *PAIR, "--round-timeout", 1, "--output", out(files[0]))
     assert result.returncode == 1
     assert "no group came together within 1." in result.stderr
-    assert "nobody else was seen under demo.0b" in result.stderr
+    assert "no other peer is in the run: start more peers of it, or wait longer" in result.stderr
+    assert re.search(r"\(this peer was given no --join, so the others must join 127\.0\.0\.1:\d+, or", result.stderr)
     assert "Nothing was written" in result.stderr
     assert "Traceback" not in result.stderr
     assert not out(files[0]).exists()
@@ -172,9 +173,9 @@ def test_a_peer_that_finds_nobody_says_so(files: list[Path]) -> None:
 def test_peers_with_other_tensors_say_which(start: Start, files: list[Path], tmp_path: Path) -> None:
     other = tmp_path / "other.safetensors"
     save_file(model(1.0) | {"scale": torch.ones(2)}, other)
-    serving = start("peer", files[0], *PAIR, "--serve", "--matchmaking-time", 1)
+    serving = start("peer", files[0], *PAIR, "--serve", "--group-wait", 1)
     join = serving.expect("ready")["join"]
-    result = command("peer", other, *PAIR, "--join", join, "--matchmaking-time", 1, "--timeout", 20)
+    result = command("peer", other, *PAIR, "--join", join, "--group-wait", 1, "--round-timeout", 20)
     assert result.returncode == 1
     assert f"{join} averages something else: tensor 'scale' is float32[2]" in result.stderr
     assert "float64[] as NONE there" in result.stderr
@@ -190,6 +191,20 @@ def test_a_port_that_is_taken(files: list[Path]) -> None:
     assert result.returncode == 1
     assert f"cannot listen on {address}: the port is taken" in result.stderr
     assert "choose another port" in result.stderr
+
+
+def test_who_is_waited_for_is_told_while_a_peer_joins(start: Start, files: list[Path]) -> None:
+    arguments = ("peer", files[0], *PAIR, "--join", "127.0.0.1:1", "--join-timeout", 4)
+    told = start(*arguments)
+    assert told.wait() == 1
+    first, second = told.events("joining")
+    assert first["waiting_for"] == {"127.0.0.1:1": "connection refused"}
+    assert (first["timeout"], 1 <= first["seconds"] < second["seconds"] < 4) == (4, True)
+    result = command(*arguments)
+    lines = [line for line in result.stderr.splitlines() if line.startswith("joining: ")]
+    assert len(lines) == 2
+    assert lines[0].startswith("joining: no peer to join has answered for 1 s (127.0.0.1:1: connection refused)")
+    assert result.stdout == ""
 
 
 def test_nobody_to_join(files: list[Path]) -> None:

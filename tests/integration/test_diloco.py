@@ -117,7 +117,7 @@ def test_a_group_that_is_too_small_for_all_is_warned_of_once(
     """Else some of them never have a part in a step, and nothing says so."""
     run = start()
     for _ in range(3):
-        run.add(strategy(), SGD, group_size=2, matchmaking_time=0.1)
+        run.add(strategy(), SGD, group_size=2, group_wait=0.1)
     run.meet()
     run.heard(0, 0, of=2)
     for seed in range(2):
@@ -242,7 +242,7 @@ def test_a_failed_round_leaves_all_as_it_is_and_the_next_turn_tries_again(start:
     receipts: list[Receipt] = []
     run = start()
     for _ in range(2):
-        run.add(DiLoCo(2), SGD, matchmaking_time=0.3, on_round=receipts.append)
+        run.add(DiLoCo(2), SGD, group_wait=0.3, on_round=receipts.append)
     run.meet()
     for seed in range(2):
         step(run, 0, seed)
@@ -281,7 +281,7 @@ def test_equal_histories_mean_equal_parameters_whatever_reducers_answer(
 ) -> None:
     run = start()
     for _ in range(2):
-        run.add(strategy(compression="int8"), SGD, reply="delta")
+        run.add(strategy(compression="int8"), SGD, reply_form="delta")
     run.meet()
     run.each(lambda number: gather_until(run, number, 4))
     assert equal(*run.parameters())

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from averaging.deadlines.learned import ENOUGH_WAITS
+from averaging.deadlines.learned_deadlines import ENOUGH_WAITS
 from tests.integration.fault_proxy import Fault, FaultProxy
 from tests.integration.held import Held, wait_until_given_back
 from tests.integration.processes import JsonProcess, Workers, average
 
-PART_TIMEOUT = 30.0
-OPTIONS = {"group_size": 3, "part_timeout": PART_TIMEOUT, "timeout": 60.0}
-FAULTY = {"matchmaking_time": 30.0}
+STALL_TIMEOUT = 30.0
+OPTIONS = {"group_size": 3, "stall_timeout": STALL_TIMEOUT, "round_timeout": 60.0}
+FAULTY = {"group_wait": 30.0}
 """It never leads, since the others' time ends before: a leader may fail before all have read that the group begins."""
 PARTS_OF_USUAL_ROUNDS = ENOUGH_WAITS * 26
 """That a member sends to the two others: 600,000 float32 in parts of 64 KiB are 37 for all three."""
@@ -30,7 +30,7 @@ def check_others(workers: Workers, receipts: list[dict[str, Any]]) -> None:
         assert set(receipt["dropped"]) <= {workers.endpoints[2]}, receipt
         possible = [1.0, 0.5, (number + 2) / 2, *([float(number)] if receipt["kept_local"] else [])]
         assert all(any(abs(value - p) < 1e-3 for p in possible) for value in receipt["values"]), receipt
-        assert receipt["allreduce_seconds"] < PART_TIMEOUT / 2, receipt
+        assert receipt["allreduce_seconds"] < STALL_TIMEOUT / 2, receipt
     assert any(receipt["dropped"] for receipt in receipts)
 
 

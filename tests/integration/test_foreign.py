@@ -14,9 +14,9 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSe
 
 from averaging import Mode
 from averaging.allreduce.partition import partition
-from averaging.group import Group
-from averaging.messages import CompressionType
-from averaging.schema import ReplyForm, describe
+from averaging.protocol.group import Group
+from averaging.protocol.messages import CompressionType
+from averaging.protocol.schema import ReplyForm, describe
 from averaging.wire import averaging_pb2, runtime_pb2
 from tests.integration.foreign import (
     RUN,
@@ -257,7 +257,7 @@ async def test_other_dtypes(foreign: Foreign, dtype: torch.dtype, reply: ReplyFo
     )
     mean = mean_of(ours, theirs)
     node = await foreign.peer()
-    async with our_peer(ours, part_size_bytes=1024, reply=reply) as us, us.averaging() as receipt:
+    async with our_peer(ours, part_size_bytes=1024, reply_form=reply) as us, us.averaging() as receipt:
         group = await follow(us, {node: gather()})
         (after,) = await average(us, group, {node: theirs})
         assert (await receipt).dropped == ()
@@ -288,7 +288,7 @@ async def test_codes(foreign: Foreign, compression: CompressionType, reply: Repl
     mean = mean_of(ours, theirs)
     node = await foreign.peer()
     async with (
-        our_peer(ours, part_size_bytes=1024, compression=compression, reply=reply) as us,
+        our_peer(ours, part_size_bytes=1024, compression=compression, reply_form=reply) as us,
         us.averaging() as receipt,
     ):
         group = await follow(us, {node: gather()})

@@ -11,7 +11,7 @@ import pytest
 
 from averaging import Mode
 from averaging.errors import ConfigError
-from averaging.group import MAX_GATHER_BYTES
+from averaging.protocol.group import MAX_GATHER_BYTES
 from tests.integration.foreign import RUN, Foreign, begun, ends_together, gather, our_peer
 
 pytestmark = [
@@ -114,7 +114,7 @@ async def test_a_full_group_and_an_assembled_one(foreign: Foreign) -> None:
 
 async def test_too_few_at_the_leaders_time(foreign: Foreign) -> None:
     follower = await foreign.peer()
-    async with our_peer(group_size=3, min_group_size=3, matchmaking_time=0.3) as us, us.averaging():
+    async with our_peer(group_size=3, min_group_size=3, group_wait=0.3) as us, us.averaging():
         assert await us.asks_to_join(follower) == "ACCEPTED"
         assert await us.fates(follower) == [{"code": "GROUP_DISBANDED"}]
         assert await follower.fate(leader=us.endpoint) == {}
@@ -122,7 +122,7 @@ async def test_too_few_at_the_leaders_time(foreign: Foreign) -> None:
 
 async def test_enough_at_the_leaders_time(foreign: Foreign) -> None:
     follower = await foreign.peer()
-    async with our_peer(group_size=3, matchmaking_time=0.3) as us, us.averaging() as receipt:
+    async with our_peer(group_size=3, group_wait=0.3) as us, us.averaging() as receipt:
         declared = us.peer.status.declared_expiration
         assert await us.asks_to_join(follower) == "ACCEPTED"
         group = await us.begins(follower)
@@ -133,7 +133,7 @@ async def test_enough_at_the_leaders_time(foreign: Foreign) -> None:
 
 async def test_a_group_of_clients_or_without_tensors_never_begins(foreign: Foreign) -> None:
     auxiliary = await foreign.peer()
-    async with our_peer(matchmaking_time=0.3, mode=Mode.AUXILIARY) as us, us.averaging():
+    async with our_peer(group_wait=0.3, mode=Mode.AUXILIARY) as us, us.averaging():
         assert await us.asks_to_join(auxiliary, gather(mode=2)) == "ACCEPTED"
         assert await us.fates(auxiliary) == [{"code": "GROUP_DISBANDED"}]
 
@@ -183,7 +183,7 @@ async def test_two_that_ask_each_other(foreign: Foreign) -> None:
 
 
 async def test_a_declaration_is_renewed_when_its_time_is_over() -> None:
-    async with our_peer(matchmaking_time=0.2) as us, us.averaging():
+    async with our_peer(group_wait=0.2) as us, us.averaging():
         declared = us.peer.status.declared_expiration
         entry = await us.declares(us.key, after=declared)
         assert time.time() >= declared
@@ -191,14 +191,14 @@ async def test_a_declaration_is_renewed_when_its_time_is_over() -> None:
 
 
 async def test_the_first_bit_is_dropped_where_nobody_is() -> None:
-    async with our_peer(matchmaking_time=0.2, group_bits="01") as us, us.averaging():
+    async with our_peer(group_wait=0.2, group_bits="01") as us, us.averaging():
         await us.declares(f"{RUN}.0b1")
 
 
 async def test_bits_are_kept_where_somebody_was(foreign: Foreign) -> None:
     """A client declares nothing, and is somebody all the same."""
     client = await foreign.client()
-    async with our_peer(matchmaking_time=3.0, group_bits="01", group_size=3, min_group_size=3) as us, us.averaging():
+    async with our_peer(group_wait=3.0, group_bits="01", group_size=3, min_group_size=3) as us, us.averaging():
         declared, key = us.peer.status.declared_expiration, us.key
         assert await us.asks_to_join(client, gather(mode=1)) == "ACCEPTED"
         assert await us.fates(client) == [{"code": "GROUP_DISBANDED"}]

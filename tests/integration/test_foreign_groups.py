@@ -100,7 +100,7 @@ async def test_weights_that_sum_to_zero(foreign: Foreign) -> None:
 
 async def test_a_part_for_which_nobody_with_a_weight_is_left(foreign: Foreign) -> None:
     good, bad = await foreign.client(), await foreign.client()
-    options: PeerOptions = {"group_size": 3, "part_size_bytes": PART, "part_timeout": 3.0}
+    options: PeerOptions = {"group_size": 3, "part_size_bytes": PART, "stall_timeout": 3.0}
     async with our_peer([values(1)], **options) as us, us.averaging(weight=0) as receipt:
         assert await us.asks_to_join(good, gather(0.0, mode=1)) == "ACCEPTED"
         assert await us.asks_to_join(bad, gather(1.0, mode=1)) == "ACCEPTED"
@@ -128,7 +128,7 @@ async def test_weights_far_apart(foreign: Foreign, good_weight: float, bad_weigh
     """A weight is a member's word: none makes NaN of the others' tensors, not even that of one who sends nothing."""
     good, bad = await foreign.client(), await foreign.client()
     ones, threes = torch.ones(SHAPE), torch.full(SHAPE, 3.0)
-    options: PeerOptions = {"group_size": 3, "part_size_bytes": PART, "part_timeout": 3.0}
+    options: PeerOptions = {"group_size": 3, "part_size_bytes": PART, "stall_timeout": 3.0}
     async with our_peer([ones], **options) as us, us.averaging() as receipt:
         assert await us.asks_to_join(good, gather(good_weight, mode=1)) == "ACCEPTED"
         assert await us.asks_to_join(bad, gather(bad_weight, mode=1)) == "ACCEPTED"

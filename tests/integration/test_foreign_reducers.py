@@ -11,7 +11,7 @@ import msgpack
 import pytest
 import torch
 
-from averaging.group import group_digest
+from averaging.protocol.group import group_digest
 from tests.integration.foreign import DEADLINE, Foreign, Message, as_bytes, begun, gather, our_peer
 from tests.integration.foreign_groups import (
     BROKEN_PARTS,
@@ -80,13 +80,16 @@ async def ends_with_local_values(group: Group, averaged: int) -> None:
 
 async def test_a_reducer_that_never_answers(foreign: Foreign) -> None:
     replies = [reply(GOOD_PART)]
-    async with group_with(foreign, client=False, part_timeout=3.0, replies=replies, hangs=True) as group:
+    async with group_with(foreign, client=False, stall_timeout=3.0, replies=replies, hangs=True) as group:
         await ends_with_local_values(group, 1)
 
 
 async def test_a_reducer_that_answers_all_and_never_ends_its_stream(foreign: Foreign) -> None:
-    """Nothing is missing, so nobody is lost, and the round does not wait out part_timeout."""
-    replies, waits = [reply(GOOD_PART)] * (PARTS // 2), {"timeout": 99.0, "part_timeout": 50.0, "min_part_timeout": 0.2}
+    """Nothing is missing, so nobody is lost, and the round does not wait out stall_timeout."""
+    replies, waits = (
+        [reply(GOOD_PART)] * (PARTS // 2),
+        {"round_timeout": 99.0, "stall_timeout": 50.0, "min_stall_timeout": 0.2},
+    )
     async with group_with(foreign, client=False, replies=replies, hangs=True, **waits) as group:
         messages = await group.messages(group.bad)
         await asyncio.gather(group.bad.send(reducer=group.us.endpoint, messages=messages), group.good_sends())
@@ -186,7 +189,7 @@ async def test_our_peer_breaks_down(foreign: Foreign, monkeypatch: pytest.Monkey
     def break_down(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("averaging.allreduce.sending.encode", break_down)
+    monkeypatch.setattr("averaging.allreduce.sender_side.encode", break_down)
     bad = await foreign.peer()
     await bad.answer_parts(replies=[])
     async with our_peer([values(1)], part_size_bytes=PART) as us:

@@ -34,7 +34,7 @@ AT_ONCE = [(broken, 0) for broken in ("another shape", *BROKEN_MESSAGES)]
 @pytest.mark.parametrize(("broken", "place"), IN_THE_MIDDLE + AT_ONCE)
 async def test_a_sender_of_nonsense(foreign: Foreign, broken: str, place: int) -> None:
     """Its parts before that count, if they came; it hears nothing but the code."""
-    async with group_with(foreign, client=True, part_timeout=3.0) as group:
+    async with group_with(foreign, client=True, stall_timeout=3.0) as group:
         messages = await group.messages(group.bad)
         if broken in BROKEN_PARTS:
             messages[place]["tensor_part"] = BROKEN_PARTS[broken]
@@ -98,7 +98,7 @@ async def test_a_second_stream_of_the_same_sender(foreign: Foreign) -> None:
 @pytest.mark.parametrize("code", ["CANCELLED", "INTERNAL_ERROR"])
 @pytest.mark.parametrize("sent", [0, 1, PARTS])
 async def test_a_member_that_gives_up(foreign: Foreign, sent: int, code: str) -> None:
-    async with group_with(foreign, client=True, part_timeout=3.0) as group:
+    async with group_with(foreign, client=True, stall_timeout=3.0) as group:
         messages = (await group.messages(group.bad))[:sent]
         sending = group.bad_sends(messages, ends=sent == 0)
         await group.has_taken(sent)
@@ -114,7 +114,7 @@ async def test_a_member_that_gives_up(foreign: Foreign, sent: int, code: str) ->
 @pytest.mark.parametrize("ends", [True, False], ids=["ends its stream", "falls silent"])
 @pytest.mark.parametrize("sent", [0, 1, 3])
 async def test_a_sender_that_stops(foreign: Foreign, sent: int, ends: bool) -> None:
-    async with group_with(foreign, client=True, part_timeout=3.0) as group:
+    async with group_with(foreign, client=True, stall_timeout=3.0) as group:
         good = asyncio.ensure_future(group.good_sends())
         messages = (await group.messages(group.bad))[:sent]
         sending = group.bad_sends(messages, ends=ends or sent == 0)
@@ -139,7 +139,7 @@ async def test_a_sender_whose_connection_breaks(foreign: Foreign) -> None:
 
 
 async def test_a_part_is_answered_as_soon_as_every_sender_has_sent_it(foreign: Foreign) -> None:
-    async with group_with(foreign, client=True, part_timeout=3.0) as group:
+    async with group_with(foreign, client=True, stall_timeout=3.0) as group:
         first, *_ = await group.messages(group.bad)
         sending = group.bad_sends([first], ends=False)
         good = asyncio.ensure_future(group.good_sends())

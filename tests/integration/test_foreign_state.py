@@ -192,7 +192,7 @@ async def test_the_next_donor_is_asked_after_a_broken_one(foreign: Foreign, brok
 async def test_the_next_donor_is_asked_after_a_silent_one(foreign: Foreign, sent: int) -> None:
     bad, good = await foreign.peer(), await foreign.peer()
     ours, theirs = named(1), named(2)
-    async with our_peer(ours, part_timeout=SILENCE) as us:
+    async with our_peer(ours, stall_timeout=SILENCE) as us:
         messages = await pack(foreign, theirs)
         await offer(us, bad, messages[:sent], 9.0, hangs=True)
         await offer(us, good, messages, 7.0)
@@ -203,7 +203,7 @@ async def test_the_next_donor_is_asked_after_a_silent_one(foreign: Foreign, sent
 async def test_a_donor_that_sends_all_and_never_ends_its_stream(foreign: Foreign) -> None:
     donor = await foreign.peer()
     ours, theirs = named(1), named(2)
-    async with our_peer(ours, part_timeout=SILENCE) as us:
+    async with our_peer(ours, stall_timeout=SILENCE) as us:
         await offer(us, donor, await pack(foreign, theirs), 7.0, hangs=True)
         assert (await us.peer.download_state()).version == 7
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())

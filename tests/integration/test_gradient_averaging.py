@@ -14,8 +14,8 @@ import torch
 
 from averaging import DiLoCo, GradientAveraging, LocalSGD, Mode, Outcome, Strategy, group
 from averaging.errors import ConfigError, PeerUnreachableError, TensorError
-from averaging.strategies.claims import FIRST_PAUSE
-from averaging.strategies.history import Progress
+from averaging.strategies.progress_claims import FIRST_PAUSE
+from averaging.training.history import Progress
 from tests.integration.training import (
     PATIENCE,
     SGD,
@@ -129,7 +129,7 @@ def test_peers_of_the_same_speed_do_not_gather_more_than_the_batch(
 def test_a_peer_that_missed_a_step_takes_over_the_state_of_another(start: Start) -> None:
     run = start()
     for _ in range(3):
-        run.add(GradientAveraging(8), SGD, matchmaking_time=1.0)
+        run.add(GradientAveraging(8), SGD, group_wait=1.0)
     run.meet()
 
     def train(number: int) -> None:
@@ -154,7 +154,7 @@ def test_one_that_is_ahead_and_cannot_be_reached_is_told_of_once_and_not_asked_a
     now, asked = [0.0], []
     run = start()
     for _ in range(3):
-        run.add(GradientAveraging(1000), SGD, matchmaking_time=1.0)
+        run.add(GradientAveraging(1000), SGD, group_wait=1.0)
     run.meet()
     late = run.averagers[2]
     monkeypatch.setattr(late._training, "monotonic", lambda: now[0])
@@ -308,7 +308,7 @@ def test_what_is_gathered_after_a_failed_round_is_clipped_as_one_batch(
 ) -> None:
     run = start()
     for _ in range(2):
-        run.add(GradientAveraging(8, max_norm=0.01), partial(torch.optim.SGD, lr=1.0), matchmaking_time=0.3)
+        run.add(GradientAveraging(8, max_norm=0.01), partial(torch.optim.SGD, lr=1.0), group_wait=0.3)
     run.meet()
     step(run, 1, 1, batch_size=4)
 

@@ -59,7 +59,7 @@ def agrees(expected: str, printed: str) -> bool:
 
 
 # One declaration that outlasts all tests: between two of them a peer looks for nobody, for an instant.
-PATIENCE = ["--timeout", "600", "--matchmaking-time", "600"]
+PATIENCE = ["--round-timeout", "600", "--group-wait", "600"]
 
 BLOCKS = blocks_of(PAGE)
 SERVE, *CASES = cases_of(BLOCKS)
@@ -113,7 +113,7 @@ def address_after_a_round(directory: Path) -> Iterator[str]:
     with averaging_process(*arguments, *PATIENCE) as peer:
         address = peer.expect("ready")["endpoint"]
         model = str(directory / "model.safetensors")
-        second = ["peer", model, "--run-id", "demo", "--join", address, "--matchmaking-time", "2"]
+        second = ["peer", model, "--run-id", "demo", "--join", address, "--group-wait", "2"]
         with averaging_process(*second) as other:
             other.expect("done")
         peer.expect("round")

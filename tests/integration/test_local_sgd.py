@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from averaging import DiLoCo, LocalSGD, Outcome, Peer, Receipt
-from averaging.group import group_key
-from averaging.training.background import EventLoopThread
+from averaging.protocol.group import group_key
+from averaging.training.event_loop_thread import EventLoopThread
 from tests.integration.training import (
     PATIENCE,
     SGD,
@@ -217,7 +217,7 @@ def test_statistics_are_not_compressed(start: Start) -> None:
 def test_statistics_that_come_later_are_averaged_from_then_on(start: Start, overlap: bool) -> None:
     run = start()
     for _ in range(2):
-        run.add(LocalSGD(2, statistics=True, overlap=overlap), partial(torch.optim.AdamW, lr=0.01), timeout=2.0)
+        run.add(LocalSGD(2, statistics=True, overlap=overlap), partial(torch.optim.AdamW, lr=0.01), round_timeout=2.0)
     run.meet()
 
     def step_without_head(number: int, seed: int) -> None:
@@ -249,7 +249,7 @@ def test_a_slower_peer_comes_early_rather_than_too_late(start: Start, monkeypatc
     """The others wait until some moment; it would need longer for all its steps, so it joins before that."""
     run = start()
     for every in (2, 1000):
-        run.add(LocalSGD(every), SGD, matchmaking_time=20.0)
+        run.add(LocalSGD(every), SGD, group_wait=20.0)
     run.meet()
     now = [1000.0]
     slow = run.averagers[1]._training
@@ -271,7 +271,7 @@ def test_who_has_waited_for_a_round_that_is_over_is_no_reason_for_the_next_one(
     """Else one round follows the other, since everybody comes early for those who came early."""
     run = start()
     for every in (2, 1000):
-        run.add(LocalSGD(every, overlap=overlap), SGD, matchmaking_time=20.0)
+        run.add(LocalSGD(every, overlap=overlap), SGD, group_wait=20.0)
     run.meet()
     opt = run.averagers[1]
     now = [time.time()]
@@ -310,7 +310,7 @@ def test_nobody_comes_early_for_an_auxiliary(start: Start) -> None:
     run = start()
     opt = run.add(LocalSGD(1000), SGD)
     shapes = dict(run.models[0].named_parameters())
-    auxiliary = Peer(shapes, run_id="test", join=[opt.endpoint], mode="auxiliary", matchmaking_time=PATIENCE)
+    auxiliary = Peer(shapes, run_id="test", join=[opt.endpoint], mode="auxiliary", group_wait=PATIENCE)
     thread = EventLoopThread(auxiliary, "the auxiliary")
     topic = opt._training.topic("", opt._training.tensors)
 
@@ -327,7 +327,7 @@ def test_nobody_comes_early_for_an_auxiliary(start: Start) -> None:
     try:
         thread.start(auxiliary.average())
         assert awaited_once_looking(auxiliary.endpoint) is None
-        trains = run.add(LocalSGD(1000), SGD, matchmaking_time=PATIENCE)
+        trains = run.add(LocalSGD(1000), SGD, group_wait=PATIENCE)
         run.meet()
         trains._training.begin(enough=8, patience=PATIENCE)
         assert awaited_once_looking(trains.endpoint) is not None
@@ -339,7 +339,7 @@ def test_nobody_comes_early_for_an_auxiliary(start: Start) -> None:
 def test_nobody_waits_any_more_for_one_who_leaves(start: Start, strategy: Callable[[int], LocalSGD | DiLoCo]) -> None:
     run = start()
     for _ in range(3):
-        run.add(strategy(1), SGD, matchmaking_time=PATIENCE, timeout=PATIENCE)
+        run.add(strategy(1), SGD, group_wait=PATIENCE, round_timeout=PATIENCE)
     run.meet()
     leaves = run.averagers[2]
     waiting = [threading.Thread(target=step, args=(run, number, number)) for number in range(2)]

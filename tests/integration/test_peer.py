@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,19 +17,21 @@ import torch
 
 from averaging import CompressionType, Mode, NonFinite, Outcome, Peer, ReplyForm
 from averaging.allreduce import AllReduce, RoundResult
+from averaging.common.shared_tensors import SharedTensors
 from averaging.errors import (
     ClosedError,
     ConfigError,
+    JoinRefusedError,
     ListenError,
     NoSeedAnsweredError,
     RoundError,
     TensorError,
 )
-from averaging.group import donors_key, group_key
-from averaging.peer.feedback import Feedback
+from averaging.peer.error_feedback import ErrorFeedback
+from averaging.protocol.group import donors_key, group_key
 from averaging.state.packing import State
 from averaging.state.snapshots import Snapshots
-from averaging.tensors import SharedTensors
+from tests.integration.certificates import write
 from tests.integration.fault_proxy import free_port
 from tests.integration.peers import average, enter, swarm, told
 
@@ -51,11 +54,11 @@ async def test_nothing_that_goes_through_many_bytes_stops_the_event_loop(monkeyp
 
         monkeypatch.setattr(owner, name, noted)
 
-    monkeypatch.setattr("averaging.offload.INLINE_BYTES", 0)
+    monkeypatch.setattr("averaging.common.threads.INLINE_BYTES", 0)
     monkeypatch.setattr("averaging.state.snapshots.INLINE_BYTES", 0)
     heavy = {
         SharedTensors: ["check_finite", "flat", "write", "copy_from"],
-        Feedback: ["inputs", "sent"],
+        ErrorFeedback: ["inputs", "sent"],
         Snapshots: ["_copy_once", "_seal"],
     }
     for owner, names in heavy.items():
@@ -81,7 +84,7 @@ async def test_nothing_that_goes_through_many_bytes_stops_the_event_loop(monkeyp
 @pytest.mark.asyncio
 @pytest.mark.parametrize("nbytes", [0, 1 << 20])
 async def test_the_modes_of_autograd_hold_in_a_thread_too(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("averaging.offload.INLINE_BYTES", nbytes)
+    monkeypatch.setattr("averaging.common.threads.INLINE_BYTES", nbytes)
     bias = torch.zeros(3, requires_grad=True)
 
     def take_over(state: State) -> None:
@@ -103,7 +106,7 @@ async def test_the_modes_of_autograd_hold_in_a_thread_too(nbytes: int, monkeypat
 
 @pytest.mark.asyncio
 async def test_a_commit_while_a_result_is_written_is_the_version_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("averaging.offload.INLINE_BYTES", 0)
+    monkeypatch.setattr("averaging.common.threads.INLINE_BYTES", 0)
     writing, go_on = threading.Event(), threading.Event()
     write = SharedTensors.write
     tensors = [{"x": torch.full((100,), value)} for value in (1.0, 3.0)]
@@ -141,7 +144,7 @@ async def test_a_round_is_gone_without_the_garbage_collector(
     inline_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It holds averages, which may be as large as the tensors."""
-    monkeypatch.setattr("averaging.offload.INLINE_BYTES", inline_bytes)
+    monkeypatch.setattr("averaging.common.threads.INLINE_BYTES", inline_bytes)
     loop, threads = asyncio.get_running_loop(), ThreadPoolExecutor()
     loop.set_default_executor(threads)
     before = rounds_in_memory()  # other tests hold errors, whose tracebacks hold rounds
@@ -181,7 +184,7 @@ async def test_clients_and_auxiliaries_in_all_mixes(clients: int, auxiliaries: i
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
-    ("deadline", "words"), [({"part_timeout": 1.0}, "sent nothing"), ({"timeout": 5.0}, "the round's deadline")]
+    ("deadline", "words"), [({"stall_timeout": 1.0}, "sent nothing"), ({"round_timeout": 5.0}, "the round's deadline")]
 )
 async def test_a_peer_that_others_cannot_dial_is_told_so_as_well_as_they(
     deadline: dict[str, float], words: str
@@ -228,7 +231,7 @@ async def test_tensors_of_all_kinds(reply: ReplyForm, in_place: bool) -> None:
     expected = {name: sum(t[name].detach().double() for t in everybody) / 3 for name in everybody[0]}
     async with AsyncExitStack() as stack:
         options: dict[str, Any] = {"in_place": in_place, "share_state": not in_place}
-        await average(*await swarm(stack, everybody, reply=reply, part_size_bytes=1024, **options))
+        await average(*await swarm(stack, everybody, reply_form=reply, part_size_bytes=1024, **options))
     for tensors in everybody:
         for name, tensor in tensors.items():
             precision = {torch.float16: 2e-3, torch.bfloat16: 2e-2}.get(tensor.dtype, 1e-6)
@@ -256,12 +259,13 @@ async def test_the_lock_keeps_a_result_out_until_it_is_released(in_place: bool) 
 @pytest.mark.asyncio
 async def test_a_lock_that_is_held_for_too_long_fails_the_round_and_is_no_error() -> None:
     async with AsyncExitStack() as stack:
-        peer = await enter(stack, {"w": torch.zeros(4)}, timeout=0.05)
+        peer = await enter(stack, {"w": torch.zeros(4)}, round_timeout=0.05)
         with peer.tensors():
             receipt = await peer.average()
         assert receipt.outcome is Outcome.FAILED
         assert (
-            receipt.reason == "the application held the tensors' lock for 0.05 s; release it sooner, or raise `timeout`"
+            receipt.reason
+            == "the application held the tensors' lock for 0.05 s; release it sooner, or raise `round_timeout`"
         )
         assert (await peer.average()).outcome is Outcome.NO_GROUP
 
@@ -279,7 +283,7 @@ async def test_other_shapes_are_named_by_both_sides() -> None:
             {"same": torch.zeros(1), "w": torch.zeros(2)},
             {"same": torch.zeros(1), "w": torch.zeros(3)},
         ]
-        peers = await swarm(stack, tensors, matchmaking_time=1.0)
+        peers = await swarm(stack, tensors, group_wait=1.0)
         for receipt in await average(*peers):
             assert receipt.outcome is Outcome.NO_GROUP
             assert "tensor 'w' is float32[" in receipt.reason
@@ -357,7 +361,7 @@ async def test_only_one_average_at_a_time() -> None:
 async def test_a_peer_that_is_closed_ends_its_average_first() -> None:
     async with AsyncExitStack() as stack:
         other = await enter(stack, {"w": torch.zeros(1)})
-        async with Peer({"w": torch.zeros(1)}, run_id="run", join=[other.endpoint], timeout=5.0) as peer:
+        async with Peer({"w": torch.zeros(1)}, run_id="run", join=[other.endpoint], round_timeout=5.0) as peer:
             averaging = asyncio.create_task(peer.average())
             endpoint = peer.endpoint
             await told(other, group_key("run", ""), endpoint)
@@ -408,7 +412,7 @@ async def test_who_reaches_only_itself_under_another_name_has_joined_nobody() ->
 async def test_who_has_the_address_of_another_and_joins_it_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     warned: asyncio.Queue[str] = asyncio.Queue()
     monkeypatch.setattr(
-        "averaging.discovery.joining.logger.warning", lambda words, *given: warned.put_nowait(words % given)
+        "averaging.discovery.gossip.bootstrap.logger.warning", lambda words, *given: warned.put_nowait(words % given)
     )
     own = f"127.0.0.1:{free_port()}"
     async with AsyncExitStack() as stack:
@@ -425,6 +429,42 @@ async def test_another_run_is_not_joined() -> None:
         first = await enter(stack, {"w": torch.zeros(1)}, run_id="one")
         with pytest.raises(NoSeedAnsweredError, match="one"):
             await enter(stack, {"w": torch.zeros(1)}, run_id="two", join=[first.endpoint], join_timeout=1.0)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("what", ["run", "token", "no token", "authority", "TLS"])
+async def test_a_wrong_run_token_or_authority_fails_at_once(tmp_path: Path, what: str) -> None:
+    def token(name: str, text: str) -> dict[str, Any]:
+        path = tmp_path / name
+        path.touch(mode=0o600)
+        path.write_text(text)
+        return {"token_file": path}
+
+    listens: dict[str, Any] = {"run_id": "one"}
+    joins: dict[str, Any] = {"run_id": "one", "join_timeout": 60.0}
+    if what == "run":
+        joins["run_id"] = "two"
+    elif "token" in what:
+        listens |= token("right", "0123456789abcdef")
+        joins |= {} if what == "no token" else token("wrong", "fedcba9876543210")
+    else:
+        joins |= write(tmp_path, "127.0.0.1")
+        if what == "authority":
+            listens |= write(tmp_path / "foreign", "127.0.0.1", of="foreign")
+    words = {
+        "run": "belongs to run 'one', not to 'two'; give both peers the same run id",
+        "token": "its run does not take this peer's token",
+        "no token": "its run wants a token, and this peer has none",
+        "authority": "its certificate is not of an authority in tls_ca",
+        "TLS": "it does not speak TLS",
+    }
+    async with AsyncExitStack() as stack:
+        first = await enter(stack, {"w": torch.zeros(1)}, **listens)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        with pytest.raises(JoinRefusedError, match=words[what]):
+            await enter(stack, {"w": torch.zeros(1)}, join=[first.endpoint], **joins)
+        assert loop.time() - began < 10  # a second or two on a machine that is not busy
 
 
 @pytest.mark.asyncio

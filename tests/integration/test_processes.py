@@ -50,7 +50,7 @@ STEPS = [("sending", 0), ("sending", 1), ("sending", 5), ("reducing", 0), ("redu
 
 @pytest.mark.parametrize(("step", "after"), STEPS)
 def test_a_follower_killed_in_the_round_costs_only_its_own(workers: Workers, step: str, after: int) -> None:
-    processes, receipts = average_with_a_victim(workers, step, after, matchmaking_time=8.0)
+    processes, receipts = average_with_a_victim(workers, step, after, group_wait=8.0)
     for number, receipt in enumerate(receipts):
         check_survivor(number, receipt, range(3), [workers.endpoints[3]])
     # The survivors go on: the next round is one of three.
@@ -60,7 +60,7 @@ def test_a_follower_killed_in_the_round_costs_only_its_own(workers: Workers, ste
 @pytest.mark.parametrize(("step", "after"), STEPS)
 def test_a_leader_killed_in_the_round_costs_only_its_own(workers: Workers, step: str, after: int) -> None:
     """It may die before all of its followers have been told that the group begins; the others go on without those."""
-    processes, receipts = average_with_a_victim(workers, step, after, matchmaking_time=4.0)
+    processes, receipts = average_with_a_victim(workers, step, after, group_wait=4.0)
     told = [number for number, receipt in enumerate(receipts) if workers.endpoints[3] in receipt["members"]]
     lost = [endpoint for number, endpoint in enumerate(workers.endpoints) if number not in told]
     for number in told if len(told) > 1 else []:  # whoever was told alone has nobody left to average with
@@ -69,11 +69,11 @@ def test_a_leader_killed_in_the_round_costs_only_its_own(workers: Workers, step:
 
 
 def average_with_a_victim(
-    workers: Workers, step: str, after: int, *, matchmaking_time: float
+    workers: Workers, step: str, after: int, *, group_wait: float
 ) -> tuple[list[JsonProcess], list[dict[str, Any]]]:
     """Three processes average with a fourth that dies; it follows one of them if its time ends after theirs."""
-    options = {"group_size": 4, "matchmaking_time": 4.0, "timeout": 10.0}
-    victim = {"value": 3, **options, "matchmaking_time": matchmaking_time, "fatal_step": step, "after": after}
+    options = {"group_size": 4, "group_wait": 4.0, "round_timeout": 10.0}
+    victim = {"value": 3, **options, "group_wait": group_wait, "fatal_step": step, "after": after}
     processes = workers.start(*({"value": n, **options} for n in range(3)), victim)
     processes[3].send("average")
     receipts = average(*processes[:3])
@@ -94,8 +94,8 @@ def check_survivor(number: int, receipt: dict[str, Any], survivors: Collection[i
 
 def test_a_leader_killed_in_matchmaking_is_replaced(workers: Workers) -> None:
     """The leader dies when it has accepted one follower and accepts the next; they find each other without it."""
-    leader = {"value": 9, "group_size": 3, "matchmaking_time": 3.0, "fatal_step": "leading", "after": 1}
-    follower = {"group_size": 3, "matchmaking_time": 6.0, "known": 3}  # else they may know nobody but the leader
+    leader = {"value": 9, "group_size": 3, "group_wait": 3.0, "fatal_step": "leading", "after": 1}
+    follower = {"group_size": 3, "group_wait": 6.0, "known": 3}  # else they may know nobody but the leader
     processes = workers.start(leader, {"value": 0, **follower}, {"value": 2, **follower})
     processes[0].send("average")
     receipts = average(*processes[1:])

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 
 from averaging import DecentralizedAverager, LocalSGD, Outcome, Peer, Receipt
 from averaging.errors import CallRefusedError
-from averaging.observe import book
-from averaging.observe.journal import loads, read
+from averaging.observe import receipt_book
+from averaging.observe.receipt_log import loads, read
 from tests.integration.grpc_fakes import RECEIPT, FakePeer, client, serving
 from tests.integration.processes import DEADLINE, JsonProcess, averaging_command, averaging_process
 
@@ -51,7 +51,7 @@ async def test_a_watcher_gets_every_receipt_until_the_peer_leaves() -> None:
 
 @pytest.mark.asyncio
 async def test_too_many_watchers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(book, "MAX_WATCHERS", 0)
+    monkeypatch.setattr(receipt_book, "MAX_WATCHERS", 0)
     async with asyncio.timeout(DEADLINE), client() as watcher, Peer([torch.ones(5)], run_id="run") as peer:
         with pytest.raises(CallRefusedError, match="watch its rounds already"):
             await anext(watcher.watch_rounds(peer.endpoint))
@@ -113,7 +113,7 @@ def test_peers_write_receipts_that_explain_tells(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_a_warning(tmp_path: Path) -> None:
     save_file({"w": torch.ones(3)}, tmp_path / "in.safetensors")
-    options = ["--run-id", "demo", "--timeout", "0.1", "--receipts", "/dev/full"]
+    options = ["--run-id", "demo", "--round-timeout", "0.1", "--receipts", "/dev/full"]
     with averaging_process("peer", str(tmp_path / "in.safetensors"), *options) as peer:
         assert peer.wait() == 1  # since nobody was there
         assert peer.stderr.count("could not be written to /dev/full: No space left on device") == 1
@@ -126,7 +126,7 @@ def test_an_averager_writes_receipts_too(tmp_path: Path) -> None:
         run_id="run",
         strategy=LocalSGD(every=1),
         receipts=tmp_path / "receipts.jsonl",
-        timeout=0.2,
+        round_timeout=0.2,
     ) as opt:
         opt.average_now()
     with (tmp_path / "receipts.jsonl").open("rb") as lines:

@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 import torch
 
 from averaging import AveragingError, CompressionType, Mode, Peer, ReplyForm
-from averaging.discovery.gossip import peers_key
-from averaging.group import donors_key
-from averaging.messages import AveragingData, DownloadData, JoinRequest, MessageFromLeader, Resume
+from averaging.discovery.gossip.gossip_discovery import peers_key
+from averaging.protocol.group import donors_key
+from averaging.protocol.messages import AveragingData, DownloadData, JoinRequest, MessageFromLeader, Resume
 from averaging.transport.base import AveragingService, GossipService
 from averaging.transport.grpc import GrpcTransport
 
@@ -110,7 +110,7 @@ async def main(options: dict[str, Any]) -> None:
     listen, advertise = options.pop("listen", "127.0.0.1:0"), options.pop("advertise", None)
     options["mode"] = Mode[options.pop("mode", "NODE")]
     options["compression"] = CompressionType[options.pop("compression", "NONE")]
-    options["reply"] = ReplyForm(options.pop("reply", "average"))
+    options["reply_form"] = ReplyForm(options.pop("reply_form", "average"))
     tensor = torch.full((SIZE,), float(value)) + torch.arange(SIZE) % 7
     start = tensor.clone()
     transport = FatalTransport(

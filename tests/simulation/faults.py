@@ -17,9 +17,9 @@ from averaging.config import PeerOptions
 from averaging.discovery.base import Entry
 from averaging.discovery.memory import MemoryDiscovery, MemoryRegistry
 from averaging.errors import DiscoveryError
-from averaging.group import Mode
 from averaging.matchmaking.rules import CLOCK_TOLERANCE
-from averaging.messages import AveragingData, DownloadData, JoinRequest, MessageFromLeader, Resume
+from averaging.protocol.group import Mode
+from averaging.protocol.messages import AveragingData, DownloadData, JoinRequest, MessageFromLeader, Resume
 from averaging.transport import virtual_time
 from averaging.transport.base import AveragingService, GossipService
 from averaging.transport.memory import MemoryNetwork, MemoryTransport
@@ -186,10 +186,10 @@ class World:
         for number, name in enumerate([self.victim, "peer:1", "peer:2", "peer:3"]):
             options: PeerOptions = {
                 "group_size": 4,
-                "matchmaking_time": patience if number == 0 else 1.5 + number / 2,
-                "timeout": TIMEOUT,
-                "part_timeout": UPPER,
-                "min_part_timeout": LOWER,
+                "group_wait": patience if number == 0 else 1.5 + number / 2,
+                "round_timeout": TIMEOUT,
+                "stall_timeout": UPPER,
+                "min_stall_timeout": LOWER,
                 "part_size_bytes": 1024,
             }
             if client and number == 0:

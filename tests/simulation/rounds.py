@@ -10,16 +10,23 @@ from contextlib import aclosing
 import torch
 
 from averaging.allreduce import AllReduce, RoundResult, changes
-from averaging.deadlines.learned import Deadlines
-from averaging.group import Group, Member
-from averaging.messages import AveragingData, CompressionType, DownloadData, JoinRequest, MessageFromLeader, Resume
-from averaging.observe.book import Watched
+from averaging.common.shared_tensors import SharedTensors, Write
+from averaging.deadlines.learned_deadlines import Deadlines
+from averaging.observe.receipt_book import Watched
 from averaging.observe.status import PeerStatus
-from averaging.schema import ReplyForm, Schema, describe
-from averaging.tensors import SharedTensors, Write
+from averaging.protocol.group import Group, Member
+from averaging.protocol.messages import (
+    AveragingData,
+    CompressionType,
+    DownloadData,
+    JoinRequest,
+    MessageFromLeader,
+    Resume,
+)
+from averaging.protocol.schema import ReplyForm, Schema, describe
 from averaging.transport.memory import MemoryNetwork, MemoryTransport
 
-PART_TIMEOUT = 1.0
+STALL_TIMEOUT = 1.0
 ROUND_SECONDS = 30.0
 
 
@@ -106,7 +113,7 @@ class Simulation:
         self.preparing: dict[str, Callable[[], Awaitable[object]]] = {}  # what a member does before it sends
         self.transports: dict[str, MemoryTransport] = {}
         self.rounds: dict[str, AllReduce] = {}
-        self.deadlines = deadlines or {m.endpoint: Deadlines(PART_TIMEOUT, PART_TIMEOUT) for m in members}
+        self.deadlines = deadlines or {m.endpoint: Deadlines(STALL_TIMEOUT, STALL_TIMEOUT) for m in members}
         for member in members:
             client = not member.reduces
             transport = self.network.transport(None if client else member.endpoint)

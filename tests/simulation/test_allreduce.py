@@ -14,12 +14,12 @@ import torch
 from averaging.allreduce import RoundResult
 from averaging.compression import encode
 from averaging.errors import RoundError
-from averaging.group import Member, Mode
-from averaging.messages import AveragingData, CompressionType, MessageCode
 from averaging.observe.receipts import DropCode
-from averaging.schema import ReplyForm
+from averaging.protocol.group import Member, Mode
+from averaging.protocol.messages import AveragingData, CompressionType, MessageCode
+from averaging.protocol.schema import ReplyForm
 from averaging.transport import virtual_time
-from tests.simulation.rounds import PART_TIMEOUT, Simulation, assert_close, nodes
+from tests.simulation.rounds import STALL_TIMEOUT, Simulation, assert_close, nodes
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 1e-6, torch.float64: 1e-12}
 
@@ -142,7 +142,7 @@ def test_a_member_that_goes_silent_is_given_up_in_bounded_time(seed: int) -> Non
         simulation.network.thaw("peer:4")
 
     virtual_time.run(simulation.run(freeze))
-    assert took < 4 * PART_TIMEOUT
+    assert took < 4 * STALL_TIMEOUT
     for name in survivors:
         assert {dropped.endpoint for dropped in simulation.results[name].dropped} <= {"peer:4"}
         simulation.assert_between_the_means(name, survivors)
@@ -161,7 +161,7 @@ def test_a_member_that_leaves_tells_the_others(seed: int) -> None:
         took = asyncio.get_running_loop().time()
 
     virtual_time.run(simulation.run(leave))
-    assert took < PART_TIMEOUT  # nobody waited for a deadline
+    assert took < STALL_TIMEOUT  # nobody waited for a deadline
     for name in ("peer:1", "peer:2"):
         simulation.assert_between_the_means(name, ["peer:1", "peer:2"])
 

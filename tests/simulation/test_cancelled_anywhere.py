@@ -46,7 +46,7 @@ def test_an_average_can_be_cancelled_anywhere(
         swarm, steps = Swarm(8), Steps(number)
         tensors = [torch.full((600,), float(n)) for n in range(3)]
         peers = [
-            swarm.peer(f"peer:{n + 1}", [tensors[n]], group_size=3, matchmaking_time=1.0 + n / 4, part_size_bytes=1024)
+            swarm.peer(f"peer:{n + 1}", [tensors[n]], group_size=3, group_wait=1.0 + n / 4, part_size_bytes=1024)
             for n in range(3)
         ]
         others = [peer for n, peer in enumerate(peers) if n != victim]

@@ -12,11 +12,11 @@ import torch
 
 from averaging import Mode, Outcome, Peer, Receipt
 from averaging.discovery.memory import MemoryDiscovery, MemoryRegistry
-from averaging.group import group_key, pack_gather
 from averaging.matchmaking import Matchmaking, NoGroupError
 from averaging.matchmaking.rules import CLOCK_TOLERANCE, pack_looking
-from averaging.messages import CompressionType, JoinRequest, MessageCode, MessageFromLeader
-from averaging.schema import Schema, TensorSpec
+from averaging.protocol.group import group_key, pack_gather
+from averaging.protocol.messages import CompressionType, JoinRequest, MessageCode, MessageFromLeader
+from averaging.protocol.schema import Schema, TensorSpec
 from averaging.transport import virtual_time
 from averaging.transport.base import Transport
 from averaging.transport.memory import MemoryNetwork
@@ -46,8 +46,8 @@ def search_alone(mode: Mode, behind: float) -> Receipt:
         clock=clock,
         rng=rng,
         mode=mode,
-        matchmaking_time=3.0,
-        timeout=TIMEOUT,
+        group_wait=3.0,
+        round_timeout=TIMEOUT,
     )
 
     async def main() -> Receipt:
@@ -82,8 +82,8 @@ def test_one_that_is_set_forward_does_not_end_the_search(mode: Mode) -> None:
             clock=clock,
             rng=rng,
             group_size=2,
-            matchmaking_time=3.0,
-            timeout=TIMEOUT,
+            group_wait=3.0,
+            round_timeout=TIMEOUT,
             **options,
         )
 
@@ -132,7 +132,7 @@ def matchmaking_of(transport: Transport, discovery: MemoryDiscovery, clock: Cloc
         discovery,
         group_size=4,
         min_group_size=2,
-        matchmaking_time=3.0,
+        group_wait=3.0,
         clock=clock,
         rng=random.Random(2),
     )

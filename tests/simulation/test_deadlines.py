@@ -10,15 +10,15 @@ import pytest
 
 from averaging.allreduce import RoundResult
 from averaging.allreduce.round import Prepare
-from averaging.allreduce.watch import LAGGING
-from averaging.deadlines.learned import Deadlines
+from averaging.allreduce.wait_monitor import LAGGING
+from averaging.deadlines.learned_deadlines import Deadlines
 from averaging.errors import AveragingError, CallRefusedError, ProtocolViolationError, RoundError
-from averaging.group import Member, Mode
-from averaging.messages import AveragingData, MessageCode
 from averaging.observe.receipts import DropCode
-from averaging.schema import Schema
+from averaging.protocol.group import Member, Mode
+from averaging.protocol.messages import AveragingData, MessageCode
+from averaging.protocol.schema import Schema
 from averaging.transport import virtual_time
-from tests.simulation.rounds import PART_TIMEOUT, Simulation, nodes
+from tests.simulation.rounds import STALL_TIMEOUT, Simulation, nodes
 
 LOWER, UPPER = 0.2, 20.0
 USUAL = 5
@@ -322,7 +322,7 @@ def test_a_reducer_that_is_dead_in_the_first_round_is_lost_after_the_longest_dea
     virtual_time.run(main())
 
 
-def test_a_reducer_that_lives_but_never_replies_is_given_up_after_two_part_timeouts() -> None:
+def test_a_reducer_that_lives_but_never_replies_is_given_up_after_two_stall_timeouts() -> None:
     """However long it takes whenever it is asked."""
 
     async def never(
@@ -343,7 +343,7 @@ def test_a_reducer_that_lives_but_never_replies_is_given_up_after_two_part_timeo
         results = await rounds.one(prepare, may_fail={VICTIM})
         for name in ("peer:1", "peer:2", "peer:3"):
             (lost,) = results[name].dropped
-            assert "deadline 6.0 s = 2 × part_timeout" in lost.reason
+            assert "deadline 6.0 s = 2 × stall_timeout" in lost.reason
             assert lost.waited == pytest.approx(6.0, abs=LOWER)
 
     virtual_time.run(main())
@@ -424,15 +424,15 @@ def test_a_round_has_the_time_that_its_bytes_take_on_slow_links_besides_its_time
     monkeypatch.setattr("tests.simulation.rounds.ROUND_SECONDS", 3.0)
     monkeypatch.setattr("averaging.allreduce.round.SLOW_LINK", bytes_per_second)
     simulation = Simulation(1, nodes(2), [(200,)], part_size_bytes=64)
-    simulation.slow_down("peer:2", 0.9 * PART_TIMEOUT)  # of its seven parts each
+    simulation.slow_down("peer:2", 0.9 * STALL_TIMEOUT)  # of its seven parts each
     virtual_time.run(simulation.run())
     dropped = [lost for result in simulation.results.values() for lost in result.dropped]
     if bytes_per_second == 100.0:
         assert dropped == []
-        assert simulation.seconds > 6 * 0.9 * PART_TIMEOUT
+        assert simulation.seconds > 6 * 0.9 * STALL_TIMEOUT
     else:
         (late,) = {lost.reason for lost in dropped if lost.code is DropCode.ROUND_DEADLINE}
-        assert "3.0 s = timeout + 0.0 s for its bytes at 10 Mbit/s" in late
+        assert "3.0 s = round_timeout + 0.0 s for its bytes at 10 Mbit/s" in late
         assert simulation.seconds == pytest.approx(3.0, abs=0.1)
 
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from averaging.discovery.memory import MemoryDiscovery, MemoryRegistry
-from averaging.group import Group, Mode, pack_gather
 from averaging.matchmaking import Matchmaking
 from averaging.matchmaking.rules import pack_looking
-from averaging.messages import JoinRequest, MessageCode, MessageFromLeader
-from averaging.schema import describe
+from averaging.protocol.group import Group, Mode, pack_gather
+from averaging.protocol.messages import JoinRequest, MessageCode, MessageFromLeader
+from averaging.protocol.schema import describe
 from averaging.transport import virtual_time
 from averaging.transport.base import Transport
 
@@ -56,7 +56,7 @@ def test_nobody_is_asked_once_the_group_has_begun(suggested: str) -> None:
                 discovery,
                 group_size=2,
                 min_group_size=2,
-                matchmaking_time=10.0,
+                group_wait=10.0,
                 clock=virtual_time.clock,
                 rng=random.Random(1),
             )

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from averaging.discovery.gossip import GossipDiscovery
-from averaging.discovery.records import Limits
-from averaging.discovery.settings import GossipSettings
+from averaging.discovery.gossip.record import Limits
+from averaging.discovery.gossip.settings import GossipSettings
 from averaging.errors import ClosedError, NoSeedAnsweredError
 from averaging.transport import virtual_time
 from tests.simulation.gossip_swarm import (
@@ -153,7 +153,7 @@ def test_seeds_that_all_fail_are_named_with_the_reasons_in_time() -> None:
         assert now() == pytest.approx(3.0, abs=0.1)
         assert caught.value.reasons == {
             "dead:1": "connection refused",
-            "other:1": "other:1 belongs to run 'another', not to 'run'",
+            "other:1": "other:1 belongs to run 'another', not to 'run'; give both peers the same run id",
             "frozen:1": "no answer",
         }
         assert "dead:1: connection refused; other:1 belongs to run 'another', not to 'run'; " in str(caught.value)

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from averaging.compression import encode
-from averaging.messages import AveragingData, CompressionType, MessageCode
+from averaging.protocol.messages import AveragingData, CompressionType, MessageCode
 from averaging.transport import virtual_time
-from tests.simulation.rounds import PART_TIMEOUT, Simulation, assert_close, nodes
+from tests.simulation.rounds import STALL_TIMEOUT, Simulation, assert_close, nodes
 
 VICTIM = "peer:2"
 
@@ -42,7 +42,7 @@ ATTACKS: dict[str, Attack] = {
 }
 
 
-@pytest.mark.parametrize("preparing", [0.0, PART_TIMEOUT / 2], ids=["its own is open", "it still prepares"])
+@pytest.mark.parametrize("preparing", [0.0, STALL_TIMEOUT / 2], ids=["its own is open", "it still prepares"])
 @pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
 def test_they_cost_the_member_nothing(attack: Attack, preparing: float) -> None:
     simulation = Simulation(1, nodes(4), [(400,)], latency=(0.02, 0.03))

@@ -9,10 +9,10 @@ import pytest
 
 from averaging.allreduce import RoundResult
 from averaging.compression import encode
-from averaging.group import Member, Mode
-from averaging.messages import AveragingData, CompressionType, MessageCode
+from averaging.protocol.group import Member, Mode
+from averaging.protocol.messages import AveragingData, CompressionType, MessageCode
 from averaging.transport import virtual_time
-from tests.simulation.rounds import PART_TIMEOUT, Simulation
+from tests.simulation.rounds import STALL_TIMEOUT, Simulation
 
 NODE, SENDER = "peer:1", "client::1"
 
@@ -59,4 +59,4 @@ def test_a_call_lost_at_any_step_is_known_at_once(steps: int, seconds_to_close: 
     if "sent nothing" in (result.dropped[0].reason if result.dropped else ""):
         assert steps < 5, "the call had been opened"
     else:
-        assert seconds < PART_TIMEOUT
+        assert seconds < STALL_TIMEOUT

@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from averaging import DropCode, Mode, Outcome, Peer, Receipt
-from averaging.group import pack_gather
 from averaging.matchmaking import rules
-from averaging.messages import JoinRequest, MessageCode, MessageFromLeader
+from averaging.protocol.group import pack_gather
+from averaging.protocol.messages import JoinRequest, MessageCode, MessageFromLeader
 from tests.simulation.swarm import Swarm
 
 Lie: TypeAlias = Callable[[MessageFromLeader, str], MessageFromLeader]
 
 SIZE = 2048
-OPTIONS: dict[str, Any] = {"group_size": 4, "matchmaking_time": 2.0, "timeout": 8.0, "part_size_bytes": 1024}
+OPTIONS: dict[str, Any] = {"group_size": 4, "group_wait": 2.0, "round_timeout": 8.0, "part_size_bytes": 1024}
 
 
 def tell(announced: MessageFromLeader, **gathers: bytes) -> MessageFromLeader:
@@ -114,7 +114,7 @@ def averaged_under(told: set[str], lie: Lie, seed: int, options: Mapping[str, An
 
 
 TOLD = pytest.mark.parametrize("told", [{"peer:2"}, {"peer:3", "peer:4"}], ids=["one", "two"])
-OF_ALL_KINDS = pytest.mark.parametrize("options", [{}, {"in_place": True}, {"reply": "delta"}], ids=str)
+OF_ALL_KINDS = pytest.mark.parametrize("options", [{}, {"in_place": True}, {"reply_form": "delta"}], ids=str)
 SEEDS = pytest.mark.parametrize("seed", range(3))
 SAID = "announced other members, another order or other weights"
 

@@ -12,14 +12,14 @@ import torch
 
 from averaging import Mode, Outcome, Peer, Receipt, Topic
 from averaging.config import PeerOptions
-from averaging.discovery.records import Limits
+from averaging.discovery.gossip.record import Limits
 from averaging.errors import PeerUnreachableError, SchemaMismatchError
-from averaging.group import pack_gather
-from averaging.matchmaking.differences import MAX_WARNED, Warned
 from averaging.matchmaking.rules import pack_looking
-from averaging.messages import JoinRequest, MessageCode
+from averaging.matchmaking.schema_differences import MAX_WARNED, Warned
 from averaging.peer import rounds
 from averaging.peer.round_options import all_of
+from averaging.protocol.group import pack_gather
+from averaging.protocol.messages import JoinRequest, MessageCode
 from averaging.transport import virtual_time
 from tests.simulation import leaks
 from tests.simulation.swarm import Swarm, groups_of, scalars, spread
@@ -29,7 +29,7 @@ from tests.simulation.swarm import Swarm, groups_of, scalars, spread
 def test_sixteen_peers_fill_groups_of_four_within_seconds(seed: int) -> None:
     swarm = Swarm(seed)
     tensors = scalars(16, seed)
-    peers = [swarm.peer(f"peer:{n + 1}", [tensors[n]], group_size=4, matchmaking_time=10.0) for n in range(16)]
+    peers = [swarm.peer(f"peer:{n + 1}", [tensors[n]], group_size=4, group_wait=10.0) for n in range(16)]
     receipts = [receipts[0] for receipts in swarm.simulate(swarm.average_together(peers))]
     assert len(groups_of(receipts)) == 4
     for receipt in receipts:
@@ -45,9 +45,7 @@ def test_a_thousand_seeds_of_mutual_requests_end_without_a_deadlock() -> None:
         # No delay between declarations: expirations are equal, so that only the endpoints decide who leads.
         swarm = Swarm(seed, delay=rng.choice([0.0, 0.005, 0.05]), latency=rng.choice([(0.01, 0.01), (0.001, 0.05)]))
         tensors = scalars(count, seed)
-        peers = [
-            swarm.peer(f"peer:{n + 1}", [tensors[n]], group_size=count, matchmaking_time=5.0) for n in range(count)
-        ]
+        peers = [swarm.peer(f"peer:{n + 1}", [tensors[n]], group_size=count, group_wait=5.0) for n in range(count)]
         receipts = [receipts[0] for receipts in swarm.simulate(swarm.average_together(peers))]
         for receipt in receipts:
             assert receipt.outcome is Outcome.AVERAGED, f"seed {seed}: {receipt}"
@@ -59,7 +57,7 @@ def test_a_thousand_seeds_of_mutual_requests_end_without_a_deadlock() -> None:
 def test_a_group_begins_at_its_leaders_time_if_it_is_not_full(seed: int) -> None:
     swarm = Swarm(seed)
     tensors = scalars(3, seed)
-    peers = [swarm.peer(f"peer:{n + 1}", [tensors[n]], group_size=8, matchmaking_time=5.0) for n in range(3)]
+    peers = [swarm.peer(f"peer:{n + 1}", [tensors[n]], group_size=8, group_wait=5.0) for n in range(3)]
     for receipts in swarm.simulate(swarm.average_together(peers)):
         assert len(receipts[0].members) == 3
         assert 4.5 < receipts[0].seconds < 6.0
@@ -68,10 +66,10 @@ def test_a_group_begins_at_its_leaders_time_if_it_is_not_full(seed: int) -> None
 def test_a_peer_alone_is_told_so() -> None:
     swarm = Swarm(1)
     tensor = torch.ones(2)
-    peer = swarm.peer("peer:1", [tensor], matchmaking_time=2.0, timeout=7.0)
+    peer = swarm.peer("peer:1", [tensor], group_wait=2.0, round_timeout=7.0)
     receipt: Receipt = swarm.simulate(swarm.average_together([peer]))[0][0]
     assert receipt.outcome is Outcome.NO_GROUP
-    assert "nobody else was seen under run.0b" in receipt.reason
+    assert receipt.reason == "no other peer is in the run: start more peers of it, or wait longer"
     assert 7.0 <= receipt.seconds < 7.5
     assert tensor.tolist() == [1.0, 1.0]
 
@@ -79,8 +77,8 @@ def test_a_peer_alone_is_told_so() -> None:
 def test_those_that_were_there_and_are_gone_are_counted() -> None:
     """However many declarations of its own a peer has outwaited since, the last of which may be a short one."""
     swarm = Swarm(1)
-    waiting = swarm.peer("peer:1", [torch.ones(2)], timeout=9.0, matchmaking_time=2.0, min_group_size=3)
-    leaving = swarm.peer("peer:2", [torch.ones(2)], timeout=1.0, matchmaking_time=2.0, min_group_size=3)
+    waiting = swarm.peer("peer:1", [torch.ones(2)], round_timeout=9.0, group_wait=2.0, min_group_size=3)
+    leaving = swarm.peer("peer:2", [torch.ones(2)], round_timeout=1.0, group_wait=2.0, min_group_size=3)
 
     async def main() -> None:
         async with waiting:
@@ -97,8 +95,8 @@ def test_those_that_were_there_and_are_gone_are_counted() -> None:
 def test_peers_with_other_tensors_are_told_the_first_difference() -> None:
     swarm = Swarm(1)
     peers = [
-        swarm.peer("peer:1", [torch.zeros(2), torch.zeros(3)], matchmaking_time=2.0),
-        swarm.peer("peer:2", [torch.zeros(2), torch.zeros(4)], matchmaking_time=2.0),
+        swarm.peer("peer:1", [torch.zeros(2), torch.zeros(3)], group_wait=2.0),
+        swarm.peer("peer:2", [torch.zeros(2), torch.zeros(4)], group_wait=2.0),
     ]
     for receipts in swarm.simulate(swarm.average_together(peers)):
         assert receipts[0].outcome is Outcome.NO_GROUP
@@ -109,7 +107,7 @@ def test_peers_with_other_tensors_are_told_the_first_difference() -> None:
 def test_a_peer_with_other_tensors_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     """And not in every search of the weeks for which it stays, nor in every phase of a topic."""
     swarm = Swarm(1)
-    peers = [swarm.peer(f"peer:{n}", [torch.zeros(n)], matchmaking_time=2.0) for n in (1, 2)]
+    peers = [swarm.peer(f"peer:{n}", [torch.zeros(n)], group_wait=2.0) for n in (1, 2)]
 
     async def main() -> None:
         async with peers[0], peers[1]:
@@ -135,7 +133,7 @@ def test_of_so_many_differences_it_is_remembered_that_they_were_warned_of() -> N
 
 def test_a_peer_with_other_tensors_that_has_left_does_not_end_the_search() -> None:
     swarm = Swarm(1)
-    options: PeerOptions = {"group_size": 2, "matchmaking_time": 2.0, "timeout": 20.0}
+    options: PeerOptions = {"group_size": 2, "group_wait": 2.0, "round_timeout": 20.0}
     other = swarm.peer("peer:1", [torch.zeros(4)], **options)
     peer, late = (swarm.peer(f"peer:{n}", [torch.zeros(3)], **options) for n in (2, 3))
 
@@ -163,7 +161,7 @@ def test_clients_and_auxiliaries_join_nodes(seed: int) -> None:
     mean = torch.stack(tensors[:4]).mean(dim=0)
     before = [tensor.clone() for tensor in tensors]
     peers = [
-        swarm.peer(f"peer:{n + 1}", [tensors[n]], group_size=6, matchmaking_time=5.0, mode=mode)
+        swarm.peer(f"peer:{n + 1}", [tensors[n]], group_size=6, group_wait=5.0, mode=mode)
         for n, mode in enumerate(modes)
     ]
     for receipts in swarm.simulate(swarm.average_together(peers)):
@@ -178,8 +176,8 @@ def test_clients_and_auxiliaries_join_nodes(seed: int) -> None:
 def test_a_client_asks_who_waits_for_longer_than_itself() -> None:
     """It cannot lead, so nobody would ask it instead."""
     swarm = Swarm(1)
-    client = swarm.peer("", [torch.ones(2)], group_size=2, timeout=4.0, mode=Mode.CLIENT)
-    node = swarm.peer("peer:1", [torch.ones(2)], group_size=2, matchmaking_time=5.0)
+    client = swarm.peer("", [torch.ones(2)], group_size=2, round_timeout=4.0, mode=Mode.CLIENT)
+    node = swarm.peer("peer:1", [torch.ones(2)], group_size=2, group_wait=5.0)
 
     async def main() -> Receipt:
         async with client, node:
@@ -197,7 +195,7 @@ def test_two_auxiliaries_do_not_begin_without_tensors() -> None:
     tensors = scalars(4, 1)
     modes = [Mode.AUXILIARY, Mode.AUXILIARY, Mode.NODE, Mode.CLIENT]
     peers = [
-        swarm.peer(f"peer:{n + 1}", [tensors[n]], group_size=2, matchmaking_time=2.0, timeout=60.0, mode=mode)
+        swarm.peer(f"peer:{n + 1}", [tensors[n]], group_size=2, group_wait=2.0, round_timeout=60.0, mode=mode)
         for n, mode in enumerate(modes)
     ]
     for receipts in swarm.simulate(swarm.average_together(peers)):
@@ -207,7 +205,7 @@ def test_two_auxiliaries_do_not_begin_without_tensors() -> None:
 def test_auxiliaries_that_fill_a_group_alone_make_room_at_once() -> None:
     swarm = Swarm(1)
     *auxiliaries, node = [
-        swarm.peer(f"peer:{n + 1}", [torch.ones(2)], group_size=2, matchmaking_time=10.0, timeout=20.0, mode=mode)
+        swarm.peer(f"peer:{n + 1}", [torch.ones(2)], group_size=2, group_wait=10.0, round_timeout=20.0, mode=mode)
         for n, mode in enumerate((Mode.AUXILIARY, Mode.AUXILIARY, Mode.NODE))
     ]
 
@@ -229,7 +227,7 @@ def test_auxiliaries_that_fill_a_group_alone_make_room_at_once() -> None:
 def test_nobody_waits_any_more_for_one_who_leaves() -> None:
     swarm = Swarm(1)
     first, second, leaves = [
-        swarm.peer(f"peer:{n + 1}", [torch.ones(2)], matchmaking_time=50.0, timeout=60.0) for n in range(3)
+        swarm.peer(f"peer:{n + 1}", [torch.ones(2)], group_wait=50.0, round_timeout=60.0) for n in range(3)
     ]
 
     async def main() -> list[Receipt]:
@@ -252,14 +250,12 @@ def test_nobody_waits_any_more_for_one_who_leaves() -> None:
         assert receipt.seconds < 10.0
 
 
-@pytest.mark.parametrize("matchmaking_time", [45.0, 55.0])  # it leads, or it follows
-def test_an_auxiliary_makes_a_group_begin_neither_later_nor_sooner(matchmaking_time: float) -> None:
+@pytest.mark.parametrize("group_wait", [45.0, 55.0])  # it leads, or it follows
+def test_an_auxiliary_makes_a_group_begin_neither_later_nor_sooner(group_wait: float) -> None:
     """It waits for all that train and no longer, and is none of those for whom they wait."""
     swarm = Swarm(1)
-    trains = [swarm.peer(f"peer:{n + 1}", [torch.ones(2)], matchmaking_time=50.0, timeout=60.0) for n in range(2)]
-    auxiliary = swarm.peer(
-        "peer:3", [torch.ones(2)], matchmaking_time=matchmaking_time, timeout=60.0, mode=Mode.AUXILIARY
-    )
+    trains = [swarm.peer(f"peer:{n + 1}", [torch.ones(2)], group_wait=50.0, round_timeout=60.0) for n in range(2)]
+    auxiliary = swarm.peer("peer:3", [torch.ones(2)], group_wait=group_wait, round_timeout=60.0, mode=Mode.AUXILIARY)
 
     async def main() -> list[Receipt]:
         async with auxiliary, trains[0], trains[1]:
@@ -297,7 +293,7 @@ def test_what_members_gather_is_in_every_receipt() -> None:
 def test_what_those_gathered_who_come_and_go_is_not_kept(patience: float) -> None:
     """It may be 64 KiB, and names cost nothing: a leader would run out of memory while it waits for its group."""
     swarm = Swarm(1)
-    peer = swarm.peer("peer:1", [torch.zeros(2)], group_size=4, min_group_size=4, matchmaking_time=2.0)
+    peer = swarm.peer("peer:1", [torch.zeros(2)], group_size=4, min_group_size=4, group_wait=2.0)
 
     async def join_and_go(number: int) -> None:
         gather = pack_gather(1.0, None, Mode.NODE, bytes(1000))
@@ -332,7 +328,7 @@ def test_a_key_for_every_step_does_not_use_up_a_peers_records() -> None:
     """A peer may have a few hundred of them, and long declarations would outlive the steps in which they were made."""
     swarm = Swarm(1)
     swarm.registry.limits = Limits(records_per_owner=10)
-    peers = [swarm.peer(f"peer:{n + 1}", [torch.zeros(2)], group_size=2, matchmaking_time=60.0) for n in range(2)]
+    peers = [swarm.peer(f"peer:{n + 1}", [torch.zeros(2)], group_size=2, group_wait=60.0) for n in range(2)]
 
     async def main() -> None:
         async with peers[0], peers[1]:
@@ -347,7 +343,7 @@ def test_a_key_for_every_step_does_not_use_up_a_peers_records() -> None:
 def test_steps_that_are_quick_do_not_use_up_a_peers_records_either() -> None:
     """What is told of each is kept for a shorter time then: at 30 steps a second all of a run stood still every 8 s."""
     swarm = Swarm(1, latency=(0.0005, 0.002), delay=0.002)
-    peers = [swarm.peer(f"peer:{n + 1}", [torch.zeros(2)], group_size=2, matchmaking_time=60.0) for n in range(2)]
+    peers = [swarm.peer(f"peer:{n + 1}", [torch.zeros(2)], group_size=2, group_wait=60.0) for n in range(2)]
 
     async def main() -> None:
         async with peers[0], peers[1]:
@@ -386,7 +382,7 @@ def test_a_grid_of_groups_reaches_the_exact_mean(size: int, rounds: int) -> None
         return "".join(format(number // size**axis % size, f"0{digits}b") for axis in range(rounds - 1))
 
     peers = [
-        swarm.peer(f"peer:{n + 1}", [tensors[n]], group_size=size, group_bits=bits(n), matchmaking_time=30.0)
+        swarm.peer(f"peer:{n + 1}", [tensors[n]], group_size=size, group_bits=bits(n), group_wait=30.0)
         for n in range(count)
     ]
     for receipts in swarm.simulate(swarm.average_together(peers, rounds)):
@@ -400,7 +396,7 @@ def test_the_first_bit_is_dropped_if_nobody_is_there(mode: Mode) -> None:
     swarm = Swarm(2)
     tensors = scalars(2, 2)
     peers = [
-        swarm.peer(f"peer:{n + 1}", [tensors[n]], group_size=2, group_bits=bits, matchmaking_time=2.0, mode=mode)
+        swarm.peer(f"peer:{n + 1}", [tensors[n]], group_size=2, group_bits=bits, group_wait=2.0, mode=mode)
         for n, (bits, mode) in enumerate([("0011", Mode.NODE), ("1011", mode)])
     ]
     for receipts in swarm.simulate(swarm.average_together(peers)):
@@ -412,7 +408,7 @@ def test_a_dropped_bit_is_back_at_the_next_search() -> None:
     """Else a peer that once was alone would look under a shorter key than all others, for ever."""
     swarm = Swarm(2)
     (tensor,) = scalars(1, 2)
-    peer = swarm.peer("peer:1", [tensor], group_bits="0011", matchmaking_time=2.0, timeout=5.0)
+    peer = swarm.peer("peer:1", [tensor], group_bits="0011", group_wait=2.0, round_timeout=5.0)
     keys: list[str] = []
 
     async def main() -> None:
@@ -445,9 +441,9 @@ def test_whoever_dies_and_whatever_is_lost_everybody_ends(seed: int) -> None:
             f"peer:{n + 1}",
             [tensors[n]],
             group_size=rng.choice([2, 4]),
-            matchmaking_time=3.0,
-            timeout=20.0,
-            part_timeout=2.0,
+            group_wait=3.0,
+            round_timeout=20.0,
+            stall_timeout=2.0,
         )
         for n in range(count)
     ]
@@ -484,8 +480,7 @@ def test_a_hundred_peers_keep_the_mean_to_1e6_when_nobody_dies() -> None:
     mean = torch.stack(tensors).mean(dim=0)
     before = spread(tensors)
     peers = [
-        swarm.peer(f"peer:{n + 1}", [tensors[n]], group_size=4, group_bits="0000", matchmaking_time=5.0)
-        for n in range(100)
+        swarm.peer(f"peer:{n + 1}", [tensors[n]], group_size=4, group_bits="0000", group_wait=5.0) for n in range(100)
     ]
     swarm.simulate(swarm.average_together(peers, 4))
     assert spread(tensors) < before / 4

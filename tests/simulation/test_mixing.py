@@ -117,7 +117,7 @@ def test_matchmaking_leaves_alone_whom_the_model_leaves_alone(count: int, seed: 
     """More peers than fit into a group: full ones, one of the rest, and nobody for a single peer that is left."""
     swarm = Swarm(seed)
     peers = [
-        swarm.peer(f"peer:{n + 1}", [tensor], group_size=4, matchmaking_time=5.0, timeout=8.0)
+        swarm.peer(f"peer:{n + 1}", [tensor], group_size=4, group_wait=5.0, round_timeout=8.0)
         for n, tensor in enumerate(scalars(count, seed))
     ]
     sizes = Counter(len(receipts[0].members) for receipts in swarm.simulate(swarm.average_together(peers)))

@@ -8,14 +8,14 @@ from functools import partial
 import pytest
 
 from averaging.allreduce import RoundResult
-from averaging.deadlines.learned import Deadlines
+from averaging.deadlines.learned_deadlines import Deadlines
 from averaging.errors import RoundError
 from averaging.observe.receipts import DropCode
-from averaging.schema import ReplyForm
+from averaging.protocol.schema import ReplyForm
 from averaging.transport import virtual_time
-from tests.simulation.rounds import PART_TIMEOUT, Simulation, assert_close, nodes
+from tests.simulation.rounds import STALL_TIMEOUT, Simulation, assert_close, nodes
 
-PREPARING = PART_TIMEOUT / 2
+PREPARING = STALL_TIMEOUT / 2
 SLOWEST = "peer:2"
 
 
@@ -54,7 +54,7 @@ def test_who_prepares_itself_does_not_say_that_it_waited_for_others_meanwhile() 
 
 def test_the_deadline_of_a_first_part_begins_with_the_round_also_at_who_prepares_itself() -> None:
     """Two members usually prepare equally long; then one takes longer by more than the shortest deadline."""
-    deadlines = {member.endpoint: Deadlines(PART_TIMEOUT, 30.0) for member in nodes(4)}
+    deadlines = {member.endpoint: Deadlines(STALL_TIMEOUT, 30.0) for member in nodes(4)}
     for seconds in (5.0, 5.0, 5.0, 5.0, 6.5):
         simulation = simulated(deadlines=deadlines)
         simulation.preparing["peer:1"] = partial(asyncio.sleep, 5.0)
@@ -98,7 +98,7 @@ def test_who_gives_up_then_tells_the_others(cancelled: bool, proven: bool) -> No
     simulation.preparing[SLOWEST] = partial(asyncio.sleep, 60.0) if cancelled else fail
     virtual_time.run(simulation.run(end))
     # Nobody waits for a deadline; if nothing proves who said so, the shortest, since the member may come all the same.
-    assert took < PREPARING + PART_TIMEOUT / 2 + (0.0 if proven else PART_TIMEOUT)
+    assert took < PREPARING + STALL_TIMEOUT / 2 + (0.0 if proven else STALL_TIMEOUT)
     assert type(simulation.failures[SLOWEST]) is (asyncio.CancelledError if cancelled else RoundError)
     for result in simulation.results.values():
         told = {lost.endpoint: lost.code for lost in result.dropped}

@@ -15,7 +15,7 @@ import torch
 
 from averaging import Peer
 from averaging.allreduce import RoundResult
-from averaging.allreduce.losses import code_of
+from averaging.allreduce.drop_codes import code_of
 from averaging.discovery.memory import MemoryDiscovery
 from averaging.errors import (
     AveragingError,
@@ -25,17 +25,17 @@ from averaging.errors import (
     ProtocolViolationError,
     TensorError,
 )
-from averaging.group import Member, Mode
-from averaging.messages import CompressionType
 from averaging.observe.explain import describe, merge
-from averaging.observe.journal import read
+from averaging.observe.receipt_log import read
 from averaging.observe.receipts import DropCode, Outcome, Receipt, Role
 from averaging.peer.rounds import _why_failed
 from averaging.peer.topics import Adopt
-from averaging.schema import ReplyForm
+from averaging.protocol.group import Member, Mode
+from averaging.protocol.messages import CompressionType
+from averaging.protocol.schema import ReplyForm
 from averaging.state.snapshots import Extras
 from averaging.transport import virtual_time
-from tests.simulation.rounds import PART_TIMEOUT, Simulation, nodes
+from tests.simulation.rounds import STALL_TIMEOUT, Simulation, nodes
 from tests.simulation.swarm import Swarm, scalars
 
 NAMES = ["peer:1", "peer:2", "peer:3", "peer:4"]
@@ -150,10 +150,10 @@ def test_a_silent_member_is_dropped_with_the_figures(seed: int) -> None:
             assert (dropped.endpoint, dropped.code) == ("peer:4", DropCode.SILENT)
             assert dropped.waited is not None
             assert dropped.deadline is not None
-            assert dropped.waited >= dropped.deadline >= PART_TIMEOUT
+            assert dropped.waited >= dropped.deadline >= STALL_TIMEOUT
             assert dropped.reason.split(" for ")[0] in ("sent nothing", "took no reply", "no reply")
             assert f"s = {dropped.basis}" in dropped.reason
-            assert "part_timeout" in dropped.basis
+            assert "stall_timeout" in dropped.basis
     assert all(out == came for out, came in flows(results).values())
     check_digests(results, results)
 
@@ -236,7 +236,7 @@ def test_an_attempt_that_raises_leaves_a_receipt_too(tmp_path: Path) -> None:
     tensor = torch.ones(3)
 
     async def main() -> None:
-        async with swarm.peer("peer:1", [tensor], receipts=file, timeout=3.0) as peer:
+        async with swarm.peer("peer:1", [tensor], receipts=file, round_timeout=3.0) as peer:
             alone = asyncio.create_task(peer.average())
             await asyncio.sleep(1.0)
             alone.cancel()
@@ -385,7 +385,7 @@ def test_a_question_that_fails_while_a_group_is_looked_for_is_the_attempts_error
         raise ZeroDivisionError("in overtaken")
 
     async def main() -> None:
-        async with swarm.peer("peer:1", [torch.ones(3)], receipts=file, timeout=3.0) as peer:
+        async with swarm.peer("peer:1", [torch.ones(3)], receipts=file, round_timeout=3.0) as peer:
             with pytest.raises(ZeroDivisionError, match="in overtaken"):
                 await peer.average(overtaken=overtaken)
             assert asyncio.get_running_loop().time() < 1.0

@@ -11,15 +11,15 @@ from typing import Any, cast
 import pytest
 import torch
 
-from averaging.deadlines.learned import Deadlines
+from averaging.deadlines.learned_deadlines import Deadlines
 from averaging.errors import PeerUnreachableError, StateError
-from averaging.messages import DownloadData, Resume
-from averaging.schema import Schema, describe
+from averaging.protocol.messages import DownloadData, Resume
+from averaging.protocol.schema import Schema, describe
 from averaging.state.download import TRIES_PER_DONOR, download
 from averaging.state.packing import Snapshot, State, pack, seal
 from averaging.transport import virtual_time
 
-PART_TIMEOUT = 30.0
+STALL_TIMEOUT = 30.0
 LINK_10_MBIT, LINK_256_KBIT = 10e6 / 8, 256e3 / 8
 LEAST = 16 * 1024
 
@@ -107,7 +107,7 @@ def fetch(
     """Downloads from these donors after earlier downloads; returns how long it took, from whom, or why not."""
 
     async def main() -> tuple[Network, float, str, str]:
-        deadlines, loop = Deadlines(1.0, PART_TIMEOUT), asyncio.get_running_loop()
+        deadlines, loop = Deadlines(1.0, STALL_TIMEOUT), asyncio.get_running_loop()
         for one in earlier:
             await load(Network({"earlier:1": one}), deadlines)
         network, began = Network(donors), loop.time()
@@ -124,7 +124,7 @@ def fetch(
         first = next(iter(network.donors.values()))
         names = list(network.donors)
         return await download(
-            cast(Any, network), names, schema_of(first.state), silence=PART_TIMEOUT, deadlines=deadlines
+            cast(Any, network), names, schema_of(first.state), silence=STALL_TIMEOUT, deadlines=deadlines
         )
 
     return virtual_time.run(main())
@@ -135,13 +135,13 @@ def test_a_donor_that_drips_is_given_up_and_what_it_sent_is_kept() -> None:
     network, seconds, donor, _ = fetch({"drip:1": Donor(state, drip=1), "x:1": Donor(state, LINK_10_MBIT)})
     assert donor == "x:1"
     assert network.calls == [("drip:1", 0), ("x:1", 43)]  # one byte more than 42, in 30 s
-    assert seconds == pytest.approx(PART_TIMEOUT + (8 << 20) / LINK_10_MBIT, abs=2.0)
+    assert seconds == pytest.approx(STALL_TIMEOUT + (8 << 20) / LINK_10_MBIT, abs=2.0)
 
 
 def test_one_that_drips_as_the_only_donor_ends_in_an_error_that_tells_how_slow_it_was() -> None:
     network, seconds, _, error = fetch({"drip:1": Donor(snapshot(8), drip=1)})
     assert network.asked == ["drip:1"]
-    assert seconds == pytest.approx(PART_TIMEOUT + 0.7, abs=0.5)
+    assert seconds == pytest.approx(STALL_TIMEOUT + 0.7, abs=0.5)
     assert (
         "drip:1: delivered 42 bytes in 30 s, at least 491520 are expected: 16 KiB/s, the least of any donor and reader"
         in error
@@ -176,7 +176,7 @@ def test_two_slow_links_deliver_in_the_end_and_what_came_over_the_first_is_kept(
     assert donor == "slow:1"
     assert network.asked == ["slow:1", "slow:2", "slow:1"]
     kept = [offset for _, offset in network.calls]
-    assert kept[1] >= PART_TIMEOUT * LINK_256_KBIT - (256 << 10)
+    assert kept[1] >= STALL_TIMEOUT * LINK_256_KBIT - (256 << 10)
     assert kept[2] >= 2 * kept[1]
     # The messages that were under way come again.
     assert seconds == pytest.approx((8 << 20) / LINK_256_KBIT, abs=2 * (256 << 10) / LINK_256_KBIT + 2.0)
@@ -196,7 +196,7 @@ def test_several_that_drip_cost_a_window_each() -> None:
     network, seconds, donor, _ = fetch(drippers | {"slow:1": Donor(state, LINK_256_KBIT)})
     assert donor == "slow:1"
     assert network.asked == [*drippers, "slow:1"] * 2
-    assert seconds <= 2 * len(drippers) * (PART_TIMEOUT + 1.0) + (8 << 20) / LINK_256_KBIT + 10.0
+    assert seconds <= 2 * len(drippers) * (STALL_TIMEOUT + 1.0) + (8 << 20) / LINK_256_KBIT + 10.0
 
 
 def test_what_earlier_downloads_have_shown_is_expected_of_others() -> None:
@@ -206,8 +206,8 @@ def test_what_earlier_downloads_have_shown_is_expected_of_others() -> None:
     assert donor == "greedy:1"  # more than an eighth of 10 Mbit/s
     network, seconds, donor, _ = fetch(donors, earlier=[Donor(state, 10e6)])
     assert donor == "x:1"
-    assert seconds < PART_TIMEOUT + 1.0 + (32 << 20) / 5e6
-    assert network.calls[1][1] >= 200e3 * PART_TIMEOUT - (256 << 10)
+    assert seconds < STALL_TIMEOUT + 1.0 + (32 << 20) / 5e6
+    assert network.calls[1][1] >= 200e3 * STALL_TIMEOUT - (256 << 10)
 
 
 def test_of_those_that_are_all_slower_than_earlier_ones_the_slowest_does_not_win() -> None:
@@ -216,7 +216,7 @@ def test_of_those_that_are_all_slower_than_earlier_ones_the_slowest_does_not_win
     network, seconds, donor, _ = fetch(donors, earlier=[Donor(state, 10e6)])
     assert donor == "x:1"
     assert network.asked == ["greedy:1", "x:1"] * 2
-    assert seconds < 3 * (PART_TIMEOUT + 1.0) + (32 << 20) / 1e6
+    assert seconds < 3 * (STALL_TIMEOUT + 1.0) + (32 << 20) / 1e6
 
 
 def test_a_state_that_came_at_once_tells_little_of_how_long_others_may_take() -> None:
@@ -245,7 +245,7 @@ def test_tensors_without_bytes_do_not_let_a_donor_go_on_for_ever() -> None:
 
     network, seconds, _, error = fetch({"drip:1": Drip(state)}, at_most=500.0)
     assert network.asked == ["drip:1"]
-    assert seconds < 2 * PART_TIMEOUT
+    assert seconds < 2 * STALL_TIMEOUT
     assert "drip:1: delivered 1024 bytes in 30 s, at least 491520 are expected" in error
 
 
@@ -256,4 +256,4 @@ def test_a_donor_that_does_just_enough_and_is_lost_again_and_again_is_asked_so_o
     network, seconds, _, error = fetch({"x:1": donor})
     assert "x:1: connection lost" in error
     assert len(network.calls) == TRIES_PER_DONOR
-    assert seconds <= len(network.calls) * (PART_TIMEOUT + (16 << 20) / LEAST + PART_TIMEOUT)
+    assert seconds <= len(network.calls) * (STALL_TIMEOUT + (16 << 20) / LEAST + STALL_TIMEOUT)

@@ -27,9 +27,7 @@ def average(seed: int, still_after: float, *, peers: int, comes_late: bool = Fal
         async with AsyncExitStack() as stack:
             entered = [
                 await stack.enter_async_context(
-                    swarm.peer(
-                        f"peer:{number}", [tensor], group_size=peers, min_group_size=peers, matchmaking_time=60.0
-                    )
+                    swarm.peer(f"peer:{number}", [tensor], group_size=peers, min_group_size=peers, group_wait=60.0)
                 )
                 for number, tensor in enumerate(tensors, 1)
             ]
@@ -67,7 +65,7 @@ def test_who_slept_gives_up_when_the_rest_of_its_time_is_over() -> None:
     swarm = Swarm(1)
 
     async def main() -> float:
-        async with swarm.peer("peer:1", scalars(1, 1), matchmaking_time=60.0) as peer:
+        async with swarm.peer("peer:1", scalars(1, 1), group_wait=60.0) as peer:
             looking = asyncio.create_task(peer.average())
             await asyncio.sleep(20.0)
             stand_still(ASLEEP)

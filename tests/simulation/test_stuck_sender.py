@@ -12,10 +12,10 @@ import torch
 from averaging.allreduce import RoundResult
 from averaging.allreduce.partition import partition, shares
 from averaging.compression import encode
-from averaging.group import Member, Mode
-from averaging.messages import AveragingData, CompressionType, MessageCode
+from averaging.protocol.group import Member, Mode
+from averaging.protocol.messages import AveragingData, CompressionType, MessageCode
 from averaging.transport import virtual_time
-from tests.simulation.rounds import PART_TIMEOUT, OneRound, Simulation
+from tests.simulation.rounds import STALL_TIMEOUT, OneRound, Simulation
 from tests.simulation.swarm import Swarm
 
 NODES = ["peer:1", "peer:2"]
@@ -44,7 +44,7 @@ def test_a_sender_that_takes_no_replies_is_given_up() -> None:
         stuck = [asyncio.create_task(takes_one_reply(name)) for name in NODES]
         began = asyncio.get_running_loop().time()
         results = await asyncio.gather(*(simulation.one(name) for name in NODES))
-        assert asyncio.get_running_loop().time() < began + 4 * PART_TIMEOUT
+        assert asyncio.get_running_loop().time() < began + 4 * STALL_TIMEOUT
         for task in stuck:
             task.cancel()
         await asyncio.gather(*stuck, return_exceptions=True)
@@ -69,7 +69,7 @@ def test_a_reducer_that_was_suspended_still_waits_for_the_first_message(suspende
             await asyncio.sleep(0.05)
             yield AveragingData(MessageCode.PART_FOR_AVERAGING, bytes(20), "peer:2")
 
-        async with swarm.peer("peer:1", [torch.ones(3)], part_timeout=1.0) as peer:
+        async with swarm.peer("peer:1", [torch.ones(3)], stall_timeout=1.0) as peer:
             return [reply.code async for reply in peer._entered.service.aggregate_part(messages())]
 
     assert swarm.simulate(main()) == [MessageCode.BAD_GROUP_ID]
@@ -86,7 +86,7 @@ def test_a_sender_of_no_group_is_refused_in_time_while_one_is_being_assembled() 
         async with AsyncExitStack() as stack:
             entered = [
                 await stack.enter_async_context(
-                    swarm.peer(name, [torch.ones(3)], part_timeout=1.0, group_size=3, matchmaking_time=60.0)
+                    swarm.peer(name, [torch.ones(3)], stall_timeout=1.0, group_size=3, group_wait=60.0)
                 )
                 for name in NODES
             ]
@@ -114,7 +114,7 @@ def test_a_sender_that_opens_a_stream_and_sends_nothing_is_not_waited_for_longer
             await asyncio.Event().wait()
             yield AveragingData()
 
-        async with swarm.peer("peer:1", [torch.ones(3)], part_timeout=1.0) as peer:
+        async with swarm.peer("peer:1", [torch.ones(3)], stall_timeout=1.0) as peer:
             began = asyncio.get_running_loop().time()
             async with aclosing(peer._entered.service.aggregate_part(messages())) as replies:
                 assert (await anext(replies)).code is MessageCode.CANCELLED

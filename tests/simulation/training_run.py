@@ -12,9 +12,10 @@ import torch
 
 from averaging import DecentralizedAverager, DiLoCo, GradientAveraging, LocalSGD, Strategy
 from averaging.discovery.gossip import GossipDiscovery
-from averaging.discovery.identity import UnsignedIdentity
+from averaging.discovery.gossip.identity import UnsignedIdentity
 from averaging.errors import NoSeedAnsweredError, StateError
-from averaging.observe.training import Finish
+from averaging.observe.receipts import Receipt
+from averaging.observe.training_status import Finish
 from averaging.transport import virtual_time
 from averaging.transport.base import Transport
 from averaging.transport.memory import MemoryNetwork
@@ -32,6 +33,8 @@ class Site:
     join: Sequence[str]
     starts: float
     lives: float = float("inf")  # seconds from the start of the simulation until it is killed
+    step_seconds: float = STEP_SECONDS
+    receipts: list[Receipt] = field(default_factory=list)  # of the training, without those of its end
     finish: Finish | None = None
     parameters: list[float] = field(default_factory=list)
     global_step: int | None = None
@@ -47,8 +50,11 @@ STRATEGIES: dict[str, Callable[[int], Strategy]] = {
 class Run:
     """A run with its network; everything random comes from `seed`."""
 
-    def __init__(self, seed: int, strategy: str, sites: Sequence[Site], *, until: float) -> None:
+    def __init__(
+        self, seed: int, strategy: str, sites: Sequence[Site], *, until: float, group_wait: float = 1.0
+    ) -> None:
         self.seed, self.strategy, self.sites, self.until = seed, strategy, sites, until
+        self.group_wait = group_wait
         self.network = MemoryNetwork(random.Random(seed))
 
     def train(self, site: Site, rng: random.Random) -> None:
@@ -65,13 +71,15 @@ class Run:
                 sleep(1.0)
         now = asyncio.get_running_loop().time
         while now() < self.until:
-            sleep(STEP_SECONDS * rng.uniform(0.8, 1.2))
+            sleep(site.step_seconds * rng.uniform(0.8, 1.2))
             parameter.grad = torch.tensor([rng.gauss(0, 1) for _ in range(3)])
             if isinstance(opt.strategy, GradientAveraging):
                 opt.step(batch_size=4)
             else:
                 opt.step()
+        trained = len(site.receipts)
         site.finish = opt.finish(timeout=30.0)
+        del site.receipts[trained:]
         site.parameters, site.global_step = parameter.tolist(), opt.global_step
         opt.close()
 
@@ -94,9 +102,10 @@ class Run:
             strategy=STRATEGIES[self.strategy](len(self.sites)),
             transport=self.network.transport(site.name),
             discovery=discovery,
-            matchmaking_time=1.0,
-            timeout=5.0,
-            part_timeout=2.0,
+            on_round=site.receipts.append,
+            group_wait=self.group_wait,
+            round_timeout=5.0 * self.group_wait,
+            stall_timeout=2.0,
         )
 
     async def _live(self, site: Site, rng: random.Random) -> None:

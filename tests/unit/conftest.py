@@ -22,7 +22,7 @@ def make() -> Iterator[Make]:
     made = []
 
     def make_one(optimizer: torch.optim.Optimizer, every: int = 1000, **options: Any) -> DecentralizedAverager:
-        defaults: dict[str, Any] = {"timeout": 0.02, "strategy": LocalSGD(every), "run_id": "alone"}
+        defaults: dict[str, Any] = {"round_timeout": 0.02, "strategy": LocalSGD(every), "run_id": "alone"}
         transport = MemoryNetwork(random.Random(0)).transport("192.0.2.1:1")
         registry = MemoryRegistry()
         made.append(

@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from averaging.deadlines.fair_clock import FairClock, interval_of
-from averaging.deadlines.learned import ENOUGH_WAITS, LIFETIME, MAX_WAITS, Deadline, Deadlines, Phase, size_class
+from averaging.deadlines.learned_deadlines import (
+    ENOUGH_WAITS,
+    LIFETIME,
+    MAX_WAITS,
+    Deadline,
+    Deadlines,
+    Phase,
+    size_class,
+)
 
 waits = st.lists(st.floats(0, 1e4), min_size=ENOUGH_WAITS, max_size=3 * MAX_WAITS)
 
@@ -47,14 +55,14 @@ def test_one_odd_round_among_many_hardly_counts(odd: float, place: int) -> None:
 
 
 def test_while_nobody_is_known_everybody_gets_the_longest() -> None:
-    assert of(after([0.1] * 5)) == Deadline(1.0, "min_part_timeout, more than 4 × its median of 0.1 s")
+    assert of(after([0.1] * 5)) == Deadline(1.0, "min_stall_timeout, more than 4 × its median of 0.1 s")
     for unknown in (of(after([0.1] * 5), phase=Phase.OPENING), of(after([0.1] * (ENOUGH_WAITS - 1)))):
-        assert unknown == Deadline(10.0, "part_timeout")
+        assert unknown == Deadline(10.0, "stall_timeout")
 
 
 def test_who_is_not_known_gets_twice_the_longest_of_the_others() -> None:
     learned = Deadlines(1.0, 10.0)
-    assert of(learned, "new:1") == Deadline(10.0, "part_timeout")
+    assert of(learned, "new:1") == Deadline(10.0, "stall_timeout")
     for usual, expected in (
         (0.1, Deadline(2.0, "2 × that of 1 other")),
         (0.5, Deadline(4.0, "2 × the longest of 2 others")),
@@ -89,7 +97,7 @@ def test_one_who_was_dropped_again_and_again_does_not_make_others_slow() -> None
     learned = after([0.5] * 5)
     for _ in range(5):
         learned.missed("a:1", Phase.PART, 3, 10.0)
-    assert of(learned) == Deadline(10.0, "part_timeout")
+    assert of(learned) == Deadline(10.0, "stall_timeout")
     assert of(learned, "new:1").seconds == 4.0
 
 
@@ -101,7 +109,7 @@ def test_a_guess_that_was_missed_is_doubled_and_what_it_then_takes_is_kept_to() 
         learned.missed("new:1", Phase.PART, 3, 10.0)
     assert seconds == [4.0, 8.0, 10.0]
     learned.saw("new:1", Phase.PART, 3, 3.0, 11.0)
-    assert of(learned, "new:1") == Deadline(10.0, "part_timeout")
+    assert of(learned, "new:1") == Deadline(10.0, "stall_timeout")
     assert of(learned, "other:1") == Deadline(4.0, "2 × that of 1 other")
 
 
@@ -111,7 +119,7 @@ def test_a_guess_that_was_missed_is_doubled_and_what_it_then_takes_is_kept_to() 
         (2, Deadline(4.0, "2 × that in larger rounds")),
         (4, Deadline(16.0, "8 × that in smaller rounds")),
         (5, Deadline(64.0, "32 × that in smaller rounds")),
-        (60, Deadline(100.0, "part_timeout")),
+        (60, Deadline(100.0, "stall_timeout")),
     ],
 )
 def test_what_it_did_in_rounds_of_another_size_is_scaled(size: int, expected: Deadline) -> None:
@@ -137,7 +145,7 @@ def test_the_nearest_size_counts() -> None:
 def test_the_basis_tells_which_it_was() -> None:
     assert of(after([1.0] * 5)) == Deadline(4.0, "4 × its median of 1 s")
     assert of(after([1.0, 1.0, 1.0, 4.0])) == Deadline(8.0, "2 × its last of 4 s")
-    assert of(after([100.0] * 5)) == Deadline(10.0, "part_timeout")
+    assert of(after([100.0] * 5)) == Deadline(10.0, "stall_timeout")
 
 
 def test_a_missed_deadline_is_doubled_until_it_is_kept() -> None:
@@ -179,7 +187,7 @@ def test_a_lasting_change_is_followed_at_once() -> None:
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("averaging.deadlines.learned.MAX_KNOWN", 10)
+    monkeypatch.setattr("averaging.deadlines.learned_deadlines.MAX_KNOWN", 10)
     learned = Deadlines(1.0, 10.0)
     for number in range(50):
         learned.missed(f"a:{number}", Phase.PART, 3, 0.0)
@@ -187,7 +195,7 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_was_not_met_for_longest_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("averaging.deadlines.learned.MAX_KNOWN", 2)
+    monkeypatch.setattr("averaging.deadlines.learned_deadlines.MAX_KNOWN", 2)
     learned = after([0.1] * 5)
     for number in range(3):
         learned.missed(f"new:{number}", Phase.PART, 3, 10.0)
@@ -199,7 +207,7 @@ def test_who_was_not_met_for_long_is_forgotten() -> None:
     learned = after([0.1] * 5)
     learned.missed("b:1", Phase.PART, 3, 4.0 + LIFETIME)
     assert len(learned) == 2
-    assert learned.of("a:1", Phase.PART, 3, 4.1 + LIFETIME) == Deadline(10.0, "part_timeout")
+    assert learned.of("a:1", Phase.PART, 3, 4.1 + LIFETIME) == Deadline(10.0, "stall_timeout")
     assert len(learned) == 1
 
 

@@ -12,16 +12,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.addresses import is_endpoint, parse_address
-from averaging.aggregation import Aggregation, Kind, parse_aggregation
+from averaging.common.addresses import is_endpoint, parse_address
+from averaging.common.shared_tensors import SharedTensors
+from averaging.common.validation import check_weight
 from averaging.config import Inspection, NonFinite, PeerConfig, PeerOptions, option_names
 from averaging.errors import ConfigError, TensorError
-from averaging.group import Mode
-from averaging.messages import CompressionType
 from averaging.peer.topics import Adopt, make_topic
-from averaging.schema import DTYPES, ReplyForm, Schema, TensorSpec, describe, first_difference
-from averaging.tensors import SharedTensors
-from averaging.values import check_weight, parse_compression
+from averaging.protocol.aggregation import Aggregation, Kind, parse_aggregation
+from averaging.protocol.group import Mode
+from averaging.protocol.messages import CompressionType, parse_compression
+from averaging.protocol.schema import DTYPES, ReplyForm, Schema, TensorSpec, describe, first_difference
 
 specs = st.builds(
     TensorSpec,
@@ -122,10 +122,10 @@ def test_a_sparse_tensor_is_refused() -> None:
         {"min_group_size": 1},
         {"group_size": 3, "min_group_size": 4},
         {"group_bits": "012"},
-        {"matchmaking_time": 0},
-        {"matchmaking_time": 3600},
-        {"timeout": float("nan")},
-        {"part_timeout": float("inf")},
+        {"group_wait": 0},
+        {"group_wait": 3600},
+        {"round_timeout": float("nan")},
+        {"stall_timeout": float("inf")},
         {"bandwidth": 0.0},
         {"part_size_bytes": 10},
         {"run_id": "é" * 65},
@@ -147,8 +147,8 @@ def test_options_that_cannot_work_are_refused(options: dict[str, Any]) -> None:
         {"join": None},
         {"join": [("127.0.0.1", 4222)]},
         {"join": (seed for seed in ["127.0.0.1:4222"])},
-        {"timeout": "60"},
-        {"matchmaking_time": None},
+        {"round_timeout": "60"},
+        {"group_wait": None},
         {"group_size": "4"},
         {"group_size": 2.5},
         {"group_size": float("nan")},
@@ -173,7 +173,7 @@ def test_a_part_gets_through_in_time_by_default_where_links_carry_ten_megabits()
     config = PeerConfig(run_id="run")
     sharing = 2 * (config.group_size - 1)  # one part to and one from each other member, in either direction of a link
     seconds = sharing * config.part_size_bytes * 8 / 10e6
-    assert 2 * seconds < config.part_timeout  # with room for shares of the link that are not equal
+    assert 2 * seconds < config.stall_timeout  # with room for shares of the link that are not equal
 
 
 def test_every_option_can_be_given_as_a_keyword() -> None:
@@ -218,7 +218,7 @@ def test_a_name_has_256_characters_at_most() -> None:
 
 @pytest.mark.parametrize(
     ("option", "kind"),
-    [("mode", Mode), ("compression", CompressionType), ("reply", ReplyForm), ("non_finite", NonFinite),
+    [("mode", Mode), ("compression", CompressionType), ("reply_form", ReplyForm), ("non_finite", NonFinite),
      ("inspection", Inspection)],
 )  # fmt: skip
 def test_what_is_one_of_a_few_may_be_given_by_name(option: str, kind: type[Enum]) -> None:
@@ -248,7 +248,7 @@ def test_only_what_holds_the_average_in_the_end_is_written_early() -> None:
 
 
 def test_where_all_must_hold_the_same_nobody_is_answered_with_deltas() -> None:
-    config, tensors = PeerConfig(run_id="run", reply=ReplyForm.DELTA), SharedTensors([torch.ones(2)])
+    config, tensors = PeerConfig(run_id="run", reply_form=ReplyForm.DELTA), SharedTensors([torch.ones(2)])
     replies = {how: make_topic(config, tensors, adopt=how).schema.reply for how in Adopt}
     assert replies == {
         Adopt.AVERAGE: ReplyForm.DELTA,
@@ -258,7 +258,7 @@ def test_where_all_must_hold_the_same_nobody_is_answered_with_deltas() -> None:
 
 
 def test_what_a_delta_leaves_in_the_tensors_is_not_kept_once_more() -> None:
-    config, tensors = PeerConfig(run_id="run", reply=ReplyForm.DELTA), SharedTensors([torch.ones(2)])
+    config, tensors = PeerConfig(run_id="run", reply_form=ReplyForm.DELTA), SharedTensors([torch.ones(2)])
     kept = {how: make_topic(config, tensors, adopt=how, error_feedback=True).feedback is not None for how in Adopt}
     assert kept == {Adopt.AVERAGE: False, Adopt.WHOLE: True, Adopt.CHANGE: False}
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import grpc
@@ -15,16 +16,16 @@ from grpc_reflection.v1alpha import reflection
 
 from averaging.config import Inspection
 from averaging.errors import ListenError, ProtocolViolationError
-from averaging.messages import Record
 from averaging.observe.status import PeerStatus
-from averaging.schema import Schema
+from averaging.protocol.messages import Record
+from averaging.protocol.schema import Schema
 from averaging.security.credentials import Credentials
 from averaging.transport.base import AveragingService, GossipService
 from averaging.transport.grpc import headers, methods
-from averaging.transport.grpc.faults import refuse
+from averaging.transport.grpc.authentication import Callers, TokenInterceptor, host_of, server_credentials
+from averaging.transport.grpc.channel_options import WRITE_BYTES_PER_SECOND, WRITE_SECONDS, server_options
+from averaging.transport.grpc.error_mapping import refuse
 from averaging.transport.grpc.methods import Method
-from averaging.transport.grpc.options import WRITE_BYTES_PER_SECOND, WRITE_SECONDS, server_options
-from averaging.transport.grpc.security import Callers, Gate, host_of, server_credentials
 
 logger = logging.getLogger("averaging.transport")
 
@@ -61,7 +62,8 @@ class Server:
         logging.getLogger("grpc._cython.cygrpc").addFilter(_LOST_ENDS)
         self._calls = _Calls()
         self._credentials = credentials = credentials or Credentials()
-        interceptors = [self._calls, Gate(credentials)]
+        self._callers = Callers(authenticated=credentials.tls is not None)
+        interceptors = [self._calls, TokenInterceptor(credentials, self._callers.refusals)]
         self._server = grpc.aio.server(options=server_options(max_message_bytes), interceptors=interceptors)
         try:
             if credentials.tls is None:
@@ -76,10 +78,9 @@ class Server:
 
     async def start(self, averaging: AveragingService, gossip: GossipService | None) -> None:
         """Starts to answer calls."""
-        callers = Callers(authenticated=self._credentials.tls is not None)
-        handlers = _averaging_handlers(averaging, callers)
+        handlers = _averaging_handlers(averaging, self._callers)
         if gossip is not None:
-            handlers |= _gossip_handlers(gossip, callers)
+            handlers |= _gossip_handlers(gossip, self._callers)
         if self._credentials.inspection is Inspection.OFF:
             for method in (methods.GET_STATUS, methods.GET_SCHEMA, methods.WATCH_ROUNDS, methods.LIST_RECORDS):
                 handlers.pop(method, None)
@@ -151,7 +152,7 @@ def _averaging_handlers(service: AveragingService, callers: Callers) -> Handlers
         return service.get_schema()
 
     return {
-        methods.JOIN_GROUP: _stream(methods.JOIN_GROUP, callers, service.join_group),
+        methods.JOIN_GROUP: _join(service, callers),
         methods.AGGREGATE_PART: _both_ways(methods.AGGREGATE_PART, callers, service.aggregate_part),
         methods.DOWNLOAD_STATE: _download(service, callers),
         methods.GET_STATUS: _unary(methods.GET_STATUS, callers, get_status),
@@ -190,6 +191,18 @@ def _stream(
 ) -> grpc.RpcMethodHandler[bytes, bytes]:
     async def handle(raw: bytes, context: Context) -> None:
         await _answer(context, method, callers, raw, answer)
+
+    return grpc.unary_stream_rpc_method_handler(handle)
+
+
+def _join(service: AveragingService, callers: Callers) -> grpc.RpcMethodHandler[bytes, bytes]:
+    method = methods.JOIN_GROUP
+
+    async def handle(raw: bytes, context: Context) -> None:
+        least = headers.read_min_group_size(context.invocation_metadata() or ())
+        await _answer(
+            context, method, callers, raw, lambda request: service.join_group(replace(request, min_group_size=least))
+        )
 
     return grpc.unary_stream_rpc_method_handler(handle)
 
