@@ -1,7 +1,7 @@
 """PyTorch training averaged between machines that nobody orchestrates.
 
-Three ways in: `DecentralizedAverager` around an optimizer, `Peer` in asyncio code, and `averaging peer` on the command
-line.
+There are four ways in: `DecentralizedAverager` around an optimizer, `SyncPeer` in a script, `Peer` in asyncio code, and
+`averaging peer` on the command line.
 """
 
 from __future__ import annotations
@@ -10,12 +10,41 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from averaging.averager import DecentralizedAverager
+    from averaging.averager import DecentralizedAverager, close_all
     from averaging.common.malloc import keep_freed_memory
-    from averaging.config import NonFinite, PeerConfig
-    from averaging.errors import AveragingError, ConfigError, TensorError
+    from averaging.config import Inspection, NonFinite, PeerConfig, TLSFiles
+    from averaging.errors import (
+        AveragingError,
+        BusyError,
+        CallRefusedError,
+        ClosedError,
+        ConfigError,
+        DiscoveryError,
+        FeedBusyError,
+        FeedError,
+        FeedRefusedError,
+        FeedUnreachableError,
+        ForeignEndpointError,
+        JoinRefusedError,
+        ListenError,
+        LyingLeaderError,
+        NonFiniteError,
+        NoSeedAnsweredError,
+        PeersMissingError,
+        PeerUnreachableError,
+        ProtocolViolationError,
+        RoundError,
+        SchemaMismatchError,
+        StateError,
+        TensorError,
+        TransportError,
+        UnauthenticatedError,
+        UnprovenViolationError,
+        WrongRunError,
+    )
     from averaging.observe.receipts import Account, DropCode, Dropped, LateArrival, Outcome, Receipt, Role, Straggler
-    from averaging.observe.training_status import Finish
+    from averaging.observe.status import PeerStatus
+    from averaging.observe.training_status import Finish, TrainingStatus
     from averaging.peer.peer import Peer
     from averaging.peer.topics import Adopt, Topic
     from averaging.protocol.group import Mode
@@ -24,37 +53,69 @@ if TYPE_CHECKING:
     from averaging.state.packing import State
     from averaging.state.snapshots import Extras
     from averaging.strategies import DiLoCo, GradientAveraging, LocalSGD, Strategy
+    from averaging.sync_peer import SyncPeer
     from averaging.training.training import Training
 
 __all__ = [
     "Account",
     "Adopt",
     "AveragingError",
+    "BusyError",
+    "CallRefusedError",
+    "ClosedError",
     "CompressionType",
     "ConfigError",
     "DecentralizedAverager",
     "DiLoCo",
+    "DiscoveryError",
     "DropCode",
     "Dropped",
     "Extras",
+    "FeedBusyError",
+    "FeedError",
+    "FeedRefusedError",
+    "FeedUnreachableError",
     "Finish",
+    "ForeignEndpointError",
     "GradientAveraging",
+    "Inspection",
+    "JoinRefusedError",
     "LateArrival",
+    "ListenError",
     "LocalSGD",
+    "LyingLeaderError",
     "Mode",
+    "NoSeedAnsweredError",
     "NonFinite",
+    "NonFiniteError",
     "Outcome",
     "Peer",
     "PeerConfig",
+    "PeerStatus",
+    "PeerUnreachableError",
+    "PeersMissingError",
+    "ProtocolViolationError",
     "Receipt",
     "ReplyForm",
     "Role",
+    "RoundError",
+    "SchemaMismatchError",
     "State",
+    "StateError",
     "Straggler",
     "Strategy",
+    "SyncPeer",
+    "TLSFiles",
     "TensorError",
     "Topic",
     "Training",
+    "TrainingStatus",
+    "TransportError",
+    "UnauthenticatedError",
+    "UnprovenViolationError",
+    "WrongRunError",
+    "__version__",
+    "close_all",
     "keep_freed_memory",
 ]
 
@@ -62,37 +123,71 @@ _HOMES = {
     "Account": "observe.receipts",
     "Adopt": "peer.topics",
     "AveragingError": "errors",
+    "BusyError": "errors",
+    "CallRefusedError": "errors",
+    "ClosedError": "errors",
     "CompressionType": "protocol.messages",
     "ConfigError": "errors",
     "DecentralizedAverager": "averager",
     "DiLoCo": "strategies",
+    "DiscoveryError": "errors",
     "DropCode": "observe.receipts",
     "Dropped": "observe.receipts",
     "Extras": "state.snapshots",
+    "FeedBusyError": "errors",
+    "FeedError": "errors",
+    "FeedRefusedError": "errors",
+    "FeedUnreachableError": "errors",
     "Finish": "observe.training_status",
+    "ForeignEndpointError": "errors",
     "GradientAveraging": "strategies",
+    "Inspection": "config",
+    "JoinRefusedError": "errors",
     "LateArrival": "observe.receipts",
+    "ListenError": "errors",
     "LocalSGD": "strategies",
+    "LyingLeaderError": "errors",
     "Mode": "protocol.group",
+    "NoSeedAnsweredError": "errors",
     "NonFinite": "config",
+    "NonFiniteError": "errors",
     "Outcome": "observe.receipts",
     "Peer": "peer.peer",
     "PeerConfig": "config",
+    "PeerStatus": "observe.status",
+    "PeerUnreachableError": "errors",
+    "PeersMissingError": "errors",
+    "ProtocolViolationError": "errors",
     "Receipt": "observe.receipts",
     "ReplyForm": "protocol.schema",
     "Role": "observe.receipts",
+    "RoundError": "errors",
+    "SchemaMismatchError": "errors",
     "State": "state.packing",
+    "StateError": "errors",
     "Straggler": "observe.receipts",
     "Strategy": "strategies",
+    "SyncPeer": "sync_peer",
+    "TLSFiles": "config",
     "TensorError": "errors",
     "Topic": "peer.topics",
     "Training": "training.training",
+    "TrainingStatus": "observe.training_status",
+    "TransportError": "errors",
+    "UnauthenticatedError": "errors",
+    "UnprovenViolationError": "errors",
+    "WrongRunError": "errors",
+    "close_all": "averager",
     "keep_freed_memory": "common.malloc",
 }
 
 
 def __getattr__(name: str) -> Any:
-    # Imported when asked for, so that parts which need no torch, such as `averaging --help`, do not wait for it.
+    # Names are imported on demand, so that `averaging --help` and the like need not wait for torch.
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("averaging")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 import math
 import random
+import sys
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self, Unpack, overload
+from weakref import WeakSet
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from averaging.common.validation import is_count, is_finite, one_of
-from averaging.config import PeerOptions
-from averaging.errors import AveragingError, ClosedError, ConfigError, RoundError
+from averaging.common.validation import is_count, is_finite
+from averaging.config import PeerConfig, PeerOptions, configure
+from averaging.errors import AveragingError, ClosedError, ConfigError, PeersMissingError, RoundError
 from averaging.observe.receipts import Receipt
 from averaging.observe.training_status import Finish, TrainingStatus
 from averaging.peer.lifecycle import DiscoveryFactory
@@ -52,60 +54,62 @@ class DecentralizedAverager(OptimizerWrapper):
             opt.step()
     ```
 
-    The constructor starts a peer in a thread of its own. A peer without anybody to `join` starts the run, and the
-    others begin with its parameters. A newcomer downloads the parameters, the optimizer's state, the strategy's and the
-    step counters of the peer that has averaged most, before the constructor returns; the hyperparameters, such as the
-    learning rate, stay its own. A checkpoint that is loaded before yields to the run's state; one that is loaded
-    afterwards replaces it at this peer. Models are moved to their device before.
+    The constructor starts a peer in a thread of its own. Move the model to its device before. Peers that start at the
+    same moment agree on the parameters of one of them. A newcomer downloads the parameters, the state of the optimizer
+    and the strategy, and the step counters of the most advanced peer before the constructor returns. Hyperparameters,
+    such as the learning rate, stay its own. The run's state replaces a checkpoint that was loaded before; a checkpoint
+    that is loaded afterwards replaces the run's state at this peer.
 
-    A learning rate may be driven from outside, as usual, once per `opt.step()`: a newcomer finds `initial_lr` in its
-    groups, so that `LambdaLR(opt, schedule, last_epoch=opt.local_step - 1)` goes on where the run is. Most others, such
-    as `StepLR`, go on from the present rate, which is a newcomer's own, and so would begin anew. Given as `scheduler`
-    any is driven by the averager: once per global step with GradientAveraging, else once per local step.
+    A scheduler that is given as `scheduler` is stepped by the averager: once per global step with `GradientAveraging`,
+    else once per local step. You may also step one yourself after each `opt.step()`. A newcomer continues at the run's
+    step with `LambdaLR(opt, schedule, last_epoch=opt.local_step - 1)`, since its groups have `initial_lr`. Most other
+    schedulers, such as `StepLR`, start from the newcomer's own learning rate.
 
-    To the rest of torch it is the inner optimizer: `param_groups`, `state` and `defaults` are the inner one's. Step
-    hooks registered here enclose the averaging, those of the inner optimizer do not.
+    `param_groups`, `state` and `defaults` are those of the inner optimizer. Step hooks that are registered on the
+    averager run around the averaging; those of the inner optimizer do not.
 
     Args:
-        optimizer: the inner optimizer. It may have been made from `model.named_parameters()` (torch 2.6 or newer), then
-            errors name them.
-        run_id: peers with the same run average together.
-        strategy: what is averaged, and when.
-        weight: of this peer in the averages, where the strategy sets none; the attribute may be changed at any time.
-        buffers: of the model, by name (`dict(model.named_buffers())`): floating-point ones, such as BatchNorm's running
-            statistics, are averaged along, and newcomers get all of them. The model must write to them in place.
-        scheduler: makes a learning rate scheduler of the inner optimizer.
-        max_steps: a state that claims more steps is refused, so that no donor can have the scheduler stepped without
-            end. Set it above the steps of a longer run.
-        on_round: called in the training thread with the receipt of every round, also of those that failed. The
-            strategy may have to take up the round's result yet, so `average_now` is called after the step instead.
-        leave_on_sigterm: whether this peer leaves its run in order when the process gets SIGTERM, so that the others do
-            not wait for it; only where it is made in the main thread. Whatever handled the signal before does so
-            afterwards, which ends the process if that was the default. If the process goes on, `step` makes the inner
-            optimizer's steps alone.
-        transport: see `Peer`.
-        discovery: see `Peer`.
-        options: see `PeerConfig`.
+        optimizer: The inner optimizer. If it was made from `model.named_parameters()` (torch 2.6 or newer), errors name
+            the parameters.
+        strategy: What is averaged, and when.
+        run_id: Peers with the same run id average together.
+        config: The options as one object, for example from `PeerConfig.from_toml`; single options win over it.
+        weight: This peer's weight in the averages, unless the strategy sets one. The attribute can change at any time.
+        buffers: The model's buffers by name (`dict(model.named_buffers())`). Floating-point ones, such as the running
+            statistics of BatchNorm, are averaged; newcomers get all of them. The model must write to them in place.
+        scheduler: Makes a learning rate scheduler from the inner optimizer.
+        max_steps: A state that claims more steps is refused, so that no donor can make a newcomer step its scheduler
+            for ever. Set it above the number of steps of your run.
+        on_round: Called in the training thread with the receipt of every round, also of a failed one. It must not call
+            `average_now`.
+        leave_on_sigterm: Whether this peer leaves its run on SIGTERM, so that the other peers do not wait for it. This
+            works in the main thread only. The handler that was there before runs afterwards; the default one ends the
+            process. If the process goes on, `step` makes the steps of the inner optimizer alone.
+        transport: See `Peer`.
+        discovery: See `Peer`.
+        options: See `PeerConfig`.
 
     Attributes:
-        strategy: as given.
-        scheduler: as made, or None.
-        last_receipt: of the last round, None before the first.
+        strategy: The strategy.
+        scheduler: The scheduler, or None.
+        last_receipt: The receipt of the last round, or None.
 
     Raises:
-        ConfigError: an option that cannot work.
-        TensorError: the optimizer has a parameter that cannot be averaged, or there is such a buffer.
-        ListenError: the address cannot be had.
-        NoSeedAnsweredError: none of `join` answered in time; a `JoinRefusedError` if all refuse for good.
-        StateError: there are peers with a state, and none could deliver it; nothing was changed.
+        ConfigError: An option cannot work. In an interactive session also: this process has an open averager of the
+            same run already; the message names it.
+        TensorError: A parameter or buffer cannot be averaged.
+        ListenError: The peer cannot listen on its address.
+        NoSeedAnsweredError: None of the peers in `join` answered in time; a `JoinRefusedError` if all of them refuse.
+        StateError: Other peers have a state, and none of them could deliver it. Nothing was changed.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         *,
-        run_id: str,
         strategy: Strategy,
+        run_id: str | None = None,
+        config: PeerConfig | None = None,
         weight: float = 1.0,
         buffers: Mapping[str, torch.Tensor] | None = None,
         scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
@@ -116,11 +120,13 @@ class DecentralizedAverager(OptimizerWrapper):
         discovery: DiscoveryFactory | None = None,
         **options: Unpack[PeerOptions],
     ) -> None:
-        if one_of(Mode, options.get("mode", Mode.NODE), "mode") is Mode.AUXILIARY:
+        config = configure(config, run_id, options)
+        if config.mode is Mode.AUXILIARY:
             raise ConfigError("an auxiliary peer has nothing to train; start it as a Peer or with `averaging peer`")
         _check(strategy, optimizer)
         if not is_count(max_steps) or max_steps < 1:
             raise ConfigError(f"max_steps must be a whole number of steps, at least 1, not {max_steps!r}")
+        _check_only_one(config)
         super().__init__(optimizer)
         self.strategy = strategy
         self.last_receipt: Receipt | None = None
@@ -131,11 +137,10 @@ class DecentralizedAverager(OptimizerWrapper):
         averaged = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
         self._peer = Peer(
             parameters | averaged,
-            run_id=run_id,
+            config=config,
             extra_state=lambda: self._training_state.shared(),
             transport=transport,
             discovery=discovery,
-            **options,
         )
         self._training = Training(
             optimizer,
@@ -152,7 +157,7 @@ class DecentralizedAverager(OptimizerWrapper):
         self._training_state = TrainingState(self._training, strategy, self.scheduler, kept, max_steps)
         strategy.start(self._training)
         self._left = False
-        self._thread = EventLoopThread(self._peer, f"the averager of run {run_id!r}")
+        self._thread = EventLoopThread(self._peer, f"the averager of run {config.run_id!r}")
         try:
             if leave_on_sigterm:
                 sigterm.leave_on_sigterm(self)
@@ -173,6 +178,7 @@ class DecentralizedAverager(OptimizerWrapper):
             self.close()
             raise
         strategy.taken = True
+        _open_averagers.add(self)
 
     # As an optimizer
 
@@ -186,21 +192,21 @@ class DecentralizedAverager(OptimizerWrapper):
     def step(self, closure: Callable[[], float], *, batch_size: int | None = None) -> float: ...
 
     def step(self, closure: Callable[[], float] | None = None, *, batch_size: int | None = None) -> float | None:
-        """One step of training; the strategy averages, if it is time, before this returns.
+        """Makes one training step. If the strategy averages after it, that is done before this returns.
 
-        A round that fails changes nothing: a warning tells why, and training goes on.
+        A round that fails changes nothing: a warning is logged with the reason, and training goes on.
 
         Args:
-            closure: reevaluates the model and returns the loss.
-            batch_size: samples behind the gradients, their loss being the mean; for GradientAveraging.
+            closure: Reevaluates the model and returns the loss.
+            batch_size: Number of samples in the gradients, whose loss is their mean. `GradientAveraging` needs it.
 
         Raises:
-            ConfigError: the strategy counts samples and was told none.
-            TensorError: there is NaN or infinity in what is to be averaged, or it has been moved, or the inner
-                optimizer has another parameter now.
-            StateError: the inner optimizer keeps something that newcomers cannot be given.
+            ConfigError: The strategy needs `batch_size`.
+            TensorError: A tensor to average contains NaN or infinity or was moved, or the inner optimizer has other
+                parameters now.
+            StateError: The state of the inner optimizer contains something that newcomers cannot get.
             RoundError: `finish` was called.
-            ClosedError: the averager was closed, or its thread has failed.
+            ClosedError: The averager was closed, or its thread has failed.
         """
         if self._has_left():
             loss = self.strategy.step_alone(self._training, closure)
@@ -208,7 +214,7 @@ class DecentralizedAverager(OptimizerWrapper):
             return loss
         self._thread.check()
         if self.strategy.stage is not Stage.TRAINING:
-            raise RoundError("finish() was called, so the others count on no further step; make a new averager")
+            raise RoundError("finish() was called, so the other peers expect no further step; make a new averager")
         self._training.check_places()
         try:
             with self._training.measuring():
@@ -242,29 +248,40 @@ class DecentralizedAverager(OptimizerWrapper):
 
     @property
     def endpoint(self) -> str:
-        """Where others reach this peer: what they `join`."""
+        """The address at which other peers `join` this one."""
         self._thread.check()
         return self._peer.endpoint
 
     @property
     def peers(self) -> frozenset[str]:
-        """The endpoints of the peers of the run that are known, this one included."""
+        """The endpoints of the known peers of the run, including this one."""
         return self._thread.run(on_loop(lambda: self._peer.peers))
 
-    def wait_for_peers(self, count: int, timeout: float) -> bool:
-        """Waits until so many peers train in the run, this one included; whether they are there within the time.
+    def wait_for_peers(self, count: int, timeout: float, *, required: bool = False) -> bool:
+        """Waits until `count` peers train in the run, this one included.
 
-        They count once they are of one run: if several peers began one at the same moment, all but one of them take
-        over its parameters here or at their first step.
+        Peers count once they have the same origin. If several peers started the run at the same moment, all but one of
+        them take over its parameters here, or at their first step.
 
         Args:
-            count: peers, for example all that are to begin together.
-            timeout: seconds.
+            count: Number of peers.
+            timeout: Seconds.
+            required: Whether to raise if they are not there in time.
+
+        Returns:
+            Whether they are there.
 
         Raises:
-            ConfigError: one of them is no number.
-            ClosedError: the averager was closed, or its thread has failed.
+            ConfigError: An argument is no number.
+            PeersMissingError: They are not there in time, and `required` is set.
+            ClosedError: The averager was closed, or its thread has failed.
         """
+        is_there = self._await_peers(count, timeout)
+        if required and not is_there:
+            raise PeersMissingError(count, timeout, self.peers)
+        return is_there
+
+    def _await_peers(self, count: int, timeout: float) -> bool:
         if type(count) is not int:
             raise ConfigError(f"count must be a whole number of peers, not {count!r}")
         if not is_finite(timeout) and timeout != math.inf:
@@ -287,24 +304,24 @@ class DecentralizedAverager(OptimizerWrapper):
             strategy.keep_up(training, others, left)
 
     def finish(self, timeout: float = 60.0) -> Finish:
-        """Ends the training of this peer together with the others, and leaves the weights to export in the model.
+        """Ends the training together with the other peers, and leaves the weights to export in the model.
 
-        It ends what is in progress and waits, at most `timeout` seconds, until the other peers call `finish`, too. Then
-        a last round brings them together: with LocalSGD the parameters are averaged, with DiLoCo the local steps since
-        the last round go into an outer step, and with GradientAveraging, whose peers are equal, a peer that has missed
-        a step catches up. At last all compare what they hold.
+        It ends what is in progress and waits at most `timeout` seconds until the other peers call `finish`, too. Then
+        a last round makes the peers equal. `LocalSGD` averages the parameters. `DiLoCo` makes an outer step from the
+        local steps since the last round. With `GradientAveraging` the peers are equal already; a peer that has missed a
+        step catches up. In the end all peers compare their weights.
 
-        Call it after the last step, before the averager is closed. The other peers do not wait for this one any more.
+        Call it after the last step, before the averager is closed. The other peers no longer wait for this one.
 
         Args:
-            timeout: seconds.
+            timeout: Seconds.
 
         Returns:
-            Whether all peers hold the same weights (`alike`), and if not, why (`str`).
+            Whether all peers have the same weights (`alike`), and if not, why (`str`).
 
         Raises:
-            ConfigError: `timeout` is not a number of seconds.
-            ClosedError: the averager was closed, or its thread has failed.
+            ConfigError: `timeout` is no number of seconds.
+            ClosedError: The averager was closed, or its thread has failed.
         """
         if not is_finite(timeout) or timeout < 0:
             raise ConfigError(f"timeout must be a finite number of seconds, not {timeout!r}")
@@ -315,7 +332,7 @@ class DecentralizedAverager(OptimizerWrapper):
 
     @property
     def status(self) -> TrainingStatus:
-        """How far this peer and its run are."""
+        """The progress of this peer and its run."""
         peers = self.peers
         return TrainingStatus(
             local_step=self.local_step,
@@ -329,17 +346,17 @@ class DecentralizedAverager(OptimizerWrapper):
 
     @property
     def local_step(self) -> int:
-        """Calls of `step`, those of the state that was downloaded or loaded included."""
+        """Number of calls of `step`, including those of the state that was downloaded or loaded."""
         return self._training.local_step
 
     @property
     def global_step(self) -> int | None:
-        """Steps that the run has made together; None with a strategy that has none, such as LocalSGD."""
+        """Number of global steps of the run; None with a strategy that has none, such as `LocalSGD`."""
         return self.strategy.global_step
 
     @property
     def model_version(self) -> int:
-        """Version of the state that newcomers get from this peer: it grows with every round."""
+        """Version of the state that newcomers get from this peer. It grows with every round."""
         return self._peer.version
 
     @property
@@ -352,39 +369,38 @@ class DecentralizedAverager(OptimizerWrapper):
         self._training.weight = weight
 
     def check_tensors(self) -> None:
-        """Checks that what is averaged is what is trained, as every `step` does; for who wants to know before.
+        """Checks that the averaged tensors are the trained ones, as every `step` does.
 
         Raises:
-            TensorError: the model was moved or converted after the averager was made, or the inner optimizer has
-                other parameters now.
-            ClosedError: the averager was closed, or its thread has failed.
+            TensorError: The model was moved or converted after the averager was made, or the inner optimizer has other
+                parameters now.
+            ClosedError: The averager was closed, or its thread has failed.
         """
         self._thread.check()
         self._training.check_places()
 
     def average_now(self, *, weight: float | None = None, gather: Any = None) -> Receipt:
-        """Averages the parameters with a group now, whatever the strategy, and waits for the end of the round.
+        """Averages the parameters with a group now, with any strategy, and waits for the end of the round.
 
-        A round of the strategy's that is in progress, with `overlap` or `delay`, is waited for first. With
-        GradientAveraging, whose peers are equal already, it changes something only where the averager's `compression`
-        is lossy; then who takes no part stays a little apart from the others for good. Give that to the strategy.
+        A round of the strategy that is in progress ends first. Do not use it with `GradientAveraging` and a lossy
+        `compression` of the averager: a peer that does not take part would differ from the others from then on.
 
         Args:
-            weight: of this peer in this round; the attribute `weight` if None.
-            gather: handed to all members of the group, see `Peer.average`.
+            weight: This peer's weight in this round; the attribute `weight` if None.
+            gather: Sent to all members of the group, see `Peer.average`.
 
         Returns:
-            The receipt, also when no group was found within `round_timeout` or the round failed; training can go on.
+            The receipt, also if no group was found within `round_timeout` or the round failed; training can go on.
 
         Raises:
-            ConfigError: a weight or a gather that cannot work.
-            TensorError: there is NaN or infinity in what is to be averaged, or it has been moved.
-            RoundError: it was called in `on_round`.
-            ClosedError: the averager was closed, or its thread has failed.
+            ConfigError: `weight` or `gather` cannot work.
+            TensorError: A tensor contains NaN or infinity, or was moved.
+            RoundError: It was called in `on_round`.
+            ClosedError: The averager was closed, or its thread has failed.
         """
         self._thread.check()
         if self._telling:
-            raise RoundError("on_round cannot average: the round it is told of is not over; call average_now() later")
+            raise RoundError("average_now() was called in on_round, before that round was over; call it after the step")
         config = self._peer.config
         options: RoundOptions = {"gather": gather, "enough": config.group_size, "patience": config.round_timeout}
         if weight is not None:
@@ -394,12 +410,14 @@ class DecentralizedAverager(OptimizerWrapper):
             return self._training.average(**options)
 
     def close(self) -> None:
-        """Ends a round in progress, leaves the run and ends the thread. The inner optimizer can be used on."""
+        """Ends a round in progress, leaves the run and ends the thread. The inner optimizer stays usable."""
+        _open_averagers.discard(self)
         sigterm.stay_on_sigterm(self)
         self._thread.close()
 
     def begin_to_leave(self) -> None:
         """Called on SIGTERM, see `leave_on_sigterm`."""
+        _open_averagers.discard(self)
         self._left = True
         self._thread.begin_to_close()
 
@@ -421,7 +439,7 @@ class DecentralizedAverager(OptimizerWrapper):
             if kind is None and not self._has_left():
                 self.strategy.finish(self._training)
         except AveragingError as failure:
-            logger.warning("%r could not end in order: %s", self.strategy, failure)
+            logger.warning("the last round of %r failed: %s", self.strategy, failure)
         finally:
             self.close()
 
@@ -435,10 +453,34 @@ class DecentralizedAverager(OptimizerWrapper):
                 self._telling = False
 
 
+_open_averagers: WeakSet[DecentralizedAverager] = WeakSet()
+
+
+def _check_only_one(config: PeerConfig) -> None:
+    """Refuses a second averager of a run in an interactive session, where a cell is often run again.
+
+    The first averager would train on in its thread, and nobody could close it. One that joins the first is meant.
+    """
+    if not hasattr(sys, "ps1"):
+        return
+    for averager in list(_open_averagers):
+        if averager._peer.run_id == config.run_id and averager.endpoint not in config.join:
+            raise ConfigError(
+                f"this session has an open averager of run {config.run_id!r} at {averager.endpoint}; call its close() "
+                f"first, or averaging.close_all()"
+            )
+
+
+def close_all() -> None:
+    """Closes all averagers of this process, for a notebook in which no variable refers to them any more."""
+    for averager in list(_open_averagers):
+        averager.close()
+
+
 def _check(strategy: object, optimizer: object) -> None:
     if not isinstance(strategy, Strategy):
-        raise ConfigError(f"strategy must be one that was made, such as LocalSGD(every=50), not {strategy!r}")
+        raise ConfigError(f"strategy must be a Strategy object, such as LocalSGD(every=50), not {strategy!r}")
     if strategy.taken:
-        raise ConfigError(f"{strategy!r} serves another averager, or one that was closed; make one for each averager")
+        raise ConfigError(f"{strategy!r} belongs to another averager, open or closed; make a new one for each averager")
     if not hasattr(optimizer, "param_groups"):
         raise ConfigError(f"the first argument must be an optimizer, not {type(optimizer).__name__}")

@@ -40,6 +40,21 @@ class SchemaMismatchError(AveragingError):
         self.difference = difference
 
 
+class PeersMissingError(AveragingError, TimeoutError):
+    """Fewer peers than required train in the run within the time that was given.
+
+    Attributes:
+        peers: The endpoints that are known, of peers that train or not.
+    """
+
+    def __init__(self, count: int, seconds: float, peers: Collection[str]) -> None:
+        super().__init__(
+            f"fewer than {count} peers train in the run after {seconds:g} s; known are {', '.join(sorted(peers))}. "
+            "Start the others, check their run id and addresses, or wait longer."
+        )
+        self.peers = frozenset(peers)
+
+
 class ListenError(AveragingError, OSError):
     """The peer cannot listen on its address, usually because the port is taken."""
 

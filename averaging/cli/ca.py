@@ -138,7 +138,7 @@ def issue_command(
         certificate, key = _write(directory, name, made, force=force)
         stands_for = ", ".join(hosts) or "a peer in client mode"
         options = ["--tls-ca", directory / f"{AUTHORITY}.pem", "--tls-cert", certificate, "--tls-key", key]
-        place = "--client-mode --join HOST:PORT"
+        place = "--mode client --join HOST:PORT"
         if hosts:
             host = _in_url(next((host for host in hosts if "*" not in host), "HOST"))
             everywhere = "[::]" if host.startswith("[") else "0.0.0.0"  # noqa: S104 - only told

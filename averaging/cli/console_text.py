@@ -36,7 +36,7 @@ def ready(endpoint: str, run_id: str, schema: Schema, join_command: Sequence[str
     if is_loopback(parse_address(endpoint)[0]):
         where = "in another terminal of this machine (for other machines, --listen on an address they reach)"
     else:
-        where = "with --listen on an address that others reach, or with --client-mode"
+        where = "with --listen on an address that others reach, or with --mode client"
     return f"{first}\njoin it {where}:\n  {shlex.join(join_command)}"
 
 

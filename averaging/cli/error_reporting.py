@@ -137,7 +137,7 @@ def name_options(message: str) -> str:
     """Writes the library's options as those of the command line: `group_size` as --group-size."""
     from averaging.config import option_names
 
-    for ours, option in (("non_finite='allow'", "allow-non-finite"), ("insecure=True", "insecure"), ("`join`", "join")):
+    for ours, option in (("non_finite='allow'", "non-finite allow"), ("insecure=True", "insecure"), ("`join`", "join")):
         message = message.replace(ours, f"--{option}")
-    names = "|".join(sorted({name for name in option_names() if "_" in name} | {"advertise", "max_bytes"}))
+    names = "|".join(sorted({name for name in option_names() if "_" in name} | {"advertise", "max_bytes", "run_id"}))
     return re.sub(rf"`?\b({names})\b`?", lambda match: "--" + match.group(1).replace("_", "-"), message)

@@ -1,68 +1,296 @@
-"""The arguments of `averaging peer`: which contradict each other, what they tell this peer and those who join it."""
+"""The options of `averaging peer`: those of `PeerConfig`, basic ones first, and how they are read.
+
+An option comes from --config FILE.toml, from the environment or from the command line; later ones win.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from averaging.cli.security_options import SECURITY_OPTIONS
+from averaging.cli.option_types import (
+    PathToLookAt,
+    address,
+    address_to_dial,
+    aggregation,
+    finite,
+    group_bits,
+    run_id,
+)
+from averaging.cli.security_options import FILE
+from averaging.protocol.messages import COMPRESSIONS
 
 if TYPE_CHECKING:
-    from averaging.config import PeerOptions
+    from averaging.config import PeerConfig
 
-SHARED_OPTIONS = frozenset(
-    {
-        "group_size",
-        "min_group_size",
-        "group_bits",
-        "compression",
-        "reply_form",
-        "aggregation",
-        "part_size",
-        "allow_non_finite",
-    }
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+SHARED = (
+    "group_size",
+    "compression",
+    "min_group_size",
+    "group_bits",
+    "aggregation",
+    "reply_form",
+    "non_finite",
+    "part_size_bytes",
+    "tls_ca",
+    "tls_cert",
+    "tls_key",
+    "token_file",
 )
-"""What peers of a run must or should have in common."""
+"""Options that the printed command for another peer repeats, since the peers of a run should agree on them."""
+
+SECONDS = finite(above=0)
+COUNT = click.IntRange(min=2)
+
+SECTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "Basic options": {
+        "run_id": {"type": run_id, "help": "Peers with the same run id average together."},
+        "join": {
+            "type": address_to_dial,
+            "multiple": True,
+            "metavar": "HOST:PORT",
+            "help": "A peer of the run; may be given several times. Without it this peer starts a run of its own.",
+        },
+        "listen": {
+            "default_text": "127.0.0.1:0, for this machine only",
+            "type": address,
+            "metavar": "HOST:PORT",
+            "help": "Address to listen on; port 0 takes a free one.",
+        },
+        "advertise": {
+            "type": address,
+            "metavar": "HOST:PORT",
+            "help": "Address at which other peers reach this one, if it differs from --listen; port 0 means its port.",
+        },
+        "group_size": {
+            "default_text": "8",
+            "type": COUNT,
+            "metavar": "N",
+            "help": "A group starts with this many members.",
+        },
+        "mode": {
+            "default_text": "node",
+            "type": click.Choice(["node", "client", "auxiliary"], case_sensitive=False),
+            "help": "A client accepts no connections, for a peer behind a firewall. An auxiliary reduces for other "
+            "peers and contributes nothing; FILE gives the shapes only.",
+        },
+        "tls_ca": {
+            "type": FILE,
+            "metavar": "FILE.pem",
+            "help": "Certificate of the run's authority, from `averaging ca init`; the --tls- options go together.",
+        },
+        "tls_cert": {
+            "type": FILE,
+            "metavar": "FILE.pem",
+            "help": "Certificate of this peer, from `averaging ca issue`.",
+        },
+        "tls_key": {"type": FILE, "metavar": "FILE.key", "help": "Private key of the certificate."},
+        "token_file": {
+            "type": FILE,
+            "metavar": "FILE",
+            "help": "The run's tokens, one per line: the first is sent, all are accepted. Read once, at the start.",
+        },
+        "compression": {
+            "default_text": "none",
+            "type": click.Choice(list(COMPRESSIONS), case_sensitive=False),
+            "help": "How tensors are encoded on the wire; the same at all peers.",
+        },
+    },
+    "Advanced: groups": {
+        "min_group_size": {
+            "default_text": "2",
+            "type": COUNT,
+            "metavar": "M",
+            "help": "Smallest group this peer takes part in; a leader starts with it when --group-wait is over.",
+        },
+        "group_bits": {
+            "type": group_bits,
+            "metavar": "BITS",
+            "help": "First group key, zeros and ones, to spread many peers. Of 64 peers in groups of 4 one sixteenth "
+            "each has 0000 to 1111, and all have the mean after 3 rounds.",
+        },
+        "group_wait": {
+            "default_text": "5",
+            "type": SECONDS,
+            "metavar": "SECONDS",
+            "help": "How long a leader waits for a full group.",
+        },
+    },
+    "Advanced: timeouts": {
+        "join_timeout": {
+            "default_text": "10",
+            "type": SECONDS,
+            "metavar": "SECONDS",
+            "help": "For one of --join to answer.",
+        },
+        "round_timeout": {
+            "default_text": "60",
+            "type": SECONDS,
+            "metavar": "SECONDS",
+            "help": "To find a group, and again for the all-reduce. The time of the bytes at 10 Mbit/s is added.",
+        },
+        "stall_timeout": {
+            "default_text": "30",
+            "type": SECONDS,
+            "metavar": "SECONDS",
+            "help": "Upper bound of the learned timeout after which a member without progress is dropped.",
+        },
+        "min_stall_timeout": {
+            "default_text": "1",
+            "type": SECONDS,
+            "metavar": "SECONDS",
+            "help": "Lower bound of the same timeout.",
+        },
+    },
+    "Advanced: averages": {
+        "aggregation": {
+            "default_text": "mean",
+            "type": aggregation,
+            "metavar": "RULE",
+            "help": "mean, median, trimmed:F or clip:TAU; the same at all peers.",
+        },
+        "reply_form": {
+            "default_text": "average",
+            "type": click.Choice(["average", "delta"]),
+            "help": "What reducers send back; delta suits lossy compression of parameters. The same at all peers.",
+        },
+        "non_finite": {
+            "default_text": "refuse",
+            "type": click.Choice(["refuse", "allow"]),
+            "help": "Whether NaN and infinity are refused, or averaged and spread; the same at all peers.",
+        },
+        "part_size_bytes": {
+            "default_text": "1048576",
+            "type": click.IntRange(1024, 1 << 28),
+            "metavar": "BYTES",
+            "help": "Size of a part on the wire; the same at all peers.",
+        },
+        "bandwidth": {
+            "type": finite(above=0),
+            "metavar": "BYTES/S",
+            "help": "Bandwidth of this peer's link, so that its shard has a size to match: 12.5e6 for 100 Mbit/s. "
+            "Set it on every peer or on none.",
+        },
+    },
+    "Advanced: state": {
+        "share_state": {
+            "default_text": "--share-state",
+            "is_flag": True,
+            "help": "Whether newcomers may download the tensors from this peer.",
+        },
+        "verify_donors": {
+            "default_text": "1",
+            "type": click.IntRange(1, 16),
+            "metavar": "N",
+            "help": "A state is downloaded only if this many donors offer the same.",
+        },
+    },
+    "Advanced: access and records": {
+        "insecure": {
+            "default_text": "--no-insecure",
+            "is_flag": True,
+            "help": "Let other machines connect without TLS: anybody who reaches this peer can change the tensors.",
+        },
+        "inspection": {
+            "default_text": "token",
+            "type": click.Choice(["on", "token", "off"]),
+            "help": "Who may inspect this peer (status, reflection, channelz, records): all, token holders, nobody.",
+        },
+        "receipts": {
+            "type": PathToLookAt(dir_okay=False),
+            "metavar": "FILE.jsonl",
+            "help": "Append a receipt of every round, one line of JSON each; `averaging explain` reads them.",
+        },
+    },
+}
 
 
-def check(file: Path, output: Path | None, given: dict[str, Any]) -> None:
-    """Refuses options that contradict each other.
+class PeerCommand(click.Command):
+    """A command whose --help shows the basic options first, then its own, then the advanced ones."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes one section of --help after the other."""
+        sections = {title: list(options) for title, options in SECTIONS.items()}
+        peers = {name for options in sections.values() for name in options}
+        options = [parameter for parameter in self.get_params(ctx) if isinstance(parameter, click.Option)]
+        own = [str(option.name) for option in options if option.name not in peers]
+        basic, *advanced = sections.items()
+        records = {str(option.name): option.get_help_record(ctx) for option in options}
+        for title, names in (basic, ("This command", own), *advanced):
+            with formatter.section(title):
+                formatter.write_dl([record for name in names if (record := records[name])])
+
+
+def peer_options(command: Command) -> Command:
+    """Adds --config and all options of `PeerConfig`, which are None if the command line does not give them."""
+    for decorate in reversed(list(_options())):
+        command = decorate(command)
+    return command
+
+
+def _options() -> Iterator[Callable[[Command], Command]]:
+    yield click.option(
+        "--config",
+        type=click.Path(path_type=Path, dir_okay=False),
+        envvar="AVERAGING_CONFIG",
+        metavar="FILE.toml",
+        help="File with options, such as `group_size = 4`. Variables such as AVERAGING_GROUP_SIZE win over it, and the "
+        "command line wins over both.",
+    )
+    for options in SECTIONS.values():
+        for name, settings in options.items():
+            option = f"--{name.replace('_', '-')}"
+            switch = f"{option}/--no-{name.replace('_', '-')}" if settings.get("is_flag") else option
+            default = settings.get("default_text")
+            text = f"{settings['help']}  [default: {default}]" if default else settings["help"]
+            shown = {"default": None, "show_default": False, "help": text}
+            yield click.option(switch, name, **{k: v for k, v in settings.items() if k != "default_text"} | shown)
+
+
+def read_config(file: Path, output: Path | None, given: dict[str, Any]) -> PeerConfig:
+    """The options from the file, the environment and the command line, checked together.
 
     Raises:
-        click.UsageError: they do.
+        click.UsageError: They contradict each other.
+        ConfigError: An option cannot work.
     """
-    if given["client_mode"] and given["auxiliary"]:
-        raise click.UsageError("--client-mode reduces nothing and --auxiliary does nothing else; give one of them.")
-    if given["client_mode"]:
+    from averaging.config import PeerConfig
+    from averaging.protocol.group import Mode
+
+    arguments = {name: given[name] for options in SECTIONS.values() for name in options}
+    if given["config"] is None:
+        config = PeerConfig.from_environment(**arguments)
+    else:
+        config = PeerConfig.from_toml(given["config"], **arguments)
+    if config.mode is Mode.CLIENT:
         for option in ("listen", "advertise"):
             if given[option]:
-                raise click.UsageError(f"--client-mode accepts no connection; leave --{option} out.")
-        if not given["join"]:
-            raise click.UsageError("--client-mode needs --join: nobody could ever reach this peer otherwise.")
-    if given["auxiliary"] and output:
-        raise click.UsageError("--auxiliary takes no result, so there is nothing to write; leave --output out.")
+                raise click.UsageError(f"--mode client accepts no connections; leave --{option} out.")
+        if not config.join:
+            raise click.UsageError("--mode client needs --join: no peer could ever reach this one otherwise.")
+    if config.mode is Mode.AUXILIARY and output:
+        raise click.UsageError("--mode auxiliary gets no result, so there is nothing to write; leave --output out.")
     if given["overwrite"] and not output:
-        raise click.UsageError("--overwrite is about --output, and nothing is to be written; add --output FILE.")
-    if given["min_group_size"] > given["group_size"]:
-        raise click.UsageError(
-            f"--min-group-size {given['min_group_size']} is above --group-size {given['group_size']}: "
-            "no group could begin."
-        )
-    if given["receipts"] is not None:
-        _check_receipts(given["receipts"])
+        raise click.UsageError("--overwrite is for --output; add --output FILE.")
+    if config.receipts is not None:
+        _check_receipts(Path(config.receipts))
     if output and not given["overwrite"] and output.exists() and file.exists() and output.samefile(file):
         raise click.UsageError("--output is FILE itself; give --overwrite to replace it, or another name.")
+    return config
 
 
 def _check_receipts(path: Path) -> None:
-    """Refuses what cannot be meant; whether the file can be written shows later, and stops nobody.
+    """Refuses a name that cannot be meant. Whether the file can be written shows later, and stops no round.
 
     Raises:
-        click.UsageError: there is no such directory, or the file is of another kind.
+        click.UsageError: There is no such directory, or the file contains something else.
     """
-    if path.is_dir():  # click lets an empty name pass, which is the directory that the command runs in
+    if path.is_dir():  # click accepts an empty name, which is the current directory
         raise click.UsageError(f"--receipts: {path} is a directory; give the name of a file.")
     if not path.parent.is_dir():
         raise click.UsageError(f"--receipts: there is no directory {path.parent}; make it first.")
@@ -77,49 +305,15 @@ def _check_receipts(path: Path) -> None:
         raise click.UsageError(f"--receipts: {path} holds something other than receipts; give another name.")
 
 
-def peer_options(given: dict[str, Any]) -> PeerOptions:
-    """What the peer of this command is told."""
-    options: PeerOptions = {
-        "advertise": given["advertise"],
-        "join": given["join"],
-        "join_timeout": given["join_timeout"],
-        "mode": "client" if given["client_mode"] else "auxiliary" if given["auxiliary"] else "node",
-        "group_size": given["group_size"],
-        "min_group_size": given["min_group_size"],
-        "group_bits": given["group_bits"],
-        "group_wait": given["group_wait"],
-        "round_timeout": given["round_timeout"],
-        "stall_timeout": given["stall_timeout"],
-        "min_stall_timeout": given["min_stall_timeout"],
-        "bandwidth": given["bandwidth"],
-        "compression": given["compression"],
-        "reply_form": given["reply_form"],
-        "aggregation": given["aggregation"],
-        "part_size_bytes": given["part_size"],
-        "non_finite": "allow" if given["allow_non_finite"] else "refuse",
-        "share_state": not given["no_share_state"],
-        "in_place": given["in_place"],
-        "receipts": given["receipts"],
-        "tls_ca": given["tls_ca"],
-        "tls_cert": given["tls_cert"],
-        "tls_key": given["tls_key"],
-        "token_file": given["token_file"],
-        "insecure": given["insecure"],
-        "inspection": given["inspection"],
-    }
-    if given["listen"]:
-        options["listen"] = given["listen"]
-    return options
+def join_command(file: Path, config: PeerConfig) -> list[str]:
+    """The command that starts another peer of the run, up to the value of `--join`."""
+    from averaging.config import PeerConfig
 
-
-def join_command(command: click.Command, file: Path, given: dict[str, Any]) -> list[str]:
-    """What to type elsewhere, up to `--join`: all members must agree on some options, so those are repeated."""
-    words = ["averaging", "peer", str(file), "--run-id", given["run_id"]]
-    for parameter in command.params:
-        name = str(parameter.name)
-        shared = name in SHARED_OPTIONS and given[name] not in (parameter.default, False)
-        if shared or (name in SECURITY_OPTIONS and given[name] is not None):
-            words.append(parameter.opts[0])
-            if given[name] is not True:  # a flag has no value
-                words.append(str(given[name]))
-    return words
+    defaults = PeerConfig(run_id=config.run_id)
+    command = ["averaging", "peer", str(file), "--run-id", config.run_id]
+    for name in SHARED:
+        value = getattr(config, name)
+        if value != getattr(defaults, name):
+            text = value.name if name == "compression" else value
+            command += [f"--{name.replace('_', '-')}", str(text).lower() if name == "compression" else str(text)]
+    return command

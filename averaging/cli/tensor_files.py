@@ -78,7 +78,7 @@ def check_can_be_averaged(path: Path, tensors: Mapping[str, torch.Tensor], *, al
     broken = [repr(name) for name, tensor in tensors.items() if not all_finite(tensor)]
     if broken and not allow_non_finite:
         raise CommandError(
-            f"{path}: {_listed(broken)} holds NaN or infinity; repair the file, or give --allow-non-finite and let it "
+            f"{path}: {_listed(broken)} holds NaN or infinity; repair the file, or give --non-finite allow and let it "
             "spread to all members",
             WRONG_USAGE,
         )

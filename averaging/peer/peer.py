@@ -14,7 +14,7 @@ import torch
 
 from averaging.common.shared_tensors import SharedTensors
 from averaging.common.validation import check_weight
-from averaging.config import PeerConfig, PeerOptions
+from averaging.config import PeerConfig, PeerOptions, configure
 from averaging.discovery.base import Discovery
 from averaging.discovery.gossip.bootstrap import Waiting
 from averaging.errors import ClosedError, ConfigError
@@ -67,7 +67,8 @@ class Peer:
 
     Args:
         tensors: in the same order at all peers; a mapping gives them names.
-        run_id: peers with the same run average together.
+        run_id: Peers with the same run id average together.
+        config: The options as one object, for example from `PeerConfig.from_toml`; single options win over it.
         extra_state: asked, with the tensors locked and in any thread, what belongs to the downloadable state besides
             them. What it raises comes out of the `average`, `download_state` or `commit` that asked; the tensors hold
             the result of that then, under the former version.
@@ -88,7 +89,8 @@ class Peer:
         self,
         tensors: Sequence[torch.Tensor] | Mapping[str, torch.Tensor],
         *,
-        run_id: str,
+        run_id: str | None = None,
+        config: PeerConfig | None = None,
         extra_state: Callable[[], Extras] | None = None,
         transport: Transport | None = None,
         discovery: DiscoveryFactory | None = None,
@@ -97,7 +99,7 @@ class Peer:
         on_joining: Callable[[Waiting], None] | None = None,
         **options: Unpack[PeerOptions],
     ) -> None:
-        self.config = PeerConfig(run_id=run_id, **options)  # type: ignore[arg-type]  # it reads names
+        self.config = configure(config, run_id, options)
         self._tensors = SharedTensors(tensors)
         self._own = make_topic(self.config, self._tensors, commits=True)
         self.schema = self._own.schema

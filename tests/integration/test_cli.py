@@ -103,8 +103,8 @@ def test_a_client_and_an_auxiliary_peer_take_part(start: Start, files: list[Path
     options = ("--run-id", "demo", "--group-size", "3", "--min-group-size", "3", "--rounds", "2")
     node = start("peer", files[0], *options, "--output", out(files[0]), "--compression", "none")
     join = ("--join", node.expect("ready")["join"])
-    client = start("peer", files[1], *options, *join, "--client-mode", "--output", files[1], "--overwrite")
-    auxiliary = start("peer", files[2], *options, *join, "--auxiliary")
+    client = start("peer", files[1], *options, *join, "--mode", "client", "--output", files[1], "--overwrite")
+    auxiliary = start("peer", files[2], *options, *join, "--mode", "auxiliary")
     for process in (node, client, auxiliary):
         assert process.wait() == 0, process.stderr
         assert [event["round"] for event in process.events("round")] == [1, 2]

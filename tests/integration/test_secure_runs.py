@@ -152,7 +152,7 @@ def test_three_processes_average_and_strangers_get_nothing(directory: Path, star
 
     others = [
         start("peer", "c.safetensors", *common, "--join", endpoint, *files_of("c"), "--output", "c-mean.safetensors"),
-        start("peer", "b.safetensors", *common, "--join", endpoint, *files_of("b"), "--client-mode"),
+        start("peer", "b.safetensors", *common, "--join", endpoint, *files_of("b"), "--mode", "client"),
     ]
     first.expect("serving")
     first.signal(signal.SIGTERM)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -12,9 +13,18 @@ from typing import Any
 import pytest
 import torch
 
+import averaging
 from averaging import DecentralizedAverager, DiLoCo, GradientAveraging, LocalSGD, Mode, Outcome, Receipt, Strategy
 from averaging.discovery.memory import MemoryDiscovery
-from averaging.errors import ClosedError, ConfigError, NoSeedAnsweredError, RoundError, StateError, TensorError
+from averaging.errors import (
+    ClosedError,
+    ConfigError,
+    NoSeedAnsweredError,
+    PeersMissingError,
+    RoundError,
+    StateError,
+    TensorError,
+)
 from tests.unit.alone import Make, backward, linear, train
 
 
@@ -34,6 +44,22 @@ def test_waiting_for_peers_wants_numbers(make: Make, count: Any, timeout: Any) -
         opt.wait_for_peers(count, timeout)
     assert opt.wait_for_peers(1, float("inf"))
     assert not opt.wait_for_peers(2, 0)
+    with pytest.raises(PeersMissingError, match=r"fewer than 2 peers .* 192.0.2.1:1") as caught:
+        opt.wait_for_peers(2, 0, required=True)
+    assert caught.value.peers == {"192.0.2.1:1"}
+
+
+def test_a_cell_that_runs_again_names_the_open_averager(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    opt = make(torch.optim.SGD(linear().parameters()))
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)  # as in a notebook
+    with pytest.raises(ConfigError, match=r"open averager of run 'alone' at 192.0.2.1:1; call its close\(\)"):
+        make(torch.optim.SGD(linear().parameters()))
+    make(torch.optim.SGD(linear().parameters()), run_id="another").close()
+    make(torch.optim.SGD(linear().parameters()), join=["192.0.2.1:1"]).close()  # it joins the first: both are meant
+    averaging.close_all()
+    with pytest.raises(ClosedError):
+        opt.step()
+    make(torch.optim.SGD(linear().parameters()))
 
 
 def test_rounds_that_find_nobody_harm_nothing_and_warn_once(make: Make, caplog: pytest.LogCaptureFixture) -> None:
@@ -107,7 +133,7 @@ def test_on_round_cannot_average_since_its_round_is_not_taken_up_yet(make: Make)
     train(model, opt, 1)
     opt.average_now()  # waits for the strategy's round first
     assert len(refused) == 2
-    assert "call average_now() later" in refused[0]
+    assert "call it after the step" in refused[0]
 
 
 def test_what_on_round_raises_is_raised(make: Make) -> None:
@@ -255,7 +281,7 @@ def test_a_strategy_serves_one_averager_and_another_only_if_that_could_not_start
     tensors = opt.state_dict()["averaging"]["strategy"]["tensors"]
     assert len(tensors) == (2 if isinstance(strategy, DiLoCo) else 0)
     for _ in range(2):
-        with pytest.raises(ConfigError, match=r"serves another averager, or one that was closed; make one for each"):
+        with pytest.raises(ConfigError, match=r"belongs to another averager.*make a new one for each"):
             make(optimizer(), strategy=strategy)
         opt.close()
 
@@ -268,7 +294,7 @@ def test_it_starts_before_anything_runs_or_not_at_all(make: Make) -> None:
         make(torch.optim.SGD(params()), mode=Mode.AUXILIARY)
     with pytest.raises(ConfigError, match="auxiliary"):
         make(torch.optim.SGD(params()), mode="auxiliary")
-    with pytest.raises(ConfigError, match="strategy must be one that was made"):
+    with pytest.raises(ConfigError, match="strategy must be a Strategy object"):
         make(torch.optim.SGD(params()), strategy=LocalSGD)
     with pytest.raises(ConfigError, match="weight"):
         make(torch.optim.SGD(params()), weight=float("nan"))

@@ -114,7 +114,7 @@ def test_the_commands_write_files_that_fit_and_say_what_comes_next(directory: Pa
     told = ca("issue", "b", "--client-mode", "--days", "2").output
     assert "wrote ca/b.pem: certificate for a peer in client mode, valid until" in told
     assert "wrote ca/b.key: its private key; only that peer may have it" in told
-    assert "--client-mode --join HOST:PORT --tls-ca ca/ca.pem --tls-cert ca/b.pem --tls-key ca/b.key" in told
+    assert "--mode client --join HOST:PORT --tls-ca ca/ca.pem --tls-cert ca/b.pem --tls-key ca/b.key" in told
     lifetime = read(directory, "b").certificate.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
     assert datetime.timedelta(days=1.9) < lifetime < datetime.timedelta(days=2)
     for name, host in (("c", "2001:db8::7"), ("d", "[2001:db8::7]")):

@@ -158,7 +158,7 @@ def test_the_command_that_joins_can_be_pasted() -> None:
     assert "this machine" in console_text.ready("127.0.1.1:1", "demo", SCHEMA, command)
     elsewhere = console_text.ready("192.0.2.7:1", "demo", SCHEMA, command)
     assert "this machine" not in elsewhere
-    assert "with --listen on an address that others reach, or with --client-mode:" in elsewhere
+    assert "with --listen on an address that others reach, or with --mode client:" in elsewhere
     assert "--join" not in console_text.ready("client::7", "demo", SCHEMA, command)
 
 

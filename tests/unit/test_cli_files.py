@@ -58,8 +58,8 @@ BAD_FILES = {
     "integer": (saver(w=torch.ones(2), step=torch.tensor(3)), "tensor 'step' (torch.int64)", "convert"),
     "bool": (saver(mask=torch.tensor([True])), "tensor 'mask' (torch.bool)", "convert"),
     "float8": (saver(q=torch.ones(2).to(torch.float8_e4m3fn)), "tensor 'q' (torch.float8", "convert"),
-    "nan": (saver(a=torch.ones(2), z=torch.tensor([1.0, torch.nan])), "tensor 'z'", "--allow-non-finite"),
-    "infinity": (saver(z=torch.tensor(-torch.inf, dtype=torch.float16)), "tensor 'z'", "--allow-non-finite"),
+    "nan": (saver(a=torch.ones(2), z=torch.tensor([1.0, torch.nan])), "tensor 'z'", "--non-finite allow"),
+    "infinity": (saver(z=torch.tensor(-torch.inf, dtype=torch.float16)), "tensor 'z'", "--non-finite allow"),
 }
 
 

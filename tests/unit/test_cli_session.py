@@ -155,7 +155,7 @@ def test_it_gives_up(tmp_path: Path, steps: list[Step], reason: str) -> None:
 
 def test_an_error_in_a_round_is_a_failure() -> None:
     session, peer = play([TensorError("tensor 'w' holds nan; allow it with non_finite='allow'")])
-    with pytest.raises(CommandError, match="--allow-non-finite"):
+    with pytest.raises(CommandError, match="--non-finite allow"):
         run(session.run)
     assert peer.left
 

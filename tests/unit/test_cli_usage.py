@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import MISSING, fields
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, version
 from pathlib import Path
 
 import click
@@ -22,12 +22,16 @@ from averaging.cli import main
 from averaging.cli.ca import ca_group
 from averaging.cli.error_reporting import DEFAULTS, CommandError, failure_of, starting
 from averaging.cli.peer import peer_command
-from averaging.cli.peer_options import SHARED_OPTIONS, join_command
+from averaging.cli.peer_options import SECTIONS, join_command
 from averaging.cli.signals import run
-from averaging.config import Inspection, PeerConfig
+from averaging.config import Inspection, NonFinite, PeerConfig, TLSFiles, option_names
 from averaging.errors import ConfigError, ListenError, StateError
+from averaging.protocol.group import Mode
 from averaging.protocol.messages import COMPRESSIONS, CompressionType
 from averaging.protocol.schema import ReplyForm
+
+HIDDEN = {"tls", "in_place"}
+"""Options of the library that the command does not have: an object, and one for benchmarks."""
 
 
 @pytest.fixture
@@ -55,7 +59,7 @@ WRONG_VALUES = [
     (["--rounds", "0"], "--rounds", "x>=1"),
     (["--group-size", "1"], "--group-size", "x>=2"),
     (["--overwrite"], "--overwrite", "add --output FILE"),
-    (["--group-size", "3", "--min-group-size", "4"], "--min-group-size", "above --group-size"),
+    (["--group-size", "3", "--min-group-size", "4"], "--group-size 3", "below --min-group-size 4"),
     (["--min-group-size", "1"], "--min-group-size", "x>=2"),
     (["--group-bits", "012"], "--group-bits", "zeros and ones"),
     (["--group-bits", "01" * 33], "--group-bits", "64 digits, not 66"),
@@ -69,7 +73,7 @@ WRONG_VALUES = [
     (["--interval", "-0.1"], "--interval", "at least 0"),
     (["--bandwidth", "0"], "--bandwidth", "above 0"),
     (["--retries", "-1"], "--retries", "x>=0"),
-    (["--part-size", "1"], "--part-size", "1024<="),
+    (["--part-size-bytes", "1"], "--part-size-bytes", "1024<="),
     (["--compression", "zip"], "--compression", "'float16'"),
     (["--reply-form", "sum"], "--reply-form", "'delta'"),
     (["--aggregation", "trimmed"], "--aggregation", "trimmed:F"),
@@ -78,11 +82,10 @@ WRONG_VALUES = [
     (["--gather", str(10**30)], "--gather", "msgpack can pack"),
     (["--gather", json.dumps("x" * 70_000)], "--gather", "allowed"),
     (["--gather", "[" * 70 + "]" * 70], "--gather", "deeper than 64"),
-    (["--client-mode"], "--client-mode", "needs --join"),
-    (["--client-mode", "--join", "a:1", "--listen", "b:2"], "--client-mode", "leave --listen out"),
-    (["--client-mode", "--join", "a:1", "--advertise", "b:2"], "--client-mode", "leave --advertise out"),
-    (["--client-mode", "--auxiliary", "--join", "a:1"], "--auxiliary", "give one of them"),
-    (["--auxiliary", "--output", "out.safetensors"], "--auxiliary", "leave --output out"),
+    (["--mode", "client"], "--mode client", "needs --join"),
+    (["--mode", "client", "--join", "a:1", "--listen", "b:2"], "--mode client", "leave --listen out"),
+    (["--mode", "client", "--join", "a:1", "--advertise", "b:2"], "--mode client", "leave --advertise out"),
+    (["--mode", "auxiliary", "--output", "out.safetensors"], "--mode auxiliary", "leave --output out"),
     (["--receipts", "in.safetensors"], "--receipts", "holds something other than receipts; give another name"),
     (["--listen", "0.0.0.0:0"], "0.0.0.0:0", "give --advertise as well"),
     (["--listen", "0.0.0.0:0", "--advertise", "a:1"], "0.0.0.0:0", "give --tls-ca, --tls-cert and --tls-key"),
@@ -113,7 +116,7 @@ def test_a_wrong_option_is_named_with_its_remedy(
     ("arguments", "told"),
     [
         (["peer"], "Missing argument 'FILE.safetensors'"),
-        (["peer", "a.safetensors"], "Missing option '--run-id'"),
+        (["peer", "a.safetensors"], "--run-id is missing"),
         (["peer", "a.safetensors", "b.safetensors", "--run-id", "demo"], "unexpected extra argument"),
         (["peer", "a.safetensors", "--run-id", "demo", "--outptu", "x"], "--outptu"),
         (["state"], "Missing argument 'HOST:PORT...'"),
@@ -160,32 +163,42 @@ def test_an_error_is_an_event_too(tmp_path: Path) -> None:
     assert json.loads(line)["message"] in result.stderr
 
 
-def test_defaults_are_those_of_the_library() -> None:
-    ours = {str(parameter.name): parameter.default for parameter in peer_command.params}
-    theirs = {field.name: field.default for field in fields(PeerConfig) if field.default is not MISSING}
-    for name in (
-        "group_size",
-        "min_group_size",
-        "group_bits",
-        "group_wait",
-        "round_timeout",
-        "stall_timeout",
-        "min_stall_timeout",
-        "join_timeout",
-    ):
-        assert ours[name] == theirs[name], name
-    assert ours["part_size"] == theirs["part_size_bytes"]
-    assert COMPRESSIONS[str(ours["compression"])] == theirs["compression"]
-    assert ours["reply_form"] == theirs["reply_form"]
-    assert ours["inspection"] == theirs["inspection"]
-    (listen,) = (parameter for parameter in peer_command.params if parameter.name == "listen")
-    assert str(theirs["listen"]) in str(getattr(listen, "help", ""))
+def shown(value: object) -> str:
+    """A default, as --help shows it."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    return value.name.lower() if isinstance(value, Mode | CompressionType) else str(value)
+
+
+def test_options_and_defaults_are_those_of_the_library() -> None:
+    options = {str(option.name): option for option in peer_command.params if isinstance(option, click.Option)}
+    assert {name for section in SECTIONS.values() for name in section} == option_names() - HIDDEN | {"run_id"}
+    for field in fields(PeerConfig):
+        if field.name in HIDDEN or field.default in (MISSING, None, "", ()):
+            continue
+        option = options[field.name]
+        assert option.default is None
+        if isinstance(field.default, bool):
+            expected = (option.opts if field.default else option.secondary_opts)[0]
+        else:
+            expected = shown(field.default)
+        assert f"[default: {expected}" in str(option.help), field.name
+
+
+def test_help_shows_basic_options_first() -> None:
+    text = CliRunner().invoke(main, ["peer", "--help"]).stdout
+    titles = [
+        line[:-1] for line in text.splitlines() if line.startswith(("Basic options:", "This command:", "Advanced"))
+    ]
+    assert titles == ["Basic options", "This command", *list(SECTIONS)[1:]]
 
 
 def test_choices_are_those_of_the_library() -> None:
     choices = {str(p.name): list(p.type.choices) for p in peer_command.params if isinstance(p.type, click.Choice)}
     assert choices == {
         "compression": list(COMPRESSIONS),
+        "mode": [mode.name.lower() for mode in Mode],
+        "non_finite": [what.value for what in NonFinite],
         "reply_form": [form.value for form in ReplyForm],
         "inspection": [who.value for who in Inspection],
     }
@@ -215,25 +228,48 @@ def test_version_and_entry_point() -> None:
 
 
 def test_the_command_that_joins_repeats_what_must_be_the_same() -> None:
-    context = peer_command.make_context(
-        "peer",
-        ["my model.safetensors", "--run-id", "demo", "--compression", "FLOAT16", "--group-size", "4", "--weight", "2"],
-    )
-    command = join_command(peer_command, context.params["file"], context.params)
+    file = Path("my model.safetensors")
+    command = join_command(file, PeerConfig(run_id="demo", compression="fp16", group_size=4, listen="a:1"))  # type: ignore[arg-type]
     assert command == [
         *("averaging", "peer", "my model.safetensors", "--run-id", "demo"),
         *("--group-size", "4", "--compression", "float16"),
     ]
-    assert {str(parameter.name) for parameter in peer_command.params} >= SHARED_OPTIONS
-    context = peer_command.make_context("peer", ["a", "--run-id", "demo", "--tls-ca", "ca.pem", "--token-file", "t"])
-    command = join_command(peer_command, context.params["file"], context.params)
-    assert command[5:] == ["--tls-ca", "ca.pem", "--token-file", "t"]
-    # Who refuses NaN would drop this peer.
-    context = peer_command.make_context(
-        "peer", ["a", "--run-id", "demo", "--allow-non-finite", "--reply-form", "delta"]
-    )
-    command = join_command(peer_command, context.params["file"], context.params)
-    assert command[5:] == ["--reply-form", "delta", "--allow-non-finite"]
+    secured = PeerConfig(run_id="demo", tls=TLSFiles("ca.pem", "a.pem", "a.key"), token_file="t")
+    assert join_command(file, secured)[5:] == [
+        *("--tls-ca", "ca.pem", "--tls-cert", "a.pem", "--tls-key", "a.key", "--token-file", "t")
+    ]
+    # A peer that refuses NaN would drop this one.
+    lenient = PeerConfig(run_id="demo", non_finite=NonFinite.ALLOW, reply_form=ReplyForm.DELTA)
+    assert join_command(file, lenient)[5:] == ["--reply-form", "delta", "--non-finite", "allow"]
+
+
+@pytest.mark.parametrize(
+    ("file", "variables", "arguments", "named"),
+    [
+        ("grup_size = 4", {}, [], ["group_size", "run.toml"]),
+        ("", {"AVERAGING_GROUPSIZE": "4"}, [], ["AVERAGING_GROUPSIZE", "group_size"]),
+        ("group_size = 3", {}, ["--min-group-size", "4"], ["--group-size is set in run.toml", "by an argument"]),
+        ("", {"AVERAGING_GROUP_SIZE": "many"}, [], ["--group-size", "AVERAGING_GROUP_SIZE", "'many'"]),
+        ("group_size = 4 4", {}, [], ["run.toml is not TOML"]),
+        ("mode = 'client'", {}, [], ["--mode client needs --join"]),
+    ],
+    ids=str,
+)
+def test_a_wrong_option_names_its_source(
+    source: Path,
+    file: str,
+    variables: dict[str, str],
+    arguments: list[str],
+    named: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(source.parent)
+    Path("run.toml").write_text(file)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    result = peer(source, "--run-id", "demo", "--config", "run.toml", *arguments)
+    assert result.exit_code == 2, result.output
+    assert [text for text in named if text not in result.stderr] == []
 
 
 def test_errors_of_the_library_speak_of_options() -> None:
@@ -350,9 +386,12 @@ def test_a_program_that_calls_a_command_hears_signals_afterwards() -> None:
 
 
 def test_the_package_offers_all_that_it_names() -> None:
-    for name in averaging.__all__:
+    assert averaging.__version__ == version("averaging")
+    for name in averaging._HOMES:
         assert getattr(averaging, name).__name__ == name
-    assert set(averaging._HOMES) == set(averaging.__all__) == set(dir(averaging))
+    assert set(averaging._HOMES) | {"__version__"} == set(averaging.__all__) == set(dir(averaging))
+    errors = {name for name in vars(averaging.errors) if name.endswith("Error")}
+    assert errors <= set(averaging.__all__)
     with pytest.raises(AttributeError, match="nothing_of_this_name"):
         averaging.__getattr__("nothing_of_this_name")
 

@@ -1,0 +1,123 @@
+"""`SyncPeer`: a `Peer` for scripts and notebooks, without asyncio."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Self, Unpack
+
+import torch
+
+from averaging.config import PeerConfig, PeerOptions
+from averaging.observe.receipts import Receipt
+from averaging.observe.status import PeerStatus
+from averaging.peer.peer import Peer
+from averaging.state.packing import State
+from averaging.training.event_loop_thread import EventLoopThread, on_loop
+
+
+class SyncPeer:
+    """A peer that lives in a thread of its own, so that its methods wait for their result.
+
+    ```python
+    with SyncPeer({"w": torch.randn(10)}, run_id="demo", join=["a.example:4222"]) as peer:
+        print(peer.average())
+        with peer.tensors() as tensors:
+            print(tensors[0])
+    ```
+
+    Ctrl+C during a call ends the call in order. The methods may be called from any thread but not from `extra_state`
+    or `apply`.
+
+    Args:
+        tensors: The tensors to average: the same dtypes and shapes in the same order at all peers. They are updated in
+            place. A mapping gives them names.
+        run_id: Peers with the same run id average together.
+        config: The options as one object; single options win over it.
+        options: See `PeerConfig`.
+
+    Raises:
+        ConfigError: An option cannot work.
+        TensorError: A tensor cannot be averaged.
+        ListenError: The peer cannot listen on its address.
+        NoSeedAnsweredError: None of the peers in `join` answered in time; a `JoinRefusedError` if all of them refuse.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor] | Mapping[str, torch.Tensor],
+        *,
+        run_id: str | None = None,
+        config: PeerConfig | None = None,
+        **options: Unpack[PeerOptions],
+    ) -> None:
+        self._peer = Peer(tensors, run_id=run_id, config=config, **options)
+        self._thread = EventLoopThread(self._peer, f"the peer of run {self._peer.run_id!r}")
+
+    def __repr__(self) -> str:
+        return f"Sync{self._peer!r}"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends a round in progress, leaves the run and ends the thread. A second call does nothing."""
+        self._thread.close()
+
+    @property
+    def endpoint(self) -> str:
+        """The address at which other peers `join` this one."""
+        self._thread.check()
+        return self._peer.endpoint
+
+    @property
+    def peers(self) -> frozenset[str]:
+        """The endpoints of the known peers of the run, including this one."""
+        return self._thread.run(on_loop(lambda: self._peer.peers))
+
+    @property
+    def status(self) -> PeerStatus:
+        """What this peer is and what it does now."""
+        return self._thread.run(on_loop(lambda: self._peer.status))
+
+    @property
+    def version(self) -> int:
+        """Version of the committed state."""
+        return self._peer.version
+
+    def tensors(self) -> AbstractContextManager[list[torch.Tensor]]:
+        """Locks the tensors: no round writes to them inside the `with` block. Do not call other methods inside."""
+        return self._peer.tensors()
+
+    def average(self, *, weight: float = 1.0, gather: Any = None) -> Receipt:
+        """Finds a group, averages the tensors with it, and waits for the end of the round. See `Peer.average`.
+
+        Args:
+            weight: This peer's weight in the average; finite and at least 0.
+            gather: Sent to all members of the group.
+
+        Returns:
+            The receipt, also if no group was found or the round failed.
+
+        Raises:
+            ConfigError: `weight` or `gather` cannot work.
+            TensorError: A tensor contains NaN or infinity, and the peer refuses them.
+            ClosedError: The peer was closed.
+        """
+        return self._thread.run(self._peer.average(weight=weight, gather=gather))
+
+    def commit(self, version: int | None = None) -> None:
+        """Makes the present tensors the state that newcomers download. See `Peer.commit`."""
+        self._thread.run(self._peer.commit(version))
+
+    def download_state(self, apply: Callable[[State], None] | None = None) -> State:
+        """Downloads the newest state of the run into the tensors. See `Peer.download_state`.
+
+        Raises:
+            StateError: No peer could deliver a valid state; nothing was changed.
+            ClosedError: The peer was closed.
+        """
+        return self._thread.run(self._peer.download_state(apply))
