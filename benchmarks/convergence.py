@@ -3,7 +3,7 @@
 `python -m benchmarks.convergence` trains a small byte-level transformer on the Python standard library's sources: once
 in one process with the joined batch, else in four processes that average over loopback gRPC. It writes the raw results
 and the curves into a folder, and beside it the page. A case that is there already is not trained again, unless it is
-named: `--cases diloco-50,diloco-100`. The recorded results are renewed with `--output docs/results`.
+named: `--cases diloco-50,diloco-100`. The recorded results are renewed with `--output docs/design/results`.
 """
 
 from __future__ import annotations

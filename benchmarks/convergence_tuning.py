@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--alike", action="store_true", help="all peers draw from the whole text")
     parser.add_argument("--judge", action="store_true")
     parser.add_argument(
-        "--output", type=Path, help="JSON to which the runs are added, such as docs/results/tuning.json"
+        "--output", type=Path, help="JSON to which the runs are added, such as docs/design/results/tuning.json"
     )
     options = parser.parse_args()
     if min(options.steps, options.batch) < 1 or options.every < 0:

@@ -61,8 +61,8 @@ def feed_command(listen: str, store: str, *, as_json: bool, verbose: int, **give
     r"""Serves batches of scored rollouts: environments post groups, a trainer fetches batches.
 
     Existing environments and trainers of the Atropos API work with it unchanged. New ones can use FeedEnvironment and
-    BatchFeed of averaging.feed, which lose and repeat nothing when the server or the trainer is restarted; docs/feed.md
-    tells more.
+    BatchFeed of averaging.feed, which lose and repeat nothing when the server or the trainer is restarted. See
+    docs/how-to/feed.md.
 
     \b
     On this machine:

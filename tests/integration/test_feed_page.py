@@ -1,4 +1,4 @@
-"""docs/feed.md: its commands and scripts are run as they stand there, but for ports, and print what the page says."""
+"""docs/how-to/feed.md: its commands and scripts run as written, except for ports, and print what the page says."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from averaging.feed.routes import COUNTERS, GAUGES, READS
 from tests.integration.processes import DEADLINE
 from tests.integration.test_grpcurl_page import Block, agrees, blocks_of
 
-PAGE = (Path(__file__).parents[2] / "docs" / "feed.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "feed.md").read_text()
 BLOCKS = blocks_of(PAGE)
 SERVERS = [block for block in BLOCKS if block.text.startswith("averaging feed ")]
 PYTHON = [block.text for block in BLOCKS if block.language == "python"]

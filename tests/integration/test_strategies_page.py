@@ -15,7 +15,7 @@ import torch
 from averaging import DiLoCo, GradientAveraging, LocalSGD, Outcome, Receipt, Strategy
 from tests.integration.training import Run, backward, batch_of, equal
 
-PAGE = Path(__file__).parents[2] / "docs" / "strategies.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "strategies.md"
 
 
 FINISHING, OF_ONES_OWN = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)

@@ -1,6 +1,6 @@
 """Every fault, of a peer in every role, at every moment: the others go on, agree, and their average is accounted for.
 
-`docs/reliability.md` has the table of the cells; a test compares it with what runs here.
+`docs/operate/reliability.md` has the table of the cells; a test compares it with what runs here.
 """
 
 from __future__ import annotations
@@ -272,5 +272,5 @@ def test_every_reason_is_used() -> None:
 
 
 def test_the_table_in_the_documents_is_this_one() -> None:
-    page = Path(__file__).parents[2] / "docs" / "reliability.md"
+    page = Path(__file__).parents[2] / "docs" / "operate" / "reliability.md"
     assert table() in page.read_text(), f"put this into {page.name}:\n{table()}"

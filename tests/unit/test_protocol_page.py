@@ -1,4 +1,4 @@
-"""docs/protocol.md: what another implementation must compute to the last bit, as the page says it and as we do it."""
+"""docs/reference/protocol.md: what another implementation must compute to the last bit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from averaging.state.manifest import read_manifest, resume_at
 from averaging.state.packing import State, pack, seal
 from averaging.transport.grpc.headers import read_resume
 
-PAGE = (Path(averaging.__file__).parents[1] / "docs" / "protocol.md").read_text()
+PAGE = (Path(averaging.__file__).parents[1] / "docs" / "reference" / "protocol.md").read_text()
 
 GOSSIP = GossipSettings()
 
