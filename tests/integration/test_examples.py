@@ -244,9 +244,10 @@ def test_a_folder_for_tensorboard_that_cannot_be_made_is_told(
         diloco.main([f"--tensorboard={tmp_path / 'file'}", "--steps=1"])
 
 
-def test_the_commands_of_the_readme_are_understood(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_of_the_page_are_understood(capsys: pytest.CaptureFixture[str]) -> None:
     mains = {"digits": digits.main, "diloco": diloco.main, "three_lines": three_lines.main}
-    commands = re.findall(r"`\.venv/bin/python -m examples\.(\w+)(.*)`", (ROOT / "README.md").read_text())
+    page = (ROOT / "docs" / "how-to" / "examples.md").read_text()
+    commands = re.findall(r"^python -m examples\.(\w+)(.*)$", page, re.MULTILINE)
     assert sorted(name for name, _ in commands) == sorted(mains)
     for name, arguments in commands:
         with pytest.raises(SystemExit) as ended:
