@@ -19,7 +19,7 @@ from averaging.protocol.messages import CompressionType, parse_compression
 from averaging.protocol.schema import ReplyForm
 
 DEFAULT_PART_SIZE_BYTES = 1 << 20
-"""Smaller parts cost more per byte; larger ones gain nothing (docs/performance.md)."""
+"""Smaller parts cost more per byte; larger ones gain nothing (docs/design/performance.md)."""
 
 FilePath: TypeAlias = "str | os.PathLike[str]"
 
@@ -109,15 +109,15 @@ class PeerConfig:
         round_timeout: seconds to find a group, and as many again for the all-reduce. The time that the bytes take at
             10 Mbit/s is added.
         stall_timeout: seconds without any progress after which a member is given up in a round, at the latest: what is
-            learned of each member makes it less (docs/reliability.md). A part must get through within it, while a link
-            carries one to and one from each other member at once.
+            learned of each member makes it less (docs/operate/reliability.md). A part must get through within it, while
+            a link carries one to and one from each other member at once.
         min_stall_timeout: but not less than this, unless stall_timeout is.
         bandwidth: of this peer's link in bytes/s, so that it is given a share to match. None if unknown: it counts as
             the median of those that are told, so all should tell theirs. Told by the slowest alone it changes nothing.
         compression: how tensors are packed on the wire.
         reply_form: reducers answer with the average, or with the difference to what was sent.
         aggregation: how contributions become one: `mean`, or `median`, `trimmed:F`, `clip:TAU`, which a minority of
-            false ones cannot carry away (docs/robust.md). The same at all peers.
+            false ones cannot carry away (docs/operate/robust.md). The same at all peers.
         part_size_bytes: size of a part on the wire.
         non_finite: what to do with NaN and infinity. Should be the same at all peers: who refuses them drops who sends
             them.
@@ -129,7 +129,8 @@ class PeerConfig:
             So does one that fails since the application holds the tensors' lock.
             With `share_state` only where the last state has been copied for newcomers, as it is before the application
             writes (`Peer.tensors`): else it is kept whole until the next one is.
-        receipts: a file to which the receipt of every attempt is appended, one line of JSON each (docs/receipts.md).
+        receipts: a file to which the receipt of every attempt is appended, one line of JSON each, see
+            docs/operate/receipts.md.
         tls_ca: file with the certificates of the authorities whose peers are believed, see `averaging ca`.
         tls_cert: file with this peer's certificate, which must stand for the host at which others reach it.
         tls_key: file with the certificate's private key. The three are given together, and all connections use TLS.
