@@ -132,8 +132,8 @@ def cli_page() -> str:
 
 def contexts() -> Iterator[click.Context]:
     """Of each command, as if it had been called."""
-    settings = averaging_command.context_settings | {"terminal_width": 100}
-    root = click.Context(averaging_command, info_name="averaging", **settings)
+    settings = averaging_command.context_settings
+    root = click.Context(averaging_command, info_name="averaging", terminal_width=100, **settings)
     yield root
     for name in COMMANDS:
         context = root

@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -34,7 +35,7 @@ def main() -> None:
     for source, place in FROM_ROOT.items():
         shutil.copyfile(ROOT / source, STAGE / place)
     for page in STAGE.rglob("*.md"):
-        page.write_text(LINK.sub(lambda link, page=page: moved(link, page), page.read_text()))
+        page.write_text(LINK.sub(partial(moved, page), page.read_text()))
     built = subprocess.run(
         [Path(sys.executable).with_name("zensical"), "build", "--strict", "--clean"],
         cwd=ROOT,
@@ -50,7 +51,7 @@ def main() -> None:
     print(f"built {(ROOT / 'build' / 'site' / 'index.html').relative_to(ROOT)}")
 
 
-def moved(link: re.Match[str], page: Path) -> str:
+def moved(page: Path, link: re.Match[str]) -> str:
     """A link of a page in the stage. What the site has no page for remains as text."""
     text, address = link.groups()
     target, hash_sign, anchor = address.partition("#")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from averaging import PeerConfig
 from tests.integration.pages import ROOT, blocks_of, contains, facts, missing, run_page
 
 INSTALL = "python3 -m venv .venv\n. .venv/bin/activate\npip install .\n"
@@ -27,6 +30,17 @@ def test_the_page_works(page: str, tmp_path: Path) -> None:
     unnamed = "".join(block.text for block in blocks_of(text) if block.language not in ("python", "sh", "text"))
     assert unnamed in ("", INSTALL), "all of the rest is run"
     run_page(text, tmp_path)
+
+
+def test_the_bits_of_many_peers_are_spread_evenly() -> None:
+    [block] = blocks_of((ROOT / "docs" / "how-to" / "many-peers.md").read_text())
+    bits = Counter[str]()
+    for n in range(64):
+        names: dict[str, Any] = {"n": n}
+        exec(block.text, names)
+        bits[PeerConfig(run_id="run", **names["options"]).group_bits] += 1
+    assert set(bits.values()) == {4}
+    assert {len(one) for one in bits} == {4}
 
 
 def test_a_wrong_output_would_be_found() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import averaging
+from averaging import errors
 from averaging.integrations import scalars
 from tools import reference
 
@@ -22,6 +24,13 @@ def test_the_basic_options_come_first_and_none_is_missing() -> None:
     assert names[:3] == ["run_id", "join", "listen"]
     assert set(names) == set(reference.described())
     assert len(names) == len(set(names))
+
+
+def test_every_public_name_is_in_the_api() -> None:
+    page = (REFERENCE / "api.md").read_text()
+    assert "::: averaging.errors\n" in page
+    documented = {*re.findall(r"^::: averaging\.(\w+)$", page, re.MULTILINE), *vars(errors)}
+    assert set(averaging.__all__) - documented == set()
 
 
 def test_every_scalar_has_its_row() -> None:
