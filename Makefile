@@ -10,7 +10,7 @@ TORCH ?= torch==2.13.0
 # Tests of processes wait for each other much of the time: one more than there are cores.
 WORKERS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 1 )))
 
-.PHONY: help demo test test-long test-integrations test-feed check lint bench proto soak clean
+.PHONY: help demo test test-long test-integrations test-feed check lint docs reference dist bench bench-hivemind proto soak clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -37,7 +37,18 @@ lint: $(VENV)/installed ## style, types, import directions
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-check: lint test test-integrations ## what CI runs
+docs: $(VENV)/docs ## the site of the documentation, build/site/index.html; a broken link is an error
+	$(BIN)/python -m tools.site
+
+reference: $(VENV)/installed ## write docs/reference/options.md and cli.md again, after a change of an option
+	$(BIN)/python -m tools.reference
+
+dist: $(VENV)/installed ## a wheel and an sdist in dist/, checked
+	rm -rf dist
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check --strict dist/*
+
+check: lint docs dist test test-integrations ## what CI runs
 
 bench: $(VENV)/installed ## averaging's times beside Gloo's, the codes, discovery, training slowed by averaging
 	$(BIN)/python -m benchmarks.allreduce --peers 2 4 --mib 64 --tensors 4 --codecs none --output runs/benchmarks
@@ -58,17 +69,23 @@ proto: $(VENV)/installed ## compile protos/ again, after a change
 $(VENV)/installed: pyproject.toml hatch_build.py $(wildcard protos/averaging/wire/*.proto)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(BIN)/python -m pip install --quiet --group dev --editable .
 	touch $@
 
 $(VENV)/integrations: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet --editable '.[dev,integrations]'
+	$(BIN)/python -m pip install --quiet --group dev --editable '.[integrations]'
+	touch $@
+
+$(VENV)/docs: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --group docs
 	touch $@
 
 $(HIVEMIND)/installed: pyproject.toml
 	test -x $(HIVEMIND)/bin/python || $(PYTHON) -m venv $(HIVEMIND)
 	$(HIVEMIND)/bin/python -c 'import torch' 2>/dev/null || $(HIVEMIND)/bin/python -m pip install --quiet $(TORCH)
-	$(HIVEMIND)/bin/python -m pip install --quiet --editable '.[hivemind]'
+	$(HIVEMIND)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(HIVEMIND)/bin/python -m pip install --quiet --group hivemind --editable .
 	touch $@
 
 $(FEED)/installed: tests/interop/requirements.txt

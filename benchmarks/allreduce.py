@@ -12,7 +12,7 @@ one its rows are left out. `make bench-hivemind` makes one in .venv-hivemind, an
 
     python3 -m venv /tmp/hivemind
     /tmp/hivemind/bin/pip install 'torch==2.13.0'
-    /tmp/hivemind/bin/pip install -e '.[hivemind]'
+    /tmp/hivemind/bin/pip install --group hivemind -e .
     python -m benchmarks.allreduce --hivemind /tmp/hivemind/bin/python
 """
 

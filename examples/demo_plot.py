@@ -65,7 +65,7 @@ def mark(axes: Axes, peer: Member, curve: list[tuple[int, float]], colour: str) 
                 f"{peer.name} {word}",
                 (step, 1.0),
                 xycoords=("data", "axes fraction"),
-                xytext=(4 if word == "joins" else -4, -6),
+                xytext=(4, -20) if word == "joins" else (-4, -6),  # they may be close to each other
                 textcoords="offset points",
                 horizontalalignment="left" if word == "joins" else "right",
                 verticalalignment="top",

@@ -1,4 +1,4 @@
-"""Tensors ↔ bytes on the wire. One module per family of codes; docs/protocol.md has the table of their buffers."""
+"""Tensors ↔ bytes on the wire. One module per family of codes; their buffers are in docs/reference/protocol.md."""
 
 from __future__ import annotations
 

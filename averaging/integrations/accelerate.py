@@ -47,7 +47,7 @@ class AveragingLoop:
             raise ConfigError(
                 f"accelerate trains with {accelerator.num_processes} processes ({accelerator.distributed_type.value}), "
                 "each of which would be a peer, or hold a part of the model; start it with --num_processes 1 and "
-                "without FSDP and DeepSpeed. docs/coming-from.md has DDP inside a machine"
+                "without FSDP and DeepSpeed. docs/how-to/gpus.md has DDP inside a machine"
             )
         remedy = "call accelerator.prepare(model) first, then make the averager, then the AveragingLoop"
         for group in averager.param_groups:

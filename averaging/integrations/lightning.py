@@ -71,7 +71,7 @@ class AveragingCallback(Callback):
         if stage == "fit" and trainer.world_size > 1:
             raise ConfigError(
                 f"Lightning trains with {trainer.world_size} processes, each of which would be a peer; give the "
-                "Trainer devices=1 and num_nodes=1. docs/coming-from.md has DDP inside a machine"
+                "Trainer devices=1 and num_nodes=1. docs/how-to/gpus.md has DDP inside a machine"
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

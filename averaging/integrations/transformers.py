@@ -200,7 +200,7 @@ def _check(trainer: Trainer) -> None:
     if arguments.world_size > 1 or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         raise ConfigError(
             f"the Trainer trains with {arguments.world_size} processes, FSDP or DeepSpeed, so each process would be a "
-            "peer, or hold a part of the model; start it as one process. docs/coming-from.md has DDP inside a machine"
+            "peer, or hold a part of the model; start it as one process. docs/how-to/gpus.md has DDP inside a machine"
         )
     if trainer.model_init is not None:
         raise ConfigError("the Trainer makes its model anew with model_init when it trains; give it the model instead")

@@ -1,4 +1,4 @@
-"""Receipts as JSON lines: one line for each attempt, in the form that docs/receipts.md describes."""
+"""Receipts as JSON lines: one line for each attempt, in the form that docs/operate/receipts.md describes."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ class Straggler:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """One attempt to average. `docs/receipts.md` has the same as JSON.
+    """One attempt to average. `docs/operate/receipts.md` has the same as JSON.
 
     Attributes:
         round: number of this attempt at this peer, from 1.

@@ -15,7 +15,7 @@ MAX_TRIM = 4096
 
 
 class Kind(StrEnum):
-    """The rules, see docs/robust.md."""
+    """The rules, see docs/operate/robust.md."""
 
     MEAN = "mean"
     """The weighted mean."""

@@ -15,7 +15,7 @@ from averaging.common.validation import named
 
 
 class MessageCode(IntEnum):
-    """The verdicts and kinds of message, see docs/protocol.md."""
+    """The verdicts and kinds of message, see docs/reference/protocol.md."""
 
     NO_CODE = 0
     REQUEST_JOIN = 1

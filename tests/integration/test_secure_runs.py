@@ -1,4 +1,4 @@
-"""Whole runs between processes with certificates and tokens, set up by the commands of README.md and SECURITY.md."""
+"""Whole runs between processes with certificates and tokens, set up by the commands of SECURITY.md."""
 
 from __future__ import annotations
 
@@ -22,10 +22,7 @@ from tests.integration.processes import DEADLINE, JsonProcess, averaging_command
 
 ROOT = Path(__file__).parents[2]
 GRPCURL = str(Path(sysconfig.get_path("scripts")) / "grpcurl")
-BLOCKS = {
-    page: re.findall(r"^```sh\n(.*?)^```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
-    for page in ("README.md", "SECURITY.md")
-}
+BLOCKS = re.findall(r"^```sh\n(.*?)^```$", (ROOT / "SECURITY.md").read_text(), re.DOTALL | re.MULTILINE)
 REACHED = "--listen 0.0.0.0:4222 --advertise a.example.org:4222"
 HERE = "--listen 127.0.0.1:0"
 SECRETS = ("--token-file", "token", "--tls-ca", "ca/ca.pem")
@@ -52,12 +49,12 @@ def files_of(name: str) -> tuple[str, ...]:
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """With three files to average, and what the README's first block makes."""
+    """With three files to average, and what the page's first block makes."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     for number, name in enumerate("abc", 1):
         save_file({"w": torch.full((1000,), float(number))}, tmp_path / f"{name}.safetensors")
-    shell(BLOCKS["README.md"][0], tmp_path)
+    shell(BLOCKS[0], tmp_path)
     return tmp_path
 
 
@@ -72,25 +69,13 @@ def joining(endpoint: str, words: list[str]) -> list[str]:
     return [word.replace("127.0.0.1:4222", endpoint) for word in words]
 
 
-def test_the_readmes_two_peers_average(directory: Path, start: Start) -> None:
-    setup, peers = BLOCKS["README.md"]
-    assert setup.startswith("averaging ca init")
-    assert (directory / "token").stat().st_mode & 0o777 == 0o600
-    (_, *first), (_, *second) = commands(peers)
-    one = start(*first)
-    other = start(*joining(one.expect("ready")["endpoint"], second))
-    for process, name in ((one, "a"), (other, "b")):
-        assert process.wait() == 0, process.stderr
-        assert process.stderr == ""
-        assert load_file(directory / f"{name}-mean.safetensors")["w"].tolist() == [1.5] * 1000
-
-
 def test_the_commands_of_the_security_page_work(directory: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    setup, serve, state, grpcurl = BLOCKS["SECURITY.md"]
+    setup, serve, state, grpcurl = BLOCKS
     page = directory / "page"
     page.mkdir()
     monkeypatch.chdir(page)
     shell(setup, page)
+    assert (page / "token").stat().st_mode & 0o777 == 0o600
     (_, *peer), (_, *download) = (commands(block)[0] for block in (serve, state))
     serving = start("peer", "../a.safetensors", *peer[2:])
     endpoint = serving.expect("ready")["endpoint"]

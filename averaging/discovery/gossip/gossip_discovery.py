@@ -2,7 +2,7 @@
 
 Every peer holds all records of its run. A fresh one is told at once down a tree (`rumours`, `spread`); every other
 second a peer compares what it holds with a random member (`exchange`), which brings whatever was missed and the signs
-of life of the members. docs/decisions/0001-gossip.md says why, and what it costs.
+of life of the members. docs/design/decisions/0001-gossip.md says why, and what it costs.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ the same table whatever the order in which they arrive, and however often. What 
 function of that map: of the owners whose record has neither expired nor been withdrawn, the one that claimed the place
 first holds it (equal claims: the smaller key). Records of the others are kept but nobody reads them; when the holder's
 goes, the next one takes the place at every peer at the same moment, without a message. `claimed` is the owner's word:
-one that lies about it takes a place that it was not first to claim, see docs/decisions/0001-gossip.md.
+one that lies about it takes a place that it was not first to claim, see docs/design/decisions/0001-gossip.md.
 
 A record whose owner's clock is ahead is dropped before it expires (`records.kept_until`). Peers received it at
 different times, so those that still hold it would give it back to those that do not. Its version is therefore

@@ -12,7 +12,7 @@ _CHOICES = {
     "GRPC_ENABLE_FORK_SUPPORT": "0",
 }
 if tuple(map(int, metadata.version("grpcio").split(".")[:2])) <= (1, 85):  # a later one may not know the names
-    # Its newer engine hands every read and write to another thread: 10 to 15 % slower (docs/performance.md).
+    # Its newer engine hands every read and write to another thread: 10 to 15 % slower (docs/design/performance.md).
     _CHOICES["GRPC_EXPERIMENTS"] = "-event_engine_client,-event_engine_listener"
 _ours = _CHOICES.keys() - os.environ.keys()
 os.environ.update({name: _CHOICES[name] for name in _ours})
