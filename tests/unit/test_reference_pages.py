@@ -30,7 +30,7 @@ def test_every_public_name_is_in_the_api() -> None:
     page = (REFERENCE / "api.md").read_text()
     assert "::: averaging.errors\n" in page
     documented = {*re.findall(r"^::: averaging\.(\w+)$", page, re.MULTILINE), *vars(errors)}
-    assert set(averaging.__all__) - documented == set()
+    assert set(averaging.__all__) - documented == {"__version__"}
 
 
 def test_every_scalar_has_its_row() -> None:
