@@ -212,6 +212,7 @@ def close(terminals: list[tuple[Terminal, str]]) -> None:
 
 def compare(code: int, printed: str, block: Block, expected: str) -> None:
     """Whether a block did what its page says."""
+    print(f"$ {block.text}{printed}")  # pytest -s shows what the pages should quote
     fails = "Error:" in expected
     assert (code != 0) is fails, f"{block.text}ended with exit code {code}:\n{printed}"
     assert not missing(expected, printed), f"{block.text}printed:\n{printed}but not:\n{missing(expected, printed)}"
