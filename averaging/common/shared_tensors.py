@@ -18,7 +18,7 @@ from averaging.errors import RoundError, TensorError
 
 T = TypeVar("T")
 
-LOOK_UP_SECONDS = 0.5
+POLL_SECONDS = 0.5
 """After so long a thread that waits for the lock looks whether anybody still wants what it is to do."""
 
 
@@ -105,7 +105,7 @@ class SharedTensors:
 
         def wait_and_run() -> T:
             end = time.monotonic() + timeout
-            while not self._lock.acquire(timeout=max(0.0, min(LOOK_UP_SECONDS, end - time.monotonic()))):
+            while not self._lock.acquire(timeout=max(0.0, min(POLL_SECONDS, end - time.monotonic()))):
                 if decided.locked() or time.monotonic() >= end:
                     raise RoundError(
                         f"the application held the tensors' lock for {timeout:g} s; release it sooner, or raise "

@@ -157,7 +157,7 @@ def pack_metadata(group: Group, heard: bytes = b"") -> bytes:
     return packed
 
 
-def another_group(group: Group, metadata: bytes) -> bytes:
+def conflicting_digest(group: Group, metadata: bytes) -> bytes:
     """The digest of another group than `group` that was announced under its id, by a message's metadata; else empty.
 
     Metadata of other software, or none, says nothing.

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from averaging.deadlines.learned_deadlines import ENOUGH_WAITS
+from averaging.deadlines.learned_deadlines import MIN_WAITS
 from tests.integration.fault_proxy import Fault, FaultProxy
 from tests.integration.held import Held, wait_until_given_back
 from tests.integration.processes import JsonProcess, Workers, average
@@ -16,7 +16,7 @@ STALL_TIMEOUT = 30.0
 OPTIONS = {"group_size": 3, "stall_timeout": STALL_TIMEOUT, "round_timeout": 60.0}
 FAULTY = {"group_wait": 30.0}
 """It never leads, since the others' time ends before: a leader may fail before all have read that the group begins."""
-PARTS_OF_USUAL_ROUNDS = ENOUGH_WAITS * 26
+PARTS_OF_USUAL_ROUNDS = MIN_WAITS * 26
 """That a member sends to the two others: 600,000 float32 in parts of 64 KiB are 37 for all three."""
 
 
@@ -57,7 +57,7 @@ def next_round(processes: list[JsonProcess]) -> None:
 def test_a_process_that_is_stopped_and_goes_on(workers: Workers) -> None:
     stops = FAULTY | {"fatal_step": "sending", "after": PARTS_OF_USUAL_ROUNDS, "sends": "SIGSTOP"}
     processes = workers.start(*({"value": n, **OPTIONS, **(stops if n == 2 else {})} for n in range(3)))
-    for _ in range(ENOUGH_WAITS):
+    for _ in range(MIN_WAITS):
         next_round(processes)
     before = [Held.by(process) for process in processes]
     reset(processes)
@@ -80,7 +80,7 @@ def test_a_connection_that_fails_in_the_round(workers: Workers, fault: Fault) ->
         behind = FAULTY | {"listen": f"127.0.0.1:{proxy.target}", "advertise": f"127.0.0.1:{proxy.port}"}
         processes = workers.start(*({"value": n, **OPTIONS, **(behind if n == 2 else {})} for n in range(3)))
         assert workers.endpoints[2] == behind["advertise"]
-        for _ in range(ENOUGH_WAITS):
+        for _ in range(MIN_WAITS):
             next_round(processes)
         before = [Held.by(process) for process in processes]
         reset(processes)
@@ -97,5 +97,5 @@ def test_a_slow_link_drops_nobody(workers: Workers) -> None:
     with FaultProxy(rate=1e6) as proxy:
         behind = {"listen": f"127.0.0.1:{proxy.target}", "advertise": f"127.0.0.1:{proxy.port}"}
         processes = workers.start(*({"value": n, **OPTIONS, **(behind if n == 2 else {})} for n in range(3)))
-        for _ in range(ENOUGH_WAITS + 1):
+        for _ in range(MIN_WAITS + 1):
             next_round(processes)

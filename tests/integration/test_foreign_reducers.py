@@ -115,7 +115,7 @@ async def test_a_reducer_that_dies(foreign: Foreign) -> None:
 
 async def test_a_reducer_that_fails_and_then_sends(foreign: Foreign) -> None:
     """It is lost as a reducer before its first part comes; as a sender it is still heard."""
-    lost = Heard(": lost ")
+    lost = Heard(": dropped ")
     with lost.on("averaging.allreduce"):
         async with group_with(foreign, client=False, replies=[reply(code="INTERNAL_ERROR")]) as group:
             async with asyncio.timeout(DEADLINE):

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from averaging import Receipt
-from averaging.deadlines.learned_deadlines import ENOUGH_WAITS
+from averaging.deadlines.learned_deadlines import MIN_WAITS
 from averaging.matchmaking.rules import CLOCK_TOLERANCE
 from averaging.observe.receipts import DropCode, Outcome
 from tests.simulation import leaks, processes
@@ -189,7 +189,7 @@ def test_a_round(fault: str, role: str, moment: str) -> None:
         async with AsyncExitStack() as stack:
             await world.enter(stack)
             usual = 0.0
-            for _ in range(ENOUGH_WAITS):
+            for _ in range(MIN_WAITS):
                 receipts = await world.round()
                 assert all(len(r.members) == 4 and not r.dropped for r in receipts.values()), receipts
                 usual = max(usual, *(r.allreduce_seconds for r in receipts.values()))

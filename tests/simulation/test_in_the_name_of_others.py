@@ -65,5 +65,5 @@ def test_they_cost_the_member_nothing(attack: Attack, preparing: float) -> None:
     virtual_time.run(simulation.run(intrude))
     for name, result in simulation.results.items():
         assert result.dropped == ()
-        assert result.offences == ()
+        assert result.proven_drops == ()
         assert_close(simulation.tensors[name], simulation.mean(), 1e-5)

@@ -109,6 +109,6 @@ def test_the_rounds_deadline_holds_while_a_member_prepares() -> None:
     simulation = simulated()
     simulation.preparing[SLOWEST] = partial(asyncio.sleep, 1000.0)
     virtual_time.run(simulation.run())
-    assert not simulation.results[SLOWEST].heard
+    assert not simulation.results[SLOWEST].received_any
     for name in ("peer:1", "peer:3", "peer:4"):
         assert [lost.endpoint for lost in simulation.results[name].dropped] == [SLOWEST]

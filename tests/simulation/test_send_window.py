@@ -12,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from averaging.allreduce import send_window
-from averaging.allreduce.send_window import AHEAD_BYTES, LEAST_PARTS, PATIENCE_SECONDS, SendWindow, bytes_ahead, reach
+from averaging.allreduce.send_window import (
+    MAX_HOLD_SECONDS,
+    MIN_PARTS,
+    WINDOW_BYTES,
+    SendWindow,
+    send_limits,
+    window_bytes,
+)
 from averaging.protocol.group import Member
 from averaging.protocol.messages import AveragingData
 from averaging.transport import memory, virtual_time
@@ -25,7 +32,7 @@ MIB = 2**20
 
 @pytest.fixture(autouse=True)
 def only_senders_hold_themselves_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(send_window, "AHEAD_BYTES", 0)
+    monkeypatch.setattr(send_window, "WINDOW_BYTES", 0)
     monkeypatch.setattr(memory, "WINDOW", 1000)
 
 
@@ -79,8 +86,8 @@ def test_nobody_sends_more_than_is_allowed_before_it_is_answered(pause: float) -
     assert_mean(simulation)
     assert len(account.most) == 12
     quick = {most for (name, _), most in account.most.items() if name != SLOW}
-    assert quick == {LEAST_PARTS}
-    assert max(account.most.values()) == LEAST_PARTS
+    assert quick == {MIN_PARTS}
+    assert max(account.most.values()) == MIN_PARTS
 
 
 def test_a_reducer_that_answers_only_when_it_has_all_gets_all() -> None:
@@ -102,7 +109,7 @@ def test_a_reducer_that_answers_only_when_it_has_all_gets_all() -> None:
 
     simulation.rounds[SLOW].aggregate_part = at_the_end  # type: ignore[method-assign]
     virtual_time.run(simulation.run())
-    assert PATIENCE_SECONDS < simulation.seconds < PATIENCE_SECONDS + 1.0
+    assert MAX_HOLD_SECONDS < simulation.seconds < MAX_HOLD_SECONDS + 1.0
     assert_mean(simulation)
     assert not any(result.dropped for result in simulation.results.values())
 
@@ -111,7 +118,7 @@ def test_a_reducer_that_answers_only_when_it_has_all_gets_all() -> None:
 def test_no_part_is_held_back_for_longer_than_patience_though_small_ones_are_answered(pause: float) -> None:
     async def held_back() -> float:
         stream = SendWindow(
-            reach([1] * 20 + [10], 20), PATIENCE_SECONDS
+            send_limits([1] * 20 + [10], 20), MAX_HOLD_SECONDS
         )  # the last one fits when half of them are answered
         loop = asyncio.get_running_loop()
         for number in range(10):
@@ -120,7 +127,7 @@ def test_no_part_is_held_back_for_longer_than_patience_though_small_ones_are_ans
         await stream.wait(20)
         return loop.time() - began
 
-    assert virtual_time.run(held_back()) == pytest.approx(min(10 * pause, PATIENCE_SECONDS))
+    assert virtual_time.run(held_back()) == pytest.approx(min(10 * pause, MAX_HOLD_SECONDS))
 
 
 @pytest.mark.parametrize(("pause", "named"), [(0.012, False), (0.1, True)])
@@ -150,7 +157,7 @@ def test_small_parts_do_not_wait_for_each_other() -> None:
     virtual_time.run(simulation.run())
     assert simulation.seconds < 2.0  # 100 parts of 4 bytes to each, and 3 · 64 bytes under way
     assert_mean(simulation)
-    assert max(account.most.values()) == LEAST_PARTS * 64 // 4
+    assert max(account.most.values()) == MIN_PARTS * 64 // 4
 
 
 @pytest.mark.parametrize(
@@ -165,13 +172,13 @@ def test_small_parts_do_not_wait_for_each_other() -> None:
     ],
 )
 def test_bytes_ahead(monkeypatch: pytest.MonkeyPatch, part_bytes: int, reducers: int, expected: int) -> None:
-    monkeypatch.setattr(send_window, "AHEAD_BYTES", AHEAD_BYTES)  # as it was before the fixture
-    assert bytes_ahead(part_bytes, reducers) == expected
+    monkeypatch.setattr(send_window, "WINDOW_BYTES", WINDOW_BYTES)  # as it was before the fixture
+    assert window_bytes(part_bytes, reducers) == expected
 
 
 @given(st.lists(st.integers(1, 20), max_size=30), st.integers(20, 100))
 def test_the_reach_is_as_far_as_what_is_not_answered_fits(sizes: list[int], nbytes: int) -> None:
-    found = reach(sizes, nbytes)
+    found = send_limits(sizes, nbytes)
     assert len(found) == len(sizes) + 1
     for done, far in enumerate(found):
         assert sum(sizes[done:far]) <= nbytes

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from averaging.deadlines.fair_timeout import FairTimeout, learned_timeout
-from averaging.deadlines.learned_deadlines import ENOUGH_WAITS, Deadline, Deadlines, Phase
+from averaging.deadlines.learned_deadlines import MIN_WAITS, Deadline, Deadlines, Phase
 from averaging.state.donor_deadlines import WINDOW, DonorDeadlines
 from averaging.transport import virtual_time
 
@@ -103,7 +103,7 @@ def test_a_verdict_is_learned_and_who_gives_none_costs_little() -> None:
             return now() - began
 
         assert await ask("frozen:1", 60) == pytest.approx(3.0, abs=0.1)
-        for _ in range(ENOUGH_WAITS):
+        for _ in range(MIN_WAITS):
             await ask("a:1", 0.01)
         assert await ask("dead:1", 60) == pytest.approx(2.0, abs=0.1)
         assert await ask("a:1", 60) == pytest.approx(1.0, abs=0.1)
@@ -143,7 +143,7 @@ async def download(deadlines: Deadlines, donor: str, gaps: list[float]) -> float
 def test_a_donor_of_which_nothing_is_known_gets_the_longest_and_then_what_this_download_taught() -> None:
     async def main() -> None:
         assert await download(Deadlines(LOWER, UPPER), "a:1", [60]) == pytest.approx(10.0, abs=0.3)
-        usual = [0.5] * (1 + WINDOW * ENOUGH_WAITS)
+        usual = [0.5] * (1 + WINDOW * MIN_WAITS)
         assert await download(Deadlines(LOWER, UPPER), "a:1", [0.5, 0.5, 60]) == pytest.approx(10.0, abs=0.3)
         assert await download(Deadlines(LOWER, UPPER), "a:1", [*usual, 60]) == pytest.approx(2.0, abs=0.3)
         assert await download(Deadlines(LOWER, UPPER), "a:1", [*usual, 1.9, 60]) == pytest.approx(3.8, abs=0.3)
@@ -155,7 +155,7 @@ def test_a_donor_of_which_nothing_is_known_gets_the_longest_and_then_what_this_d
 def test_what_was_learned_serves_the_next_download_from_it_and_from_others() -> None:
     async def main() -> None:
         deadlines = Deadlines(LOWER, UPPER)
-        for _ in range(ENOUGH_WAITS):
+        for _ in range(MIN_WAITS):
             assert not await download(deadlines, "a:1", [0.1, 0.01, 0.3, 0.01])  # the longest is what counts
         medians = {one.phase: one.median for one in deadlines.learned()}
         assert medians == pytest.approx({Phase.STATE: 0.1, Phase.CHUNK: 0.3})
@@ -174,16 +174,16 @@ def test_a_state_of_few_chunks_is_learned_from_once_it_is_whole_and_of_many_no_r
             return [(one.waits, round(one.median, 3)) for one in deadlines.learned() if one.phase is Phase.CHUNK]
 
         few, broken, many, none = (Deadlines(LOWER, UPPER) for _ in range(4))
-        for _ in range(ENOUGH_WAITS):
+        for _ in range(MIN_WAITS):
             await download(none, "a:1", [0.1])
             await download(few, "a:1", [0.1, 0.3, 0.2])
             with pytest.raises(ConnectionError):
                 await download(broken, "a:1", [0.1, 0.3, -1.0])
             await download(many, "a:1", [0.1, *[0.4] * WINDOW, *[0.2] * WINDOW, 0.9])
         assert not chunks(none)
-        assert chunks(few) == [(ENOUGH_WAITS, 0.3)]
+        assert chunks(few) == [(MIN_WAITS, 0.3)]
         assert not chunks(broken)
-        assert chunks(many) == [(2 * ENOUGH_WAITS, 0.3)]
+        assert chunks(many) == [(2 * MIN_WAITS, 0.3)]
 
     simulate(main())
 
@@ -191,7 +191,7 @@ def test_a_state_of_few_chunks_is_learned_from_once_it_is_whole_and_of_many_no_r
 def test_a_donor_that_was_given_up_and_becomes_slower_is_read_in_the_end() -> None:
     async def main() -> None:
         deadlines = Deadlines(LOWER, UPPER)
-        for _ in range(ENOUGH_WAITS):
+        for _ in range(MIN_WAITS):
             assert not await download(deadlines, "a:1", [0.1] * 4)
         lost = [await download(deadlines, "a:1", [0.1, 5.0, 5.0]) for _ in range(6)]
         assert lost[0] == pytest.approx(1.0, abs=0.3)
@@ -203,7 +203,7 @@ def test_a_donor_that_was_given_up_and_becomes_slower_is_read_in_the_end() -> No
 def test_a_donor_that_was_given_up_early_gets_the_longest_deadline_once() -> None:
     async def main() -> None:
         deadlines = Deadlines(LOWER, UPPER)
-        for _ in range(ENOUGH_WAITS):
+        for _ in range(MIN_WAITS):
             assert not await download(deadlines, "a:1", [0.1])
         patience = DonorDeadlines(deadlines)
         for seconds, owed in ((1.0, True), (10.0, False)):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from averaging.allreduce.drop_codes import code_of
 from averaging.allreduce.partition import Part
 from averaging.allreduce.round_account import RoundAccount, RoundResult
-from averaging.allreduce.send_window import reach
+from averaging.allreduce.send_window import send_limits
 from averaging.allreduce.shard_digest import ShardDigest, digest_of
 from averaging.allreduce.stragglers import Lag, find_straggler
 from averaging.errors import AveragingError, CallRefusedError, NonFiniteError, PeerUnreachableError
@@ -105,21 +105,21 @@ def played(*moments: tuple[float, str], averaged: bool = False, members: str = "
         group = Group(b"g", (*map(Member, members), Member("x", mode=Mode.AUXILIARY)))
         mine = [Part(0, start, start + 2) for start in (0, 2)]
         shares = {name: mine if name == "a" else [] for name in (*members, "x")}
-        tally = RoundAccount(group, "a", shares, reach=reach([8, 8], 8), alike=True)
+        account = RoundAccount(group, "a", shares, send_limits=send_limits([8, 8], 8), identical=True)
         await asyncio.sleep(10.0)
-        tally.begin()
+        account.begin()
         began = asyncio.get_running_loop().time()
         for moment, name in moments:
             await asyncio.sleep(began + moment - asyncio.get_running_loop().time())
             if name == "a":
-                tally.ready()
+                account.ready()
             elif name.startswith("-"):
-                tally.lose(Dropped(name[1:], "gone", DropCode.CONNECTION_LOST))
+                account.drop(Dropped(name[1:], "gone", DropCode.CONNECTION_LOST))
             else:
-                tally.received_part(name, 8)
+                account.received_part(name, 8)
         if averaged:
-            tally.put(mine[0], torch.zeros(2))
-        return tally.result()
+            account.put(mine[0], torch.zeros(2))
+        return account.result()
 
     return virtual_time.run(main())
 
@@ -144,16 +144,16 @@ def test_who_is_lost_hides_no_straggler() -> None:
 
 
 def test_another_member_is_heard_if_its_part_came_to_an_average() -> None:
-    assert not played((1.0, "b")).heard
-    assert not played(averaged=True).heard
-    assert played((1.0, "b"), averaged=True).heard
+    assert not played((1.0, "b")).received_any
+    assert not played(averaged=True).received_any
+    assert played((1.0, "b"), averaged=True).received_any
 
 
 def test_a_share_is_a_part_of_all_elements_and_where_there_are_none_it_is_0() -> None:
     assert [account.share for account in played().accounts] == [1.0, 0.0, 0.0, 0.0]
 
     async def main() -> RoundResult:
-        return RoundAccount(Group(b"g", (Member("a"),)), "a", {"a": []}, reach=[0], alike=True).result()
+        return RoundAccount(Group(b"g", (Member("a"),)), "a", {"a": []}, send_limits=[0], identical=True).result()
 
     assert [account.share for account in virtual_time.run(main()).accounts] == [0.0]
 
