@@ -205,7 +205,7 @@ class SharedTensors:
                 place = (~torch.isfinite(tensor.cpu().reshape(-1))).nonzero()[0].item()
                 value = tensor.cpu().reshape(-1)[int(place)].item()
                 raise TensorError(
-                    f"tensor {name!r} holds {value} at flat index {place}; fix it, leave it out if the value is intended "
+                    f"tensor {name!r} holds {value} at flat index {place}; fix it, leave it out if that is intended "
                     "(a mask, for example), or set non_finite='allow', which spreads the value to all members"
                 )
 

@@ -67,7 +67,7 @@ def parse_aggregation(text: str) -> Aggregation:
         raise ConfigError(f"aggregation {text!r}: {name} {problem}")
     if kind is Kind.TRIMMED and not (parameter.is_integer() and 1 <= parameter <= MAX_TRIM):
         raise ConfigError(
-            f"aggregation {text!r}: F, the number of values dropped on each side, must be an integer from 1 to {MAX_TRIM}"
+            f"aggregation {text!r}: F, the number of values to drop on each side, must be 1 to {MAX_TRIM}"
         )
     if kind is Kind.CLIP and not (math.isfinite(parameter) and parameter > 0):
         raise ConfigError(f"aggregation {text!r}: TAU, the clipping distance, must be finite and above 0")
