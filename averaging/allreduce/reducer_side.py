@@ -275,7 +275,7 @@ class ReducerSide:
                 if sender.done.is_set():
                     return
                 if number:
-                    self._monitor.end(name, Phase.PART, heard=message is not None)
+                    self._monitor.end(name, Phase.PART, received=message is not None)
                 if message is None:
                     reason = f"ended its stream after {number} of {len(self._parts)} parts"
                     self._drop(sender.leave_notice or Dropped(name, reason, DropCode.CONNECTION_LOST))

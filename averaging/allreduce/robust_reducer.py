@@ -154,12 +154,9 @@ def _ordered(columns: torch.Tensor) -> torch.Tensor:
 
 def _by_columns(values: Sequence[torch.Tensor], rule: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """Applies a coordinate-wise rule to a bounded number of coordinates at a time."""
-    result = torch.empty_like(values[0], dtype=_widest(values))
+    is_wide = any(one.dtype == torch.float64 for one in values)
+    result = torch.empty_like(values[0], dtype=torch.float64 if is_wide else torch.float32)
     for start in range(0, len(result), _COLUMNS):
         end = start + _COLUMNS
         result[start:end] = rule(torch.stack([one[start:end].to(result.dtype) for one in values]))
     return result
-
-
-def _widest(values: Sequence[torch.Tensor]) -> torch.dtype:
-    return torch.float64 if any(one.dtype == torch.float64 for one in values) else torch.float32

@@ -50,7 +50,7 @@ class WaitMonitor:
         # Cached: they do not change during the round, and guesses scan everything that was learned.
         self._learned: dict[tuple[str, Phase], Deadline] = {}
         self._guesses: dict[Phase, Guesses] = {}
-        self._heard = False
+        self._any_received = False
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None, None]:
@@ -91,7 +91,7 @@ class WaitMonitor:
             name: the member that is waited for.
             phase: what it must do.
             action: what it has completed, for the text.
-            size_ratio: how many times as large as that action the awaited one is.
+            size_ratio: size of what is still awaited, relative to that action.
         """
         wait = self._waits.get((name, phase))
         if wait is None:
@@ -115,11 +115,11 @@ class WaitMonitor:
             self._guesses[phase] = self.deadlines.guesses(phase, self._size)
         return self.deadlines.of(name, phase, self._size, _now(), self._guesses[phase])
 
-    def end(self, name: str, phase: Phase, *, heard: bool = True) -> None:
-        """Ends a wait. `heard` is False if it ended without what was waited for."""
+    def end(self, name: str, phase: Phase, *, received: bool = True) -> None:
+        """Ends a wait. `received` is False if it ended without what was waited for."""
         wait = self._waits.pop((name, phase), None)
-        if heard:
-            self._heard = True
+        if received:
+            self._any_received = True
             waited = self._fair() - wait.since if wait else 0.0
             self._longest[name, phase] = max(waited, self._longest.get((name, phase), 0.0))
 
@@ -145,8 +145,8 @@ class WaitMonitor:
 
     def _check(self, clock: FairClock) -> None:
         pending = {name for name, phase in self._waits if phase in _OF_SENDERS}
-        isolated = not self._heard and len(pending) >= 2 and 2 * len(pending) > self._senders
-        self._heard = False
+        isolated = not self._any_received and len(pending) >= 2 and 2 * len(pending) > self._senders
+        self._any_received = False
         now = clock.tick(_now(), isolated=isolated)
         for key, wait in list(self._waits.items()):
             waited = now - wait.since

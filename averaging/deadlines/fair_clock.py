@@ -34,7 +34,7 @@ class FairClock:
 
         Args:
             now: in the running loop's time.
-            isolated: whether this peer waits for several others and none was heard since the last tick.
+            isolated: whether this peer waits for several others and received nothing since the last tick.
         """
         self._fair += self._passed(now) / (2 if isolated else 1)
         self._last = max(self._last, now)
