@@ -1,7 +1,7 @@
 """The reducer's side of a round: it receives the parts of this member's shard and returns their averages.
 
 Each part is checked, averaged and answered. A sender that dies, goes silent or breaks the protocol is dropped, and the
-averages of its remaining parts are computed without it.
+remaining parts are averaged without it.
 """
 
 from __future__ import annotations
@@ -291,7 +291,7 @@ class ReducerSide:
             self._drop(Dropped(name, error.reason, code_of(error)))
         except Exception as error:
             logger.exception("group %s: internal error on a part of %s", self._account.group_id.hex()[:8], name)
-            reason = f"internal error at this peer, {type(error).__name__}; see its log"
+            reason = f"internal error at this peer, {type(error).__name__}; see this peer's log"
             self._drop(Dropped(name, reason, DropCode.INTERNAL_ERROR), MessageCode.INTERNAL_ERROR)
 
     def _overdue(self, name: str, phase: Phase, symptom: str) -> Overdue:
