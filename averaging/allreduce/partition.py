@@ -97,7 +97,11 @@ def partition(schema: Schema, shares: Sequence[float]) -> list[list[Part]]:
     result: list[list[Part]] = [[] for _ in shares]
     first = offset = 0
     for number, spec in enumerate(schema.tensors):
-        length = _part_length(schema, spec)
+        length = schema.part_size_bytes // _per_element(spec)
+        if length < 1:
+            raise ConfigError(
+                f"an element of {spec} exceeds a part of {schema.part_size_bytes} bytes; make parts larger"
+            )
         for start in range(0, spec.numel, length):
             stop = min(start + length, spec.numel)
             begin, end = offset + start, offset + stop
@@ -163,16 +167,6 @@ def _ends(shares: Sequence[float], total: int) -> np.ndarray[tuple[int], np.dtyp
     ends = (np.cumsum(proportions) / whole * total).astype(np.int64)
     ends[-1] = total
     return ends
-
-
-def _part_length(schema: Schema, spec: TensorSpec) -> int:
-    """Elements per part of this tensor."""
-    length = schema.part_size_bytes // _per_element(spec)
-    if length < 1:
-        raise ConfigError(
-            f"an element of {spec} does not fit into a part of {schema.part_size_bytes} bytes; raise `part_size_bytes`"
-        )
-    return length
 
 
 def _per_element(spec: TensorSpec) -> int:

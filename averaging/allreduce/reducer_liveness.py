@@ -1,7 +1,4 @@
-"""How long a sender waits for the replies of a reducer.
-
-A reducer without progress may itself be waiting for a sender, so it is pinged before it is dropped.
-"""
+"""How long a sender waits for a reducer, which may wait for another sender and is pinged before it is dropped."""
 
 from __future__ import annotations
 
@@ -17,10 +14,9 @@ from averaging.transport.base import Transport, is_alive
 class ReducerLiveness:
     """Enforces the deadline of one reducer's replies; a context manager around the reading of them.
 
-    The reducer is pinged shortly before its learned deadline. While it answers, the sender waits for up to two
-    stall_timeouts without progress, because the reducer waits for up to one for somebody else. If nothing is learned
-    yet, the reducer is pinged after a third of stall_timeout and has two thirds to answer: on a narrow link the ping
-    queues behind a part.
+    The reducer is pinged shortly before its learned deadline. While it answers, the sender waits for up to twice
+    `stall_timeout` without progress, because the reducer may wait for another sender. If nothing is learned yet, the
+    reducer is pinged after a third of `stall_timeout` and has the rest to answer: the ping may queue behind a part.
 
     Args:
         name: the reducer.
@@ -70,10 +66,7 @@ class ReducerLiveness:
 
     def answered_all(self) -> None:
         """Waits only for the end of the stream from now on, and no longer than the shortest deadline."""
-        self._monitor.begin(self._name, Phase.REPLY, lambda *_: self._expire(), self._monitor.deadlines.shortest)
-
-    def _expire(self) -> None:
-        self._limit.reschedule(asyncio.get_running_loop().time())
+        self._monitor.begin(self._name, Phase.REPLY, lambda *_: _expire(self._limit), self._monitor.deadlines.shortest)
 
     def _wait(self, deadline: Deadline) -> None:
         """Starts or continues a wait. What is learned from it is the whole time without progress, pings included."""
@@ -107,19 +100,19 @@ class ReducerLiveness:
             again = min(self.seconds + self._until_ping.seconds, longest.seconds)
             self._wait(Deadline(again, longest.basis))
         self._monitor.record_miss(self._name, Phase.REPLY)
-        self._expire()
+        _expire(self._limit)
 
     async def _is_alive(self) -> bool:
         """Whether the reducer answers a ping in time."""
         try:
             async with asyncio.timeout(None) as limit:
-
-                def overdue(waited: float, deadline: Deadline) -> None:
-                    limit.reschedule(asyncio.get_running_loop().time())
-
-                self._monitor.begin(self._name, Phase.ANSWER, overdue, self._ping_deadline)
+                self._monitor.begin(self._name, Phase.ANSWER, lambda *_: _expire(limit), self._ping_deadline)
                 return await is_alive(self._transport, self._name)
         except TimeoutError:
             return False
         finally:
             self._monitor.forget(self._name, Phase.ANSWER)
+
+
+def _expire(limit: asyncio.Timeout) -> None:
+    limit.reschedule(asyncio.get_running_loop().time())

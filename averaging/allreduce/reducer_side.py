@@ -238,8 +238,8 @@ class ReducerSide:
     def _drop_or_suspect(self, sender: _Sender, dropped: Dropped) -> None:
         """Handles a stream in a sender's name that announces its leave or whose first message is invalid.
 
-        If the stream is proven to be the sender's, the sender is dropped at once. If it is not, it has no effect while
-        the sender's own stream is open. Before that, it only shortens the time to open one.
+        It drops the sender at once if it is proven to be the sender's. Otherwise it has no effect while the sender's
+        own stream is open, and before that only shortens the time to open one.
         """
         if sender.opened:
             sender.leave_notice = dropped
@@ -315,12 +315,11 @@ class ReducerSide:
         """
         if message.tensor_part is None or message.code not in (MessageCode.PART_FOR_AVERAGING, MessageCode.NO_CODE):
             raise ProtocolViolationError(f"sent {message.code.name} instead of part {number}")
-        dtype = self._schema.tensors[self._parts[number].tensor].torch_dtype
+        expected, dtype = self._parts[number].numel, self._schema.tensors[self._parts[number].tensor].torch_dtype
         values = decode_as(message.tensor_part, dtype)
         if self._non_finite is NonFinite.REFUSE and not finite_as(values, dtype):
             raise NonFiniteError(f"sent NaN or infinity in part {number}")
-        if tuple(values.shape) != (self._parts[number].numel,):
-            expected = self._parts[number].numel
+        if tuple(values.shape) != (expected,):
             raise ProtocolViolationError(f"sent part {number} with shape {list(values.shape)} instead of [{expected}]")
         return values
 
@@ -377,9 +376,7 @@ class ReducerSide:
         replies: dict[CompressionType, AveragingData] = {}
         # The schema's compression first; other software may use another one.
         for compression in dict.fromkeys((spec.compression, *(delivered.compression for _, delivered in waiting))):
-            sent = _as_sent(average, spec.torch_dtype, compression)
-            wire = encode(sent, compression)
-            kept = sent if compression is CompressionType.NONE else decode(wire)
+            wire, kept = _encoded(average, spec.torch_dtype, compression)
             if not self._is_usable("the average", number, kept):
                 replies[compression] = _NO_AVERAGE
                 continue
@@ -398,14 +395,12 @@ class ReducerSide:
         part = self._parts[number]
         spec = self._schema.tensors[part.tensor]
         if local is not None:
-            own = _as_sent(average - local, spec.torch_dtype, CompressionType.NONE)
+            own = (average - local).to(spec.torch_dtype)
             if self._is_usable("this peer's own delta", number, local + own):
                 self._account.averaged = True
                 self._account.put(part, own)
         for sender, delivered in waiting:
-            delta = _as_sent(average - delivered.values, spec.torch_dtype, delivered.compression)
-            wire = encode(delta, delivered.compression)
-            kept = delta if delivered.compression is CompressionType.NONE else decode(wire)
+            wire, kept = _encoded(average - delivered.values, spec.torch_dtype, delivered.compression)
             reply = _NO_AVERAGE
             if self._is_usable("a delta", number, delivered.values + kept):
                 self._account.averaged = True
@@ -429,9 +424,11 @@ class ReducerSide:
         return False
 
 
-def _as_sent(values: torch.Tensor, dtype: torch.dtype, compression: CompressionType) -> torch.Tensor:
-    """Converts values to the tensor's dtype if they are sent uncompressed; encoders take the sum's full precision."""
-    return values.to(dtype) if compression is CompressionType.NONE and values.dtype != dtype else values
+def _encoded(values: torch.Tensor, dtype: torch.dtype, compression: CompressionType) -> tuple[WireTensor, torch.Tensor]:
+    """Encodes values, and returns them also as they are decoded. Only uncompressed values are converted to `dtype`."""
+    values = values.to(dtype) if compression is CompressionType.NONE else values
+    wire = encode(values, compression)
+    return wire, values if compression is CompressionType.NONE else decode(wire)
 
 
 def _left(name: str, code: MessageCode) -> Dropped:

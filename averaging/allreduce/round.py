@@ -60,9 +60,7 @@ class AllReduce:
         proven: Callable[[str], bool] = lambda _: False,
     ) -> None:
         if group.total_weight <= 0:
-            raise RoundError(
-                f"the weights of all {len(group.members)} members sum to zero; give at least one a weight above 0"
-            )
+            raise RoundError(f"the weights of all {len(group.members)} members sum to zero; give one a weight above 0")
         self.group = group
         me = group.members[group.index(endpoint)]
         reduced = shares(group.members)
@@ -72,14 +70,12 @@ class AllReduce:
         own = parts_of[endpoint]
         self._reducers = {name: parts for name, parts in parts_of.items() if me.sends and parts and name != endpoint}
         window = window_bytes(schema.part_size_bytes, sum(map(bool, parts_of.values())) - 1)
-        own_limits = send_limits(packed_sizes(schema, own), window)
+        limits = send_limits(packed_sizes(schema, own), window)
         identical = schema.reply is ReplyForm.AVERAGE
         self._schema = schema
         # If the leader could have announced different groups, nothing is adopted before the end.
         early = adopt if group.committed else None
-        self._account = RoundAccount(
-            group, endpoint, parts_of, send_limits=own_limits, identical=identical, adopt=early
-        )
+        self._account = RoundAccount(group, endpoint, parts_of, send_limits=limits, identical=identical, adopt=early)
         senders = [member for member in group.members if own and member.sends and member is not me]
         self._monitor = WaitMonitor(deadlines, size_class(packed_size(schema), len(group.members)), len(senders))
         self._sending = SenderSide(
@@ -89,7 +85,7 @@ class AllReduce:
             transport,
             self._account,
             monitor=self._monitor,
-            window_bytes=window,
+            window=window,
             non_finite=non_finite,
         )
         self._reducing = ReducerSide(
@@ -99,21 +95,19 @@ class AllReduce:
             schema,
             self._account,
             monitor=self._monitor,
-            send_limits=own_limits,
+            send_limits=limits,
             non_finite=non_finite,
             proven=proven,
         )
 
     async def run(self, prepare: Prepare, timeout: float) -> RoundResult:
-        """Runs the round until every part has its average or is given up.
-
-        If it is cancelled, it announces to the others that this member leaves.
+        """Runs the round until every part is averaged or given up. A cancellation is announced to the others.
 
         Args:
             prepare: returns this member's contribution: flat CPU tensors, one per tensor of the schema. They are read
                 until the end of the round and never written. Parts of other members are accepted while it runs.
-            timeout: seconds for the whole round. The transfer time of its bytes at 10 Mbit/s is added, and seconds in
-                which this process was stopped or busy do not count.
+            timeout: seconds for the whole round, plus the transfer time of its bytes at 10 Mbit/s. Seconds in which
+                this process was stopped or busy do not count.
 
         Raises:
             LyingLeaderError: the leader announced another group to another member.

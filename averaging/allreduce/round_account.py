@@ -65,7 +65,6 @@ class RoundAccount:
     """The account of a round in progress at one member.
 
     Args:
-        group: the members.
         endpoint: this member.
         parts_of: the shard of each member, by name.
         send_limits: of this member's own shard, see `send_window.send_limits`.
@@ -173,8 +172,8 @@ class RoundAccount:
         self.saw_conflict = True
         self.metadata = pack_metadata(self._group, digest)  # evidence for the members with the same group
         raise LyingLeaderError(
-            f"{leader} announced other members, another order or other weights to {name} than to this peer, so nothing "
-            "of this round is adopted"
+            f"{leader} announced other members, another order or other weights to {name} than to this peer; nothing of "
+            "this round is adopted"
         )
 
     def drop(self, dropped: Dropped, *, proven: bool = True) -> None:
@@ -193,7 +192,11 @@ class RoundAccount:
     def result(self) -> RoundResult:
         """The result so far."""
         wanted = [part for parts in self._parts_of.values() for part in parts] if self._sends else []
-        digests = {name: self._digest(name) for name, parts in self._parts_of.items() if parts}
+        digests = {  # empty if an average is missing
+            name: str(self._digests[name]) if self._digests[name].parts == len(parts) else ""
+            for name, parts in self._parts_of.items()
+            if parts
+        }
         return RoundResult(
             parts=[(part, self._kept[part]) for part in wanted if part in self._kept],
             dropped=tuple(self.dropped.values()),
@@ -213,11 +216,6 @@ class RoundAccount:
             ),
             digest=digest_of(digests.values()) if all(digests.values()) else "",
         )
-
-    def _digest(self, name: str) -> str:
-        """The digest of a shard; empty if an average is missing."""
-        digest = self._digests[name]
-        return str(digest) if digest.parts == len(self._parts_of[name]) else ""
 
     def _accounts(self, digests: Mapping[str, str]) -> tuple[Account, ...]:
         elements = {name: sum(part.numel for part in parts) for name, parts in self._parts_of.items()}

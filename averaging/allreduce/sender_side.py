@@ -35,7 +35,7 @@ class SenderSide:
     Args:
         account: records averages, bytes and dropped members.
         monitor: enforces the deadlines.
-        window_bytes: see `send_window.window_bytes`.
+        window: bytes, see `send_window.window_bytes`.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class SenderSide:
         account: RoundAccount,
         *,
         monitor: WaitMonitor,
-        window_bytes: int,
+        window: int,
         non_finite: NonFinite,
     ) -> None:
         self._endpoint, self._group = endpoint, group
@@ -55,7 +55,7 @@ class SenderSide:
         self._transport = transport
         self._account = account
         self._monitor = monitor
-        self._window_bytes = window_bytes
+        self._window = window
         self._non_finite = non_finite
 
     async def send_to(self, name: str, parts: Sequence[Part], tensors: Sequence[torch.Tensor]) -> Dropped | None:
@@ -70,7 +70,7 @@ class SenderSide:
             The reason if the reducer was dropped, else None.
         """
         received = 0
-        window = SendWindow(send_limits(packed_sizes(self._schema, parts), self._window_bytes), MAX_HOLD_SECONDS)
+        window = SendWindow(send_limits(packed_sizes(self._schema, parts), self._window), MAX_HOLD_SECONDS)
         answer = MessageCode.AVERAGED_PART
 
         def done() -> str:

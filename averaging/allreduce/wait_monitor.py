@@ -82,10 +82,7 @@ class WaitMonitor:
         self._waits[name, phase] = _Wait(self._fair() - waited, deadline or self.deadline(name, phase), overdue)
 
     def shorten(self, name: str, phase: Phase, action: str, size_ratio: float) -> None:
-        """Shortens a wait for a member that has just completed another action.
-
-        From now on it gets `FOLLOW_UP_FACTOR` times as long as that action took, or as the shortest deadline if that is
-        longer.
+        """Limits a wait to `FOLLOW_UP_FACTOR` times the duration of another action, which the member has completed.
 
         Args:
             name: the member that is waited for.

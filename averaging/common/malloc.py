@@ -28,6 +28,5 @@ def keep_freed_memory(nbytes: int = 1 << 30) -> bool:
     if configured or platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    trim = min(nbytes, 2**31 - 1)
-    settings = ((_MMAP_THRESHOLD, _MAX_MMAP_THRESHOLD), (_TRIM_THRESHOLD, trim), (_ARENA_MAX, 1))
-    return all(mallopt(*setting) for setting in settings)
+    values = {_MMAP_THRESHOLD: _MAX_MMAP_THRESHOLD, _TRIM_THRESHOLD: min(nbytes, 2**31 - 1), _ARENA_MAX: 1}
+    return all(mallopt(*setting) for setting in values.items())

@@ -21,7 +21,6 @@ T = TypeVar("T")
 POLL_SECONDS = 0.5
 """Interval at which a thread that waits for the lock checks whether it was cancelled."""
 
-
 SAMPLE_BYTES = 16 << 20
 """Bytes of a model that are digested per call where all of it would cost too much; takes 1 to 2 ms."""
 
@@ -83,10 +82,9 @@ class SharedTensors:
             yield list(self.tensors)
 
     async def while_locked(self, action: Callable[[], T], timeout: float, nbytes: int = 0) -> T:
-        """Runs `action` under the lock without blocking the event loop.
+        """Runs `action` under the lock; in a thread if the lock is taken or `nbytes` is large.
 
-        It runs in a thread if the lock is taken or `nbytes` is large. A cancellation prevents `action` from starting;
-        if it has started, the cancellation waits until it has returned.
+        A cancellation prevents `action` from starting; if it has started, the cancellation waits until it has returned.
 
         Args:
             action: the function to run.
@@ -162,7 +160,7 @@ class SharedTensors:
     def write_now(
         self, index: int, start: int, values: torch.Tensor, how: Write, condition: Callable[[], bool] = lambda: True
     ) -> bool:
-        """Writes values to a contiguous CPU tensor if the lock is free now.
+        """Writes values to a contiguous CPU tensor if the lock is free now; returns whether it did.
 
         Args:
             index: the tensor.
@@ -170,9 +168,6 @@ class SharedTensors:
             values: 1-D.
             how: as in `write`.
             condition: called under the lock; nothing is written if it returns False.
-
-        Returns:
-            Whether the values were written.
         """
         view = self._views[index]
         # A tensor that is tied to this one may not have been sent yet.

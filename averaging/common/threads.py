@@ -27,12 +27,10 @@ async def offload(action: Callable[[], T], nbytes: int) -> T:
 
 
 async def in_thread(action: Callable[[], T], give_up: Callable[[], bool] = lambda: False) -> T:
-    """Runs `action` in a thread, with the caller's gradient and inference modes.
-
-    A thread cannot be cancelled, so a cancellation waits until `action` has returned.
+    """Runs `action` in a thread. A thread cannot be cancelled, so a cancellation waits until `action` has returned.
 
     Args:
-        action: the function to run.
+        action: the function to run, with the caller's gradient and inference modes.
         give_up: called on cancellation. If it returns True, `action` has no effect any more and need not start.
     """
     gradients, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()  # these are per thread

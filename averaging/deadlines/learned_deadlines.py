@@ -136,9 +136,6 @@ class _Known:
         return len(self.waits) >= MIN_WAITS
 
 
-_Key = tuple[str, Phase, int]
-
-
 class Deadlines:
     """The deadlines that one peer has learned about the others, kept from round to round.
 
@@ -155,7 +152,7 @@ class Deadlines:
         self.lower, self.upper = min(lower, upper), upper
         self._longest = longest
         self.rates = Rates()
-        self._known: OrderedDict[_Key, _Known] = OrderedDict()  # least recently used first
+        self._known: OrderedDict[tuple[str, Phase, int], _Known] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:
         return len(self._known)
@@ -206,17 +203,13 @@ class Deadlines:
         Returns:
             Both in seconds, without bounds. The first is None with too few waits of the peer, the second without waits.
         """
-        known = {
-            name: entry
-            for (name, its_phase, its_size), entry in self._known.items()
-            if its_phase is phase and its_size == size and entry.typical is not None
-        }
-        own = known.get(endpoint)
-        typical = [entry.typical.seconds for entry in known.values() if entry.typical is not None]
-        return (
-            own.typical.seconds if own is not None and own.typical is not None and own.reliable else None,
-            statistics.median(typical) if typical else None,
-        )
+        typical = [
+            (name, known.typical.seconds, known.reliable)
+            for (name, its_phase, its_size), known in self._known.items()
+            if its_phase is phase and its_size == size and known.typical is not None
+        ]
+        own = next((seconds for name, seconds, reliable in typical if name == endpoint and reliable), None)
+        return own, statistics.median(seconds for _, seconds, _ in typical) if typical else None
 
     def record(self, endpoint: str, phase: Phase, size: int, seconds: float, now: float) -> None:
         """Records the longest wait for a peer in a round that it completed."""

@@ -28,7 +28,7 @@ MAX_GROUP_SIZE = 4096
 GROUP_ID_BYTES, NONCE_BYTES = 20, 6
 
 MAX_METADATA_BYTES = 1024
-"""Longer metadata of a part comes from other software and is ignored."""
+"""Longer metadata comes from other software and is ignored."""
 
 _WRAPPED_ARRAY = 0x40  # msgpack extension type in which other implementations pack the gather array
 
@@ -52,7 +52,6 @@ class Member:
         endpoint: `host:port`, or `client::<uuid4>`.
         weight: of its tensors in the average; finite and at least 0.
         bandwidth: in bytes/s; None if it announced none.
-        mode: what it does in the round.
         user: the value that its application passed as `gather`; None if there is none or it is unreadable.
     """
 
@@ -109,11 +108,7 @@ class Group:
         return sum(member.weight for member in self.members if member.sends)
 
     def index(self, endpoint: str) -> int:
-        """Index of a member.
-
-        Raises:
-            ValueError: it is not a member.
-        """
+        """Index of a member."""
         return self.endpoints.index(endpoint)
 
 
@@ -185,9 +180,7 @@ def pack_gather(weight: float, bandwidth: float | None, mode: Mode, user: Any = 
         packed_user = msgpack.packb(user)
         packed: bytes = msgpack.packb([float(weight), bandwidth, int(mode), packed_user])
     except (TypeError, OverflowError) as error:
-        raise ValueError(
-            f"gather must be a value that msgpack can pack (numbers, strings, bytes, lists, dicts): {error}"
-        ) from None
+        raise ValueError(f"gather must consist of numbers, strings, bytes, lists and dicts: {error}") from None
     if len(packed) > MAX_GATHER_BYTES:
         raise ValueError(f"gather is {len(packed)} bytes packed, more than the {MAX_GATHER_BYTES} allowed")
     try:
@@ -208,9 +201,7 @@ def unpack_gather(endpoint: str, gather: bytes) -> Member:
     if not gather:
         return Member(endpoint, mode=by_name)
     if len(gather) > MAX_GATHER_BYTES:
-        raise UnprovenViolationError(
-            f"{endpoint} has a gather of {len(gather)} bytes, more than the {MAX_GATHER_BYTES} allowed"
-        )
+        raise UnprovenViolationError(f"{endpoint} has a gather of {len(gather)} bytes, more than {MAX_GATHER_BYTES}")
     fields = _unpack(gather)
     if isinstance(fields, msgpack.ExtType) and fields.code == _WRAPPED_ARRAY:
         fields = _unpack(fields.data)
@@ -220,9 +211,7 @@ def unpack_gather(endpoint: str, gather: bytes) -> Member:
     if not is_number(weight) or weight < 0:
         raise UnprovenViolationError(f"{endpoint} has weight {weight!r}; it must be finite and at least 0")
     if bandwidth is not None and (not is_number(bandwidth) or bandwidth < 0):
-        raise UnprovenViolationError(
-            f"{endpoint} has bandwidth {bandwidth!r}; it must be finite and at least 0, or nil"
-        )
+        raise UnprovenViolationError(f"{endpoint} has bandwidth {bandwidth!r}; it must be nil or finite, at least 0")
     if isinstance(mode, bool) or mode not in list(Mode):
         raise UnprovenViolationError(f"{endpoint} has mode {mode!r}; it must be 0, 1 or 2")
     return Member(
