@@ -158,7 +158,7 @@ class FollowerSide:
 
     def _note(self, search: SearchState, candidate: Declaration) -> Asked:
         """A request to `candidate` begins."""
-        own, others = self._deadlines.usual(candidate.endpoint, Phase.VERDICT, 0)
+        own, others = self._deadlines.typical(candidate.endpoint, Phase.VERDICT, 0)
         answers = self._answers.unanswered(candidate.endpoint), self._answers.doubts(candidate.endpoint)
         asked = search.asking[candidate.endpoint] = Asked(rules.head_start(own, others, *answers))
         return asked

@@ -286,7 +286,7 @@ class Peer:
         """
         if "." in name or len(name) > MAX_TOPIC:
             raise ConfigError(f"topic {name!r} must be without a dot and of at most {MAX_TOPIC} characters")
-        return make_topic(self.config, SharedTensors(tensors, under=self._tensors), name, **options)
+        return make_topic(self.config, SharedTensors(tensors, lock_of=self._tensors), name, **options)
 
     async def average(
         self,

@@ -282,7 +282,7 @@ class Rounds:
             return self._receipt(attempt, Outcome.FAILED, str(error))
         finally:
             self._service.round = None
-            self.conduct.note_dropped(this_round.result().offences, self._clock())
+            self.conduct.note_dropped(this_round.result().proven_drops, self._clock())
         outcome = Outcome.FAILED if reason else Outcome.AVERAGED
         self._service.averaged += outcome is Outcome.AVERAGED
         return self._receipt(attempt, outcome, reason)
@@ -457,9 +457,9 @@ def _why_failed(group: Group, endpoint: str, result: RoundResult, adopt: Adopt) 
     """Why a round averaged nothing, or not all that it had to; empty if it is well."""
     told = "; ".join(f"{dropped.endpoint}: {dropped.reason}" for dropped in result.dropped)
     lost = {dropped.endpoint for dropped in result.dropped}
-    if not result.heard and lost >= set(group.endpoints) - {endpoint}:
+    if not result.received_any and lost >= set(group.endpoints) - {endpoint}:
         return f"all other members were lost ({told})"
-    if not result.heard and lost:
+    if not result.received_any and lost:
         # Such as of a client, who has to do with those that reduce and with nobody else.
         return f"nothing came from any other member ({told})"
     if adopt is Adopt.WHOLE and result.kept_local:

@@ -128,7 +128,7 @@ class DonorSilence:
         if slow:
             self._was_slow(self._donor, self._rate)
         elif self._limit.expired:
-            self._deadlines.missed(self._donor, self._phase, 0, _now())
+            self._deadlines.record_miss(self._donor, self._phase, 0, _now())
             if self._limit.deadline.seconds < self._deadlines.upper:
                 self._given_up(self._donor)
         try:
@@ -143,7 +143,7 @@ class DonorSilence:
         waited = self._limit.waited
         self._heard_at += waited
         if self._phase is Phase.STATE:
-            self._deadlines.saw(self._donor, Phase.STATE, 0, waited, _now())
+            self._deadlines.record(self._donor, Phase.STATE, 0, waited, _now())
             self._phase = Phase.CHUNK
             self._deadline = self._look_up()
         else:
@@ -170,10 +170,10 @@ class DonorSilence:
     def finished(self) -> None:
         """All is there."""
         if self._flow is not None:
-            self._deadlines.rates.saw(self._flow.delivered, self._flow.seconds(self._heard_at), _now())
+            self._deadlines.rates.record(self._flow.delivered, self._flow.seconds(self._heard_at), _now())
 
     def _end_window(self) -> None:
-        self._deadlines.saw(self._donor, Phase.CHUNK, 0, self._longest, _now())
+        self._deadlines.record(self._donor, Phase.CHUNK, 0, self._longest, _now())
         self._windows += 1
         self._count, self._longest = 0, 0.0
 

@@ -521,7 +521,7 @@ async def test_loopback_is_dialled_by_those_who_are_there() -> None:
             if dialled:
                 assert await remote.get_schema(endpoint) == SCHEMA
             else:
-                with pytest.raises(ProtocolViolationError, match="a loopback address, which is this very machine"):
+                with pytest.raises(ProtocolViolationError, match="a loopback address"):
                     await remote.get_schema(endpoint)
             await remote.close()
         for given, dialled in ((("127.0.0.1:1",), True), (("192.0.2.7:1",), False)):

@@ -11,7 +11,7 @@ from typing import cast
 
 import pytest
 
-from averaging.deadlines.learned_deadlines import ENOUGH_WAITS, VERDICT_SECONDS, Deadlines, Phase
+from averaging.deadlines.learned_deadlines import MIN_WAITS, VERDICT_SECONDS, Deadlines, Phase
 from averaging.discovery.base import Discovery
 from averaging.discovery.memory import MemoryDiscovery, MemoryRegistry
 from averaging.matchmaking import Matchmaking
@@ -86,12 +86,12 @@ def test_a_dead_candidate_costs_less_as_soon_as_round_trips_are_known() -> None:
     async def main() -> None:
         deadlines = Deadlines(LOWER, 10.0)
         assert await search(deadlines, DEAD, GOOD) == pytest.approx(VERDICT_SECONDS, abs=0.2)
-        usual = [await search(deadlines, GOOD) for _ in range(ENOUGH_WAITS)]
+        usual = [await search(deadlines, GOOD) for _ in range(MIN_WAITS)]
         # It missed one before, so it gets twice what one gets who is new.
         assert await search(deadlines, DEAD, GOOD) <= max(usual) + 4 * LOWER + 0.1
 
         fresh = Deadlines(LOWER, 10.0)
-        for _ in range(ENOUGH_WAITS):
+        for _ in range(MIN_WAITS):
             await search(fresh, GOOD)
         assert await search(fresh, DEAD, GOOD) <= max(usual) + 2 * LOWER + 0.1
 
@@ -101,7 +101,7 @@ def test_a_dead_candidate_costs_less_as_soon_as_round_trips_are_known() -> None:
 def test_who_has_accepted_may_take_until_its_declared_time() -> None:
     async def main() -> None:
         deadlines = Deadlines(LOWER, 10.0)
-        for _ in range(ENOUGH_WAITS):
+        for _ in range(MIN_WAITS):
             await search(deadlines, GOOD)
         assert await search(deadlines, GOOD, leaders=Leaders(begins_after=14.0)) == pytest.approx(14.0, abs=0.1)
 
@@ -120,7 +120,7 @@ def test_a_client_waits_for_a_leader_that_has_gone_silent_until_that_leaders_tim
 def test_a_searcher_that_was_stopped_itself_gives_nobody_up(stopped: float) -> None:
     async def main() -> None:
         deadlines = Deadlines(LOWER, 10.0)
-        for _ in range(ENOUGH_WAITS):
+        for _ in range(MIN_WAITS):
             await search(deadlines, GOOD)
 
         async def stop() -> None:
@@ -131,7 +131,7 @@ def test_a_searcher_that_was_stopped_itself_gives_nobody_up(stopped: float) -> N
         await search(deadlines, GOOD)
         await stopping
         (told,) = deadlines.learned()
-        assert told.waits == ENOUGH_WAITS + 1
+        assert told.waits == MIN_WAITS + 1
         assert told.deadline < 2 * LOWER
 
     virtual_time.run(main())
@@ -190,7 +190,7 @@ def test_what_was_learned_of_verdicts_and_donors_is_shown() -> None:
                 await stack.enter_async_context(peer)
             for _ in range(4):
                 await asyncio.gather(*(peer.average() for peer in peers))
-            for _ in range(ENOUGH_WAITS):
+            for _ in range(MIN_WAITS):
                 await peers[0].download_state(donors=["peer:1"])
             shown = {(one.endpoint, one.phase): one for peer in peers for one in peer.status.deadlines}
         assert any(phase is Phase.VERDICT for _, phase in shown)

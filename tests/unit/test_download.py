@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.deadlines.learned_deadlines import ENOUGH_WAITS, Deadlines
+from averaging.deadlines.learned_deadlines import MIN_WAITS, Deadlines
 from averaging.errors import PeerUnreachableError, StateError
 from averaging.protocol.messages import DownloadData, Resume, WireTensor
 from averaging.protocol.schema import Schema, describe
@@ -311,7 +311,7 @@ def fetch_slowly(slow: Slow, donors: Sequence[str], verify_donors: int = 1) -> t
     async def main() -> tuple[float, str]:
         deadlines = Deadlines(1.0, 10.0)
         transport = cast(Any, slow)
-        for _ in range(ENOUGH_WAITS):
+        for _ in range(MIN_WAITS):
             await download(transport, ["x:1"], SCHEMA, silence=10.0, deadlines=deadlines)
         slow.calls.clear()
         loop = asyncio.get_running_loop()
@@ -326,7 +326,7 @@ def fetch_slowly(slow: Slow, donors: Sequence[str], verify_donors: int = 1) -> t
 
 
 def test_a_donor_that_is_silent_for_longer_than_usual_costs_little() -> None:
-    slow = Slow({"x:1": [0.1] * ENOUGH_WAITS + [60.0], "y:1": [0.1]})
+    slow = Slow({"x:1": [0.1] * MIN_WAITS + [60.0], "y:1": [0.1]})
     seconds, donor = fetch_slowly(slow, ["x:1", "y:1"])
     assert donor == "y:1"
     assert seconds == pytest.approx(1.1, abs=0.2)
@@ -334,7 +334,7 @@ def test_a_donor_that_is_silent_for_longer_than_usual_costs_little() -> None:
 
 @pytest.mark.parametrize("verify_donors", [1, 2])
 def test_an_only_donor_that_takes_longer_than_ever_is_waited_for(verify_donors: int) -> None:
-    slow = Slow({"x:1": [0.1] * ENOUGH_WAITS + [8.0], "y:1": [0.1] if verify_donors > 1 else [60.0]})
+    slow = Slow({"x:1": [0.1] * MIN_WAITS + [8.0], "y:1": [0.1] if verify_donors > 1 else [60.0]})
     seconds, donor = fetch_slowly(slow, ["x:1", "y:1"], verify_donors)
     assert donor == "x:1"
     assert seconds < 20

@@ -105,21 +105,21 @@ def test_less_is_expected_each_time_down_to_the_least() -> None:
 def test_the_best_rate_of_the_last_hour_is_known() -> None:
     rates = Rates()
     assert rates.best(0.0) is None
-    rates.saw(10 * MIB, 2.0, 10.0)
+    rates.record(10 * MIB, 2.0, 10.0)
     assert rates.best(10.0) == 5 * MIB
-    rates.saw(MIB, 2.0, 20.0)  # slower
+    rates.record(MIB, 2.0, 20.0)  # slower
     assert rates.best(20.0) == 5 * MIB
-    rates.saw(12 * MIB, 2.0, 30.0)
+    rates.record(12 * MIB, 2.0, 30.0)
     assert rates.best(30.0 + LIFETIME) == 6 * MIB
     assert rates.best(31.0 + LIFETIME) is None
-    rates.saw(MIB, 2.0, 40.0 + LIFETIME)
+    rates.record(MIB, 2.0, 40.0 + LIFETIME)
     assert rates.best(40.0 + LIFETIME) == MIB / 2
 
 
 def test_of_what_came_within_a_second_only_the_size_counts() -> None:
     rates = Rates()
-    rates.saw(30 * MIB, 0.001, 0.0)
+    rates.record(30 * MIB, 0.001, 0.0)
     assert rates.best(0.0) == 30 * MIB
     rates = Rates()
-    rates.saw(1000, 0.001, 0.0)  # the last bytes of a state, say
+    rates.record(1000, 0.001, 0.0)  # the last bytes of a state, say
     assert rates.best(0.0) is None
