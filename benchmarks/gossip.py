@@ -197,7 +197,7 @@ async def _in_simulation(hosts: list[Host], count: int, records: int, seconds: f
     everything = [record for host in hosts for record in host.discovery.list_records("")]
     for host in hosts:
         for record in everything:
-            host.discovery._take(record, "the start")
+            host.discovery._merge(record, "the start")
     peers = [host.discovery for host in hosts]
     await asyncio.sleep(20.0)  # until the signs of life have lost their common rhythm
     sent.clear()

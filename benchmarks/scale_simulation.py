@@ -137,7 +137,7 @@ def _acquaint(discoveries: Sequence[Any]) -> None:
     everything = [record for one in discoveries for record in one.list_records("")]
     for one in discoveries:
         for record in everything:
-            one._take(record, "the start")
+            one._merge(record, "the start")
 
 
 async def rumours(peers: int, records: int) -> dict[str, Any]:

@@ -218,7 +218,7 @@ class Peer:
             The latest moment, in seconds since the epoch.
         """
         matchmaking = self._entered.rounds.matchmaking(topic.at(phase), lasting=False)
-        return matchmaking.awaited_until(by=self.progress.told)
+        return matchmaking.latest_declaration(of=self.progress.told)
 
     @property
     def status(self) -> PeerStatus:

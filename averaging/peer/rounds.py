@@ -25,7 +25,7 @@ from averaging.matchmaking import Matchmaking, NoGroupError
 from averaging.matchmaking.arrivals import Arrivals
 from averaging.matchmaking.exclusions import Exclusions
 from averaging.matchmaking.response_history import ResponseHistory
-from averaging.matchmaking.schema_differences import Warned
+from averaging.matchmaking.schema_differences import LoggedDifferences
 from averaging.observe.receipts import Account, DropCode, LateArrival, Outcome, Receipt, Role
 from averaging.peer.liveness import find_gone
 from averaging.peer.round_options import Awaited, Enough, Overtaken
@@ -114,7 +114,7 @@ class Rounds:
         self._attempts = 0
         self._last_ended = asyncio.get_running_loop().time()  # when the last attempt ended, or this peer was entered
         self._phase_searches: deque[float] = deque(maxlen=MAX_OVER_RECORDS)  # when the latest, each for a phase, began
-        self._warned = Warned()
+        self._warned = LoggedDifferences()
         self._answers = ResponseHistory()
         self.conduct = Exclusions()
 
@@ -134,14 +134,14 @@ class Rounds:
                 min_group_size=config.min_group_size,
                 group_wait=config.group_wait,
                 group_bits=config.group_bits,
-                only_named=config.is_closed,
-                over_lifetime=None if lasting else self._over_lifetime(),
+                known_members_only=config.is_closed,
+                ended_lifetime=None if lasting else self._over_lifetime(),
                 clock=self._clock,
                 rng=self._rng,
-                conduct=self.conduct,
-                answers=self._answers,
+                exclusions=self.conduct,
+                history=self._answers,
                 deadlines=self._service.deadlines,
-                warned=self._warned,
+                logged=self._warned,
             )
         if lasting:
             self._lasting[schema.hash] = found
@@ -173,7 +173,8 @@ class Rounds:
             topic: what is averaged.
             gathered: what the group is told of this peer, packed.
             phase: of the topic; peers in other phases are not met.
-            enough: see `Matchmaking.find_group`; or asked for that whenever the others' progress changes.
+            enough: `target_contributors` of `Matchmaking.find_group`; or asked for that whenever the others' progress
+                changes.
             awaited: see `Peer.average`.
             patience: seconds to look for a group.
             overtaken: asked whenever the others' progress changes, by endpoint, whether looking has become vain.
@@ -240,13 +241,13 @@ class Rounds:
             if overtaken is not None and overtaken(told):
                 return True
             if callable(enough):
-                matchmaking.wait_for(enough(told))
+                matchmaking.set_target_contributors(enough(told))
             return False
 
         def missing() -> Collection[str]:
             """Who is waited for and has not come."""
             expected = () if awaited is None else awaited(self._progress.told)
-            return [name for name in expected if not matchmaking.has(name)]
+            return [name for name in expected if not matchmaking.is_member(name)]
 
         hears = overtaken is not None or callable(enough)
         try:
@@ -270,7 +271,7 @@ class Rounds:
                 return self._receipt(attempt, Outcome.FAILED, reason)
             result = attempt.result = await this_round.run(partial(self._prepare, attempt), self._config.round_timeout)
             attempt.enter("adopting")
-            matchmaking.move_on(group)
+            matchmaking.update_group_bits(group)
             reason = _why_failed(group, self._endpoint, result, topic.adopt)
             if not reason and self._config.mode is not Mode.AUXILIARY:
                 adopt, nbytes = partial(self._adopt, attempt, result), topic.tensors.nbytes

@@ -132,7 +132,7 @@ def test_three_processes_average_and_strangers_get_nothing(directory: Path, star
     assert "belongs to run 'demo', not to 'elsewhere'; give both peers the same run id" in other.stderr
     result = averaging_command("peer", "b.safetensors", *common, "--join", endpoint, *files_of("elsewhere"))
     assert result.returncode == 2
-    assert "stands for 198.51.100.7, and others are to reach this peer at 127.0.0.1" in result.stderr
+    assert "stands for 198.51.100.7, but other peers reach this one at 127.0.0.1" in result.stderr
     assert not (directory / "stolen.safetensors").exists()
 
     others = [

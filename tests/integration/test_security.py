@@ -234,7 +234,7 @@ async def test_a_certificate_that_expires_while_a_connection_lasts_lets_nobody_i
             c.exchange(peer, replace(DIGEST, endpoint=own)),
             c.subscribe(peer, replace(DIGEST, endpoint=own)),
         ):
-            with pytest.raises(CallRefusedError, match=f"calls itself {own}, but its certificate has expired on"):
+            with pytest.raises(CallRefusedError, match=f"calls itself {own}, but its certificate expired on"):
                 await one(call)
         assert await one(c.aggregate_part(peer, sent(replace(part(0), endpoint=own))))
     assert len(service.requests) == 1
@@ -315,9 +315,7 @@ async def test_a_whole_peer_turns_impostors_away(tmp_path: Path) -> None:
 @pytest.mark.asyncio
 async def test_a_certificate_for_another_host_is_noticed_at_the_start(tmp_path: Path) -> None:
     peer = Peer([torch.zeros(1)], run_id="run", **write(tmp_path, "b.example.org"))  # type: ignore[arg-type]
-    with pytest.raises(
-        ConfigError, match=r"stands for b\.example\.org, and others are to reach this peer at 127\.0\.0"
-    ):
+    with pytest.raises(ConfigError, match=r"stands for b\.example\.org, but other peers reach this one at 127\.0\.0"):
         await peer.__aenter__()
 
 

@@ -65,7 +65,7 @@ def test_the_record_of_the_page() -> None:
     record = Record(*place, b"\xc3", version, 1_700_000_060.5, owner=identity.owner, claimed=claimed)
     number = record_id(*place, identity.owner)
     table = RecordTable(Limits(), lambda _: True)
-    assert table.merge(record, now=1_700_000_000.0).news
+    assert table.merge(record, now=1_700_000_000.0).is_new
     found = {
         "private key": EXAMPLE["private key"],
         "owner": identity.owner.hex(),

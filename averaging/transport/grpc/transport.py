@@ -93,7 +93,7 @@ class GrpcTransport:
             await warn_of_loopback(self._listen, self._given)
         hosts = {parse_address(address)[0] for address in (self._listen, self._advertise) if address}
         if tls is not None:
-            tls.check_stands_for(parse_address(self._advertise or self._listen)[0])
+            tls.check_host(parse_address(self._advertise or self._listen)[0])
         self._dialling.loopback = await is_on_loopback(hosts)
         self._server = Server(self._listen, self._max_message_bytes, self._credentials)
         return endpoint_of(self._listen, self._advertise, self._server.port)
