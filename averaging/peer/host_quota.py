@@ -36,17 +36,17 @@ class HostQuota:
         if self._may_enter(host):
             self._taken[host] += 1
             return
-        called = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(host, {})[called] = None
+        granted = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(host, {})[granted] = None
         try:
-            await called
+            await granted
         except asyncio.CancelledError:
-            if not called.cancelled():  # a place was given to it at the same moment
+            if not granted.cancelled():  # a place was given to it at the same moment
                 self.leave(host)
                 raise
-            line = self._waiting[host]
-            del line[called]
-            if not line:
+            queue = self._waiting[host]
+            del queue[granted]
+            if not queue:
                 del self._waiting[host]
             raise
 
@@ -58,13 +58,13 @@ class HostQuota:
         able = [host for host in self._waiting if self._may_enter(host)]
         if able:
             host = min(able, key=lambda host: self._taken[host])
-            line = self._waiting.pop(host)
-            called = next(iter(line))
-            del line[called]
-            if line:
-                self._waiting[host] = line  # behind the other hosts
+            queue = self._waiting.pop(host)
+            granted = next(iter(queue))
+            del queue[granted]
+            if queue:
+                self._waiting[host] = queue  # behind the other hosts
             self._taken[host] += 1
-            called.set_result(None)
+            granted.set_result(None)
 
     def _may_enter(self, host: str) -> bool:
         return self._taken.total() < self._in_all and self._taken[host] < self._per_host

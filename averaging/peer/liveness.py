@@ -13,10 +13,10 @@ FIRST_PAUSE, LAST_PAUSE = 0.2, 2.0
 """Seconds until somebody who is waited for is called for the first time, doubled with each further call; and the most.
 A peer that comes in time is not called at all."""
 
-MOST_CALLED = 16
+MAX_CALLS = 16
 """So many are called at a time."""
 
-PATIENCE = 2.0
+CALL_TIMEOUT = 2.0
 """Seconds after which a call is given up; a connection that is refused takes no longer than the way there and back."""
 
 
@@ -31,7 +31,7 @@ async def find_gone(transport: Transport, missing: Callable[[], Collection[str]]
     while True:
         await asyncio.sleep(pause)
         pause = min(2 * pause, LAST_PAUSE)
-        called = sorted(name for name in missing() if not name.startswith(CLIENT_PREFIX))[:MOST_CALLED]
+        called = sorted(name for name in missing() if not name.startswith(CLIENT_PREFIX))[:MAX_CALLS]
         gone = await asyncio.gather(*(_is_refused(transport, name) for name in called))
         for name in (name for name, refused in zip(called, gone, strict=True) if refused):
             yield name
@@ -39,7 +39,7 @@ async def find_gone(transport: Transport, missing: Callable[[], Collection[str]]
 
 async def _is_refused(transport: Transport, endpoint: str) -> bool:
     try:
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(CALL_TIMEOUT):
             await transport.get_schema(endpoint)
     except PeerUnreachableError as error:
         return error.refused

@@ -21,7 +21,7 @@ from averaging.errors import ClosedError, ConfigError
 from averaging.observe.receipts import DropCode, Receipt
 from averaging.observe.status import PeerStatus
 from averaging.peer.lifecycle import DiscoveryFactory, Running, start
-from averaging.peer.round_options import Awaited, Enough, Overtaken
+from averaging.peer.round_options import ExpectedPeers, StartSize, StopSearch
 from averaging.peer.run_progress import RunProgress
 from averaging.peer.single_average import SingleAverage
 from averaging.peer.topics import Topic, TopicOptions, make_topic
@@ -207,7 +207,7 @@ class Peer:
         """How far this peer and the others are."""
         return self._entered.progress
 
-    def awaited_until(self, topic: Topic, phase: str = "") -> float | None:
+    def declared_until(self, topic: Topic, phase: str = "") -> float | None:
         """Until when others that train have declared to wait for a group in this topic; None if nobody has.
 
         An auxiliary that waits for the next round all the time, say, is no reason to come before it is time.
@@ -216,7 +216,7 @@ class Peer:
             The latest moment, in seconds since the epoch.
         """
         matchmaking = self._entered.rounds.matchmaking(topic.at(phase), lasting=False)
-        return matchmaking.awaited_until(by=self.progress.told)
+        return matchmaking.awaited_until(by=self.progress.announcements)
 
     @property
     def status(self) -> PeerStatus:
@@ -293,10 +293,10 @@ class Peer:
         weight: float = 1.0,
         gather: Any = None,
         phase: str = "",
-        enough: int | Enough | None = None,
-        awaited: Awaited | None = None,
-        patience: float | None = None,
-        overtaken: Overtaken | None = None,
+        start_size: int | StartSize | None = None,
+        expected_peers: ExpectedPeers | None = None,
+        search_timeout: float | None = None,
+        stop_search: StopSearch | None = None,
         state: str = "",
     ) -> Receipt:
         """Finds a group and averages the tensors with it.
@@ -336,16 +336,16 @@ class Peer:
         except ValueError as error:
             raise ConfigError(str(error)) from None
         topic = topic or self._own
-        patience = self.config.round_timeout if patience is None else patience
+        search_timeout = self.config.round_timeout if search_timeout is None else search_timeout
         async with self._one_average.until_closed(running.endpoint):
-            receipt = await running.rounds.attempt(
+            receipt = await running.rounds.average(
                 topic,
                 gathered,
                 phase=phase,
-                enough=enough,
-                awaited=awaited,
-                patience=patience,
-                overtaken=overtaken,
+                start_size=start_size,
+                expected_peers=expected_peers,
+                search_timeout=search_timeout,
+                stop_search=stop_search,
                 state=state,
             )
         if topic.commits and receipt.averaged:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypedDict
 
-Overtaken = Callable[[Mapping[str, bytes]], bool]
+StopSearch = Callable[[Mapping[str, bytes]], bool]
 """Whether to look for a group on has become vain, by what the others tell of their progress, by endpoint."""
 
-Enough = Callable[[Mapping[str, bytes]], int]
+StartSize = Callable[[Mapping[str, bytes]], int]
 """With how many that contribute a group may begin, by the same."""
 
 
-Awaited = Callable[[Mapping[str, bytes]], Collection[str]]
+ExpectedPeers = Callable[[Mapping[str, bytes]], Collection[str]]
 """Which of the others a round waits for, by endpoint, by the same."""
 
 
@@ -35,14 +35,14 @@ class RoundOptions(TypedDict, total=False):
     weight: float
     gather: Any
     phase: str
-    enough: int | Enough
-    awaited: Awaited
-    patience: float
-    overtaken: Overtaken
+    start_size: int | StartSize
+    expected_peers: ExpectedPeers
+    search_timeout: float
+    stop_search: StopSearch
     state: str
 
 
-def all_of(awaited: Awaited, now: Mapping[str, bytes]) -> Enough:
+def all_of(expected_peers: ExpectedPeers, now: Mapping[str, bytes]) -> StartSize:
     """This peer and those that are awaited now, as long as they are."""
-    expected = frozenset(awaited(now))
-    return lambda told: 1 + len(expected.intersection(awaited(told)))
+    expected = frozenset(expected_peers(now))
+    return lambda announcements: 1 + len(expected.intersection(expected_peers(announcements)))

@@ -12,7 +12,7 @@ from averaging.training.signal_safe_future import SignalSafeFuture
 
 T = TypeVar("T")
 
-MAX_ANSWERS = 64
+MAX_CACHED = 64
 """Questions whose last answer is kept; topics have a new phase with every step."""
 
 FRESH_SECONDS = 0.02
@@ -23,9 +23,9 @@ class CachedQueries:
     """The last answers to what was asked of the peer's thread, by question."""
 
     def __init__(self) -> None:
-        self._answers: dict[Hashable, _Answer[Any]] = {}
+        self._cached: dict[Hashable, _CachedQuery[Any]] = {}
 
-    def recent(self, thread: EventLoopThread, what: Hashable, ask: Callable[[], T], *, wait: bool) -> T:
+    def recent(self, thread: EventLoopThread, key: Hashable, query: Callable[[], T], *, wait: bool) -> T:
         """What `ask` returns in the peer's thread; asked again after a while, waited for at the first time.
 
         Args:
@@ -38,29 +38,29 @@ class CachedQueries:
             ClosedError: the thread has been closed, or has failed.
         """
         now = time.monotonic()
-        kept: _Answer[T] | None = self._answers.get(what)
+        kept: _CachedQuery[T] | None = self._cached.get(key)
         if kept is None:
-            kept = _Answer(now, thread.start(on_loop(ask)))
-            if len(self._answers) >= MAX_ANSWERS:
-                self._answers.clear()
-            self._answers[what] = kept
-        elif kept.coming.done():
-            kept.latest = kept.coming
+            kept = _CachedQuery(now, thread.start(on_loop(query)))
+            if len(self._cached) >= MAX_CACHED:
+                self._cached.clear()
+            self._cached[key] = kept
+        elif kept.pending.done():
+            kept.latest = kept.pending
             if now - kept.asked_at >= FRESH_SECONDS:
-                kept.asked_at, kept.coming = now, thread.start(on_loop(ask))
+                kept.asked_at, kept.pending = now, thread.start(on_loop(query))
         if wait or kept.latest is None:
-            kept.latest = kept.coming
+            kept.latest = kept.pending
         return thread.wait(kept.latest)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Everything is asked for anew."""
-        self._answers.clear()
+        self._cached.clear()
 
 
 @dataclass(slots=True)
-class _Answer(Generic[T]):
+class _CachedQuery(Generic[T]):
     """What the peer's thread has said last, and what it was asked since."""
 
     asked_at: float
-    coming: SignalSafeFuture[T]
+    pending: SignalSafeFuture[T]
     latest: SignalSafeFuture[T] | None = None

@@ -59,12 +59,12 @@ class EventLoopThread:
         self._loop = self._runner.get_loop()
         self._entered: SignalSafeFuture[None] = SignalSafeFuture()
         self._closing = asyncio.Event()
-        self._life: asyncio.Task[None] | None = None
+        self._main_task: asyncio.Task[None] | None = None
         self._calls: set[_Call] = set()  # of this thread alone
         self._ended = False  # from here on no call begins
         self._gone = False  # from here on no call ends
         self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run_thread, name=name, daemon=True)
         atexit.register(self.close)
         try:
             self._thread.start()
@@ -89,7 +89,7 @@ class EventLoopThread:
             self._submit(call)
             self._wait_for(call.result)
         except BaseException:
-            self._give_up(call)
+            self._abandon(call)
             raise
         result: T = call.result.result()
         return result
@@ -104,7 +104,7 @@ class EventLoopThread:
         try:
             self._submit(call)
         except BaseException:
-            self._give_up(call)
+            self._abandon(call)
             raise
         return call.result
 
@@ -124,17 +124,17 @@ class EventLoopThread:
         Raises:
             ClosedError: it does not.
         """
-        if self._ended or self._elsewhere:
+        if self._ended or self._in_fork:
             raise self._not_running()
 
     def begin_to_close(self) -> None:
         """Begins what `close` does, without waiting for it."""
-        if not self._elsewhere:
+        if not self._in_fork:
             self._schedule(self._stop)
 
     def close(self) -> None:
         """Cancels the calls in progress, leaves the context, and ends the thread; again, it does nothing."""
-        if self._elsewhere:
+        if self._in_fork:
             return
         self._schedule(self._stop)
         while self._thread.is_alive():
@@ -142,16 +142,16 @@ class EventLoopThread:
         atexit.unregister(self.close)
 
     @property
-    def _elsewhere(self) -> bool:
+    def _in_fork(self) -> bool:
         """Whether this is a forked copy of the process, in which the thread does not exist."""
         return os.getpid() != self._pid
 
     def _not_running(self) -> ClosedError:
-        if self._elsewhere:
+        if self._in_fork:
             return ClosedError(f"{self._name} lives in process {self._pid}; this fork of it cannot use it")
         if self._failure is None:
             return ClosedError(f"{self._name} has been closed")
-        error = ClosedError(f"{self._name} has ended after {_first(self._failure)!r}; start a new one")
+        error = ClosedError(f"{self._name} has ended after {_first_error(self._failure)!r}; start a new one")
         error.__cause__ = self._failure
         return error
 
@@ -172,15 +172,15 @@ class EventLoopThread:
 
     def _wait_for(self, result: SignalSafeFuture[Any]) -> None:
         while not result.done():
-            if self._elsewhere:  # what was begun before the fork ends in the parent
+            if self._in_fork:  # what was begun before the fork ends in the parent
                 raise self._not_running()
             result.wait(SIGNAL_PERIOD)
             if self._gone and not result.done():
                 raise self._not_running()
 
-    def _give_up(self, call: _Call) -> None:
+    def _abandon(self, call: _Call) -> None:
         """Nobody waits for the call any more: an exception came in between, no matter where."""
-        if not self._elsewhere:
+        if not self._in_fork:
             with suppress(RuntimeError, ClosedError):
                 self._loop.call_soon_threadsafe(self._cancel, call)
                 self._wait_for(call.result)
@@ -189,10 +189,10 @@ class EventLoopThread:
 
     # In the thread
 
-    def _work(self) -> None:
+    def _run_thread(self) -> None:
         try:
             with self._runner:
-                self._runner.run(self._live())
+                self._runner.run(self._main())
         except BaseException as error:
             self._failure = error
             if self._entered.done():
@@ -206,9 +206,9 @@ class EventLoopThread:
         self._calls.clear()
         self._gone = True
 
-    async def _live(self) -> None:
+    async def _main(self) -> None:
         try:
-            self._life = asyncio.current_task()
+            self._main_task = asyncio.current_task()
             async with self._context:
                 self._entered.set_result(None)
                 try:
@@ -230,8 +230,8 @@ class EventLoopThread:
 
     def _stop(self) -> None:
         self._closing.set()
-        if self._life is not None and not self._entered.done():
-            self._life.cancel()
+        if self._main_task is not None and not self._entered.done():
+            self._main_task.cancel()
 
     def _begin(self, call: _Call) -> None:
         self._calls.add(call)
@@ -240,7 +240,7 @@ class EventLoopThread:
             call.task.add_done_callback(lambda task: self._finish(call, task))
 
     def _cancel(self, call: _Call) -> None:
-        call.given_up = True
+        call.abandoned = True
         if call.task is not None:
             call.task.cancel()
         elif not call.result.done():  # the exception came before it could begin
@@ -249,7 +249,7 @@ class EventLoopThread:
             call.result.set_exception(asyncio.CancelledError())
 
     def _finish(self, call: _Call, task: asyncio.Task[Any]) -> None:
-        if task.cancelled() and self._closing.is_set() and not call.given_up:
+        if task.cancelled() and self._closing.is_set() and not call.abandoned:
             return  # the end of the thread tells why
         self._calls.discard(call)
         # The end of a task calls Python code, in which an exception of a signal would be lost: not in their thread.
@@ -274,9 +274,9 @@ class _Call:
         self.coroutine = coroutine
         self.result: SignalSafeFuture[Any] = SignalSafeFuture()
         self.task: asyncio.Task[Any] | None = None
-        self.given_up = False
+        self.abandoned = False
 
 
-def _first(error: BaseException) -> BaseException:
+def _first_error(error: BaseException) -> BaseException:
     """The first error in a group of them."""
-    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
+    return _first_error(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error

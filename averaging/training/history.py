@@ -155,7 +155,7 @@ class Progress:
 
     history: History
     samples: float = 0.0
-    coming: float = 0.0
+    computing: float = 0.0
     donates: bool = True
     stage: Stage = Stage.TRAINING
     digest: str = ""
@@ -164,20 +164,20 @@ class Progress:
     def pack(self) -> bytes:
         """For a record in discovery; `step_rate.PLACE` is the place of the rate in it."""
         ends = [int(self.stage), self.digest, self.rate]
-        packed: bytes = msgpack.packb([self.history.pack(), self.samples, self.coming, self.donates, *ends])
+        packed: bytes = msgpack.packb([self.history.pack(), self.samples, self.computing, self.donates, *ends])
         return packed
 
     @classmethod
     def unpack(cls, packed: bytes) -> Progress | None:
         """What `pack` returned, with or without a rate that can be believed; None if it is something else."""
         try:
-            history, samples, coming, donates, stage, digest, *more = unpack(packed, MAX_ITEMS)
-            if not all(is_number(one) and one >= 0 for one in (samples, coming)):
+            history, samples, computing, donates, stage, digest, *more = unpack(packed, MAX_ITEMS)
+            if not all(is_number(one) and one >= 0 for one in (samples, computing)):
                 return None
             if not isinstance(donates, bool) or not isinstance(digest, str) or len(digest) > MAX_LINEAGE:
                 return None
             rate = check_rate(more[0]) if more else None
-            return cls(History.unpack(history), float(samples), float(coming), donates, Stage(stage), digest, rate)
+            return cls(History.unpack(history), float(samples), float(computing), donates, Stage(stage), digest, rate)
         except (StateError, ValueError, TypeError):
             return None
 
@@ -195,16 +195,16 @@ class Others:
 
     together: tuple[str, ...]
     samples: float
-    coming: float
+    computing: float
     ahead: Mapping[str, History]
 
 
-def look_around(
+def compare_progress(
     own: History,
-    told: Mapping[str, bytes],
+    announcements: Mapping[str, bytes],
     partners: Collection[str] = (),
     *,
-    doubted: Collection[str] = (),
+    ignored: Collection[str] = (),
     donates: bool = True,
     trains: bool = True,
 ) -> Others:
@@ -218,11 +218,11 @@ def look_around(
         donates: whether the own state can be downloaded, see `History.yields_to`.
         trains: whether this peer goes on training; one that does is together only with others that do.
     """
-    progress = read_progress(told)
+    progress = read_progress(announcements)
     ahead = {
         name: one.history
         for name, one in progress.items()
-        if _can_donate(name, one) and name not in doubted and own.yields_to(one.history, donates=donates)
+        if _can_donate(name, one) and name not in ignored and own.yields_to(one.history, donates=donates)
     }
     peers = {name: one for name, one in progress.items() if (one.stage is Stage.TRAINING) is trains}
     together = tuple(
@@ -231,42 +231,42 @@ def look_around(
     return Others(
         together=together,
         samples=sum(one.samples for one in peers.values() if one.history == own),
-        coming=sum(one.coming for one in peers.values() if one.history == own),
+        computing=sum(one.computing for one in peers.values() if one.history == own),
         ahead=ahead,
     )
 
 
 def look_for_greater_origin(
-    own: History, told: Mapping[str, bytes], *, doubted: Collection[str] = (), donates: bool = True
+    own: History, announcements: Mapping[str, bytes], *, ignored: Collection[str] = (), donates: bool = True
 ) -> Others:
     """The same for strategies whose peers need not be equal: only a peer of another origin can be ahead."""
-    progress = read_progress(told)
+    progress = read_progress(announcements)
     strangers = {name for name, one in progress.items() if one.history.origin.id != own.origin.id}
-    others = look_around(own, {name: told[name] for name in strangers}, doubted=doubted, donates=donates)
+    others = compare_progress(own, {name: announcements[name] for name in strangers}, ignored=ignored, donates=donates)
     together = tuple(name for name in progress if name not in strangers)
     return Others(together, 0.0, 0.0, others.ahead)
 
 
-def read_progress(told: Mapping[str, bytes]) -> dict[str, Progress]:
+def read_progress(announcements: Mapping[str, bytes]) -> dict[str, Progress]:
     """The progress of each peer by endpoint, in order; what is unreadable is left out."""
-    read = {name: Progress.unpack(packed) for name, packed in sorted(told.items())}
+    read = {name: Progress.unpack(packed) for name, packed in sorted(announcements.items())}
     return {name: one for name, one in read.items() if one is not None}
 
 
-def of_one_run(own: History, told: Mapping[str, bytes]) -> frozenset[str]:
+def same_origin(own: History, announcements: Mapping[str, bytes]) -> frozenset[str]:
     """Those whose run began where this one did, and those of whom that cannot be read."""
-    others = {name for name, one in read_progress(told).items() if one.history.origin.id != own.origin.id}
-    return frozenset(told.keys() - others)
+    others = {name for name, one in read_progress(announcements).items() if one.history.origin.id != own.origin.id}
+    return frozenset(announcements.keys() - others)
 
 
-def training_on(told: Mapping[str, bytes]) -> frozenset[str]:
+def still_training(announcements: Mapping[str, bytes]) -> frozenset[str]:
     """Those who go on training, and those of whom that cannot be read."""
-    return frozenset(told.keys() - ending(told))
+    return frozenset(announcements.keys() - done_training(announcements))
 
 
-def ending(told: Mapping[str, bytes], stage: Stage = Stage.WAITING) -> frozenset[str]:
+def done_training(announcements: Mapping[str, bytes], stage: Stage = Stage.WAITING) -> frozenset[str]:
     """Those who train no more and have come at least to that stage."""
-    return frozenset(name for name, one in read_progress(told).items() if one.stage >= stage)
+    return frozenset(name for name, one in read_progress(announcements).items() if one.stage >= stage)
 
 
 def _can_donate(name: str, progress: Progress) -> bool:

@@ -44,13 +44,13 @@ class Fetch:
     def __init__(self, donors: Sequence[str], began: float) -> None:
         self.donors, self.began = tuple(donors), began
         self.delivering = False
-        self.coming: SignalSafeFuture[FetchedState] = SignalSafeFuture()
+        self.result: SignalSafeFuture[FetchedState] = SignalSafeFuture()
         self.task: asyncio.Task[Any] | None = None  # in the peer's thread
-        self.begun = asyncio.Event()  # likewise: it delivers
+        self.started = asyncio.Event()  # likewise: it delivers
 
     def done(self) -> bool:
         """Whether it has ended, in whatever way."""
-        return self.coming.done()
+        return self.result.done()
 
 
 class Training:
@@ -77,7 +77,7 @@ class Training:
         buffers: dict[str, torch.Tensor],
         peer: Peer,
         *,
-        note: Callable[[Receipt], None],
+        on_receipt: Callable[[Receipt], None],
         check: Callable[[Mapping[str, Any]], None],
         take_over: TakeOver,
     ) -> None:
@@ -85,16 +85,16 @@ class Training:
         self.parameters, self.buffers = parameters, buffers
         self.local_step = 0
         self._peer = peer
-        self._note, self._check, self._take_over = note, check, take_over
+        self._on_receipt, self._check, self._take_over = on_receipt, check, take_over
         self._weight = 1.0
         self._warned = ""
         self._alone = False
         self._averaged = {name: tensor.detach() for name, tensor in self.tensors.items()}  # in the same memory
-        self._groups = self._trained()
-        self._answers = CachedQueries()
+        self._initial_ids = self._parameter_ids()
+        self._queries = CachedQueries()
         self._rate = StepRate()
         self._running: EventLoopThread | None = None
-        self._whole = self.topic("", self.tensors, commits=True)
+        self._model_topic = self.topic("", self.tensors, commits=True)
 
     def run_in(self, thread: EventLoopThread) -> None:
         """From now on the peer lives in `thread`."""
@@ -170,7 +170,7 @@ class Training:
 
     # Steps
 
-    def check_places(self) -> None:
+    def check_tensors(self) -> None:
         """Whether what is averaged is still what is trained: nothing moved since the start, added or replaced.
 
         Raises:
@@ -183,13 +183,13 @@ class Training:
                     f"{name!r} has been moved in memory, as `model.to()` and `.data = ...` do; move the model first, "
                     "then make the averager, and write later values in place, with `copy_`"
                 )
-        if self._trained() != self._groups:
+        if self._parameter_ids() != self._initial_ids:
             raise TensorError(
                 "the inner optimizer has other parameters than when the averager was made, which is what is averaged; "
                 "add them before, or close this averager and make a new one"
             )
 
-    def _trained(self) -> list[list[int]]:
+    def _parameter_ids(self) -> list[list[int]]:
         """The inner optimizer's parameters; those of the start live as long as this."""
         return [[id(parameter) for parameter in group["params"]] for group in self.optimizer.param_groups]
 
@@ -322,38 +322,40 @@ class Training:
             TensorError: there is NaN or infinity in what is to be averaged, or it has been moved.
             ClosedError: the averager was closed, or its thread has failed.
         """
-        return self._noted(self._thread.run(self._round(topic, options)))
+        return self._report(self._thread.run(self._round(topic, options)))
 
     def begin(self, topic: Topic | None = None, **options: Unpack[RoundOptions]) -> SignalSafeFuture[Receipt]:
         """Like `average`, without waiting: `receipt_of` what this returns is the receipt."""
         return self._thread.start(self._round(topic, options))
 
-    def receipt_of(self, begun: SignalSafeFuture[Receipt]) -> Receipt:
+    def receipt_of(self, started: SignalSafeFuture[Receipt]) -> Receipt:
         """The receipt of a round that was begun; waits for its end."""
-        return self._noted(self._thread.wait(begun))
+        return self._report(self._thread.wait(started))
 
     def _round(self, topic: Topic | None, options: RoundOptions) -> Coroutine[Any, Any, Receipt]:
-        self.check_places()
+        self.check_tensors()
         self._synchronize()
         config, weight = self._peer.config, self.weight
         # One declaration, and one more for each of the group bits that may have to be dropped.
-        patience = min(config.group_wait * (1 + len(config.group_bits)), config.round_timeout)
+        search_timeout = min(config.group_wait * (1 + len(config.group_bits)), config.round_timeout)
 
-        awaited = options.get("awaited", frozenset)
+        expected_peers = options.get("expected_peers", frozenset)
 
         async def average() -> Receipt:
             alone = len(self._peer.peers) == 1
-            told = self._peer.progress.told
+            announcements = self._peer.progress.announcements
             chosen: RoundOptions = {
                 "weight": weight,
-                "enough": all_of(awaited, told),
-                "awaited": awaited,
-                "patience": 0.0 if alone else patience,
+                "start_size": all_of(expected_peers, announcements),
+                "expected_peers": expected_peers,
+                "search_timeout": 0.0 if alone else search_timeout,
             }
-            if awaited(told) and ("awaited" in options or "patience" not in options):
-                chosen["overtaken"] = lambda told: not awaited(told)  # all that it could wait for have left
+            if expected_peers(announcements) and ("expected_peers" in options or "search_timeout" not in options):
+                chosen["stop_search"] = lambda announcements: (
+                    not expected_peers(announcements)
+                )  # all that it could wait for have left
             chosen.update(options)
-            return await self._peer.average(topic or self._whole, **chosen)
+            return await self._peer.average(topic or self._model_topic, **chosen)
 
         return average()
 
@@ -368,16 +370,16 @@ class Training:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
 
-    def _noted(self, receipt: Receipt) -> Receipt:
+    def _report(self, receipt: Receipt) -> Receipt:
         """Warns of a failed round, but not again and again for the same reason."""
         reason = "" if receipt.averaged else receipt.reason
         if reason and reason != self._warned:
             logger.warning("%s; training goes on, and rounds that fail like this are not reported again", receipt)
         self._warned = reason
-        self._note(receipt)
+        self._on_receipt(receipt)
         return receipt
 
-    def say_alone(self, alone: bool) -> None:
+    def log_alone(self, alone: bool) -> None:
         """Tells in the log when this peer begins to step alone, and when that is over."""
         if alone and not self._alone:
             logger.warning("%r is alone and trains on; peers that come are averaged with", self._peer)
@@ -385,26 +387,26 @@ class Training:
 
     def warn(self, what: str, error: Exception) -> None:
         """Warns of a failure after which training goes on, once for each."""
-        told = f"{what}: {error}"
-        if told != self._warned:
-            logger.warning("%s; training goes on", told)
-        self._warned = told
+        warning = f"{what}: {error}"
+        if warning != self._warned:
+            logger.warning("%s; training goes on", warning)
+        self._warned = warning
 
     # The others
 
-    def tell(self, progress: bytes, *, soon: bool = True) -> None:
+    def announce(self, progress: bytes, *, soon: bool = True) -> None:
         """Announces to the other peers how far this one is, see `RunProgress.tell`; does not wait for its thread."""
-        self._thread.start(on_loop(lambda: self._peer.progress.tell(progress, soon=soon)))
+        self._thread.start(on_loop(lambda: self._peer.progress.announce(progress, soon=soon)))
 
-    def told(self, *, wait: bool = True) -> dict[str, bytes]:
+    def announcements(self, *, wait: bool = True) -> dict[str, bytes]:
         """How far the other peers are, by endpoint.
 
         Args:
             wait: for the peer's thread; if not, what it has said when it was asked last may be returned.
         """
-        return self._answers.recent(self._thread, "told", lambda: self._peer.progress.told, wait=wait)
+        return self._queries.recent(self._thread, "announcements", lambda: self._peer.progress.announcements, wait=wait)
 
-    def told_until(self, condition: Callable[[dict[str, bytes]], bool], seconds: float) -> dict[str, bytes]:
+    def wait_for_announcements(self, condition: Callable[[dict[str, bytes]], bool], seconds: float) -> dict[str, bytes]:
         """Waits until what the others tell fulfils `condition`, at most so long; returns what they tell."""
         return self._thread.run(self._peer.progress.until(condition, seconds))
 
@@ -413,13 +415,13 @@ class Training:
         """Seconds that one declaration of this peer lasts."""
         return self._peer.config.group_wait
 
-    def awaited_until(self, topic: Topic, phase: str = "") -> float | None:
+    def declared_until(self, topic: Topic, phase: str = "") -> float | None:
         """Until when others that train wait for a group in this topic, seconds since the epoch; None if nobody does.
 
         It does not wait for the peer's thread: what that has said when it was asked last is returned.
         """
         what = (topic.schema.topic, phase)
-        return self._answers.recent(self._thread, what, lambda: self._peer.awaited_until(topic, phase), wait=False)
+        return self._queries.recent(self._thread, what, lambda: self._peer.declared_until(topic, phase), wait=False)
 
     def fetch(self, donors: Sequence[str], check: Callable[[Mapping[str, Any]], None]) -> Fetch:
         """Begins to download the state of the first of `donors` that delivers one; training can go on meanwhile.
@@ -431,35 +433,35 @@ class Training:
         """
         fetch = Fetch(donors, self.monotonic())
 
-        def begun(user: Mapping[str, Any]) -> None:
+        def started(user: Mapping[str, Any]) -> None:
             self._check(user)
             check(user["strategy"])
             fetch.delivering = True
-            fetch.begun.set()
+            fetch.started.set()
 
         async def download() -> FetchedState:
             fetch.task = asyncio.current_task()
             offering = {name for _, name in self._peer.donors}
-            return await self._peer.fetch_state([name for name in fetch.donors if name in offering], begun)
+            return await self._peer.fetch_state([name for name in fetch.donors if name in offering], started)
 
-        fetch.coming = self._thread.start(download())
+        fetch.result = self._thread.start(download())
         return fetch
 
     def wait_for_fetches(self, fetches: Sequence[Fetch], seconds: float | None) -> None:
         """Waits until one of them has ended, or begins to deliver if none does; at most so many seconds."""
 
         async def wait() -> None:
-            begun = [asyncio.create_task(fetch.begun.wait()) for fetch in fetches if not fetch.delivering]
+            started = [asyncio.create_task(fetch.started.wait()) for fetch in fetches if not fetch.delivering]
             ends = [fetch.task for fetch in fetches if fetch.task is not None]
             try:
-                await asyncio.wait([*ends, *begun], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait([*ends, *started], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                for one in begun:
+                for one in started:
                     one.cancel()
 
         self._thread.run(wait())
 
-    def give_up(self, fetch: Fetch) -> None:
+    def cancel_fetch(self, fetch: Fetch) -> None:
         """Ends a download that nobody waits for any more."""
         self._thread.start(on_loop(lambda: fetch.task is not None and fetch.task.cancel()))
 
@@ -470,7 +472,7 @@ class Training:
             StateError: nobody delivered a sound state.
             ClosedError: the averager was closed, or its thread has failed.
         """
-        user: Mapping[str, Any] = self._thread.wait(fetch.coming).state.user["strategy"]
+        user: Mapping[str, Any] = self._thread.wait(fetch.result).state.user["strategy"]
         return user
 
     def take_over(self, fetch: Fetch) -> None:
@@ -480,9 +482,9 @@ class Training:
             StateError: it does not fit; nothing was changed.
             RoundError: the application held the tensors' lock for more than `round_timeout`; nothing was changed.
         """
-        self._thread.run(self._peer.take_over(self._thread.wait(fetch.coming), self._take_over))
-        self.forget()
+        self._thread.run(self._peer.take_over(self._thread.wait(fetch.result), self._take_over))
+        self.refresh()
 
-    def forget(self) -> None:
+    def refresh(self) -> None:
         """What the others have announced is asked for anew."""
-        self._answers.forget()
+        self._queries.clear()

@@ -26,7 +26,7 @@ class StrategyState(Protocol):
 
     history: History
 
-    def announced(self, training: Training) -> History:
+    def announced_history(self, training: Training) -> History:
         """The history that other peers compare with theirs."""
         ...
 
@@ -188,7 +188,7 @@ class TrainingState:
 
     def _of_strategy(self, user: Mapping[str, Any]) -> dict[str, Any]:
         """What travels of the strategy besides its tensors."""
-        history = self._strategy.announced(self._training)
+        history = self._strategy.announced_history(self._training)
         return {"kind": type(self._strategy).__name__, "history": history.pack(), **user}
 
     def _load_strategy(self, tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None:

@@ -254,7 +254,7 @@ def test_a_slower_peer_comes_early_rather_than_too_late(start: Start, monkeypatc
     now = [1000.0]
     slow = run.averagers[1]._training
     monkeypatch.setattr(slow, "now", lambda: now[0])
-    monkeypatch.setattr(slow, "awaited_until", lambda topic, phase="": now[0] + 5.0)
+    monkeypatch.setattr(slow, "declared_until", lambda topic, phase="": now[0] + 5.0)
     waiting = threading.Thread(target=steps, args=(run, 0, range(2)))
     waiting.start()
     for seed in range(2):  # two, to know how long a step takes
@@ -281,7 +281,7 @@ def test_who_has_waited_for_a_round_that_is_over_is_no_reason_for_the_next_one(
     async def heard(waits: bool) -> None:
         async with aclosing(opt._peer.discovery.watch(group_key("test", ""))) as changes:
             async for _ in changes:
-                if (opt._peer.awaited_until(topic) is not None) == waits:
+                if (opt._peer.declared_until(topic) is not None) == waits:
                     return
 
     def slow_step(seed: int) -> None:
@@ -319,7 +319,7 @@ def test_nobody_comes_early_for_an_auxiliary(start: Start) -> None:
             async for looking in changes:
                 if by in looking:
                     break
-        return opt._peer.awaited_until(topic)
+        return opt._peer.declared_until(topic)
 
     def awaited_once_looking(by: str) -> float | None:
         return opt._thread.run(asyncio.wait_for(awaited(by), PATIENCE))
@@ -329,7 +329,7 @@ def test_nobody_comes_early_for_an_auxiliary(start: Start) -> None:
         assert awaited_once_looking(auxiliary.endpoint) is None
         trains = run.add(LocalSGD(1000), SGD, group_wait=PATIENCE)
         run.meet()
-        trains._training.begin(enough=8, patience=PATIENCE)
+        trains._training.begin(start_size=8, search_timeout=PATIENCE)
         assert awaited_once_looking(trains.endpoint) is not None
     finally:
         thread.close()

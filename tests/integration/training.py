@@ -100,7 +100,7 @@ class Run:
                         return
 
         averager._thread.run(asyncio.wait_for(heard(), PATIENCE))
-        averager._training.forget()
+        averager._training.refresh()
 
     def each(self, train: Callable[[int], T]) -> list[T]:
         """Calls `train` with the number of each peer, in a thread for each, at the same time."""

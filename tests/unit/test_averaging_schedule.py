@@ -20,7 +20,7 @@ def test_a_turn_comes_every_so_many_steps() -> None:
         turns.count(float(step))
         due.append(turns.is_due(float(step), None))
         if due[-1]:
-            turns.taken()
+            turns.restart()
     assert due == [False, False, True] * 3
 
 
@@ -43,14 +43,14 @@ def test_steps_that_become_slower_count_as_slower() -> None:
 def test_a_peer_that_has_made_no_step_has_nothing_to_bring() -> None:
     turns = AveragingSchedule(10)
     steps(turns, 5, 1.0)
-    turns.taken()
+    turns.restart()
     assert not turns.is_due(6.0, 7.0)
 
 
 def test_the_time_of_a_round_is_no_steps_time() -> None:
     turns = AveragingSchedule(10)
     now = steps(turns, 5, 1.0)
-    turns.taken()
+    turns.restart()
     now = steps(turns, 5, 1.0, now + 1000.0)
     assert not turns.is_due(now, now + 10.0)
 
