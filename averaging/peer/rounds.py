@@ -1,4 +1,4 @@
-"""One attempt of a peer to average a topic: find a group, run the round, write the result, give a receipt."""
+"""The rounds of one peer: find a group, run the all-reduce, adopt the result, return a receipt."""
 
 from __future__ import annotations
 
@@ -41,56 +41,56 @@ from averaging.transport.base import Transport
 logger = logging.getLogger("averaging.peer")
 
 OVER_LIFETIME = 10.0
-"""Seconds for which a record stays that says that a search is over, where the key is that of a single phase. All others
-have read it by then, and no later search replaces it."""
+"""Seconds for which the record of an ended search stays under the key of a single phase. By then all others have read
+it; no later search replaces it."""
 
 MAX_OVER_RECORDS = 64
-"""Such records of one peer at a time, since discovery takes only so many; where phases follow each other faster, each
-stays for less. When they become faster there may be twice as many for a moment."""
+"""Such records of one peer at a time, since discovery limits their number. If phases follow each other faster, each
+record stays for less time; while they become faster there may be twice as many."""
 
 MAX_LASTING = 256
-"""Topics whose group bits are remembered; an application may make a new one whenever it averages."""
+"""Topics whose group bits are remembered, since an application may create topics without end."""
 
 
 @dataclass(slots=True)
 class _Round:
-    """What is known of an attempt so far; times are of the running loop."""
+    """The state of one round; times are of the running loop."""
 
     number: int
     topic: Topic
     schema: Schema  # of the topic's phase
     started: float
-    wall_clock: float  # when it was started, in seconds since the epoch
+    wall_clock: float  # start in seconds since the epoch
     state: str = ""  # digest of what all members must hold alike
     group: Group | None = None
-    group_found: float = 0.0  # when
-    arrivals: Arrivals | None = None  # of those who look for a group, too
+    group_found: float = 0.0  # time
+    arrivals: Arrivals | None = None
     last_to_arrive: LateArrival | None = None
-    step_rates: Mapping[str, float] = field(default_factory=dict)  # of the members that announce one
+    step_rates: Mapping[str, float] = field(default_factory=dict)  # of members that announce one
     allreduce: AllReduce | None = None
     result: RoundResult | None = None
-    inputs: list[torch.Tensor] | None = None  # what was contributed, where it is not the tensors themselves
+    inputs: list[torch.Tensor] | None = None  # what was sent, if not the tensors themselves
     adopted: bool = False  # whether the result is written
-    stages: dict[str, float] = field(default_factory=dict)  # when each began; the receipt calls them phases
+    stages: dict[str, float] = field(default_factory=dict)  # start time of each; "phases" in the receipt
 
     def enter(self, stage: str) -> None:
-        """The last stage is over, and the next one begins."""
+        """Begins a stage, which ends the last one."""
         self.stages[stage] = asyncio.get_running_loop().time()
 
     def seconds_of_stages(self, end: float) -> dict[str, float]:
-        """How long each took."""
+        """Duration of each stage."""
         moments = [*self.stages.values(), end]
         return {stage: after - moment for stage, moment, after in zip(self.stages, moments, moments[1:], strict=False)}
 
 
 class Rounds:
-    """The attempts of one peer, one after the other.
+    """Runs the rounds of one peer, one at a time.
 
     Args:
-        service: told of the group and of the round in progress, since others' requests reach it.
+        service: knows the present matchmaking and all-reduce, since requests of other peers reach it.
 
     Attributes:
-        conduct: of the others, in all topics.
+        conduct: of the other peers, in all topics.
     """
 
     def __init__(
@@ -110,16 +110,16 @@ class Rounds:
         self._transport, self._discovery = transport, discovery
         self._progress, self._service, self._snapshots = progress, service, snapshots
         self._clock, self._rng = clock, rng
-        self._lasting: dict[bytes, Matchmaking] = {}  # by schema hash, the latest last; their group bits move on
+        self._lasting: dict[bytes, Matchmaking] = {}  # by schema hash, the latest last; they keep the group bits
         self._count = 0
-        self._last_ended = asyncio.get_running_loop().time()  # when the last attempt ended, or this peer was entered
-        self._phase_searches: deque[float] = deque(maxlen=MAX_OVER_RECORDS)  # when the latest, each for a phase, began
+        self._last_ended = asyncio.get_running_loop().time()  # end of the last round, or when this peer was entered
+        self._phase_searches: deque[float] = deque(maxlen=MAX_OVER_RECORDS)  # start times of searches for one phase
         self._warned = Warned()
         self._responses = ResponseHistory()
         self.conduct = Exclusions()
 
     def matchmaking(self, schema: Schema, *, lasting: bool = True) -> Matchmaking:
-        """The matchmaking for peers with this schema; one that is not `lasting` is made for a single attempt."""
+        """The matchmaking for peers with this schema, kept for later rounds if `lasting`."""
         found = self._lasting.pop(schema.hash, None)
         lasting = lasting or found is not None
         if found is None:
@@ -150,7 +150,7 @@ class Rounds:
         return found
 
     def _over_lifetime(self) -> float:
-        """Less than usual where phases follow each other so fast that there would be too many records."""
+        """`OVER_LIFETIME`, or less if phases follow each other so fast that there would be too many records."""
         if len(self._phase_searches) < MAX_OVER_RECORDS:
             return OVER_LIFETIME
         return min(OVER_LIFETIME, asyncio.get_running_loop().time() - self._phase_searches[0])
@@ -171,20 +171,20 @@ class Rounds:
 
         Args:
             topic: what is averaged.
-            gathered: what the group is told of this peer, packed.
-            phase: of the topic; peers in other phases are not met.
-            enough: see `Matchmaking.find_group`; or asked for that whenever the others' progress changes.
-            awaited: see `Peer.average`.
-            patience: seconds to look for a group.
-            overtaken: asked whenever the others' progress changes, by endpoint, whether looking has become vain.
+            gathered: this peer's packed `gather`.
+            phase: of the topic; only peers in the same phase form a group.
+            start_size: see `Peer.average`.
+            expected_peers: see `Peer.average`.
+            search_timeout: seconds to look for a group.
+            stop_search: see `Peer.average`.
             state: see `Receipt`.
 
         Returns:
-            The receipt. One is kept in the service's book in any case, also if this raises.
+            The receipt. The service's book keeps one in any case, also if this raises.
 
         Raises:
-            TensorError: NaN or infinity in a tensor, unless the peer allows them.
-            Exception: what `overtaken` raised.
+            TensorError: a tensor holds NaN or infinity, unless the peer allows these.
+            Exception: raised by `start_size`, `expected_peers` or `stop_search`.
         """
         self._count += 1
         started = asyncio.get_running_loop().time()
@@ -192,7 +192,7 @@ class Rounds:
         try:
             receipt = await self._average(round_, gathered, start_size, expected_peers, search_timeout, stop_search)
         except asyncio.CancelledError:
-            if round_.adopted:  # it came too late
+            if round_.adopted:  # cancelled after the result was written
                 self._service.averaged += 1
                 self._service.book.keep(self._receipt(round_, Outcome.AVERAGED, ""))
             else:
@@ -236,7 +236,7 @@ class Rounds:
         search = matchmaking.find_group(gathered, self._clock() + search_timeout, first, arrivals)
 
         def update(announcements: Mapping[str, bytes]) -> bool:
-            """Whether to look on has become vain; if not, as many are waited for as there are now."""
+            """Updates the size at which the group begins. Returns whether the search ends instead."""
             if stop_search is not None and stop_search(announcements):
                 return True
             if callable(start_size):
@@ -244,7 +244,7 @@ class Rounds:
             return False
 
         def missing() -> Collection[str]:
-            """Who is waited for and has not come."""
+            """The expected peers that have not joined."""
             expected = () if expected_peers is None else expected_peers(self._progress.announcements)
             return [name for name in expected if not matchmaking.has(name)]
 
@@ -253,12 +253,11 @@ class Rounds:
             group = await self._search(round_, search, update if watches else None, missing)
         except (NoGroupError, SchemaMismatchError) as error:
             return self._receipt(round_, Outcome.NO_GROUP, str(error))
-        # No await from here until the round is known: its members' parts may come at any moment.
+        # No await until the service knows the all-reduce: parts of its members may come at any moment.
         round_.enter("preparing")
         round_.group_found = asyncio.get_running_loop().time()
         round_.step_rates = self._progress.step_rates(group.endpoints)
-        # Nobody waits for an auxiliary.
-        trainers = [member.endpoint for member in group.members if member.sends]
+        trainers = [member.endpoint for member in group.members if member.sends]  # nobody waits for an auxiliary
         round_.last_to_arrive = arrivals.last(trainers, self._last_ended)
         try:
             allreduce = round_.allreduce = self._service.round = self._new_round(round_, group)
@@ -288,13 +287,13 @@ class Rounds:
         return self._receipt(round_, outcome, reason)
 
     def _too_small(self, group: Group) -> str:
-        """Why this peer takes no part in a group; empty if that is large enough."""
-        members, least = len(group.members), self._config.min_group_size
-        if members >= least:
+        """Why this peer leaves a group that is too small; empty if it is large enough."""
+        members, minimum = len(group.members), self._config.min_group_size
+        if members >= minimum:
             return ""
         return (
-            f"{group.leader} began a group of {counted(members, 'member')}, and this peer takes part only in groups of "
-            f"at least {least} (min_group_size), so it left; give all peers of the run the same min_group_size"
+            f"{group.leader} began a group of {counted(members, 'member')}, but this peer takes part only in groups of "
+            f"at least {minimum} (min_group_size), so it left; give all peers of the run the same min_group_size"
         )
 
     async def _search(
@@ -304,12 +303,12 @@ class Rounds:
         stop_search: StopSearch | None,
         missing: Callable[[], Collection[str]],
     ) -> Group:
-        """The group that is being looked for.
+        """Waits for the group that `search` finds.
 
         Raises:
-            NoGroupError: there is none, or the others have gone on or left.
-            SchemaMismatchError: everybody else averages other tensors.
-            Exception: what `overtaken` raised.
+            NoGroupError: there is none, or the other peers have advanced or left.
+            SchemaMismatchError: all other peers average other tensors.
+            Exception: raised by `stop_search` or `missing`.
         """
         loop = asyncio.get_running_loop()
         watching: list[asyncio.Task[None]] = []
@@ -327,7 +326,7 @@ class Rounds:
                 group = round_.group = await search
         except TimeoutError:
             if not failures:
-                raise NoGroupError("the others have gone on without this peer, or left") from None
+                raise NoGroupError("the other peers have advanced without this one, or have left") from None
         finally:
             for one in watching:
                 one.cancel()
@@ -336,14 +335,14 @@ class Rounds:
         return group
 
     def _all_that_train(self, announcements: Mapping[str, bytes]) -> int:
-        """How many an auxiliary waits for; where nobody tells that it trains, for a full group."""
+        """The start size of an auxiliary: all peers that train; `group_size` if none announces that it does."""
         return len(announcements) or self._config.group_size
 
     async def _without_gone(self, missing: Callable[[], Collection[str]]) -> AsyncGenerator[dict[str, bytes], None]:
-        """Yields the others' progress whenever one who is waited for turns out to be gone."""
+        """Yields the others' progress whenever an expected peer turns out to be gone."""
         async with aclosing(find_gone(self._transport, missing)) as gone:
             async for name in gone:
-                logger.info("nothing listens at %s any more, so it is not waited for", name)
+                logger.info("%s refuses connections, so this round does not wait for it", name)
                 self._progress.mark_gone(name)
                 yield self._progress.announcements
 
@@ -352,18 +351,18 @@ class Rounds:
         progress: AsyncGenerator[dict[str, bytes], None],
         stop_search: StopSearch,
         failures: list[Exception],
-        give_up: Callable[[], None],
+        stop: Callable[[], None],
     ) -> None:
-        """Gives up when the others have gone on, or when asking for that fails, which is added to `failures`."""
+        """Stops the search when `stop_search` returns True or raises; an exception is added to `failures`."""
         try:
             async with aclosing(progress) as changes:
                 async for announcements in changes:
                     if stop_search(announcements):
-                        give_up()
+                        stop()
                         return
         except Exception as error:
             failures.append(error)
-            give_up()
+            stop()
 
     def _new_round(self, round_: _Round, group: Group) -> AllReduce:
         topic = round_.topic
@@ -383,7 +382,7 @@ class Rounds:
         return self._config.tls_cert is not None and (not endpoint.startswith(CLIENT_PREFIX) or is_bound(endpoint))
 
     async def _prepare(self, round_: _Round) -> list[torch.Tensor]:
-        """What is sent: the tensors themselves where they lie on the CPU and nothing is added, else copies."""
+        """What is sent: the tensors themselves if they are on the CPU and no error feedback is added, else copies."""
         shared, feedback = round_.topic.tensors, round_.topic.feedback
 
         def contributed() -> list[torch.Tensor]:
@@ -442,9 +441,10 @@ class Rounds:
         )
 
     def _state(self, round_: _Round, result: RoundResult | None) -> str:
-        """The digest of what all members hold alike; where the result is the state, that of the averages is it."""
-        whole = result is not None and round_.adopted and round_.topic.commits and not result.kept_local
-        return result.digest if whole and result is not None else round_.state
+        """The digest of what all members hold alike: of the averages if the result is the state."""
+        if result is not None and round_.adopted and round_.topic.commits and not result.kept_local:
+            return result.digest
+        return round_.state
 
 
 def _with_arrival(account: Account, round_: _Round) -> Account:
@@ -454,14 +454,14 @@ def _with_arrival(account: Account, round_: _Round) -> Account:
 
 
 def _why_failed(group: Group, endpoint: str, result: RoundResult, adopt: Adopt) -> str:
-    """Why a round averaged nothing, or not all that it had to; empty if it is well."""
+    """Why a round averaged nothing, or less than required; empty if it succeeded."""
     causes = "; ".join(f"{dropped.endpoint}: {dropped.reason}" for dropped in result.dropped)
     lost = {dropped.endpoint for dropped in result.dropped}
     if not result.heard and lost >= set(group.endpoints) - {endpoint}:
         return f"all other members were lost ({causes})"
     if not result.heard and lost:
-        # Such as of a client, who has to do with those that reduce and with nobody else.
+        # For example a client, which exchanges parts with the reducers only.
         return f"nothing came from any other member ({causes})"
     if adopt is Adopt.WHOLE and result.kept_local:
-        return f"{result.kept_local} elements have no average, since who had to reduce them was lost ({causes})"
+        return f"{result.kept_local} elements have no average, since their reducer was lost ({causes})"
     return ""

@@ -64,7 +64,7 @@ class RunEnd:
         self._strategy.announce(self._training)
 
     def _catch_up(self, partners: frozenset[str], seconds: float) -> None:
-        """Takes over the state of peers that are ahead, until all partners that are still there are at the same step."""
+        """Takes over the state of peers that are ahead, until all remaining partners have the same history."""
         training, strategy = self._training, self._strategy
         end = training.monotonic() + seconds
 

@@ -1,4 +1,4 @@
-"""What the training thread asks of a peer with every step: the last answer is kept, so that it need not wait."""
+"""Caches what the training thread asks the peer's thread in every step, so that it need not wait."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from averaging.training.signal_safe_future import SignalSafeFuture
 T = TypeVar("T")
 
 MAX_CACHED = 64
-"""Questions whose last answer is kept; topics have a new phase with every step."""
+"""Cached queries. There are ever new ones, since the phase of a topic changes with every step."""
 
 FRESH_SECONDS = 0.02
-"""What discovery says is asked for again after so long; else each step of a small model would wait for that thread."""
+"""Age at which a result is queried again. Without a cache each step of a small model would wait for the thread."""
 
 
 class CachedQueries:
-    """The last answers to what was asked of the peer's thread, by question."""
+    """The last results of queries in the peer's thread, by key."""
 
     def __init__(self) -> None:
         self._cached: dict[Hashable, _CachedQuery[Any]] = {}
 
     def recent(self, thread: EventLoopThread, key: Hashable, query: Callable[[], T], *, wait: bool) -> T:
-        """What `ask` returns in the peer's thread; asked again after a while, waited for at the first time.
+        """Returns the result of `query` in the peer's thread; waits only if nothing is cached.
 
         Args:
-            thread: the peer's.
-            what: the question: what is asked under the same name has the same answer.
-            ask: called in `thread`.
-            wait: for the answer to what was asked last; if not, the one before may be returned.
+            thread: the peer's thread.
+            key: identifies the query; one key must always come with an equivalent query.
+            query: called in `thread`.
+            wait: whether to wait for a query in progress; if not, the result before that is returned.
 
         Raises:
-            ClosedError: the thread has been closed, or has failed.
+            ClosedError: the thread was closed, or has failed.
         """
         now = time.monotonic()
         kept: _CachedQuery[T] | None = self._cached.get(key)
@@ -53,13 +53,13 @@ class CachedQueries:
         return thread.wait(kept.latest)
 
     def clear(self) -> None:
-        """Everything is asked for anew."""
+        """Forgets all results, so that each is queried again."""
         self._cached.clear()
 
 
 @dataclass(slots=True)
 class _CachedQuery(Generic[T]):
-    """What the peer's thread has said last, and what it was asked since."""
+    """The last result of a query, and its latest execution."""
 
     asked_at: float
     pending: SignalSafeFuture[T]

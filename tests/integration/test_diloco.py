@@ -377,7 +377,7 @@ def test_a_checkpoint_of_another_strategy_is_refused_and_changes_nothing(start: 
     saved = opt.state_dict()
     other = start()
     local = other.add(LocalSGD(3), SGD)
-    with pytest.raises(ConfigError, match="its strategy is DiLoCo, here it is LocalSGD"):
+    with pytest.raises(ConfigError, match="its strategy is DiLoCo, but this peer's is LocalSGD"):
         local.load_state_dict(saved)
     assert local.local_step == 0
 
@@ -385,7 +385,7 @@ def test_a_checkpoint_of_another_strategy_is_refused_and_changes_nothing(start: 
 def test_a_newcomer_with_another_strategy_is_refused(start: Start) -> None:
     run = start()
     run.add(DiLoCo(3), SGD)
-    with pytest.raises(StateError, match="its strategy is DiLoCo, here it is LocalSGD"):
+    with pytest.raises(StateError, match="its strategy is DiLoCo, but this peer's is LocalSGD"):
         run.add(LocalSGD(3), SGD)
 
 

@@ -238,7 +238,7 @@ def test_nobody_waits_any_more_for_one_who_leaves() -> None:
                 for peer in (first, second, leaves):
                     peer.progress.announce(b"")
                 for peer in (first, second, leaves):
-                    assert await peer.progress.wait_for_others(2, 10.0)
+                    assert len(await peer.progress.until(lambda seen: len(seen) >= 2, 10.0)) >= 2
                 averaging = [
                     asyncio.create_task(peer.average(start_size=all_of(frozenset, peer.progress.announcements)))
                     for peer in (first, second)
@@ -264,7 +264,7 @@ def test_an_auxiliary_makes_a_group_begin_neither_later_nor_sooner(group_wait: f
             for peer in trains:
                 peer.progress.announce(b"")
             for peer in trains:
-                assert await peer.progress.wait_for_others(1, 10.0)
+                assert await peer.progress.until(bool, 10.0)
             averaging = [asyncio.create_task(auxiliary.average())]
             for peer in trains:
                 averaging.append(

@@ -67,7 +67,7 @@ def made_in_inference_mode() -> torch.Tensor:
     [
         (torch.ones(3, device="meta"), "is on the meta device and has no values"),
         (made_in_inference_mode(), "was made in inference mode"),
-        (torch.ones(1).expand(3), "are the same in memory"),
+        (torch.ones(1).expand(3), "share memory"),
     ],
     ids=["meta", "inference", "expanded"],
 )

@@ -53,18 +53,18 @@ def test_a_sound_state_is_taken_over() -> None:
         ({"version": 0}, "belongs to no run"),
         ({"local_step": -1}, "step counter is -1"),
         ({"local_step": 2**64 - 1}, "step counter is 18446744073709551615"),  # the next could be told to nobody
-        ({"local_step": 1001}, "it claims 1001 steps, and max_steps is 1000"),
+        ({"local_step": 1001}, "it claims 1001 steps, but max_steps is 1000"),
         ({"strategy": {"history": History(1001).pack()}}, "it claims 1001 steps"),
         ({"strategy": {"history": 5}}, "'5' is not the history of a run"),
         ({"strategy": [5]}, r"its strategy is \[5\]"),
-        ({"strategy": {"kind": "DiLoCo"}}, "its strategy is DiLoCo, here it is LocalSGD"),
+        ({"strategy": {"kind": "DiLoCo"}}, "its strategy is DiLoCo, but this peer's is LocalSGD"),
         ({"strategy": {"since": "2"}}, "'2' under 'since', not a number of steps"),
         ({"strategy": {"since": 2**64 - 1}}, "18446744073709551615 under 'since', not a number of steps"),
         ({"optimizer": 5}, "the state of its optimizer is unreadable"),
         ({"tensors": {}}, "the state lacks 'buffer/seen'"),
-        ({"tensors": {"buffer/seen": torch.ones(3)}}, r"is torch.float32 \[3\] in the state, here torch.int64 \[2\]"),
-        ({"tensors": SOUND | {"bias": torch.ones(2)}}, "it averages 2 tensors, this peer 1, 'bias' only there"),
-        ({"tensors": SOUND | {"buffer/mean": torch.ones(2)}}, "2 tensors, this peer 1, 'buffer/mean' only there"),
+        ({"tensors": {"buffer/seen": torch.ones(3)}}, r"is torch.float32 \[3\] in the state, but torch.int64 \[2\]"),
+        ({"tensors": SOUND | {"bias": torch.ones(2)}}, r"it averages 2 tensors, this peer 1 \('bias' only there\)"),
+        ({"tensors": SOUND | {"buffer/mean": torch.ones(2)}}, r"2 tensors, this peer 1 \('buffer/mean' only there\)"),
     ],
 )
 def test_an_unsound_state_changes_nothing(changed: dict[str, Any], words: str) -> None:
