@@ -44,8 +44,9 @@ class AveragingSchedule:
         """
         if self.steps >= self.every:
             return True
-        next_round = now + (self.every - self.steps + 1) * self._seconds
-        return self.steps > 0 and self._seconds > 0 and declared_until is not None and now < declared_until < next_round
+        if self.steps == 0 or self._seconds <= 0 or declared_until is None:
+            return False
+        return now < declared_until < now + (self.every - self.steps + 1) * self._seconds
 
     def restart(self) -> None:
         """Starts counting anew, because a round begins; its duration does not count as a step's."""

@@ -80,26 +80,16 @@ class RunStart:
         """
         progress = read_progress(self._peer.progress.announcements)
         own, donates = self._strategy.announced_history(self._training), self._training.donates
-        offered = [(priority, name) for priority, name in self._peer.donors if priority > 0]
-        if above:
-            offered = [
-                (priority, name)
-                for priority, name in offered
-                if name in progress and own.yields_to(progress[name].history, donates=donates)
-            ]
+        offered = [
+            (priority, name)
+            for priority, name in self._peer.donors
+            if priority > 0
+            and (not above or (name in progress and own.yields_to(progress[name].history, donates=donates)))
+        ]
         histories = [progress[name].history for _, name in offered if name in progress]
         best = max(histories).origin if histories else Origin()
-        return [
-            name
-            for _, name in sorted(
-                offered,
-                key=lambda donor: (
-                    donor[1] not in progress or progress[donor[1]].history.origin != best,
-                    -donor[0],
-                    donor[1],
-                ),
-            )
-        ]
+        preferred = {name for name, one in progress.items() if one.history.origin == best}
+        return [name for _, name in sorted(offered, key=lambda donor: (donor[1] not in preferred, -donor[0], donor[1]))]
 
     async def _greater_history_appears(self) -> bool:
         """Whether a peer with a greater history offers its state, now or within `SETTLE_SECONDS`."""

@@ -102,11 +102,11 @@ def _keep_dtypes(
     """Restores the dtypes of a state, since torch casts it to that of the parameter, such as float32 to bfloat16."""
     for group, numbers in zip(optimizer.param_groups, groups, strict=True):
         for parameter, number in zip(group["params"], numbers["params"], strict=True):
-            for key, came in state.get(number, {}).items():
-                if key != "step" and isinstance(came, torch.Tensor) and came.is_floating_point():
+            for key, received in state.get(number, {}).items():
+                if key != "step" and isinstance(received, torch.Tensor) and received.is_floating_point():
                     loaded = optimizer.state[parameter].get(key)
-                    if isinstance(loaded, torch.Tensor) and loaded.dtype != came.dtype:
-                        optimizer.state[parameter][key] = came.to(loaded.device)
+                    if isinstance(loaded, torch.Tensor) and loaded.dtype != received.dtype:
+                        optimizer.state[parameter][key] = received.to(loaded.device)
 
 
 def _lay_out(optimizer: torch.optim.Optimizer) -> None:

@@ -60,7 +60,8 @@ class _Handler:
 
     def uninstall(self) -> None:
         """Restores the previous handler, unless another handler was installed since, which may call this one."""
-        if signal.getsignal(signal.SIGTERM) == self:
+        is_installed = signal.getsignal(signal.SIGTERM) == self
+        if is_installed:
             signal.signal(signal.SIGTERM, self._before)
 
 

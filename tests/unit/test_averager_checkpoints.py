@@ -1,4 +1,4 @@
-"""The averager's checkpoints: alone in its run, on a network in memory."""
+"""Checkpoints of an averager that is alone in its run, on the memory network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The averager as a peer: alone in its run, on a network in memory."""
+"""The averager as a peer, alone in its run, on the memory network."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def test_another_reason_or_the_same_after_a_success_is_told_again(
     opt = make(torch.optim.SGD(linear().parameters()))
     ends = [(Outcome.FAILED, "a"), (Outcome.FAILED, "a"), (Outcome.NO_GROUP, "b"), (Outcome.AVERAGED, "")]
     receipts = [Receipt(number, *end) for number, end in enumerate([*ends, (Outcome.NO_GROUP, "b")])]
-    coming = iter(receipts)
+    remaining = iter(receipts)
 
     async def average(topic: object, **arguments: object) -> Receipt:
-        return next(coming)
+        return next(remaining)
 
     monkeypatch.setattr(opt._peer, "average", average)
     for _ in receipts:
@@ -231,8 +231,8 @@ def test_a_peer_that_fails_is_the_next_steps_error(make: Make, monkeypatch: pyte
         raise ZeroDivisionError
 
     monkeypatch.setattr(MemoryDiscovery, "store", break_down)
-    with suppress(ClosedError):  # it may be known already
-        opt.load_state_dict(opt.state_dict())  # has the state declared anew
+    with suppress(ClosedError):  # its thread may have ended already
+        opt.load_state_dict(opt.state_dict())  # declares the state again
     with pytest.raises(ClosedError, match="ended after ZeroDivisionError"):
         opt._thread.run(asyncio.Event().wait())
     with pytest.raises(ClosedError, match="ended after ZeroDivisionError"):

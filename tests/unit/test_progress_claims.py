@@ -1,4 +1,4 @@
-"""Whose claims to be ahead are passed over, and for how long."""
+"""Which claims to be ahead are ignored, and for how long."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_the_pause_doubles_with_each_failure_and_has_an_end() -> None:
 
 
 def test_an_attempt_that_took_long_is_not_repeated_for_as_long() -> None:
-    """Whoever is waited for in vain costs no more than half of the time."""
+    """Waiting for peers that do not deliver takes at most half of the time."""
     claims = ProgressClaims()
     claims.failed(["a:1"], 100.0, 60.0)
     assert claims.ignored(159.0) == {"a:1"}
@@ -47,7 +47,7 @@ def test_a_peer_that_was_not_asked_before_is_not_doubted() -> None:
 
 
 def test_only_the_latest_failures_are_remembered() -> None:
-    """A stranger may take another name for each claim."""
+    """An attacker may use another name for each claim."""
     claims, now = ProgressClaims(), 0.0
     for number in range(1000):
         now += 2 * LAST_PAUSE
