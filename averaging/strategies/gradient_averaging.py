@@ -26,7 +26,7 @@ WAITED_BATCHES = 2.0
 class GradientAveraging(LockstepStrategy):
     """Peers of different speeds gather the gradients of one large batch, average them, and make the same step.
 
-    Each `opt.step(batch_size=n)` adds the gradients of n samples (the loss is their mean) to this peer's sum. Once all
+    Each `opt.step(batch_size=n)` adds the gradients of n samples (the loss is their mean) to this peer's own. Once all
     peers together have `target_batch_size` samples, the gradients are averaged, weighted by samples, and every peer
     steps its optimizer with the average. If one group has room for all peers (`group_size`), that equals the step of
     one process with the joint batch. Until then the parameters do not change (Diskin et al., 2021, arXiv:2106.10207).
