@@ -397,7 +397,7 @@ class Rounds:
         return tensors
 
     def _may_write(self) -> bool:
-        return not self._snapshots.at_stake
+        return not self._snapshots.needs_copy
 
     def _adopt(self, attempt: _Attempt, result: RoundResult) -> None:
         topic = attempt.topic

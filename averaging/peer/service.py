@@ -22,7 +22,7 @@ from averaging.protocol.schema import Schema
 from averaging.state.manifest import nbytes_of
 from averaging.state.packing import pack
 from averaging.state.snapshots import Snapshots
-from averaging.state.throughput import LEAST_RATE, Throughput
+from averaging.state.throughput import MIN_RATE, Throughput
 
 SOFTWARE = f"averaging {metadata.version('averaging')}"
 
@@ -110,7 +110,7 @@ class PeerService:
 
         Raises:
             BusyError: others, or enough of the caller's host, have been downloading it for long; or others wait for
-                that, and the caller takes it at less than `LEAST`.
+                that, and the caller takes it at less than `throughput.MIN_RATE`.
         """
         if not self._snapshots.shared:
             return
@@ -125,13 +125,13 @@ class PeerService:
             async with self._preparing:
                 snapshot = await self._snapshots.latest(self._config.stall_timeout)
             clock, left = asyncio.get_running_loop().time, nbytes_of(snapshot.tensors)
-            taken = Throughput(LEAST_RATE, self._config.stall_timeout, left, clock())
+            taken = Throughput(MIN_RATE, self._config.stall_timeout, left, clock())
             for message in pack(snapshot, resume):
                 if self._downloads.wanted and not taken.time_left(clock()):
                     raise BusyError(f"others wait for the state of {self._endpoint}, and you take it slowly: {taken}")
                 yield message
                 left -= len(message.tensor_part.buffer) if message.tensor_part else 0
-                taken.heard(left, clock())
+                taken.update(left, clock())
         finally:
             self._downloads.leave(caller)
 

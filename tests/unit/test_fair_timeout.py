@@ -131,9 +131,9 @@ async def download(deadlines: Deadlines, donor: str, gaps: list[float]) -> float
 
     last = now()
     try:
-        async with DonorDeadlines(deadlines).silence(donor) as silence:
+        async with DonorDeadlines(deadlines).watch(donor) as watch:
             async for _ in messages():
-                silence.heard()
+                watch.message_received()
                 last = now()
     except TimeoutError:
         return now() - last
