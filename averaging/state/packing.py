@@ -19,7 +19,7 @@ import torch
 from averaging.common.safe_msgpack import check_keys
 from averaging.errors import StateError
 from averaging.protocol.messages import DownloadData, Resume, WireTensor
-from averaging.state.manifest import DTYPE_NAMES, STATE_DTYPES, TensorInfo, Manifest, can_skip, covered
+from averaging.state.manifest import DTYPE_NAMES, STATE_DTYPES, Manifest, TensorInfo, can_skip, covered
 
 CHUNK_BYTES = 1 << 18
 """Size of one message of a download, which takes 8 s on a link of 256 kbit/s. Larger messages would save 15 % of the

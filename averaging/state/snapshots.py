@@ -13,7 +13,7 @@ import torch
 from averaging.common.shared_tensors import SharedTensors
 from averaging.common.threads import in_thread
 from averaging.protocol.schema import Schema
-from averaging.state.manifest import TensorInfo, Manifest
+from averaging.state.manifest import Manifest, TensorInfo
 from averaging.state.packing import Snapshot, State, check_state, seal
 from averaging.state.self_check import SelfCheck
 

@@ -165,7 +165,9 @@ async def test_who_comes_to_offer_what_newcomers_refuse_is_told_so_once(caplog: 
             await donor.commit()
             with pytest.raises(StateError, match="it has more than 65792 items"):
                 await newcomer.download_state()
-        assert [one.levelname for one in caplog.records if "this peer offers" in one.getMessage()] == ["WARNING"]
+        assert [one.levelname for one in caplog.records if "refuse this peer's state" in one.getMessage()] == [
+            "WARNING"
+        ]
 
 
 @pytest.mark.asyncio
