@@ -491,9 +491,7 @@ async def test_other_machines_connect_with_tls_or_if_that_is_wanted(listen: str)
             await one.close()
 
     for exposed in (None, Credentials(tokens=(TOKEN,))):
-        with pytest.raises(
-            ConfigError, match="other machines can connect to .*: give tls_ca, .* or insecure=True where"
-        ):
+        with pytest.raises(ConfigError, match="other machines can connect to .*: give tls_ca, .* or insecure=True if"):
             await bind(exposed)
     assert (await bind(Credentials(insecure=True))).startswith("a.example.org:")
     assert (await bind(secure("a.example.org"))).startswith("a.example.org:")
