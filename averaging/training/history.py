@@ -162,7 +162,7 @@ class Progress:
     rate: float | None = None
 
     def pack(self) -> bytes:
-        """For a record in discovery; `step_rate.PLACE` is the place of the rate in it."""
+        """For a record in discovery; `step_rate.INDEX` is the place of the rate in it."""
         ends = [int(self.stage), self.digest, self.rate]
         packed: bytes = msgpack.packb([self.history.pack(), self.samples, self.coming, self.donates, *ends])
         return packed

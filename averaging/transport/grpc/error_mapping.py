@@ -142,7 +142,7 @@ def error_of_call(endpoint: str, error: grpc.aio.AioRpcError, *, sent_token: boo
         return CallRefusedError(endpoint, f"{_TOO_LARGE_REASONS[where]}: {nbytes} bytes, limit {limit}")
     reason = next((reason for text, reason in _REASONS if text in details.lower()), "")
     if reason == _LOST and details.lower().startswith("failed to connect"):
-        reason = "it closed the connection at once; do both use TLS of one authority?"
+        reason = "it closed the connection at once; do both use TLS, with one authority?"
     if code is grpc.StatusCode.UNAUTHENTICATED:
         return UnauthenticatedError(endpoint, _CREDENTIAL_REFUSED if sent_token else _CREDENTIAL_MISSING)
     if code in _UNREACHABLE:
