@@ -149,7 +149,7 @@ def test_a_full_disk_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "could not write the receipt of round 17 to /dev/full: No space left on device" in record.message
-    assert "averaging goes on" in record.message
+    assert "averaging continues" in record.message
 
 
 def test_a_disk_that_is_freed_is_written_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
