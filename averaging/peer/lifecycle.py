@@ -93,7 +93,7 @@ async def start(
         rounds = Rounds(config, endpoint, transport, discovery, progress, service, snapshots, clock=clock, rng=rng)
         service.matchmaking = rounds.matchmaking(schema)
         donors = Donors(config.run_id, endpoint, discovery, lambda: snapshots.version, clock)
-        notices = [progress.notice, donors.notice] if snapshots.shared else [progress.notice]
+        notices = [progress.notice, donors.declaration] if snapshots.shared else [progress.notice]
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         for notice in notices:
             await notice.store()

@@ -243,7 +243,7 @@ class Peer:
                 version += 1
             finally:
                 self._snapshots.commit(version)
-        running.loop.call_soon_threadsafe(running.donors.notice.changed)
+        running.loop.call_soon_threadsafe(running.donors.declaration.changed)
 
     async def commit(self, version: int | None = None) -> None:
         """Makes the present values of the tensors the state that newcomers download.
@@ -264,7 +264,7 @@ class Peer:
             self._snapshots.commit(self.version + 1 if version is None else version)
 
         await self._tensors.while_locked(commit, self.config.round_timeout)
-        self._entered.donors.notice.changed()
+        self._entered.donors.declaration.changed()
 
     def topic(self, name: str, tensors: Mapping[str, torch.Tensor], **options: Unpack[TopicOptions]) -> Topic:
         """Creates a topic: further tensors to be averaged with the peers of this run, such as gradients.
@@ -346,7 +346,7 @@ class Peer:
                 state=state,
             )
         if topic.commits and receipt.averaged:
-            running.donors.notice.changed()
+            running.donors.declaration.changed()
         logger.info("%s", receipt)
         return receipt
 
@@ -417,7 +417,7 @@ class Peer:
             self._snapshots.commit(state.version)
 
         await self._tensors.while_locked(write, self.config.round_timeout, self._tensors.nbytes)
-        self._entered.donors.notice.changed()
+        self._entered.donors.declaration.changed()
         logger.info("took over the state of %s, version %d", fetched.donor, state.version)
 
     @property

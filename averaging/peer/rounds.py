@@ -396,7 +396,7 @@ class Rounds:
         return tensors
 
     def _may_write(self) -> bool:
-        return not self._snapshots.at_stake
+        return not self._snapshots.needs_copy
 
     def _adopt(self, round_: _Round, result: RoundResult) -> None:
         topic = round_.topic

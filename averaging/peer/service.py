@@ -22,7 +22,7 @@ from averaging.protocol.schema import Schema
 from averaging.state.manifest import nbytes_of
 from averaging.state.packing import pack
 from averaging.state.snapshots import Snapshots
-from averaging.state.throughput import LEAST_RATE, Throughput
+from averaging.state.throughput import MIN_RATE, Throughput
 
 SOFTWARE = f"averaging {metadata.version('averaging')}"
 
@@ -110,7 +110,7 @@ class PeerService:
 
         Raises:
             BusyError: no place became free in time for another download, or one of the caller's host; or other callers
-                wait and this one reads slower than `LEAST_RATE`.
+                wait and this one reads slower than `MIN_RATE`.
         """
         if not self._snapshots.shared:
             return
@@ -125,7 +125,7 @@ class PeerService:
             async with self._preparing:
                 snapshot = await self._snapshots.latest(self._config.stall_timeout)
             clock, left = asyncio.get_running_loop().time, nbytes_of(snapshot.tensors)
-            taken = Throughput(LEAST_RATE, self._config.stall_timeout, left, clock())
+            taken = Throughput(MIN_RATE, self._config.stall_timeout, left, clock())
             for message in pack(snapshot, resume):
                 if self._downloads.wanted and not taken.time_left(clock()):
                     raise BusyError(
@@ -133,7 +133,7 @@ class PeerService:
                     )
                 yield message
                 left -= len(message.tensor_part.buffer) if message.tensor_part else 0
-                taken.heard(left, clock())
+                taken.update(left, clock())
         finally:
             self._downloads.leave(caller)
 

@@ -163,7 +163,7 @@ class Progress:
     rate: float | None = None
 
     def pack(self) -> bytes:
-        """Packs it for a record in discovery; `step_rate.PLACE` is the index of the rate."""
+        """For a record in discovery; `step_rate.INDEX` is the place of the rate in it."""
         ends = [int(self.stage), self.digest, self.rate]
         packed: bytes = msgpack.packb([self.history.pack(), self.samples, self.computing, self.donates, *ends])
         return packed

@@ -69,7 +69,7 @@ def test_a_script_that_handles_sigterm_goes_on_and_ends_as_it_wants(strategy: st
         assert left == {
             "event": "left",
             "steps": 1,
-            "finish": "left the run before its end, so what the others hold is not known",
+            "finish": "left the run before its end, so the weights of the other peers are unknown",
         }
         assert ended.wait() == 0
         assert slowest_after(survivors, 3) < BOUND

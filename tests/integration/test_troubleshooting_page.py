@@ -27,7 +27,7 @@ ENTRIES = dict(
     re.findall(r"^### ([^\n]*)\n\n```text\n([^`]*?)\n```\n\nCause: .*?\n\nRemedy: ", PAGE, re.DOTALL | re.MULTILINE)
 )
 MEANING = re.compile(
-    r"'\w+'|\b(?:token|certificate|authority|expired|not valid yet|clocks|host|TLS|hung up|refused|name|port|"
+    r"'\w+'|\b(?:token|certificate|authority|expired|not valid yet|clocks|host|TLS|closed the connection|refused|name|port|"
     r"b\.example\.org|NTP|no other peer|none of them|did not answer|other machines)\b"
 )
 """What carries the meaning of a message."""
