@@ -27,8 +27,8 @@ ENTRIES = dict(
     re.findall(r"^### ([^\n]*)\n\n```text\n([^`]*?)\n```\n\nCause: .*?\n\nRemedy: ", PAGE, re.DOTALL | re.MULTILINE)
 )
 MEANING = re.compile(
-    r"'\w+'|\b(?:token|certificate|authority|expired|not valid yet|clocks|host|TLS|closed the connection|refused|name|port|"
-    r"b\.example\.org|NTP|no other peer|none of them|did not answer|other machines)\b"
+    r"'\w+'|\b(?:token|certificate|authority|expired|not valid yet|clocks|host|TLS|closed the connection|refused|name|"
+    r"port|b\.example\.org|NTP|no other peer|none of them|did not answer|other machines)\b"
 )
 """What carries the meaning of a message."""
 
