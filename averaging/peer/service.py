@@ -12,7 +12,7 @@ from averaging.config import PeerConfig
 from averaging.deadlines.fair_timeout import FairTimeout
 from averaging.deadlines.learned import Deadline, Deadlines
 from averaging.discovery.base import Discovery
-from averaging.errors import BusyError, ProtocolViolationError, TransportError
+from averaging.errors import BusyError, ProtocolViolationError
 from averaging.matchmaking import Matchmaking
 from averaging.messages import AveragingData, DownloadData, JoinRequest, MessageCode, MessageFromLeader, Resume
 from averaging.observe.book import ReceiptBook, Watched
@@ -28,9 +28,6 @@ SOFTWARE = f"averaging {metadata.version('averaging')}"
 
 MAX_DOWNLOADS, DOWNLOADS_PER_HOST = 16, 4
 """Downloads of the state in progress at one donor, and of them those of one host; more wait in line."""
-
-LINGER_SECONDS = 0.5
-"""Seconds for which the stream of a refused sender is still read: some clients lose the answer if a write fails."""
 
 
 class PeerService:
@@ -77,15 +74,6 @@ class PeerService:
 
     async def aggregate_part(self, messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
         """Serves one sender's stream of the round it names."""
-        refused = False
-        async with aclosing(self._serve_sender(messages)) as replies:
-            async for reply in replies:
-                refused = reply.tensor_part is None
-                yield reply
-        if refused:
-            await _read_to_the_end(messages)
-
-    async def _serve_sender(self, messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
         try:
             # Senders of a round have the deadlines of that; this one ends the streams of others.
             async with self._part_timeout(2):
@@ -182,13 +170,3 @@ class PeerService:
 
     def _is_current(self, group_id: bytes) -> bool:
         return self.round is not None and self.round.group.group_id == group_id
-
-
-async def _read_to_the_end(messages: AsyncIterator[AveragingData]) -> None:
-    """Throws away what a sender sends that was refused, for a moment at most."""
-    try:
-        async with asyncio.timeout(LINGER_SECONDS):
-            while await anext(messages, None) is not None:
-                pass
-    except (TimeoutError, TransportError, ProtocolViolationError):
-        return

@@ -6,7 +6,7 @@ or hand over None.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -148,3 +148,20 @@ GET_SCHEMA = Method(
     convert_status.encode_schema,
     convert_status.decode_schema,
 )
+
+REQUEST_BYTES: Mapping[str, int | None] = {
+    method.path: method.max_request_bytes
+    for method in (
+        JOIN_GROUP,
+        AGGREGATE_PART,
+        DOWNLOAD_STATE,
+        EXCHANGE,
+        PUSH,
+        SUBSCRIBE,
+        LIST_RECORDS,
+        GET_STATUS,
+        WATCH_ROUNDS,
+        GET_SCHEMA,
+    )
+}
+"""How long a request of each method may be, by its path; None is as long as messages may be."""

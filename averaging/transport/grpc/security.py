@@ -6,7 +6,7 @@ import hmac
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from hashlib import sha256
 from typing import Any, TypeVar
@@ -21,7 +21,8 @@ from averaging.group import CLIENT_PREFIX
 from averaging.security.credentials import Credentials, Tls, validity_problem
 from averaging.transport.grpc import methods
 from averaging.transport.grpc.methods import Method
-from averaging.transport.grpc.options import MAX_CALLS_PER_HOST
+from averaging.transport.grpc.options import MAX_CALLS_PER_HOST, MAX_WATCHES_PER_HOST
+from averaging.transport.grpc.unfinished import host_of_peer
 
 Request = TypeVar("Request")
 
@@ -30,6 +31,9 @@ HEADER = "authorization"
 
 HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 """Answered without a token: whoever watches over machines has none."""
+
+HEALTH_WATCH = "/grpc.health.v1.Health/Watch"
+"""A stream without end, of which nobody needs many."""
 
 _INSPECTION = ("/grpc.reflection.", "/grpc.channelz.", f"/{methods.STATUS}/", methods.LIST_RECORDS.path)
 
@@ -111,28 +115,32 @@ class Gate(grpc.aio.ServerInterceptor):
 class Callers:
     """Who calls: how many calls of one host are in progress, and which endpoints it may call its own."""
 
-    def __init__(self, *, authenticated: bool, max_calls_per_host: int = MAX_CALLS_PER_HOST) -> None:
+    def __init__(
+        self,
+        *,
+        authenticated: bool,
+        max_calls_per_host: int = MAX_CALLS_PER_HOST,
+        max_watches_per_host: int = MAX_WATCHES_PER_HOST,
+    ) -> None:
         self._authenticated = authenticated
-        self._most = max_calls_per_host
+        self._max_calls = max_calls_per_host
+        self._max_watches = max_watches_per_host
         self._calls: Counter[str] = Counter()
+        self._watches: Counter[str] = Counter()
 
     @contextmanager
-    def call(self, context: Context) -> Iterator[None]:
-        """Around a call in progress.
+    def call(self, context: Context, path: str) -> Iterator[None]:
+        """Around a call in progress, of whatever service.
 
         Raises:
             BusyError: its host has too many.
         """
         host = host_of(context)
-        if self._calls[host] >= self._most:
-            raise BusyError(f"{self._calls[host]} calls of your host are in progress; no more are taken")
-        self._calls[host] += 1
-        try:
+        with ExitStack() as stack:
+            stack.enter_context(_counted(self._calls, host, self._max_calls, "calls"))
+            if path == HEALTH_WATCH:
+                stack.enter_context(_counted(self._watches, host, self._max_watches, "health watches"))
             yield
-        finally:
-            self._calls[host] -= 1
-            if not self._calls[host]:
-                del self._calls[host]
 
     def read(self, method: Method[Request, Any], context: Context) -> Callable[[bytes], Request]:
         """What decodes the messages of a call, and checks in whose name they are.
@@ -158,9 +166,22 @@ class Callers:
         return decode
 
 
+@contextmanager
+def _counted(counter: Counter[str], host: str, most: int, what: str) -> Iterator[None]:
+    if counter[host] >= most:
+        raise BusyError(f"{counter[host]} {what} of your host are in progress; no more are taken")
+    counter[host] += 1
+    try:
+        yield
+    finally:
+        counter[host] -= 1
+        if not counter[host]:
+            del counter[host]
+
+
 def host_of(context: Context) -> str:
     """The address from which somebody calls, without the port."""
-    return context.peer().rpartition(":")[0]
+    return host_of_peer(context.peer())
 
 
 def certified_hosts(context: Context) -> list[str]:
