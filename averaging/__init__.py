@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from averaging.group import Mode
     from averaging.memory import keep_freed_memory
     from averaging.messages import CompressionType
-    from averaging.observe.receipts import Account, DropCode, Dropped, Outcome, Receipt, Role, Straggler
+    from averaging.observe.receipts import Account, DropCode, Dropped, LateArrival, Outcome, Receipt, Role, Straggler
     from averaging.observe.training import Finish
     from averaging.peer.peer import Peer
     from averaging.peer.topics import Adopt, Topic
@@ -38,6 +38,7 @@ __all__ = [
     "Extras",
     "Finish",
     "GradientAveraging",
+    "LateArrival",
     "LocalSGD",
     "Mode",
     "NonFinite",
@@ -67,6 +68,7 @@ _HOMES = {
     "Extras": "state.snapshots",
     "Finish": "observe.training",
     "GradientAveraging": "strategies",
+    "LateArrival": "observe.receipts",
     "LocalSGD": "strategies",
     "Mode": "group",
     "NonFinite": "config",

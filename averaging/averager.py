@@ -96,7 +96,7 @@ class DecentralizedAverager(OptimizerWrapper):
         ConfigError: an option that cannot work.
         TensorError: the optimizer has a parameter that cannot be averaged, or there is such a buffer.
         ListenError: the address cannot be had.
-        NoSeedAnsweredError: none of `join` answered in time.
+        NoSeedAnsweredError: none of `join` answered in time; a `JoinRefusedError` if all refuse for good.
         StateError: there are peers with a state, and none could deliver it; nothing was changed.
     """
 
@@ -211,7 +211,8 @@ class DecentralizedAverager(OptimizerWrapper):
             raise RoundError("finish() was called, so the others count on no further step; make a new averager")
         self._training.check_places()
         try:
-            loss = self.strategy.step(self._training, closure, batch_size)
+            with self._training.measuring():
+                loss = self.strategy.step(self._training, closure, batch_size)
         except ClosedError:
             if not self._has_left():  # on SIGTERM, in the midst of this step
                 raise
@@ -374,12 +375,13 @@ class DecentralizedAverager(OptimizerWrapper):
         self._thread.check()
         if self._telling:
             raise RoundError("on_round cannot average: the round it is told of is not over; call average_now() later")
-        self.strategy.finish(self._training)
         config = self._peer.config
         options: RoundOptions = {"gather": gather, "enough": config.group_size, "patience": config.timeout}
         if weight is not None:
             options["weight"] = weight
-        return self._training.average(**options)
+        with self._training.measuring():
+            self.strategy.finish(self._training)
+            return self._training.average(**options)
 
     def close(self) -> None:
         """Ends a round in progress, leaves the run and ends the thread. The inner optimizer can be used on."""

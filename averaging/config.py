@@ -99,7 +99,9 @@ class PeerConfig:
         join_timeout: seconds within which one of them must answer.
         mode: node, client (accepts no connection) or auxiliary (reduces, contributes no tensors).
         group_size: a group begins as soon as it has so many members.
-        min_group_size: it begins with so many when its leader's waiting time is over.
+        min_group_size: it begins with so many when its leader's waiting time is over. This peer takes part in no
+            smaller group, whoever leads. Should be the same at all peers: one that wants more members than there are
+            averages with nobody, and the others wait for more until their leader's waiting time is over.
         group_bits: first group key, zeros and ones; empty puts all peers of the run under one key. To mix many peers by
             small groups, log2(group_size) bits for each round after the first, spread evenly: of 64 peers in groups of
             4 the n-th has `f"{n % 16:04b}"`, and all have the mean after 3 rounds.

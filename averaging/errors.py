@@ -49,12 +49,14 @@ class TransportError(AveragingError):
     Attributes:
         endpoint: the peer that was called.
         reason: what the transport said.
+        definite: whether the two peers, as they are configured, can never talk to each other: to ask again is vain.
     """
 
-    def __init__(self, endpoint: str, reason: str) -> None:
+    def __init__(self, endpoint: str, reason: str, *, definite: bool = False) -> None:
         super().__init__(_of(endpoint, reason))
         self.endpoint = endpoint
         self.reason = printable(reason)
+        self.definite = definite
 
 
 class PeerUnreachableError(TransportError):
@@ -64,8 +66,8 @@ class PeerUnreachableError(TransportError):
         refused: whether nothing listens there any more: the connection was refused.
     """
 
-    def __init__(self, endpoint: str, reason: str, *, refused: bool = False) -> None:
-        super().__init__(endpoint, reason)
+    def __init__(self, endpoint: str, reason: str, *, refused: bool = False, definite: bool = False) -> None:
+        super().__init__(endpoint, reason, definite=definite)
         self.refused = refused
 
 
@@ -74,7 +76,17 @@ class CallRefusedError(TransportError):
 
 
 class UnauthenticatedError(CallRefusedError):
-    """The peer's run wants a token, and this peer has none, or a wrong one."""
+    """The peer's run wants a token, and this peer has none, or one that is not the run's; the reason says which."""
+
+    def __init__(self, endpoint: str, reason: str) -> None:
+        super().__init__(endpoint, reason, definite=True)
+
+
+class WrongRunError(CallRefusedError):
+    """The peer belongs to another run."""
+
+    def __init__(self, endpoint: str, reason: str) -> None:
+        super().__init__(endpoint, reason, definite=True)
 
 
 class BusyError(AveragingError):
@@ -112,16 +124,34 @@ class DiscoveryError(AveragingError):
 class NoSeedAnsweredError(DiscoveryError):
     """None of the peers given to join answered in time.
 
+    Args:
+        hint: a further sentence about the cause.
+
     Attributes:
         reasons: for each seed, why.
     """
 
-    def __init__(self, reasons: Mapping[str, str], seconds: float) -> None:
-        told = "; ".join(_of(seed, reason) for seed, reason in reasons.items())
-        super().__init__(
-            f"none of the {len(reasons)} peers to join answered within {seconds:g} s ({told}). "
+    def __init__(self, reasons: Mapping[str, str], seconds: float, hint: str = "") -> None:
+        told = (
+            f"none of the {len(reasons)} peers to join answered within {seconds:g} s ({_listed(reasons)}). "
             "Check the addresses and that a peer of this run is up; without --join this peer starts a run of its own."
         )
+        super().__init__(f"{told} {hint}" if hint else told)
+        self.reasons = dict(reasons)
+
+
+class JoinRefusedError(NoSeedAnsweredError):
+    """All peers given to join belong to another run, take no such token, or show no certificate that is believed.
+
+    To try again gives the same result, until one side is configured otherwise.
+    """
+
+    def __init__(self, reasons: Mapping[str, str], hint: str = "") -> None:
+        told = (
+            f"this peer and those to join cannot be in one run as they are configured ({_listed(reasons)}). "
+            "Change what is named and start this peer again."
+        )
+        DiscoveryError.__init__(self, f"{told} {hint}" if hint else told)
         self.reasons = dict(reasons)
 
 
@@ -141,6 +171,10 @@ class ClosedError(AveragingError):
     """The peer is not running: it was not entered with `async with`, or has been closed."""
 
 
+def _listed(reasons: Mapping[str, str]) -> str:
+    return "; ".join(_of(seed, reason) for seed, reason in reasons.items())
+
+
 def _of(endpoint: str, reason: str) -> str:
     """What became of a call, with the peer's endpoint once: its own words may begin with it."""
-    return reason if reason.startswith(f"{endpoint} ") else f"{endpoint}: {reason}"
+    return reason if reason.startswith((f"{endpoint} ", f"{endpoint}: ")) else f"{endpoint}: {reason}"

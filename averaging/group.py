@@ -21,6 +21,9 @@ CLIENT_PREFIX = "client::"
 MAX_GATHER_BYTES = 64 * 1024
 """What a peer may say about itself to its group, in bytes."""
 
+MAX_GROUP_SIZE = 4096
+"""The largest group that a follower believes in."""
+
 GROUP_ID_BYTES, NONCE_BYTES = 20, 6
 
 MAX_METADATA_BYTES = 1024

@@ -78,13 +78,19 @@ class WireTensor:
 
 @dataclass(frozen=True, slots=True)
 class JoinRequest:
-    """A follower asks the callee to lead it. `expiration` is in seconds since the epoch."""
+    """A follower asks the callee to lead it.
+
+    Attributes:
+        expiration: until when it waits for a group, in seconds since the epoch.
+        min_group_size: it takes part in no smaller group. This travels in a header of the call, not in the message.
+    """
 
     endpoint: str
     schema_hash: bytes
     expiration: float
     gather: bytes = b""
     client_mode: bool = False
+    min_group_size: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +172,7 @@ class Digest:
     Attributes:
         endpoint: the caller's; empty for a client.
         entries: (id, version) of every record, if `complete`.
+        sent: when it was made, by the caller's clock, in seconds since the epoch; 0 if that is not told.
     """
 
     run_id: str
@@ -173,15 +180,21 @@ class Digest:
     state_hash: int
     entries: tuple[tuple[int, int], ...] = ()
     complete: bool = False
+    sent: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangeReply:
-    """Records the caller lacks, ids of those the callee lacks, or only that something differs."""
+    """Records the caller lacks, ids of those the callee lacks, or only that something differs.
+
+    Attributes:
+        sent: when it was made, by the callee's clock, in seconds since the epoch; 0 if that is not told.
+    """
 
     records: tuple[Record, ...] = ()
     wanted: tuple[int, ...] = ()
     differs: bool = False
+    sent: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

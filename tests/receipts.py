@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from averaging.observe.receipts import Account, DropCode, Dropped, Outcome, Receipt, Role, Straggler
+from averaging.observe.receipts import Account, DropCode, Dropped, LateArrival, Outcome, Receipt, Role, Straggler
 
 A, B, C, D = "10.0.0.1:5001", "10.0.0.2:5001", "10.0.0.3:5001", "10.0.0.7:5001"
 
@@ -48,11 +48,26 @@ receipts = st.builds(
     topic=texts,
     started=floats,
     role=st.none() | st.sampled_from(Role),
-    accounts=several(st.builds(Account, texts, st.sampled_from(Role), texts, floats, floats, counts, counts, texts)),
+    accounts=several(
+        st.builds(
+            Account,
+            texts,
+            st.sampled_from(Role),
+            texts,
+            floats,
+            floats,
+            counts,
+            counts,
+            texts,
+            st.none() | floats,
+            st.none() | floats,
+        )
+    ),
     phases=st.dictionaries(texts, floats, max_size=3),
     straggler=st.none() | st.builds(Straggler, texts, floats, texts),
     digest=texts,
     state=texts,
+    last_to_arrive=st.none() | st.builds(LateArrival, texts, floats),
 )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -70,7 +70,7 @@ class Reducing:
         tally: where averages, bytes and losses are noted.
         watch: keeps the deadlines; a sender that lets one pass is given up.
         reach: how many of its parts are read of a sender that has been answered so many, see `pace.reach`.
-        proven: whether the transport has proved that a stream comes from the member whose name it bears. If not,
+        proven: whether the transport proves that a stream in the name of a member comes from that member. If not,
             another member could have opened it, so what is wrong with its first message is held against nobody.
     """
 
@@ -85,7 +85,7 @@ class Reducing:
         watch: Watch,
         reach: Sequence[int],
         non_finite: NonFinite,
-        proven: bool,
+        proven: Callable[[str], bool],
     ) -> None:
         self._me = me
         self._proven = proven
@@ -244,7 +244,7 @@ class Reducing:
         """
         if sender.opened:
             sender.farewell = lost
-        elif self._proven:
+        elif self._proven(lost.endpoint):
             self._drop(lost)
         else:
             self.doubt(lost)
@@ -340,7 +340,7 @@ class Reducing:
         if sender.done.is_set():
             return
         # In a run without certificates any member could have sent what a sender is dropped for.
-        self._tally.lose(lost, proven=self._proven)
+        self._tally.lose(lost, proven=self._proven(name))
         sender.done.set()
         self._watch.forget(name, Phase.OPENING, Phase.PART, Phase.TAKING)
         sender.delivered.clear()

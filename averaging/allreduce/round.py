@@ -57,7 +57,7 @@ class AllReduce:
         deadlines: Deadlines,
         non_finite: NonFinite = NonFinite.REFUSE,
         adopt: Adopting | None = None,
-        proven: bool = False,
+        proven: Callable[[str], bool] = lambda _: False,
     ) -> None:
         if group.total_weight <= 0:
             raise RoundError(f"the weights of all {len(group.members)} members sum to zero; give somebody a weight")
@@ -136,6 +136,10 @@ class AllReduce:
             raise
         self._reducing.close(MessageCode.CANCELLED)
         return self.result()
+
+    async def leave(self) -> None:
+        """Takes no part in the round, instead of `run`, and tells the others so that they do not wait."""
+        await self._end(asyncio.CancelledError())
 
     async def _end(self, error: BaseException) -> None:
         """Gives the round up, and tells the others."""

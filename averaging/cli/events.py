@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from averaging.discovery.joining import Waiting
 from averaging.group import CLIENT_PREFIX
 from averaging.observe.plain import plain as plain
 from averaging.observe.receipts import Receipt
@@ -17,6 +18,16 @@ Event = Mapping[str, Any]
 def dumps(event: Event) -> str:
     """One line of ASCII, whatever strangers put into it."""
     return json.dumps(event, allow_nan=False)
+
+
+def joining(waiting: Waiting) -> Event:
+    """The peer still waits for one of --join to answer."""
+    return {
+        "event": "joining",
+        "seconds": round(waiting.seconds, 3),
+        "timeout": waiting.timeout,
+        "waiting_for": dict(waiting.reasons),
+    }
 
 
 def ready(endpoint: str, run_id: str, mode: str, schema: Schema) -> Event:

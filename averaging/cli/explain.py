@@ -42,6 +42,7 @@ def explain_command(files: Sequence[Path], summary: bool) -> None:
       round 17     the number of the attempt, from 1; 3/17 if the peers count differently; "of" what, if not the model
       3 of 4       members that were not dropped
       dropped      why, with figures; "by" whom, if not by all whose receipts are there
+      arrived      the member for which the group waited before the all-reduce began
       waited for   a member that held the others back, while they had all they could have of each other
       kept         elements without an average, because who had to reduce them was dropped
       all 3 agree  the members whose receipts are there got the same averages, or else DIFFERENT AVERAGES

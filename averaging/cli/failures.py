@@ -127,13 +127,13 @@ def write_line(line: str) -> str:
 
 def failure_of(error: AveragingError) -> Failure:
     """What an error of the library means on the command line: exit code 2 if the user's arguments are wrong, else 1."""
-    from averaging.errors import ConfigError, TensorError
+    from averaging.errors import ConfigError, JoinRefusedError, TensorError
 
-    wrong_usage = isinstance(error, ConfigError | TensorError)
-    return Failure(_name_options(str(error)), WRONG_USAGE if wrong_usage else NOT_DONE)
+    wrong_usage = isinstance(error, ConfigError | TensorError | JoinRefusedError)
+    return Failure(name_options(str(error)), WRONG_USAGE if wrong_usage else NOT_DONE)
 
 
-def _name_options(message: str) -> str:
+def name_options(message: str) -> str:
     """Writes the library's options as those of the command line: `group_size` as --group-size."""
     from averaging.config import option_names
 

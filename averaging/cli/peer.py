@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from averaging.cli.files import Document, Output
     from averaging.cli.report import Report
     from averaging.cli.session import Session
+    from averaging.discovery.joining import Waiting
 
 SECONDS = finite(above=0)
 
@@ -232,10 +233,12 @@ def peer_command(
 
     \b
     Exit codes: 0 done; 1 a round could not be done, nobody of --join answered, or the port is taken;
-    2 wrong usage or unreadable input; 130, 143 stopped by a signal before the rounds were done.
+    2 wrong usage, unreadable input, or all of --join have another run, token or certificate authority;
+    130, 143 stopped by a signal before the rounds were done.
 
     \b
     Events of --json, each with "event":
+      joining  seconds, timeout, waiting_for (why each of --join has not answered): after 1 s, then more and more seldom
       ready    endpoint, join (what others give to --join; null for a client), run_id, mode, schema_hash, tensors, bytes
       round    round (from 1), group_id, members, dropped, dropped_reasons, gathered (both by endpoint), seconds,
                allreduce_seconds, bytes_sent, bytes_received, kept_local (elements), state_version
@@ -287,6 +290,7 @@ def _run(file: Path, output: Path | None, given: dict[str, Any], report: Report)
 def _session(
     file: Path, document: Document, destination: Output | None, given: dict[str, Any], report: Report
 ) -> Session:
+    from averaging.cli import events, words
     from averaging.cli.session import Plan, Session
     from averaging.errors import AveragingError
     from averaging.group import pack_gather
@@ -301,8 +305,12 @@ def _session(
         gather=given["gather"],
         join_command=join_command(peer_command, file, given),
     )
+
+    def tell_joining(waiting: Waiting) -> None:
+        report.note(events.joining(waiting), words.joining(waiting))
+
     try:
-        peer = Peer(document.tensors, run_id=given["run_id"], **peer_options(given))
+        peer = Peer(document.tensors, run_id=given["run_id"], on_joining=tell_joining, **peer_options(given))
         pack_gather(given["weight"], given["bandwidth"], peer.config.mode, given["gather"])
     except AveragingError as error:
         raise failure_of(error) from None

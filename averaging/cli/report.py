@@ -41,6 +41,13 @@ class Report:
         else:
             self._console.print(words)
 
+    def note(self, event: events.Event, words: str) -> None:
+        """Tells what is no result: as an event if `as_json`, else on stderr unless -v has the log there."""
+        if self._as_json:
+            self.tell(event, "")
+        elif not logging.getLogger("averaging").isEnabledFor(logging.INFO):
+            self._stderr.tell(words)
+
     @contextmanager
     def failures(self) -> Iterator[None]:
         """Tells programs why the command ends; click tells people, on stderr."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from averaging.cli import events, words
-from averaging.cli.failures import Failure, Stopped, failure_of
+from averaging.cli.failures import Failure, Stopped, failure_of, name_options
 from averaging.cli.files import Document, NotWrittenError, Output
 from averaging.cli.report import Report
 from averaging.cli.signals import Stop
@@ -103,7 +103,8 @@ class Session:
                 await self._finish_round(receipt)
             elif plan.serve or (receipt.outcome is Outcome.FAILED and failures < plan.retries):
                 failures += 1
-                self._report.tell(events.retry(self.rounds + 1, receipt), words.not_averaged(self._name, receipt))
+                told = name_options(words.not_averaged(self._name, receipt))
+                self._report.tell(events.retry(self.rounds + 1, receipt), told)
             else:
                 raise Failure(self._why_given_up(receipt))
             if plan.is_done(self.rounds):
@@ -165,7 +166,7 @@ class Session:
             raise asyncio.CancelledError
 
     def _why_given_up(self, receipt: Receipt) -> str:
-        told = words.not_averaged(self._name, receipt)
+        told = name_options(words.not_averaged(self._name, receipt))
         if receipt.outcome is Outcome.FAILED:
             told += f" ({words.counted(self._plan.retries + 1, 'attempt')} failed in a row; --retries allows more)"
         return f"{told}. Nothing was written"

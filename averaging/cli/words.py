@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from averaging.addresses import is_loopback, parse_address
+from averaging.discovery.joining import Waiting
 from averaging.group import CLIENT_PREFIX
 from averaging.observe.plain import counted as counted
 from averaging.observe.plain import duration, listed
@@ -18,6 +19,11 @@ from averaging.schema import Schema
 def round_name(number: int, rounds: int | None) -> str:
     """`round 1 of 3`; `number` counts from 1."""
     return f"round {number}" + (f" of {rounds}" if rounds and number <= rounds else "")
+
+
+def joining(waiting: Waiting) -> str:
+    """The peer still waits for one of --join to answer."""
+    return f"joining: {printable(str(waiting))}; --join-timeout changes that"
 
 
 def ready(endpoint: str, run_id: str, schema: Schema, join_command: Sequence[str]) -> str:

@@ -199,6 +199,24 @@ class Deadlines:
         whose = f"the longest of {len(alike)} others" if len(alike) > 1 else "that of 1 other"
         return Guesses(elsewhere, self._guess(usual, smaller, whose))
 
+    def usual(self, endpoint: str, phase: Phase, size: int) -> tuple[float | None, float | None]:
+        """How long a peer usually takes, with room for variation but without bounds, and the median of that over all.
+
+        Returns:
+            Both in seconds; None where too little is known of it, and where nobody is known.
+        """
+        known = {
+            name: entry
+            for (name, its_phase, its_size), entry in self._known.items()
+            if its_phase is phase and its_size == size and entry.usual is not None
+        }
+        own = known.get(endpoint)
+        usual = [entry.usual.seconds for entry in known.values() if entry.usual is not None]
+        return (
+            own.usual.seconds if own is not None and own.usual is not None and own.enough else None,
+            statistics.median(usual) if usual else None,
+        )
+
     def saw(self, endpoint: str, phase: Phase, size: int, seconds: float, now: float) -> None:
         """In a round that it finished, the longest wait for it took so long."""
         known = self._use(endpoint, phase, size, now)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 MAX_VALUE_BYTES = 1024
@@ -19,6 +19,42 @@ class Entry:
 
     value: bytes
     expiration: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """What discovery knows of another peer.
+
+    Attributes:
+        since: when it took its place in the run, by its own word and clock, in seconds since the epoch.
+        values: what it has stored, by key.
+    """
+
+    since: float
+    values: Mapping[str, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """The others, and what stands between them and this peer, as far as discovery knows.
+
+    Attributes:
+        peers: those in the run, without this one.
+        silent: who did not answer this peer lately, and why.
+        apart: whose clock differs by more than is allowed: by how many seconds it is ahead, or below 0 behind.
+        alone: why nobody else may be there and what to do, where that follows from whom this peer was told to join.
+    """
+
+    peers: Mapping[str, Sighting]
+    silent: Mapping[str, str] = field(default_factory=dict)
+    apart: Mapping[str, float] = field(default_factory=dict)
+    alone: str = ""
+
+
+def clock_difference(ahead: float) -> str:
+    """`40 s ahead of`, or `40 s behind` if it is below 0."""
+    seconds = abs(ahead)
+    return f"{seconds:.{0 if seconds >= 10 else 1}f} s {'ahead of' if ahead > 0 else 'behind'}"
 
 
 class Discovery(Protocol):
@@ -67,4 +103,8 @@ class Discovery(Protocol):
 
         A peer that has given no sign of life for long may be left out sooner.
         """
+        ...
+
+    def outlook(self) -> Outlook:
+        """The others, and what stands between them and this peer; it is asked when no group came together."""
         ...

@@ -46,7 +46,7 @@ class Board:
         self._clock = clock
         self._on_change = on_change
         self._table = RecordTable(limits, author.verify)
-        self._watchers = Watchers(clock, lambda key: self.table().read(key))
+        self._watchers = Watchers(clock, lambda key: self.table().read(key), lambda key: self.table().next_end(key))
         self._warned: dict[Reason, float] = {}
         self._waiting: dict[tuple[str, str], bytes] = {}
         self.refused: Counter[Reason] = Counter()

@@ -25,6 +25,7 @@ from averaging.addresses import covers, is_endpoint, parse_address
 from averaging.discovery.identity import Ed25519Identity
 from averaging.group import CLIENT_PREFIX
 from averaging.messages import Record
+from averaging.security.client_names import fits
 from averaging.security.credentials import EXPIRES_SOON, PrivateKey, Tls, hosts_of, is_issued_by, validity_problem
 
 logger = logging.getLogger(__name__)
@@ -90,9 +91,10 @@ class CertifiedIdentity:
         proven = self._prove(run_id, record.owner, proof)
         if proven is None or validity_problem(proven.certificate, self._clock()):
             return False
-        # A client has no host, and whatever else is no address belongs to nobody in particular.
-        if record.subkey.startswith(CLIENT_PREFIX) or not is_endpoint(record.subkey):
-            return True
+        if record.subkey.startswith(CLIENT_PREFIX):
+            return fits(record.subkey, proven.certificate)
+        if not is_endpoint(record.subkey):
+            return True  # a name that belongs to nobody in particular
         return covers(proven.hosts, parse_address(record.subkey)[0])
 
     def _age(self) -> int:

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 from averaging.discovery.board import Board
+from averaging.discovery.clocks import Clocks
 from averaging.discovery.rumours import Rumours
 from averaging.discovery.settings import GossipSettings
 from averaging.errors import ProtocolViolationError
@@ -25,6 +26,8 @@ class Exchange:
         endpoint: this peer's name.
         take: merges a record from the network; its second argument is the sender.
         rumours: sends what the other side wants.
+        clocks: told what the clocks of those who answer show.
+        clock: seconds since the epoch.
     """
 
     def __init__(
@@ -36,6 +39,8 @@ class Exchange:
         take: Callable[[Record, str], object],
         rumours: Rumours,
         settings: GossipSettings,
+        clocks: Clocks,
+        clock: Callable[[], float],
     ) -> None:
         self._run_id = run_id
         self._name = "" if endpoint.startswith(CLIENT_PREFIX) else endpoint
@@ -44,12 +49,14 @@ class Exchange:
         self._take = take
         self._rumours = rumours
         self._settings = settings
+        self._clocks = clocks
+        self._clock = clock
 
     def digest(self, *, complete: bool) -> Digest:
         """What this peer holds; only the hash of it unless `complete`."""
         table = self._board.table()
         entries = tuple(table.versions().items()) if complete else ()
-        return Digest(self._run_id, self._name, table.state_hash, entries, complete)
+        return Digest(self._run_id, self._name, table.state_hash, entries, complete, self._clock())
 
     async def compare(self, endpoint: str) -> None:
         """Exchanges records with `endpoint`: the hashes first, and the digests if they differ.
@@ -70,14 +77,14 @@ class Exchange:
         table = self._board.table()
         # The hash of an empty table is 0: such a caller needs everything.
         if not digest.complete and digest.state_hash != 0:
-            yield ExchangeReply(differs=digest.state_hash != table.state_hash)
+            yield ExchangeReply(differs=digest.state_hash != table.state_hash, sent=self._clock())
             return
         lacking, wanted = table.compare(self._checked(digest.entries))
         size = self._settings.records_per_reply
         while len(lacking) > size:
-            yield ExchangeReply(tuple(lacking[:size]))
+            yield ExchangeReply(tuple(lacking[:size]), sent=self._clock())
             lacking = lacking[size:]
-        yield ExchangeReply(tuple(lacking), tuple(wanted))
+        yield ExchangeReply(tuple(lacking), tuple(wanted), sent=self._clock())
 
     def _checked(self, entries: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
         if len(entries) > 2 * self._settings.limits.records:
@@ -89,8 +96,13 @@ class Exchange:
         most = 2 * self._settings.limits.records
         wanted: list[int] = []
         records = 0
+        time = asyncio.get_running_loop().time
+        began: float | None = time()
         async with aclosing(self._transport.exchange(endpoint, digest)) as replies:
             async for reply in replies:
+                if began is not None:  # a later one may have waited for this peer to read it
+                    self._clocks.answered(endpoint, reply.sent, self._clock(), time() - began, time())
+                    began = None
                 if reply.differs and not digest.complete:
                     return None
                 records += len(reply.records)

@@ -18,12 +18,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from averaging.addresses import is_endpoint
-from averaging.discovery.base import Entry
+from averaging.discovery.base import Entry, Outlook, clock_difference
 from averaging.discovery.board import Board
+from averaging.discovery.clocks import Clocks
 from averaging.discovery.exchange import Exchange
 from averaging.discovery.followers import Followers
 from averaging.discovery.identity import Author, Ed25519Identity, Identity
-from averaging.discovery.joining import SAME_NAME, Joining
+from averaging.discovery.joining import SAME_NAME, Joining, Waiting
 from averaging.discovery.members import Members
 from averaging.discovery.reach import Reach
 from averaging.discovery.records import Reason
@@ -32,7 +33,14 @@ from averaging.discovery.settings import GossipSettings
 from averaging.discovery.spread import RING, all_others
 from averaging.discovery.table import Change, Merged
 from averaging.discovery.upkeep import Upkeep
-from averaging.errors import CallRefusedError, ClosedError, ConfigError, DiscoveryError, ProtocolViolationError
+from averaging.errors import (
+    CallRefusedError,
+    ClosedError,
+    ConfigError,
+    DiscoveryError,
+    ProtocolViolationError,
+    WrongRunError,
+)
 from averaging.group import CLIENT_PREFIX
 from averaging.messages import Digest, ExchangeReply, Record, Refusal, Rumour
 from averaging.text import printable
@@ -64,6 +72,7 @@ class GossipDiscovery:
         clock: seconds since the epoch.
         rng: picks whom to talk to, and when.
         settings: the constants.
+        on_joining: called after a second, and then more and more seldom, while nobody to join has answered.
 
     Raises:
         ConfigError: `endpoint` is no endpoint, or a client has nobody to join.
@@ -81,6 +90,7 @@ class GossipDiscovery:
         clock: Callable[[], float] = time.time,
         rng: random.Random | None = None,
         settings: GossipSettings | None = None,
+        on_joining: Callable[[Waiting], None] | None = None,
     ) -> None:
         self._is_client = endpoint.startswith(CLIENT_PREFIX)
         if not is_endpoint(endpoint):
@@ -100,13 +110,18 @@ class GossipDiscovery:
         self._members = Members(endpoint, join, rng, retry_lost=settings.retry_lost, most_lost=settings.most_lost)
         self._followers = Followers(endpoint, settings)
         self._rumours = Rumours(transport, run_id, self._members, settings, clock, self._on_refused)
-        self._exchange = Exchange(run_id, endpoint, transport, self._board, self._take, self._rumours, settings)
+        self._clocks = Clocks(settings.limits.clock_tolerance, settings.exchange_timeout)
+        self._exchange = Exchange(
+            run_id, endpoint, transport, self._board, self._take, self._rumours, settings, self._clocks, clock
+        )
         self._reach = Reach(endpoint)
         self._upkeep = Upkeep(
             transport, self._members, self._exchange, self._take, settings, clock, rng, on_answer=self._reach.answered
         )
         self._joins_itself = endpoint in join
-        self._joining = Joining(self._members.seeds, self._exchange.compare, settings, rng)
+        self._joining = Joining(
+            self._members.seeds, self._exchange.compare, settings, rng, hint=self._clocks_hint, on_waiting=on_joining
+        )
         self._group = asyncio.TaskGroup()
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._entered = self._leaving = self._left = False
@@ -142,6 +157,24 @@ class GossipDiscovery:
         """See `Discovery.endpoints`."""
         return self._board.table().subkeys() - self._members.vanished
 
+    def outlook(self) -> Outlook:
+        """See `Discovery.outlook`."""
+        known, table = self.endpoints(), self._board.table()
+        peers = {name: one for name, one in table.sightings().items() if name in known and name != self._endpoint}
+        silent = self._members.silent(self._clock())
+        return Outlook(peers, silent, self._clocks.apart(asyncio.get_running_loop().time()), self._told_to_join())
+
+    def _told_to_join(self) -> str:
+        """What to do if this peer is alone, as far as that follows from whom it was told to join."""
+        if self._members.seeds and not self._joining.alone:
+            return ""
+        why = (
+            "the only `join` of this peer is its own address"
+            if self._joins_itself or self._joining.alone
+            else ("this peer was given no `join`")
+        )
+        return f"{why}, so the others must join {self._endpoint}, or this peer one of them"
+
     @property
     def refused(self) -> Mapping[Reason, int]:
         """How many records from others were refused since the start, by reason."""
@@ -163,6 +196,7 @@ class GossipDiscovery:
             self._joining.called_by_itself()
             raise CallRefusedError(self._endpoint, SAME_NAME)
         self._reach.called()
+        self._clocks.called(digest.endpoint, digest.sent, self._clock(), asyncio.get_running_loop().time())
         self._joining.called_by(digest.endpoint)
         self._members.trust(digest.endpoint)
         async with aclosing(self._exchange.answer(digest)) as replies:
@@ -205,7 +239,8 @@ class GossipDiscovery:
 
     def _admit(self, run_id: str) -> None:
         if run_id != self._run_id:
-            raise ProtocolViolationError(f"{self._endpoint} belongs to run {self._run_id!r}, not to {run_id[:64]!r}")
+            told = f"{self._endpoint} belongs to run {self._run_id!r}, not to {run_id[:64]!r}"
+            raise WrongRunError(self._endpoint, f"{told}; give both peers the same run id")
         if self._left:
             raise CallRefusedError(self._endpoint, "has left the run")
 
@@ -215,7 +250,8 @@ class GossipDiscovery:
         """Joins the run.
 
         Raises:
-            NoSeedAnsweredError: there are peers to join and none answered in time.
+            NoSeedAnsweredError: there are peers to join and none answered in time; a `JoinRefusedError` if all refuse
+                for good.
         """
         if self._entered:
             raise ClosedError("a discovery can be entered only once; make another one")
@@ -307,6 +343,12 @@ class GossipDiscovery:
                     "%s refuses this peer's record of %r under %r: %s",
                     *(endpoint, refusal.subkey, refusal.key, printable(refusal.reason, 200)),
                 )
+
+    def _clocks_hint(self) -> str:
+        """A sentence about the clocks that are too far from this peer's; empty if there are none."""
+        apart = self._clocks.apart(asyncio.get_running_loop().time())
+        told = ", ".join(f"that of {name} is {clock_difference(ahead)} this peer's" for name, ahead in apart.items())
+        return f"The clocks are too far apart: {told}; set them, for example with NTP." if told else ""
 
     def _write_presence(self) -> Record:
         return self._board.write(self._peers_key, self._endpoint, b"", self._clock() + self._settings.peer_lifetime)

@@ -9,6 +9,7 @@ from averaging.addresses import is_endpoint
 from averaging.discovery.spread import RING, Branch, Ring
 from averaging.group import CLIENT_PREFIX
 
+_FAILURE_SECONDS = 60.0  # for which a failed call counts; who is there is called again sooner, as a rule
 _LOST_AT_ONCE = 8  # of many that vanished together: enough to find one of them again soon
 
 
@@ -37,6 +38,7 @@ class Members:
         self._ring = Ring()
         self._suspects: dict[str, None] = {}  # ordered, so that one seed gives one run
         self._lost: dict[str, float] = {}
+        self._failures: dict[str, tuple[float, str]] = {}  # of those who did not answer, the last: when, and why
         self.followed: str | None = None
 
     @property
@@ -53,6 +55,7 @@ class Members:
         if endpoint in self._ring:
             return
         self._lost.pop(endpoint, None)
+        self._failures.pop(endpoint, None)
         if endpoint != self._endpoint and is_endpoint(endpoint) and not endpoint.startswith(CLIENT_PREFIX):
             self._ring.add(endpoint)
 
@@ -61,6 +64,8 @@ class Members:
         known = endpoint in self._ring
         self._ring.discard(endpoint)
         self._suspects.pop(endpoint, None)
+        if not vanished:
+            self._failures.pop(endpoint, None)
         if known and vanished:
             self._lost[endpoint] = now
             if len(self._lost) > self._most_lost:
@@ -75,10 +80,26 @@ class Members:
         """`endpoint` is up: it answered, or called itself."""
         self._suspects.pop(endpoint, None)
 
-    def suspect(self, endpoint: str) -> None:
+    def answered(self, endpoint: str) -> None:
+        """`endpoint` has answered this peer."""
+        self.trust(endpoint)
+        self._failures.pop(endpoint, None)
+
+    def suspect(self, endpoint: str, now: float, why: str) -> None:
         """`endpoint` did not answer: until it gives a sign of life it is tried after all others."""
         if endpoint in self._ring:
             self._suspects[endpoint] = None
+        if endpoint in self._ring or endpoint in self._seeds or endpoint in self._lost:
+            self._failures[endpoint] = now, why
+
+    def silent(self, now: float) -> dict[str, str]:
+        """Why each did not answer that was last asked in the last minute, as far as it may still be there."""
+        self._failures = {
+            name: (when, why)
+            for name, (when, why) in self._failures.items()
+            if now - when < _FAILURE_SECONDS and (name in self._ring or name in self._seeds or name in self._lost)
+        }
+        return {name: why for name, (_, why) in self._failures.items()}
 
     def pick(self) -> str | None:
         """A random member, if possible one that is not suspected; None if there is none."""

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from types import TracebackType
 from typing import Self
 
-from averaging.discovery.base import Entry
+from averaging.discovery.base import Entry, Outlook
 from averaging.discovery.identity import Author, UnsignedIdentity
 from averaging.discovery.records import Limits, Reason
 from averaging.discovery.table import RecordTable
@@ -89,7 +89,7 @@ class MemoryDiscovery:
     def __init__(self, registry: MemoryRegistry) -> None:
         self._registry = registry
         self._author = Author("", UnsignedIdentity(registry.rng), registry.limits)
-        self._watchers = Watchers(registry.clock, self.get)
+        self._watchers = Watchers(registry.clock, self.get, self._next_end)
         self._own: dict[tuple[str, str], Record] = {}
         self._on_the_way: dict[tuple[str, str], Record] = {}
         self._entered = self._left = False
@@ -152,6 +152,14 @@ class MemoryDiscovery:
     def endpoints(self) -> frozenset[str]:
         """See `Discovery.endpoints`."""
         return self._registry.table().subkeys() | self._stored()
+
+    def outlook(self) -> Outlook:
+        """See `Discovery.outlook`; in one process all answer, by one clock."""
+        own = {subkey for _, subkey in self._own}
+        return Outlook({name: one for name, one in self._registry.table().sightings().items() if name not in own})
+
+    def _next_end(self, key: str) -> float | None:
+        return min((entry.expiration for entry in self.get(key).values()), default=None)
 
     def notify(self, key: str) -> None:
         """The registry: something under `key` changed."""

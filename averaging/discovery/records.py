@@ -20,6 +20,12 @@ OWNER_BYTES = 32
 MAX_VERSION = 2**63 - 1
 """Versions are microseconds since the epoch; the largest of them lies some 290,000 years ahead."""
 
+LEAST_KEPT = 15.0
+"""Seconds for which a record with a version from the future is kept, however early it seems to expire.
+
+An owner whose clock was set back goes on with its former versions for a while. Its records then look as if they were
+written later and lasted less long than they do."""
+
 _SIGNED_DOMAIN = b"averaging.v1.Record"  # so that the signature means nothing in any other protocol
 _NUMBERS = struct.Struct("<QQd?")
 
@@ -95,3 +101,19 @@ def objection(record: Record, now: float, limits: Limits) -> Reason | None:
     if record.expiration > now + limits.lifetime + 2 * limits.clock_tolerance:
         return Reason.TOO_FAR
     return None
+
+
+def kept_until(record: Record, now: float, limits: Limits) -> float:
+    """Until when a peer keeps a record that it receives at `now`, in seconds since the epoch by its own clock.
+
+    The expiration is a moment of the owner's clock. If that clock is ahead, the record of a dead owner would stay for
+    as many seconds longer. The version tells when the owner wrote the record by the same clock, so the difference is
+    the lifetime that it meant, whatever the clock shows. A record is kept for no longer than that after it came.
+    """
+    written = record.version / 1e6
+    if written <= now + limits.clock_tolerance:
+        return record.expiration
+    lifetime = record.expiration - written
+    if lifetime <= 0:  # the owner's clock was set back by more than this record lasts: the version tells no time
+        return record.expiration
+    return min(record.expiration, now + max(lifetime, LEAST_KEPT) + limits.clock_tolerance)

@@ -10,7 +10,7 @@ from typing import Any
 
 from averaging.discovery.members import Members
 from averaging.discovery.records import Reason
-from averaging.discovery.settings import CALL_FAILURES, GossipSettings
+from averaging.discovery.settings import CALL_FAILURES, GossipSettings, why_failed
 from averaging.messages import Record, Refusal, Rumour
 from averaging.transport.base import Transport
 
@@ -148,7 +148,7 @@ class Rumours:
                     return
                 except CALL_FAILURES as error:
                     logger.debug("%s did not take a rumour: %s", target, error)
-                    self._members.suspect(target)
+                    self._members.suspect(target, self._clock(), why_failed(error))
         finally:
             # Who loses patience in the line takes its parcels along: nobody may come to that target any more.
             own = set(map(id, parcels))

@@ -11,6 +11,11 @@ CALL_FAILURES = (TransportError, ProtocolViolationError, TimeoutError)
 """What a call to another peer may end in; it concerns that peer alone."""
 
 
+def why_failed(error: Exception) -> str:
+    """The reason of one of `CALL_FAILURES`, without the peer's name."""
+    return error.reason if isinstance(error, TransportError) else str(error) or "no answer"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GossipSettings:
     """How often, how long, how many. Seconds unless said otherwise.

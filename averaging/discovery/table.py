@@ -6,6 +6,10 @@ function of that map: of the owners whose record has neither expired nor been wi
 first holds it (equal claims: the smaller key). Records of the others are kept but nobody reads them; when the holder's
 goes, the next one takes the place at every peer at the same moment, without a message. `claimed` is the owner's word:
 one that lies about it takes a place that it was not first to claim, see docs/decisions/0001-gossip.md.
+
+A record whose owner's clock is ahead is dropped before it expires (`records.kept_until`). Peers received it at
+different times, so those that still hold it would give it back to those that do not. Its version is therefore
+remembered until it expires, and no record of that version or an earlier one is taken.
 """
 
 from __future__ import annotations
@@ -16,8 +20,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from averaging.discovery.base import Entry
-from averaging.discovery.records import Limits, Reason, entry_hash, objection, record_id
+from averaging.addresses import is_endpoint
+from averaging.discovery.base import Entry, Sighting
+from averaging.discovery.records import Limits, Reason, entry_hash, kept_until, objection, record_id
 from averaging.messages import Record
 
 
@@ -45,6 +50,8 @@ class Merged(NamedTuple):
 
 _NOTHING_NEW = Merged()
 
+_FEW = 1024  # records that were dropped early and are remembered without a look at which have expired
+
 
 class RecordTable:
     """The newest record of every owner under every (key, subkey).
@@ -65,7 +72,10 @@ class RecordTable:
         self._by_id: dict[int, Record] = {}
         self._versions: dict[int, int] = {}
         self._by_owner: Counter[bytes] = Counter()
-        self._expirations: list[tuple[float, int]] = []  # heap of (expiration, id), some outdated
+        self._ends: dict[tuple[str, str, bytes], float] = {}  # until when each record is kept
+        self._expirations: list[tuple[float, int]] = []  # heap of (end, id), some outdated
+        self._dropped: dict[int, tuple[float, int]] = {}  # expiration and version of what was dropped before it expired
+        self._prune_at = _FEW
         self._hash = 0
 
     def __len__(self) -> int:
@@ -88,12 +98,14 @@ class RecordTable:
         if reason is not None:
             return Merged(reason=reason)
         number = record_id(record.key, record.subkey, record.owner)
+        if self._was_dropped(number, record.version):
+            return _NOTHING_NEW
         reason = self._no_room(number, record, known)
         if reason is None and not self._verify(record):
             reason = Reason.FORGED
         if reason is not None:
             return Merged(reason=reason)
-        self._put(number, record, known)
+        self._put(number, record, known, kept_until(record, now, self._limits))
         change = self._reread(record.key, record.subkey)
         waits = not record.withdrawn and self.holder(record.key, record.subkey) is not record
         return Merged(news=True, reason=Reason.FOREIGN if waits else None, change=change)
@@ -104,9 +116,11 @@ class RecordTable:
         while self._expirations and self._expirations[0][0] <= now:
             _, number = heapq.heappop(self._expirations)
             record = self._by_id.get(number)
-            if record is None or record.expiration > now:
+            if record is None or self._ends[_identity(record)] > now:
                 continue  # outdated: a newer record took its place
             self._remove(number, record)
+            if record.expiration > now:
+                self._remember(number, record, now)
             change = self._reread(record.key, record.subkey)
             if change is not None:
                 changes.append(change)
@@ -128,6 +142,10 @@ class RecordTable:
         """The entries under `key`, by subkey."""
         return {s: Entry(record.value, record.expiration) for s, record in self._readable.get(key, {}).items()}
 
+    def next_end(self, key: str) -> float | None:
+        """When the first of the records that are read under `key` will be gone; None if there are none."""
+        return min((self._ends[_identity(record)] for record in self._readable.get(key, {}).values()), default=None)
+
     def listing(self, key: str) -> tuple[Record, ...]:
         """The records that are read under `key`, or under any key if it is empty."""
         keys = (key,) if key else tuple(self._readable)
@@ -141,6 +159,16 @@ class RecordTable:
         """All subkeys under which something is read."""
         return frozenset(self._subkeys)
 
+    def sightings(self) -> dict[str, Sighting]:
+        """What is known of each subkey that is an endpoint."""
+        values: dict[str, dict[str, bytes]] = {}
+        since: dict[str, int] = {}
+        for key, records in self._readable.items():
+            for subkey, record in records.items():
+                values.setdefault(subkey, {})[key] = record.value
+                since[subkey] = min(since.get(subkey, record.claimed), record.claimed)
+        return {name: Sighting(since[name] / 1e6, stored) for name, stored in values.items() if is_endpoint(name)}
+
     def versions(self) -> Mapping[int, int]:
         """The digest: version by record id."""
         return self._versions
@@ -151,7 +179,12 @@ class RecordTable:
         # Of ids that are not here no dict is made: they may be chosen so that each clashes with all before it.
         there = {number: version for number, version in theirs if number in here}
         lacking = [self._by_id[number] for number, version in here.items() if there.get(number, 0) < version]
-        return lacking, [number for number, version in theirs if here.get(number, 0) < version]
+        wanted = [
+            number
+            for number, version in theirs
+            if here.get(number, 0) < version and not self._was_dropped(number, version)
+        ]
+        return lacking, wanted
 
     def select(self, numbers: Iterable[int]) -> list[Record]:
         """The records with these ids; ids of none are passed over."""
@@ -166,7 +199,19 @@ class RecordTable:
             return Reason.OWNER_FULL
         return Reason.FULL if len(self._by_id) >= self._limits.records else None
 
-    def _put(self, number: int, record: Record, known: Record | None) -> None:
+    def _was_dropped(self, number: int, version: int) -> bool:
+        """Whether this version of a record, or a later one, was here and was dropped before it expired."""
+        return version <= self._dropped.get(number, (0.0, 0))[1]
+
+    def _remember(self, number: int, record: Record, now: float) -> None:
+        self._dropped[number] = record.expiration, record.version
+        if len(self._dropped) > self._prune_at:
+            self._dropped = {n: dropped for n, dropped in self._dropped.items() if dropped[0] > now}
+            for number in list(self._dropped)[: max(0, len(self._dropped) - self._limits.records)]:
+                del self._dropped[number]
+            self._prune_at = max(_FEW, 2 * len(self._dropped))
+
+    def _put(self, number: int, record: Record, known: Record | None, end: float) -> None:
         if known is None:
             self._by_owner[record.owner] += 1
         else:
@@ -178,14 +223,17 @@ class RecordTable:
         self._by_id[number] = record
         self._versions[number] = record.version
         self._hash ^= entry_hash(number, record.version)
-        heapq.heappush(self._expirations, (record.expiration, number))
+        self._dropped.pop(number, None)
+        self._ends[_identity(record)] = end
+        heapq.heappush(self._expirations, (end, number))
         if len(self._expirations) > 2 * len(self._by_id) + 64:  # mostly outdated
-            self._expirations = [(r.expiration, n) for n, r in self._by_id.items()]
+            self._expirations = [(self._ends[_identity(r)], n) for n, r in self._by_id.items()]
             heapq.heapify(self._expirations)
 
     def _remove(self, number: int, record: Record) -> None:
         place = (record.key, record.subkey)
-        del self._by_id[number], self._versions[number], self._places[place][record.owner]
+        del self._by_id[number], self._versions[number], self._ends[_identity(record)]
+        del self._places[place][record.owner]
         if not self._places[place]:
             del self._places[place]
         self._unclaim(record)
@@ -222,6 +270,11 @@ class RecordTable:
             if not self._subkeys[subkey]:
                 del self._subkeys[subkey]
         return Change(key, subkey, after)
+
+
+def _identity(record: Record) -> tuple[str, str, bytes]:
+    """What its id is the hash of."""
+    return record.key, record.subkey, record.owner
 
 
 def _precedence(record: Record) -> tuple[int, bytes]:

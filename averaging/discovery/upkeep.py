@@ -10,7 +10,7 @@ from contextlib import aclosing
 
 from averaging.discovery.exchange import Exchange
 from averaging.discovery.members import Members
-from averaging.discovery.settings import CALL_FAILURES, GossipSettings
+from averaging.discovery.settings import CALL_FAILURES, GossipSettings, why_failed
 from averaging.messages import Record
 from averaging.transport.base import Transport
 
@@ -81,7 +81,7 @@ class Upkeep:
                     await self._read_stream(endpoint)
                 except CALL_FAILURES as error:
                     logger.debug("the stream of %s broke: %s", endpoint, error)
-                    self._members.suspect(endpoint)
+                    self._members.suspect(endpoint, self._clock(), why_failed(error))
                 finally:
                     self._members.followed = None
                     # Not where a member answers all but that, or ends each stream as soon as it has begun.
@@ -109,9 +109,9 @@ class Upkeep:
             await self._exchange.compare(endpoint)
         except CALL_FAILURES as error:
             logger.debug("no exchange with %s: %s", endpoint, error)
-            self._members.suspect(endpoint)
+            self._members.suspect(endpoint, self._clock(), why_failed(error))
             return False
-        self._members.trust(endpoint)
+        self._members.answered(endpoint)
         self._on_answer()
         return True
 

@@ -16,11 +16,18 @@ class Watchers:
     Args:
         clock: seconds since the epoch.
         read: what is under a key now.
+        next_end: when the first of that will be gone; None if there is nothing.
     """
 
-    def __init__(self, clock: Callable[[], float], read: Callable[[str], Mapping[str, Entry]]) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        read: Callable[[str], Mapping[str, Entry]],
+        next_end: Callable[[str], float | None],
+    ) -> None:
         self._clock = clock
         self._read = read
+        self._next_end = next_end
         self._waiting: dict[str, dict[asyncio.Event, None]] = {}
         self._closed = False
 
@@ -49,15 +56,15 @@ class Watchers:
                     told = entries
                     yield entries
                 else:
-                    await self._wait(event, min((entry.expiration for entry in entries.values()), default=None))
+                    await self._wait(event, self._next_end(key))
         finally:
             del waiting[event]
             if not waiting and self._waiting.get(key) is waiting:
                 del self._waiting[key]
 
-    async def _wait(self, event: asyncio.Event, expiration: float | None) -> None:
-        """Until the event is set or the moment `expiration` has come."""
-        seconds = None if expiration is None else max(_SHORTEST_WAIT, expiration - self._clock())
+    async def _wait(self, event: asyncio.Event, moment: float | None) -> None:
+        """Until the event is set or the moment has come."""
+        seconds = None if moment is None else max(_SHORTEST_WAIT, moment - self._clock())
         try:
             async with asyncio.timeout(seconds):
                 await event.wait()

@@ -14,6 +14,8 @@ from averaging.discovery.base import Discovery
 from averaging.errors import AveragingError
 from averaging.group import Group, Mode, group_key, next_group_bits, unpack_gather
 from averaging.matchmaking import rules
+from averaging.matchmaking.answers import Answers
+from averaging.matchmaking.arrivals import Arrivals
 from averaging.matchmaking.asking import Asking
 from averaging.matchmaking.conduct import Conduct
 from averaging.matchmaking.differences import Differences, Warned
@@ -39,12 +41,16 @@ class Matchmaking:
 
     Args:
         endpoint: this peer's name.
+        group_size: it begins a group that it leads as soon as there are so many members.
+        min_group_size: it begins one with so many when its declared time is over. Leaders are told that it takes part
+            in no smaller one; those of other software may begin one all the same, so the caller has to check that.
         matchmaking_time: seconds that one declaration lasts.
         only_named: whether a leader may name as members only those whom discovery names. In an open run, which may have
             peers of other implementations, it may name whomever it met.
         over_lifetime: seconds for which the record stays that says that a search is over, where no later search is made
             under its key; if None, as long as the declaration that it replaces would have.
         conduct: who has broken the protocol: such a peer is neither asked nor taken in for a while.
+        answers: who answered this peer's requests, from search to search; nothing is known of them if None.
         deadlines: how long others take to answer, from search to search; nothing is known of them if None.
         warned: the differences that were warned of already; none if None.
         clock: seconds since the epoch.
@@ -68,6 +74,7 @@ class Matchmaking:
         clock: Callable[[], float],
         rng: random.Random,
         conduct: Conduct | None = None,
+        answers: Answers | None = None,
         deadlines: Deadlines | None = None,
         warned: Warned | None = None,
     ) -> None:
@@ -85,9 +92,11 @@ class Matchmaking:
             transport,
             discovery,
             self._differences,
+            min_group_size=min_group_size,
             matchmaking_time=matchmaking_time,
             only_named=only_named,
             conduct=self._conduct,
+            answers=answers or Answers(),
             deadlines=Deadlines(VERDICT_SECONDS, VERDICT_SECONDS) if deadlines is None else deadlines,
             clock=clock,
             rng=rng,
@@ -127,7 +136,9 @@ class Matchmaking:
         """Whom it follows; empty if nobody."""
         return self._search.state.leader if self._search else ""
 
-    async def find_group(self, gather: bytes, deadline: float, enough: int | None = None) -> Group:
+    async def find_group(
+        self, gather: bytes, deadline: float, enough: int | None = None, arrivals: Arrivals | None = None
+    ) -> Group:
         """Looks for a group.
 
         Args:
@@ -135,6 +146,7 @@ class Matchmaking:
             deadline: until when, in seconds since the epoch; this peer's own standstill does not count.
             enough: members that contribute with which a group that this peer leads begins at once, if there are
                 `min_group_size` in all; only with `group_size` in all if None.
+            arrivals: notes when the others began to look, if it is given.
 
         Raises:
             NoGroupError: there was none in time.
@@ -142,7 +154,9 @@ class Matchmaking:
         """
         member = unpack_gather(self._endpoint, gather)
         state = Searching(member, self.schema.hash, self._group_size, enough, self._min_group_size)
-        search = Search(state, gather, self._rng)
+        search = Search(
+            state, gather, arrivals or Arrivals(self._endpoint, asyncio.get_running_loop().time()), self._rng
+        )
         self._search = search
         self._dropped = 0  # by the next search its own place may be taken again
         self._over.clear()
@@ -154,7 +168,8 @@ class Matchmaking:
                     if search.seen and search.seen <= search.differing.keys():
                         raise await self._differences.of(next(iter(search.differing)), search.differing)
                     if left.seconds <= 0:
-                        told = search.explain(self.group_key, self._min_group_size)
+                        outlook = self._discovery.outlook()
+                        told = search.explain(self.group_key, self._min_group_size, outlook)
                         raise NoGroupError(told + self._left_out(search))
                     if not search.seen and self._dropped < len(self.group_bits):
                         self._dropped += 1
@@ -209,7 +224,7 @@ class Matchmaking:
             # Under a topic it is one who is in another phase.
             bad_hash = code is MessageCode.BAD_SCHEMA_HASH and not self.schema.topic
             if search and bad_hash and self._discovery.names(request.endpoint):
-                search.seen.add(request.endpoint)
+                search.ask_came(request.endpoint)
                 search.differing.setdefault(request.endpoint, None)
             yield MessageFromLeader(code, suggested_leader=suggested_leader)
             return
@@ -224,7 +239,8 @@ class Matchmaking:
         """One declaration: until a group is there, or the declared time is over and too few are there."""
         loop = asyncio.get_running_loop()
         deadline = self._clock() + left.seconds
-        expiration = min(self._clock() + self._matchmaking_time, deadline)
+        seconds = rules.declared_seconds(self._matchmaking_time, search.sent_away)
+        expiration = min(self._clock() + seconds, deadline)
         if search.state.member.mode is not Mode.CLIENT:
             search.state.declared = expiration
             await self._declare_looking(search, True)
@@ -238,11 +254,14 @@ class Matchmaking:
             while search.group is None:
                 search.changed.clear()
                 remaining = min(expiration - self._clock(), loop_expiration - loop.time())
-                undecided = bool(search.asking or search.state.leader)
+                undecided = bool(search.state.leader) or search.awaits_answer
                 if not undecided and remaining <= 0:
-                    if search.state.member.mode is Mode.CLIENT or not search.begin(self._min_group_size):
+                    if search.state.member.mode is not Mode.CLIENT and search.begin(self._min_group_size):
+                        continue
+                    search.sent_away = bool(search.state.followers)
+                    if not search.asking or search.sent_away:
                         break
-                    continue
+                    undecided = True  # nobody else is here who would have to wait for late answers too
                 try:
                     # While another peer decides about this one, the task that asked it watches the time.
                     async with asyncio.timeout(None if undecided else remaining):

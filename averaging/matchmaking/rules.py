@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 
 import msgpack
 
 from averaging.addresses import is_endpoint
+from averaging.deadlines.learned import VERDICT_SECONDS
 from averaging.discovery.base import Entry
 from averaging.errors import ProtocolViolationError
 from averaging.group import (
     CLIENT_PREFIX,
+    MAX_GROUP_SIZE,
     NONCE_BYTES,
     Group,
     Member,
@@ -23,6 +25,7 @@ from averaging.group import (
     make_group_id,
     unpack_gather,
 )
+from averaging.matchmaking.answers import Standing
 from averaging.messages import JoinRequest, MessageCode, MessageFromLeader
 
 CLOCK_TOLERANCE = 3.0
@@ -31,8 +34,18 @@ CLOCK_TOLERANCE = 3.0
 MAX_REDIRECTS = 3
 """How many suggestions in a row a follower takes."""
 
-MAX_GROUP_SIZE = 4096
-"""The largest group that a follower believes in."""
+MAX_ASKED = 32
+"""Requests of one peer that are open at the same time; the oldest is withdrawn for another one."""
+
+LONGEST_HEAD_START, NEW_HEAD_START, LEAST_HEAD_START = VERDICT_SECONDS, 1.0, 0.1
+"""Seconds for which the answer of a peer is awaited at most, as long as no peer is known; of a new peer, to which a
+connection has to be made; and at least, since its machine may be busy."""
+
+MOST_GIVEN_WAY = 300.0
+"""Seconds by which a declaration is lengthened at most; discovery keeps no record for longer than an hour."""
+
+HOPELESS = 3
+"""A peer that has not answered so many requests in a row is asked, but its answer is not awaited."""
 
 _FIRST_RETRY, _LAST_RETRY = 0.1, 2.0  # seconds until a peer that refused is asked again
 
@@ -58,6 +71,7 @@ class Searching:
         declared: until when it has declared to wait; None before it has declared, and always for a client.
         leader: whom it follows; empty if nobody.
         followers: who follows it, by endpoint.
+        least_sizes: the `min_group_size` of each of these.
         assembled: its group is complete, so it looks no more.
     """
 
@@ -69,7 +83,17 @@ class Searching:
     declared: float | None = None
     leader: str = ""
     followers: dict[str, Member] = field(default_factory=dict)
+    least_sizes: dict[str, int] = field(default_factory=dict)
     assembled: bool = False
+
+
+def declared_seconds(matchmaking_time: float, sent_away: bool) -> float:
+    """How long the next declaration lasts.
+
+    A leader that has just sent its followers away, since they were too few for it, gives way to them: with the same
+    time as before it would be the earliest again, and they would never find a leader for whom they are enough.
+    """
+    return matchmaking_time + (min(matchmaking_time / 2, MOST_GIVEN_WAY) if sent_away else 0.0)
 
 
 def verdict(
@@ -100,7 +124,7 @@ def verdict(
         return MessageCode.NOT_A_LEADER, searching.leader
     if request.endpoint == searching.member.endpoint or request.endpoint in searching.followers:
         return MessageCode.DUPLICATE_ENDPOINT, ""
-    if len(searching.followers) + 1 >= searching.target_group_size:
+    if max(len(searching.followers) + 2, request.min_group_size) > searching.target_group_size:
         return MessageCode.GROUP_IS_FULL, ""
     return MessageCode.ACCEPTED, ""
 
@@ -114,20 +138,31 @@ def _gather_is_sound(request: JoinRequest) -> bool:
     return (member.mode is Mode.CLIENT) == request.client_mode
 
 
-def can_begin(searching: Searching, min_group_size: int) -> bool:
-    """Whether those who are there are enough for a round that averages something."""
-    members = [searching.member, *searching.followers.values()]
-    return len(members) >= min_group_size and any(m.sends for m in members) and any(m.reduces for m in members)
+def who_begins(searching: Searching, min_group_size: int) -> dict[str, Member] | None:
+    """The followers with which a leader begins now; None if they are too few, or nobody has tensors or can reduce.
+
+    Followers whose own `min_group_size` is above the members that would be left are left out. Otherwise one that
+    asks for more members than there are would keep those from averaging who are enough without it.
+    """
+    followers = dict(searching.followers)
+    while True:
+        size = 1 + len(followers)
+        staying = {name: member for name, member in followers.items() if searching.least_sizes.get(name, 2) <= size}
+        if len(staying) == len(followers):
+            break
+        followers = staying
+    members = [searching.member, *followers.values()]
+    enough = size >= min_group_size and any(m.sends for m in members) and any(m.reduces for m in members)
+    return followers if enough else None
 
 
 def is_complete(searching: Searching) -> bool:
     """Whether nobody more is waited for. An auxiliary among the members stands for none of those who train."""
-    members = [searching.member, *searching.followers.values()]
-    if len(members) >= searching.target_group_size:
+    if len(searching.followers) + 1 >= searching.target_group_size:
         return True
-    if searching.enough is None or len(members) < searching.min_group_size:
+    if searching.enough is None or (followers := who_begins(searching, searching.min_group_size)) is None:
         return False
-    return sum(member.sends for member in members) >= searching.enough
+    return sum(member.sends for member in (searching.member, *followers.values())) >= searching.enough
 
 
 def assemble(searching: Searching, gathered: Mapping[str, bytes], rng: random.Random) -> MessageFromLeader:
@@ -191,37 +226,82 @@ def can_lead(endpoint: str) -> bool:
     return is_endpoint(endpoint) and not endpoint.startswith(CLIENT_PREFIX)
 
 
-def next_to_ask(
+def candidates(
     own: Declaration,
     entries: Mapping[str, Entry],
     attempts: Mapping[str, Attempt],
     now: float,
+    *,
+    standing: Callable[[str], Standing] = lambda _: Standing.SOUND,
     excluded: Container[str] = frozenset(),
-) -> tuple[Declaration | None, float | None]:
-    """Whom to ask now: of those who declared to wait less long, the earliest that has not just refused.
+    deserters_from: float = math.inf,
+    leads: bool = False,
+) -> tuple[list[Declaration], float | None]:
+    """Whom to ask now: those who declared to wait less long and have not just refused.
 
-    Nobody among `excluded` is asked.
+    Peers that answer come first, then peers that may not, then those that did not; of each kind the earliest first.
+
+    Args:
+        own: the declaration of the peer that asks.
+        entries: what others declared.
+        attempts: how they answered in this search.
+        now: in seconds since the epoch.
+        standing: what is known of each from earlier requests.
+        excluded: who is not asked in any case.
+        deserters_from: from when on deserters are asked too.
+        leads: whether others follow the peer that asks, who would be sent to a notorious deserter.
 
     Returns:
-        That peer or None, and if None when to look again at the latest (seconds since the epoch; None = at a change).
+        These peers and, if there is none, when to look again at the latest; None if only at a change.
     """
+    found: list[tuple[Standing, Declaration]] = []
     again: float | None = None
-    for candidate in sorted(
-        Declaration(entry.expiration, endpoint) for endpoint, entry in entries.items() if unpack_looking(entry.value)
-    ):
-        if candidate >= own or candidate.endpoint == own.endpoint or candidate.expiration <= now - CLOCK_TOLERANCE:
+    for endpoint, entry in entries.items():
+        candidate = Declaration(entry.expiration, endpoint)
+        if not unpack_looking(entry.value) or candidate >= own or candidate.expiration <= now - CLOCK_TOLERANCE:
             continue
-        if candidate.endpoint in excluded or not can_lead(candidate.endpoint):
+        if endpoint == own.endpoint or endpoint in excluded or not can_lead(endpoint):
             continue
-        attempt = attempts.get(candidate.endpoint)
-        if attempt is None or (not attempt.is_of(candidate.expiration) and attempt.retry_at is not None):
-            return candidate, None
-        if attempt.retry_at is None:
-            continue
-        if attempt.retry_at <= now:
-            return candidate, None
-        again = attempt.retry_at if again is None else min(again, attempt.retry_at)
-    return None, again
+        attempt = attempts.get(endpoint)
+        moment = now  # from which it may be asked
+        if attempt is not None and (attempt.is_of(candidate.expiration) or attempt.retry_at is None):
+            if attempt.retry_at is None:
+                continue
+            moment = attempt.retry_at
+        if (its_standing := standing(endpoint)) >= Standing.DESERTER:
+            moment = math.inf if leads and its_standing is Standing.NOTORIOUS else max(moment, deserters_from)
+        if moment <= now:
+            found.append((its_standing, candidate))
+        elif moment < math.inf:
+            again = moment if again is None else min(again, moment)
+    return [candidate for _, candidate in sorted(found)], None if found else again
+
+
+def how_many(awaited: int, overdue: int) -> int:
+    """How many peers more to ask now.
+
+    None while the answer of somebody is `awaited`. Else one, or as many as are `overdue`: twice as many each time, so
+    that many silent peers take hardly longer than a few.
+    """
+    return 0 if awaited else min(max(1, overdue), MAX_ASKED)
+
+
+def head_start(own: float | None, others: float | None, unanswered: int, doubts: int) -> float:
+    """Seconds for which the answer of a peer is awaited: nobody else is asked, and no full group begins meanwhile.
+
+    Args:
+        own: how long it usually takes to answer, with room for variation; None if too little is known.
+        others: the median of that over all peers; None if it is known of none.
+        unanswered: requests in a row that it did not answer.
+        doubts: these, or if it never answered those of the peers that are like it.
+    """
+    if unanswered >= HOPELESS:
+        return 0.0
+    if own is not None:
+        return min(max(own, LEAST_HEAD_START), LONGEST_HEAD_START)
+    new = LONGEST_HEAD_START if others is None else NEW_HEAD_START
+    new /= 2.0 ** min(doubts, 10)
+    return min(max(new, others or 0.0, LEAST_HEAD_START), LONGEST_HEAD_START)
 
 
 def refused(

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from averaging.observe.lateness import describe_late, last_to_arrive
 from averaging.observe.plain import MAX_NAMES, counted, duration, listed, printable, size
 from averaging.observe.receipts import Dropped, Outcome, Receipt, Straggler
 
@@ -125,6 +126,8 @@ def describe(one: Round, peers: Iterable[str] = ()) -> str:
         if one.outcome is Outcome.AVERAGED and not receipt.averaged
     ]
     told += [_drop(one, name, several) for name in one.dropped]
+    if late := last_to_arrive(one.receipts):
+        told.append(str(late))
     if straggler := one.straggler:
         told.append(f"{straggler.seconds:.1f} s were waited for the {straggler.what} of {straggler.endpoint}")
     told += [
@@ -244,9 +247,10 @@ def _summary_of_time(rounds: Sequence[Round]) -> Iterator[str]:
         slowest = max(phases, key=lambda phase: sum(phases[phase]))
         took = phases[slowest]
         yield (
-            f"slowest phase: {slowest}, {sum(took):.1f} of {whole:.1f} s ({sum(took) / whole:.0%}; "
-            f"median {statistics.median(took):.2f} s)"
+            f"slowest phase: {slowest}, {duration(sum(took))} of {duration(whole)} ({sum(took) / whole:.0%}; "
+            f"median {duration(statistics.median(took))})"
         )
+    yield from describe_late([one.receipts for one in rounds if one.members])
     waits: dict[str, list[float]] = defaultdict(list)
     for one in rounds:
         if straggler := one.straggler:
@@ -261,7 +265,7 @@ def _summary_of_time(rounds: Sequence[Round]) -> Iterator[str]:
                 "of its own"
             )
     if not waits:
-        yield "straggler: nobody stands out"
+        yield "straggler: nobody stands out in the all-reduce"
 
 
 def _has_full_share(one: Round, name: str) -> bool:

@@ -34,15 +34,19 @@ def plain(value: Any, depth: int = 0) -> Any:
 
 def size(count: float) -> str:
     """A number of bytes."""
-    for unit in ("bytes", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} bytes" if unit == "bytes" else f"{count:.1f} {unit}"
+    if count < 1024:
+        return counted(round(count), "byte")
+    for unit in ("KiB", "MiB"):
         count /= 1024
-    return f"{count:.1f} GiB"
+        if count < 1024:
+            return f"{count:.1f} {unit}"
+    return f"{count / 1024:.1f} GiB"
 
 
 def duration(seconds: float) -> str:
-    """Seconds in the unit that fits: `3 ms`, `0.53 s`, `12.1 s`, `14 min`, `3.2 h`."""
+    """Seconds in the unit that fits: `0.4 ms`, `3 ms`, `0.53 s`, `12.1 s`, `14 min`, `3.2 h`."""
+    if 0 < seconds < 0.001:
+        return f"{1000 * seconds:.1g} ms"
     if seconds < 0.1:
         return f"{1000 * seconds:.0f} ms"
     if seconds < 120:

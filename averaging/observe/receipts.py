@@ -112,6 +112,11 @@ class Account:
         bytes_received: from it, likewise.
         digest: of the averages that it reduced, 16 hex digits: equal at all who got them whole. Empty if not all of
             them came, if it reduces nothing, or if replies are deltas, which differ from member to member.
+        waited: seconds for which it had been looking for a group when this one was ready, as this peer observed it;
+            None if this peer cannot know: the member was looking already when this peer began to look, or it is a
+            client and this peer did not lead it.
+        step_rate: local steps per second that the member announced, or samples per second with GradientAveraging. Time
+            in which it waits for others is not in it. None if it announced none, as peers that do not train.
     """
 
     endpoint: str
@@ -122,6 +127,24 @@ class Account:
     bytes_sent: int = 0
     bytes_received: int = 0
     digest: str = ""
+    waited: float | None = None
+    step_rate: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LateArrival:
+    """The member that the others waited for before the round could begin, as this peer observed it.
+
+    Attributes:
+        seconds: from the arrival of the member before it to its own. A member arrives when it begins to look for a
+            group.
+    """
+
+    endpoint: str
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{printable(self.endpoint)} arrived {duration(self.seconds)} after the others"
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +193,9 @@ class Receipt:
         state: a digest, 16 hex digits, of what all members must hold alike: with GradientAveraging the parameters
             before the step, with DiLoCo the model after the last global step (of more than 16 MiB another piece in each
             step), else the tensors after the round. Empty if they need not be alike.
+        last_to_arrive: the member that arrived last at the group; None if it did not come at least 0.1 s after the one
+            before it, and after a quarter of the time since this peer's last attempt, or if that is not known. A peer
+            cannot know it of itself, since it has not observed the others before.
     """
 
     round: int
@@ -195,6 +221,7 @@ class Receipt:
     straggler: Straggler | None = None
     digest: str = ""
     state: str = ""
+    last_to_arrive: LateArrival | None = None
 
     @property
     def averaged(self) -> bool:
@@ -211,25 +238,39 @@ class Receipt:
         lost = "".join(
             f"; lost {printable(dropped.endpoint)} ({printable(dropped.reason)})" for dropped in self.dropped
         )
+        late = "" if self.last_to_arrive is None else f"; {self.last_to_arrive}"
         return (
             f"round {self.round}: averaged with {counted(len(self.members) - 1, 'other')} in {duration(self.seconds)} "
             f"(all-reduce {duration(self.allreduce_seconds)}, {size(self.bytes_sent)} out, "
-            f"{size(self.bytes_received)} in){lost}"
+            f"{size(self.bytes_received)} in){late}{lost}"
         )
 
     def _repr_html_(self) -> str:
         rows: dict[str, object] = {"outcome": self.outcome.value}
         if self.reason:
             rows["reason"] = self.reason
-        rows |= {f"seconds {phase}": duration(seconds) for phase, seconds in self.phases.items()}
+        rows |= {phase: duration(seconds) for phase, seconds in self.phases.items()}
         rows |= {"sent": size(self.bytes_sent), "received": size(self.bytes_received)}
         for account in self.accounts:
             name = account.endpoint + (" (this peer)" if account.endpoint == self.endpoint else "")
-            rows[name] = f"{account.role.value}, weight {account.weight:g}, reduces {account.share:.0%}"
+            told = f"{account.role.value}, weight {account.weight:g}, reduces {account.share:.0%}"
+            if account.waited is not None:
+                told += f", waited {duration(account.waited)}"
+            if account.step_rate is not None:
+                told += f", {step_rate_text(account.step_rate, self.topic)}"
+            rows[name] = told
+        if self.last_to_arrive is not None:
+            late = self.last_to_arrive
+            rows["last to arrive"] = f"{late.endpoint}, {duration(late.seconds)} after the others"
         rows |= {f"lost {dropped.endpoint}": dropped.reason for dropped in self.dropped}
         if self.straggler is not None:
             rows["waited for"] = f"{self.straggler.endpoint}, {duration(self.straggler.seconds)}, {self.straggler.what}"
         return html_table(f"round {self.round} of run {self.run_id}", rows)
+
+
+def step_rate_text(rate: float, topic: str) -> str:
+    """A step rate with its unit, which is that of the strategy that averages `topic`."""
+    return f"{rate:.3g} {'samples' if topic.partition('/')[0] == 'gradients' else 'steps'}/s"
 
 
 def _seconds(value: float) -> str:

@@ -53,9 +53,11 @@ class PeerStatus:
         return "idle"
 
     def __str__(self) -> str:
+        last = self.last_round
+        late = f"; {last.last_to_arrive} in round {last.round}" if last and last.last_to_arrive else ""
         return printable(
             f"{self.endpoint} of run {self.run_id}: {self.doing}; {counted(self.rounds, 'round')} averaged, "
-            f"state version {self.state_version}, {counted(self.known_peers - 1, 'other peer')} known"
+            f"state version {self.state_version}, {counted(self.known_peers - 1, 'other peer')} known{late}"
         )
 
     def _repr_html_(self) -> str:

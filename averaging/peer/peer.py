@@ -14,6 +14,7 @@ import torch
 
 from averaging.config import PeerConfig, PeerOptions
 from averaging.discovery.base import Discovery
+from averaging.discovery.joining import Waiting
 from averaging.errors import ClosedError, ConfigError
 from averaging.group import Mode, pack_gather
 from averaging.observe.receipts import DropCode, Receipt
@@ -74,6 +75,8 @@ class Peer:
         discovery: how peers find each other; gossip between them if not given.
         clock: seconds since the epoch.
         rng: source of all random choices.
+        on_joining: called in the event loop while none of `join` has answered, after a second and then more and more
+            seldom, with who is waited for and why. It is for gossip between the peers.
         options: see `PeerConfig`.
 
     Raises:
@@ -91,6 +94,7 @@ class Peer:
         discovery: DiscoveryFactory | None = None,
         clock: Callable[[], float] = time.time,
         rng: random.Random | None = None,
+        on_joining: Callable[[Waiting], None] | None = None,
         **options: Unpack[PeerOptions],
     ) -> None:
         self.config = PeerConfig(run_id=run_id, **options)  # type: ignore[arg-type]  # it reads names
@@ -111,6 +115,7 @@ class Peer:
             given=self.config.join,
         )
         self._discovery = discovery
+        self._on_joining = on_joining
         self._running: Running | None = None
         self._one_average = OneAverage()
 
@@ -128,7 +133,8 @@ class Peer:
 
         Raises:
             ListenError: the address cannot be had.
-            NoSeedAnsweredError: none of `join` answered in time.
+            NoSeedAnsweredError: none of `join` answered in time; a `JoinRefusedError` if all refuse for good, because
+                of another run, token or authority.
         """
         self._running = await start(
             self.config,
@@ -140,6 +146,7 @@ class Peer:
             self.schema,
             clock=self._clock,
             rng=self._rng,
+            on_joining=self._on_joining,
         )
         return self
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing
 
 from averaging.discovery.base import Discovery, Entry
 from averaging.discovery.notices import Notice
 from averaging.group import progress_key
+from averaging.step_rate import rate_in
 
 LIFETIME, REFRESH = 15.0, 5.0
 """Seconds for which what a peer tells holds, and a dead peer may be waited for; and after which it is told again."""
@@ -58,6 +59,14 @@ class RunProgress:
         return {
             name: entry.value for name, entry in entries.items() if name != self._endpoint and name not in self._gone
         }
+
+    def step_rates(self, names: Collection[str]) -> dict[str, float]:
+        """The step rates that these peers, of which this one may be one, announced last; those that are known."""
+        entries = self._discovery.get(self._key)
+        words = {name: entries[name].value for name in names if name in entries}
+        if self._word is not None and self._endpoint in names:
+            words[self._endpoint] = self._word
+        return {name: rate for name, word in words.items() if (rate := rate_in(word)) is not None}
 
     def gone(self, endpoint: str) -> None:
         """Nothing listens at the address of that peer, so it is left out until it renews its announcement."""

@@ -8,7 +8,7 @@ import random
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,11 +18,14 @@ from averaging.allreduce import AllReduce, RoundResult
 from averaging.config import NonFinite, PeerConfig
 from averaging.discovery.base import Discovery
 from averaging.errors import AveragingError, LyingLeaderError, RoundError, SchemaMismatchError
-from averaging.group import Group, Mode
+from averaging.group import CLIENT_PREFIX, Group, Mode
 from averaging.matchmaking import Matchmaking, NoGroupError
+from averaging.matchmaking.answers import Answers
+from averaging.matchmaking.arrivals import Arrivals
 from averaging.matchmaking.conduct import Conduct
 from averaging.matchmaking.differences import Warned
-from averaging.observe.receipts import DropCode, Outcome, Receipt, Role
+from averaging.observe.plain import counted
+from averaging.observe.receipts import Account, DropCode, LateArrival, Outcome, Receipt, Role
 from averaging.offload import offload
 from averaging.peer.probing import find_gone
 from averaging.peer.progress import RunProgress
@@ -30,6 +33,7 @@ from averaging.peer.round_options import Awaited, Enough, Overtaken
 from averaging.peer.service import PeerService
 from averaging.peer.topics import Adopt, Topic
 from averaging.schema import Schema
+from averaging.security.client_names import is_bound
 from averaging.state.snapshots import Snapshots
 from averaging.transport.base import Transport
 
@@ -59,6 +63,9 @@ class _Attempt:
     state: str = ""  # digest of what all members must hold alike
     group: Group | None = None
     group_found: float = 0.0  # when
+    arrivals: Arrivals | None = None  # of those who look for a group, too
+    last_to_arrive: LateArrival | None = None
+    step_rates: Mapping[str, float] = field(default_factory=dict)  # of the members that announce one
     round: AllReduce | None = None
     result: RoundResult | None = None
     inputs: list[torch.Tensor] | None = None  # what was contributed, where it is not the tensors themselves
@@ -104,8 +111,10 @@ class Rounds:
         self._clock, self._rng = clock, rng
         self._lasting: dict[bytes, Matchmaking] = {}  # by schema hash, the latest last; their group bits move on
         self._attempts = 0
+        self._last_ended = asyncio.get_running_loop().time()  # when the last attempt ended, or this peer was entered
         self._phase_searches: deque[float] = deque(maxlen=MAX_OVER_RECORDS)  # when the latest, each for a phase, began
         self._warned = Warned()
+        self._answers = Answers()
         self.conduct = Conduct()
 
     def matchmaking(self, schema: Schema, *, lasting: bool = True) -> Matchmaking:
@@ -129,6 +138,7 @@ class Rounds:
                 clock=self._clock,
                 rng=self._rng,
                 conduct=self.conduct,
+                answers=self._answers,
                 deadlines=self._service.deadlines,
                 warned=self._warned,
             )
@@ -191,6 +201,8 @@ class Rounds:
         except Exception as error:
             self._service.book.keep(self._receipt(attempt, Outcome.FAILED, f"{type(error).__name__}: {error}"))
             raise
+        finally:
+            self._last_ended = asyncio.get_running_loop().time()
         self._service.book.keep(receipt)
         return receipt
 
@@ -219,7 +231,8 @@ class Rounds:
         if enough is None and self._config.mode is Mode.AUXILIARY:
             enough = self._all_that_train
         first = enough(self._progress.told) if callable(enough) else enough
-        finding = matchmaking.find_group(gathered, self._clock() + patience, first)
+        arrivals = attempt.arrivals = Arrivals(self._endpoint, attempt.stages["looking"])
+        finding = matchmaking.find_group(gathered, self._clock() + patience, first, arrivals)
 
         def hear(told: Mapping[str, bytes]) -> bool:
             """Whether to look on has become vain; if not, as many are waited for as there are now."""
@@ -242,11 +255,18 @@ class Rounds:
         # No await from here until the round is known: its members' parts may come at any moment.
         attempt.enter("preparing")
         attempt.group_found = asyncio.get_running_loop().time()
+        attempt.step_rates = self._progress.step_rates(group.endpoints)
+        # Nobody waits for an auxiliary.
+        trainers = [member.endpoint for member in group.members if member.sends]
+        attempt.last_to_arrive = arrivals.last(trainers, self._last_ended)
         try:
             this_round = attempt.round = self._service.round = self._new_round(attempt, group)
         except AveragingError as error:
             return self._receipt(attempt, Outcome.FAILED, str(error))
         try:
+            if reason := self._too_small(group):
+                await this_round.leave()
+                return self._receipt(attempt, Outcome.FAILED, reason)
             result = attempt.result = await this_round.run(partial(self._prepare, attempt), self._config.timeout)
             attempt.enter("adopting")
             matchmaking.move_on(group)
@@ -265,6 +285,16 @@ class Rounds:
         outcome = Outcome.FAILED if reason else Outcome.AVERAGED
         self._service.averaged += outcome is Outcome.AVERAGED
         return self._receipt(attempt, outcome, reason)
+
+    def _too_small(self, group: Group) -> str:
+        """Why this peer takes no part in a group; empty if that is large enough."""
+        members, least = len(group.members), self._config.min_group_size
+        if members >= least:
+            return ""
+        return (
+            f"{group.leader} began a group of {counted(members, 'member')}, and this peer takes part only in groups of "
+            f"at least {least} (min_group_size), so it left; give all peers of the run the same min_group_size"
+        )
 
     async def _unless_overtaken(
         self,
@@ -343,9 +373,13 @@ class Rounds:
             self._transport,
             deadlines=self._service.deadlines,
             non_finite=self._config.non_finite,
-            proven=self._config.tls_cert is not None,
+            proven=self._is_proven,
             adopt=(lambda part, values: topic.write_now(part, values, self._may_write)) if topic.writes_early else None,
         )
+
+    def _is_proven(self, endpoint: str) -> bool:
+        """Whether the transport proves that a stream in the name of `endpoint` comes from there."""
+        return self._config.tls_cert is not None and (not endpoint.startswith(CLIENT_PREFIX) or is_bound(endpoint))
 
     async def _prepare(self, attempt: _Attempt) -> list[torch.Tensor]:
         """What is sent: the tensors themselves where they lie on the CPU and nothing is added, else copies."""
@@ -398,17 +432,24 @@ class Rounds:
             topic=attempt.schema.topic,
             started=attempt.wall_clock,
             role=None if group is None else Role.LEADER if group.leader == self._endpoint else Role.FOLLOWER,
-            accounts=result.accounts if result else (),
+            accounts=tuple(_with_arrival(account, attempt) for account in result.accounts) if result else (),
             phases=attempt.seconds_of_stages(now),
             straggler=result.straggler if result else None,
             digest=result.digest if result else "",
             state=self._state(attempt, result),
+            last_to_arrive=attempt.last_to_arrive,
         )
 
     def _state(self, attempt: _Attempt, result: RoundResult | None) -> str:
         """The digest of what all members hold alike; where the result is the state, that of the averages is it."""
         whole = result is not None and attempt.adopted and attempt.topic.commits and not result.kept_local
         return result.digest if whole and result is not None else attempt.state
+
+
+def _with_arrival(account: Account, attempt: _Attempt) -> Account:
+    name = account.endpoint
+    waited = None if attempt.arrivals is None else attempt.arrivals.waited(name)
+    return replace(account, waited=waited, step_rate=attempt.step_rates.get(name))
 
 
 def _why_failed(group: Group, endpoint: str, result: RoundResult, adopt: Adopt) -> str:

@@ -13,6 +13,7 @@ from averaging.config import PeerConfig
 from averaging.discovery.base import Discovery
 from averaging.discovery.certified import CertifiedIdentity
 from averaging.discovery.gossip import GossipDiscovery
+from averaging.discovery.joining import Waiting
 from averaging.observe.book import ReceiptBook
 from averaging.observe.journal import Journal
 from averaging.peer.progress import RunProgress
@@ -62,6 +63,7 @@ async def start(
     *,
     clock: Callable[[], float],
     rng: random.Random,
+    on_joining: Callable[[Waiting], None] | None = None,
 ) -> Running:
     """Listens, joins the run through `config.join`, and declares that the peer's state can be downloaded.
 
@@ -70,7 +72,7 @@ async def start(
 
     Raises:
         ListenError: the address cannot be had.
-        NoSeedAnsweredError: none of `join` answered in time.
+        NoSeedAnsweredError: none of `join` answered in time; a `JoinRefusedError` if all refuse for good.
     """
     async with AsyncExitStack() as stack:
         endpoint = await transport.bind()
@@ -80,7 +82,7 @@ async def start(
         stack.callback(book.close)  # who watches it need not be cut off
         service = PeerService(config, endpoint, schema, snapshots, clock(), book)
         if discovery_factory is None:
-            context = _gossip(config, endpoint, transport, credentials, clock, rng)
+            context = _gossip(config, endpoint, transport, credentials, clock, rng, on_joining)
         else:
             context = discovery_factory(endpoint, transport)
         # Others may call from here on, also those through whom this peer is about to join.
@@ -107,6 +109,7 @@ def _gossip(
     credentials: Credentials,
     clock: Callable[[], float],
     rng: random.Random,
+    on_joining: Callable[[Waiting], None] | None,
 ) -> AbstractAsyncContextManager[Discovery]:
     return GossipDiscovery(
         config.run_id,
@@ -117,4 +120,5 @@ def _gossip(
         identity=CertifiedIdentity(credentials.tls, clock) if credentials.tls else None,
         clock=clock,
         rng=rng,
+        on_joining=on_joining,
     )

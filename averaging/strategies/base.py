@@ -107,7 +107,8 @@ class Strategy(ABC):
     def progress(self, training: Training, coming: float = 0.0) -> Progress:
         """What this peer announces to the others, see `Progress`."""
         history = self.announced(training)
-        return Progress(history, self.samples, coming, training.donates, self.stage, self.digest)
+        rate = training.step_rate
+        return Progress(history, self.samples, coming, training.donates, self.stage, self.digest, rate)
 
     def announce(self, training: Training, coming: float = 0.0) -> None:
         """Announces the progress of this peer to the others."""

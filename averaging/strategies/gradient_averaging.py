@@ -106,7 +106,7 @@ class GradientAveraging(Together):
             raise ConfigError(f"GradientAveraging counts samples: call opt.step(batch_size=n), not {batch_size!r}")
         loss = training.evaluate(closure)
         self._gather(training, batch_size)
-        training.count_local_step()
+        training.count_local_step(batch_size)
         others = self.others(training, training.told())
         if self._is_worth_waiting(others):
             others = self._wait_for_the_rest(training)

@@ -12,13 +12,11 @@ import msgpack
 
 from averaging.errors import StateError
 from averaging.group import CLIENT_PREFIX
+from averaging.step_rate import MAX_ITEMS, check_rate
 from averaging.unpacking import is_number, unpack
 from averaging.values import is_count
 
 MAX_LINEAGE = 64
-
-MAX_ITEMS = 32
-"""Items that a peer's progress may consist of, see `unpacking`."""
 
 
 class Stage(IntEnum):
@@ -152,6 +150,7 @@ class Progress:
         donates: whether its state can be downloaded.
         stage: of its training.
         digest: of its weights, once the training has ended.
+        rate: local steps, or samples, per second, see `StepRate`; None if it is not known.
     """
 
     history: History
@@ -160,23 +159,25 @@ class Progress:
     donates: bool = True
     stage: Stage = Stage.TRAINING
     digest: str = ""
+    rate: float | None = None
 
     def pack(self) -> bytes:
-        """For a record in discovery."""
-        ends = [int(self.stage), self.digest]
+        """For a record in discovery; `step_rate.PLACE` is the place of the rate in it."""
+        ends = [int(self.stage), self.digest, self.rate]
         packed: bytes = msgpack.packb([self.history.pack(), self.samples, self.coming, self.donates, *ends])
         return packed
 
     @classmethod
     def unpack(cls, packed: bytes) -> Progress | None:
-        """What `pack` returned; None if it is something else."""
+        """What `pack` returned, with or without a rate that can be believed; None if it is something else."""
         try:
-            history, samples, coming, donates, stage, digest = unpack(packed, MAX_ITEMS)
+            history, samples, coming, donates, stage, digest, *more = unpack(packed, MAX_ITEMS)
             if not all(is_number(one) and one >= 0 for one in (samples, coming)):
                 return None
             if not isinstance(donates, bool) or not isinstance(digest, str) or len(digest) > MAX_LINEAGE:
                 return None
-            return cls(History.unpack(history), float(samples), float(coming), donates, Stage(stage), digest)
+            rate = check_rate(more[0]) if more else None
+            return cls(History.unpack(history), float(samples), float(coming), donates, Stage(stage), digest, rate)
         except (StateError, ValueError, TypeError):
             return None
 

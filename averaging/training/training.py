@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Unpack
 
 import torch
@@ -19,6 +19,7 @@ from averaging.peer.peer import Fetched, Peer
 from averaging.peer.round_options import RoundOptions, all_of
 from averaging.peer.topics import Topic, TopicOptions
 from averaging.state.packing import State
+from averaging.step_rate import StepRate
 from averaging.tensors import digest_of_tensors
 from averaging.training.answers import Answers
 from averaging.training.arithmetic import clip
@@ -91,6 +92,7 @@ class Training:
         self._averaged = {name: tensor.detach() for name, tensor in self.tensors.items()}  # in the same memory
         self._groups = self._trained()
         self._answers = Answers()
+        self._rate = StepRate()
         self._running: EventLoopThread | None = None
         self._whole = self.topic("", self.tensors, commits=True)
 
@@ -195,7 +197,7 @@ class Training:
         """Calls a closure, if there is one, with gradients on, as optimizers do."""
         if closure is None:
             return None
-        with torch.enable_grad():
+        with self._own_work(), torch.enable_grad():
             return closure()
 
     def inner_step(self, closure: Callable[[], float] | None = None, max_norm: float | None = None) -> float | None:
@@ -209,7 +211,7 @@ class Training:
             closure: reevaluates the model and returns the loss.
             max_norm: gradients are clipped to this norm before they are used; None leaves them.
         """
-        with ExitStack() as lock:
+        with self._own_work(), ExitStack() as lock:
             lock.enter_context(self._peer.tensors())
             if closure is None:
                 self._clip(max_norm)
@@ -217,6 +219,7 @@ class Training:
             else:
                 loss = self.optimizer.step(self._freeing(lock, closure, max_norm))
             self.local_step += 1
+        self._rate.count(1)
         return loss
 
     def _freeing(self, lock: ExitStack, closure: Callable[[], float], max_norm: float | None) -> Callable[[], float]:
@@ -245,9 +248,40 @@ class Training:
         """How often each parameter has been written to."""
         return [parameter._version for parameter in self.parameters.values()]
 
-    def count_local_step(self) -> None:
-        """A step that was not the inner optimizer's."""
+    def count_local_step(self, samples: int | None = None) -> None:
+        """A step that was not the inner optimizer's.
+
+        Args:
+            samples: behind it, where the strategy counts them; then the step rate is that of samples.
+        """
         self.local_step += 1
+        self._rate.count(1 if samples is None else samples)
+
+    @property
+    def step_rate(self) -> float | None:
+        """Local steps, or samples, per second of this peer's own work, without the time of rounds.
+
+        None as long as it is not known.
+        """
+        return self._rate.per_second
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Around each call that may wait for others: the time between two of them is this peer's own work."""
+        self._rate.begin(self.monotonic())
+        try:
+            yield
+        finally:
+            self._rate.end(self.monotonic())
+
+    @contextmanager
+    def _own_work(self) -> Iterator[None]:
+        """Around what counts for the step rate inside of `step`."""
+        began = self.monotonic()
+        try:
+            yield
+        finally:
+            self._rate.worked(self.monotonic() - began)
 
     def locked(self) -> AbstractContextManager[list[torch.Tensor]]:
         """The tensors' lock, see `Peer.tensors`."""

@@ -66,7 +66,8 @@ class GossipService(Protocol):
     """What a peer answers to other peers' discovery calls.
 
     Raises:
-        ProtocolViolationError: from any of them, if the caller belongs to another run or breaks the rules.
+        WrongRunError: from any of them, if the caller belongs to another run.
+        ProtocolViolationError: from any of them, if the caller breaks the rules.
     """
 
     def exchange(self, digest: Digest) -> AsyncGenerator[ExchangeReply, None]:

@@ -10,14 +10,20 @@ import asyncio
 import contextvars
 import logging
 import random
-import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
-from averaging.errors import AveragingError, CallRefusedError, ListenError, PeerUnreachableError, ProtocolViolationError
+from averaging.errors import (
+    AveragingError,
+    CallRefusedError,
+    ListenError,
+    PeerUnreachableError,
+    ProtocolViolationError,
+    WrongRunError,
+)
 from averaging.group import CLIENT_PREFIX
 from averaging.messages import (
     AveragingData,
@@ -32,6 +38,7 @@ from averaging.messages import (
     Rumour,
 )
 from averaging.schema import Schema
+from averaging.security.client_names import unbound_name
 from averaging.transport.base import AveragingService, GossipService
 
 logger = logging.getLogger(__name__)
@@ -194,7 +201,7 @@ class MemoryTransport:
     def __init__(self, network: MemoryNetwork, endpoint: str | None) -> None:
         self._network = network
         self._listens = endpoint is not None
-        self.endpoint = endpoint or f"{CLIENT_PREFIX}{uuid.UUID(int=network.rng.getrandbits(128), version=4)}"
+        self.endpoint = endpoint or unbound_name(network.rng.randbytes(16))
         self._averaging: AveragingService | None = None
         self._gossip: GossipService | None = None
         self._context: contextvars.Context | None = None
@@ -339,6 +346,8 @@ class MemoryTransport:
             call.down.end(CallRefusedError(self.endpoint, str(error)))
         except PeerUnreachableError:
             call.down.end(PeerUnreachableError(self.endpoint, "connection lost"))
+        except WrongRunError as error:
+            call.down.end(WrongRunError(self.endpoint, error.reason))
         except AveragingError as error:
             call.down.end(CallRefusedError(self.endpoint, str(error)))
         except Exception as error:

@@ -231,7 +231,7 @@ class Deaf:
     def branches(self, start: int, end: int, fanout: int) -> list[Branch]:
         return [Branch(start, end, ("deaf:1",))]
 
-    def suspect(self, endpoint: str) -> None:
+    def suspect(self, endpoint: str, now: float, why: str) -> None:
         pass
 
 

@@ -121,7 +121,7 @@ def test_declarations(value: bytes) -> None:
     unpack_priority(value)
     rules.unpack_looking(value)
     own = rules.Declaration(100.0, "peer:1")
-    rules.next_to_ask(own, {"peer:2": Entry(value, 50.0)}, {}, 0.0)
+    rules.candidates(own, {"peer:2": Entry(value, 50.0)}, {}, 0.0)
 
 
 @MANY

@@ -40,10 +40,11 @@ def secure(*hosts: str, of: str = "run", age: float = 0.0, believes: str = "run"
     return Credentials(tls=tls(*hosts, of=of, age=age, believes=believes))
 
 
-def write(directory: Path, *hosts: str) -> dict[str, Path]:
+def write(directory: Path, *hosts: str, of: str = "run") -> dict[str, Path]:
     """Files of a peer with these hosts, as options of a `Peer`."""
-    issued = certificate(*hosts)
-    contents = {"tls_ca": authority("run").certificate, "tls_cert": issued.certificate, "tls_key": issued.key}
+    directory.mkdir(exist_ok=True)
+    issued = certificate(*hosts, of=of)
+    contents = {"tls_ca": authority(of).certificate, "tls_cert": issued.certificate, "tls_key": issued.key}
     paths = {option: directory / f"{'-'.join(hosts) or 'client'}.{option}" for option in contents}
     for option, path in paths.items():
         path.touch(mode=0o600)

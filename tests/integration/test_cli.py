@@ -163,7 +163,8 @@ def test_a_peer_that_finds_nobody_says_so(files: list[Path]) -> None:
     result = command("peer", files[0], *PAIR, "--timeout", 1, "--output", out(files[0]))
     assert result.returncode == 1
     assert "no group came together within 1." in result.stderr
-    assert "nobody else was seen under demo.0b" in result.stderr
+    assert "no other peer is in the run: start more peers of it, or wait longer" in result.stderr
+    assert re.search(r"\(this peer was given no --join, so the others must join 127\.0\.0\.1:\d+, or", result.stderr)
     assert "Nothing was written" in result.stderr
     assert "Traceback" not in result.stderr
     assert not out(files[0]).exists()
@@ -190,6 +191,20 @@ def test_a_port_that_is_taken(files: list[Path]) -> None:
     assert result.returncode == 1
     assert f"cannot listen on {address}: the port is taken" in result.stderr
     assert "choose another port" in result.stderr
+
+
+def test_who_is_waited_for_is_told_while_a_peer_joins(start: Start, files: list[Path]) -> None:
+    arguments = ("peer", files[0], *PAIR, "--join", "127.0.0.1:1", "--join-timeout", 4)
+    told = start(*arguments)
+    assert told.wait() == 1
+    first, second = told.events("joining")
+    assert first["waiting_for"] == {"127.0.0.1:1": "connection refused"}
+    assert (first["timeout"], 1 <= first["seconds"] < second["seconds"] < 4) == (4, True)
+    result = command(*arguments)
+    lines = [line for line in result.stderr.splitlines() if line.startswith("joining: ")]
+    assert len(lines) == 2
+    assert lines[0].startswith("joining: no peer to join has answered for 1 s (127.0.0.1:1: connection refused)")
+    assert result.stdout == ""
 
 
 def test_nobody_to_join(files: list[Path]) -> None:

@@ -123,18 +123,28 @@ def test_three_processes_average_and_strangers_get_nothing(directory: Path, star
     foreign = [word.replace("ca/", "foreign/") for word in files_of("a")]
     wrong = [word.replace("token", "wrong") if word == "token" else word for word in files_of("c")]
     no_token = [word for word in files_of("c") if word not in ("--token-file", "token")]
-    cases = [
-        ((), "it hung up at once; do both use TLS"),
+    hung_up = "it hung up at once; do both use TLS"
+    definite = [
         (foreign, "its certificate is not of an authority in --tls-ca"),
-        (wrong, "its run wants a token that was not sent: give --token-file"),
-        (no_token, "its run wants a token that was not sent: give --token-file"),
+        (wrong, "its run does not take this peer's token: make one of the run's tokens the first line of --token-file"),
+        (no_token, "its run wants a token, and this peer has none: give --token-file"),
     ]
     state = ("state", endpoint, "--output", "stolen.safetensors")
-    peer = ("peer", "b.safetensors", *common, "--join", endpoint, "--join-timeout", "1")
-    strangers = [(start(*command, *options), told) for options, told in cases for command in (state, peer)]
-    for process, told in strangers:
-        assert process.wait() == 1
+    peer = ("peer", "b.safetensors", *common, "--join", endpoint, "--join-timeout")
+    # Who is refused for good does not wait for --join-timeout: with an hour it would not end before the test does.
+    strangers = [
+        *((start(*state, *options), 1, told) for options, told in [((), hung_up), *definite]),
+        *((start(*peer, "3600", *options), 2, told) for options, told in definite),
+        (start(*peer, "1"), 1, hung_up),
+    ]
+    for process, code, told in strangers:
+        assert process.wait() == code, process.stderr
         assert told in process.stderr
+        (error,) = process.events("error")
+        assert told in error["message"]
+    other = start(*peer, "3600", *files_of("c"), "--run-id", "elsewhere")
+    assert other.wait() == 2
+    assert "belongs to run 'demo', not to 'elsewhere'; give both peers the same run id" in other.stderr
     result = averaging_command("peer", "b.safetensors", *common, "--join", endpoint, *files_of("elsewhere"))
     assert result.returncode == 2
     assert "stands for 198.51.100.7, and others are to reach this peer at 127.0.0.1" in result.stderr
@@ -148,10 +158,11 @@ def test_three_processes_average_and_strangers_get_nothing(directory: Path, star
     first.signal(signal.SIGTERM)
     for process in (first, *others):
         assert process.wait() == 0, process.stderr
-        assert process.stderr == ""
         (averaged,) = process.events("round")
         assert len(averaged["members"]) == 3
         assert averaged["dropped"] == []
+    assert "refused a call from 127.0.0.1: this run wants a token, and " in first.stderr
+    assert [process.stderr for process in others] == ["", ""]
     for name in "ac":
         assert load_file(directory / f"{name}-mean.safetensors")["w"].tolist() == [2.0] * 1000
 

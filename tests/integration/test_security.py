@@ -6,7 +6,7 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -27,8 +27,10 @@ from averaging.errors import (
     PeerUnreachableError,
     ProtocolViolationError,
     UnauthenticatedError,
+    WrongRunError,
 )
 from averaging.messages import AveragingData, MessageCode, Rumour
+from averaging.security.client_names import is_bound
 from averaging.security.credentials import Credentials
 from averaging.transport.grpc import GrpcTransport, methods
 from averaging.transport.grpc.dialling import Dialling
@@ -73,6 +75,11 @@ async def one(replies: AsyncGenerator[object, None]) -> object:
 async def sent(*messages: AveragingData) -> AsyncGenerator[AveragingData, None]:
     for message in messages:
         yield message
+
+
+def refused(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What was logged of callers that were refused."""
+    return [message for message in caplog.messages if message.startswith("refused a call")]
 
 
 CALLS: dict[str, Call] = {
@@ -267,6 +274,23 @@ async def test_clients_need_a_certificate_and_no_host() -> None:
 
 
 @pytest.mark.asyncio
+async def test_the_name_of_a_client_is_bound_to_its_certificate() -> None:
+    own, other = secure("b.example.org"), secure("c.example.org")
+    async with serving(FakePeer(), credentials=secure(*HERE)) as (_, peer):
+        name = await GrpcTransport(None, max_message_bytes=1 << 20, credentials=own).bind()
+        assert is_bound(name)
+        join, parts = replace(REQUEST, endpoint=name), replace(part(0), endpoint=name)
+        async with client(credentials=own) as caller:
+            assert await one(caller.join_group(peer, join)) == ACCEPTED
+            assert await one(caller.aggregate_part(peer, sent(parts)))
+        async with client(credentials=other) as caller:
+            with pytest.raises(CallRefusedError, match="belongs to another certificate's key"):
+                await one(caller.join_group(peer, join))
+            with pytest.raises(CallRefusedError, match="belongs to another certificate's key"):
+                await one(caller.aggregate_part(peer, sent(parts)))
+
+
+@pytest.mark.asyncio
 async def test_a_whole_peer_turns_impostors_away(tmp_path: Path) -> None:
     """In its rounds, where the code of the protocol says so, and in discovery, from whomever a record comes."""
 
@@ -336,16 +360,75 @@ async def test_the_caller_is_told_what_to_give(name: str) -> None:
     service, gossip = FakePeer(), FakeGossip()
     async with serving(service, gossip, credentials=Credentials(tokens=(TOKEN,))) as (_, endpoint):
         for tokens in ((), ("another-token-012345",), (OLD_TOKEN, TOKEN)):
+            told = "does not take this peer's token" if tokens else "wants a token, and this peer has none"
             async with client(credentials=Credentials(tokens=tokens)) as caller:
-                with pytest.raises(
-                    UnauthenticatedError, match="its run wants a token that was not sent: give token_file"
-                ):
+                with pytest.raises(UnauthenticatedError, match=f"its run {told}: .* token_file"):
                     await CALLS[name](caller, endpoint)
         assert service.requests == []
         assert (gossip.digests, gossip.pushed) == ([], [])
         assert not service.started.is_set()
         async with client(credentials=Credentials(tokens=(TOKEN, OLD_TOKEN))) as caller:
             await CALLS[name](caller, endpoint)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("tokens", "told"),
+    [
+        ((), "this run wants a token, and none was sent"),
+        (("another-token-012345",), "this run wants a token, and the one that was sent is not one of this run's"),
+    ],
+)
+async def test_the_callee_logs_who_has_no_token_or_a_wrong_one(
+    caplog: pytest.LogCaptureFixture, tokens: tuple[str, ...], told: str
+) -> None:
+    async with serving(FakePeer(), FakeGossip(), credentials=Credentials(tokens=(TOKEN,))) as (_, endpoint):
+        for call in CALLS.values():
+            async with client(credentials=Credentials(tokens=tokens)) as caller:
+                with pytest.raises(UnauthenticatedError):
+                    await call(caller, endpoint)
+    (line,) = refused(caplog)
+    assert line.startswith(f"refused a call from 127.0.0.1: {told}; ")
+    assert not any(token in line for token in (TOKEN, "another-token"))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("name", ["join_group", "aggregate_part", "exchange"])
+async def test_the_callee_logs_who_calls_itself_by_the_endpoint_of_another(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    foreign = "127.0.0.1:4222"
+    calls: dict[str, Call] = {
+        "join_group": lambda caller, peer: one(caller.join_group(peer, replace(REQUEST, endpoint=foreign))),
+        "aggregate_part": lambda caller, peer: one(
+            caller.aggregate_part(peer, sent(replace(part(0), endpoint=foreign)))
+        ),
+        "exchange": lambda caller, peer: one(caller.exchange(peer, replace(DIGEST, endpoint=foreign))),
+    }
+    async with (
+        Peer({"w": torch.zeros(3)}, run_id="run", **write(tmp_path, *HERE)) as peer,  # type: ignore[arg-type]
+        client(credentials=secure("b.example.org")) as caller,
+    ):
+        for _ in range(3):
+            with suppress(CallRefusedError):  # in a round the refusal is a message
+                await calls[name](caller, peer.endpoint)
+    told = f"it calls itself {foreign}, but its certificate stands for b.example.org"
+    assert refused(caplog) == [f"refused a call from 127.0.0.1: {told}"]
+
+
+@pytest.mark.asyncio
+async def test_the_callee_logs_who_belongs_to_another_run(caplog: pytest.LogCaptureFixture) -> None:
+    async with Peer({"w": torch.zeros(3)}, run_id="one") as peer, client() as caller:
+        for call in (
+            caller.push(peer.endpoint, "other", ()),
+            one(caller.exchange(peer.endpoint, replace(DIGEST, run_id="other"))),
+            one(caller.subscribe(peer.endpoint, replace(DIGEST, run_id="other"))),
+        ):
+            with pytest.raises(WrongRunError, match="belongs to run 'one', not to 'other'; give both"):
+                await call
+    (line,) = refused(caplog)
+    assert line.startswith("refused a call from 127.0.0.1: 127.0.0.1:")
+    assert "belongs to run 'one', not to 'other'" in line
 
 
 @pytest.mark.asyncio

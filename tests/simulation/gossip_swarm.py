@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from averaging.discovery.gossip import GossipDiscovery, peers_key
 from averaging.discovery.identity import Identity, UnsignedIdentity
+from averaging.discovery.joining import Waiting
 from averaging.discovery.settings import GossipSettings
 from averaging.messages import Refusal, Rumour
 from averaging.transport import virtual_time
@@ -80,6 +81,7 @@ class GossipSwarm:
         identity: Identity | None = None,
         join_timeout: float = 10.0,
         clock: Callable[[], float] = virtual_time.clock,
+        on_joining: Callable[[Waiting], None] | None = None,
     ) -> Host:
         """Starts a peer; None starts a client. It has not joined yet."""
         transport = (LossyTransport if self.network.loss else MemoryTransport)(self.network, endpoint)
@@ -93,6 +95,7 @@ class GossipSwarm:
             clock=clock,
             rng=random.Random(self.rng.getrandbits(64)),
             settings=self.settings,
+            on_joining=on_joining,
         )
         host = self.hosts[transport.endpoint] = Host(discovery, transport)
         return host

@@ -15,6 +15,7 @@ from averaging.allreduce.tally import Tally
 from averaging.allreduce.watch import Watch
 from averaging.deadlines.learned import Deadlines
 from averaging.matchmaking import search
+from averaging.matchmaking.answers import Answers
 from averaging.matchmaking.conduct import Conduct
 from averaging.peer.rounds import _Attempt
 from averaging.state.reader import StateReader
@@ -26,7 +27,7 @@ PASSING = (AllReduce, Tally, Reducing, Sending, Watch, search.Search, _Attempt, 
 ON_PURPOSE = ("_expirations", "_scheduled", "_sealed", "_copy")
 """Heaps in which what is outdated stays for a while, as cancelled timers do, and the one state that others download."""
 
-BOUNDED = (Deadlines, Conduct)
+BOUNDED = (Deadlines, Conduct, Answers)
 """They remember members on purpose, up to a number that tests of their own check."""
 
 

@@ -153,7 +153,7 @@ def test_seeds_that_all_fail_are_named_with_the_reasons_in_time() -> None:
         assert now() == pytest.approx(3.0, abs=0.1)
         assert caught.value.reasons == {
             "dead:1": "connection refused",
-            "other:1": "other:1 belongs to run 'another', not to 'run'",
+            "other:1": "other:1 belongs to run 'another', not to 'run'; give both peers the same run id",
             "frozen:1": "no answer",
         }
         assert "dead:1: connection refused; other:1 belongs to run 'another', not to 'run'; " in str(caught.value)

@@ -71,7 +71,7 @@ def test_a_peer_alone_is_told_so() -> None:
     peer = swarm.peer("peer:1", [tensor], matchmaking_time=2.0, timeout=7.0)
     receipt: Receipt = swarm.simulate(swarm.average_together([peer]))[0][0]
     assert receipt.outcome is Outcome.NO_GROUP
-    assert "nobody else was seen under run.0b" in receipt.reason
+    assert receipt.reason == "no other peer is in the run: start more peers of it, or wait longer"
     assert 7.0 <= receipt.seconds < 7.5
     assert tensor.tolist() == [1.0, 1.0]
 

@@ -29,7 +29,7 @@ class Silent:
     def branches(self, start: int, end: int, fanout: int) -> list[Branch]:
         return [Branch(start, end, ("one:1", "other:1") if start == 1 else ("other:1",))]
 
-    def suspect(self, endpoint: str) -> None:
+    def suspect(self, endpoint: str, now: float, why: str) -> None:
         self.suspected.append(endpoint)
 
 

@@ -14,6 +14,7 @@ from averaging import DecentralizedAverager, DiLoCo, GradientAveraging, LocalSGD
 from averaging.discovery.gossip import GossipDiscovery
 from averaging.discovery.identity import UnsignedIdentity
 from averaging.errors import NoSeedAnsweredError, StateError
+from averaging.observe.receipts import Receipt
 from averaging.observe.training import Finish
 from averaging.transport import virtual_time
 from averaging.transport.base import Transport
@@ -32,6 +33,8 @@ class Site:
     join: Sequence[str]
     starts: float
     lives: float = float("inf")  # seconds from the start of the simulation until it is killed
+    step_seconds: float = STEP_SECONDS
+    receipts: list[Receipt] = field(default_factory=list)  # of the training, without those of its end
     finish: Finish | None = None
     parameters: list[float] = field(default_factory=list)
     global_step: int | None = None
@@ -47,8 +50,11 @@ STRATEGIES: dict[str, Callable[[int], Strategy]] = {
 class Run:
     """A run with its network; everything random comes from `seed`."""
 
-    def __init__(self, seed: int, strategy: str, sites: Sequence[Site], *, until: float) -> None:
+    def __init__(
+        self, seed: int, strategy: str, sites: Sequence[Site], *, until: float, matchmaking_time: float = 1.0
+    ) -> None:
         self.seed, self.strategy, self.sites, self.until = seed, strategy, sites, until
+        self.matchmaking_time = matchmaking_time
         self.network = MemoryNetwork(random.Random(seed))
 
     def train(self, site: Site, rng: random.Random) -> None:
@@ -65,13 +71,15 @@ class Run:
                 sleep(1.0)
         now = asyncio.get_running_loop().time
         while now() < self.until:
-            sleep(STEP_SECONDS * rng.uniform(0.8, 1.2))
+            sleep(site.step_seconds * rng.uniform(0.8, 1.2))
             parameter.grad = torch.tensor([rng.gauss(0, 1) for _ in range(3)])
             if isinstance(opt.strategy, GradientAveraging):
                 opt.step(batch_size=4)
             else:
                 opt.step()
+        trained = len(site.receipts)
         site.finish = opt.finish(timeout=30.0)
+        del site.receipts[trained:]
         site.parameters, site.global_step = parameter.tolist(), opt.global_step
         opt.close()
 
@@ -94,8 +102,9 @@ class Run:
             strategy=STRATEGIES[self.strategy](len(self.sites)),
             transport=self.network.transport(site.name),
             discovery=discovery,
-            matchmaking_time=1.0,
-            timeout=5.0,
+            on_round=site.receipts.append,
+            matchmaking_time=self.matchmaking_time,
+            timeout=5.0 * self.matchmaking_time,
             part_timeout=2.0,
         )
 

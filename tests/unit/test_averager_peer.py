@@ -46,7 +46,7 @@ def test_rounds_that_find_nobody_harm_nothing_and_warn_once(make: Make, caplog: 
     assert [receipt.round for receipt in receipts] == [1, 2, 3]
     assert opt.last_receipt is receipts[-1]
     assert len(caplog.records) == 1
-    assert "nobody else was seen" in caplog.records[0].getMessage()
+    assert "no other peer is in the run" in caplog.records[0].getMessage()
     assert "training goes on" in caplog.records[0].getMessage()
     train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), 6)
     assert torch.equal(model.weight, plain.weight)

@@ -24,6 +24,7 @@ from averaging.discovery.table import RecordTable
 from averaging.errors import DiscoveryError
 from averaging.messages import Record
 from averaging.security.ca import Issued, issue, make_authority
+from averaging.security.client_names import bound_name
 from averaging.security.credentials import Tls
 
 NOW = datetime.datetime.now(datetime.UTC)
@@ -102,6 +103,13 @@ def test_nobody_writes_about_the_host_of_another(subkey: str) -> None:
     assert not READER.verify("run", written)
     outcome = RecordTable(Limits(), lambda r: READER.verify("run", r)).merge(written, T)
     assert outcome.reason is Reason.FORGED
+
+
+def test_a_client_s_name_fits_its_own_certificate_only() -> None:
+    owner, other = identity(), identity()
+    name = bound_name(owner._tls.certificate, bytes(16))
+    assert READER.verify("run", record(owner, name))
+    assert not READER.verify("run", record(other, name))
 
 
 def test_a_client_has_no_host() -> None:

@@ -34,7 +34,7 @@ RECEIPT = Receipt(
 FAILED = Receipt(
     round=0, outcome=Outcome.FAILED, reason="all other members were lost", members=(ME, OTHER), seconds=1.0
 )
-ALONE = Receipt(round=0, outcome=Outcome.NO_GROUP, reason="nobody else was seen under demo.0b", seconds=60.0)
+ALONE = Receipt(round=0, outcome=Outcome.NO_GROUP, reason="no other peer is in the run", seconds=60.0)
 CONTROL = "\x1b[2J\r\n\x00"
 
 
@@ -164,7 +164,7 @@ def test_the_command_that_joins_can_be_pasted() -> None:
 
 def test_why_there_was_no_average() -> None:
     assert words.not_averaged("round 1", ALONE) == (
-        "round 1: no group came together within 60.0 s: nobody else was seen under demo.0b"
+        "round 1: no group came together within 60.0 s: no other peer is in the run"
     )
     assert words.not_averaged("round 1", FAILED).startswith("round 1: failed after 1.0 s: all other")
 

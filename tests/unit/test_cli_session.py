@@ -31,7 +31,7 @@ from averaging.schema import describe
 ME, OTHER = "127.0.0.1:1", "127.0.0.1:2"
 AVERAGED = Receipt(0, Outcome.AVERAGED, members=(ME, OTHER))
 FAILED = Receipt(0, Outcome.FAILED, reason="all other members were lost")
-ALONE = Receipt(0, Outcome.NO_GROUP, reason="nobody else was seen")
+ALONE = Receipt(0, Outcome.NO_GROUP, reason="no other peer is in the run")
 
 Step = Receipt | Exception | Callable[["ScriptedPeer"], Awaitable[Receipt]]
 
@@ -140,7 +140,7 @@ def test_failed_rounds_are_tried_again(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize(
-    ("steps", "reason"), [([AVERAGED, FAILED, FAILED, FAILED], "3 attempts"), ([AVERAGED, ALONE], "nobody else")]
+    ("steps", "reason"), [([AVERAGED, FAILED, FAILED, FAILED], "3 attempts"), ([AVERAGED, ALONE], "no other peer")]
 )
 def test_it_gives_up(tmp_path: Path, steps: list[Step], reason: str) -> None:
     session, peer = play(steps, tmp_path / "out", rounds=2)

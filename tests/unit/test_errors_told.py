@@ -12,6 +12,7 @@ def test_a_peer_that_names_itself_in_its_refusal_is_not_named_twice() -> None:
     assert (str(error), error.reason) == (FOREIGN, FOREIGN)
     assert str(CallRefusedError("192.0.2.7:42", FOREIGN)) == f"192.0.2.7:42: {FOREIGN}"
     assert str(CallRefusedError("192.0.2.7:4222", "busy")) == "192.0.2.7:4222: busy"
+    assert str(CallRefusedError("192.0.2.7:4222", "192.0.2.7:4222: busy")) == "192.0.2.7:4222: busy"
 
 
 def test_seeds_that_name_themselves_are_not_named_twice() -> None:

@@ -9,6 +9,7 @@ from typing import cast
 import pytest
 
 from averaging.discovery.board import Board
+from averaging.discovery.clocks import Clocks
 from averaging.discovery.exchange import Exchange
 from averaging.discovery.records import Limits
 from averaging.discovery.rumours import Rumours
@@ -48,6 +49,8 @@ async def compare(transport: Answers) -> int:
         lambda record, sender: taken.append(record),
         cast("Rumours", None),
         SETTINGS,
+        Clocks(3.0, 10.0),
+        lambda: 1e9,
     )
     await exchange.compare("a:1")
     return len(taken)

@@ -22,7 +22,9 @@ from tests.receipts import SILENT, A, B, C, D, receipt, receipts
 
 WELL = "round 17: 4 of 4 in 2.50 s (all-reduce 1.50 s)"
 WITHOUT_D = "round 17: 3 of 4 in 2.50 s (all-reduce 1.50 s)"
-NO_GROUP = Receipt(3, Outcome.NO_GROUP, "nobody else was seen", seconds=60.0, run_id="demo", endpoint=A, started=1.7e9)
+NO_GROUP = Receipt(
+    3, Outcome.NO_GROUP, "no other peer is in the run", seconds=60.0, run_id="demo", endpoint=A, started=1.7e9
+)
 
 
 def line(*told: Receipt) -> str:
@@ -42,7 +44,7 @@ def test_who_was_dropped_and_why() -> None:
 
 
 def test_attempts_that_came_to_nothing() -> None:
-    assert line(NO_GROUP) == "round 3: no group after 60.0 s: nobody else was seen"
+    assert line(NO_GROUP) == "round 3: no group after 60.0 s: no other peer is in the run"
     assert line(receipt(outcome=Outcome.CANCELLED, reason="x")) == "round 17: cancelled after 2.5 s: x"
     assert line(receipt(outcome=Outcome.FAILED, reason="x")) == "round 17: failed after 2.5 s: x"
 
@@ -142,7 +144,8 @@ def test_what_it_comes_to() -> None:
     assert lines[5:] == [
         "in all 4 rounds: 3 averaged, 1 without a group",
         f"dropped: {D} in 2 rounds (silent 1, connection lost 1)",
-        "slowest phase: allreduce, 9.0 of 15.0 s (60%; median 1.50 s)",
+        "slowest phase: allreduce, 9.00 s of 15.0 s (60%; median 1.50 s)",
+        "last to arrive: nobody stands out",
         f"straggler: {D} in 1 round, 0.8 s at most, 0.8 s in all",
         "bytes: 18.0 MiB sent, 12.0 MiB received",
         "averages: the same in all of 3 rounds that can be compared",

@@ -28,15 +28,31 @@ def test_suspects_are_picked_only_if_there_is_nobody_else() -> None:
     several = members()
     for name in ("a:1", "b:1", "c:1"):
         several.heard_of(name)
-    several.suspect("a:1")
-    several.suspect("b:1")
-    several.suspect("stranger:1")
+    several.suspect("a:1", 0.0, "no answer")
+    several.suspect("b:1", 0.0, "no answer")
+    several.suspect("stranger:1", 0.0, "no answer")
     assert {several.pick() for _ in range(50)} == {"c:1"}
-    several.suspect("c:1")
+    several.suspect("c:1", 0.0, "no answer")
     assert Counter(several.pick() for _ in range(300)).keys() == {"a:1", "b:1", "c:1"}
     several.heard_of("a:1")
     several.trust("b:1")
     assert {several.pick() for _ in range(50)} == {"a:1", "b:1"}
+
+
+def test_who_did_not_answer_is_told_with_the_reason_for_a_minute() -> None:
+    several = members("seed:1")
+    for name in ("a:1", "b:1", "c:1", "d:1"):
+        several.heard_of(name)
+    for name in ("a:1", "b:1", "c:1", "d:1", "seed:1", "stranger:1"):
+        several.suspect(name, 100.0, f"why {name}")
+    several.answered("a:1")
+    several.trust("b:1")  # it calls, which does not mean that it can be called
+    several.gone("c:1", 110.0, vanished=False)
+    several.gone("d:1", 110.0, vanished=True)
+    assert several.silent(120.0) == {name: f"why {name}" for name in ("b:1", "d:1", "seed:1")}
+    several.heard_of("d:1")
+    several.suspect("b:1", 130.0, "why again")
+    assert several.silent(165.0) == {"b:1": "why again"}
 
 
 def test_suspects_are_told_last() -> None:
@@ -45,7 +61,7 @@ def test_suspects_are_told_last() -> None:
     for name in names:
         several.heard_of(name)
     for name in names[:10]:
-        several.suspect(name)
+        several.suspect(name, 0.0, "no answer")
     for branch in several.branches(*all_others(OWN), 2):
         trusted = [name in names[10:] for name in branch.candidates]
         assert trusted == sorted(trusted, reverse=True)
@@ -90,7 +106,7 @@ def test_a_client_has_everything_told_by_the_member_it_follows() -> None:
     for name in ("a:1", "b:1", "c:1"):
         client.heard_of(name)
     client.followed = "b:1"
-    client.suspect("a:1")
+    client.suspect("a:1", 0.0, "no answer")
     (branch,) = client.branches(1, RING - 1, 4)
     assert (branch.start, branch.end) == (1, RING - 1)
     assert branch.candidates == ("b:1", "c:1", "a:1", "seed:1")
@@ -101,6 +117,6 @@ def test_a_client_turns_to_a_member_else_to_anyone() -> None:
     assert client.pick_to_follow(0.0) == "seed:1"
     client.heard_of("a:1")
     assert {client.pick_to_follow(0.0) for _ in range(20)} == {"a:1"}
-    client.suspect("a:1")
+    client.suspect("a:1", 0.0, "no answer")
     assert {client.pick_to_follow(0.0) for _ in range(50)} == {"a:1", "seed:1"}
     assert members(endpoint="client::x").pick_to_follow(0.0) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from averaging.messages import (
     WireTensor,
 )
 from averaging.observe.book import Watched
-from averaging.observe.receipts import Account, DropCode, Dropped, Outcome, Receipt, Role, Straggler
+from averaging.observe.receipts import Account, DropCode, Dropped, LateArrival, Outcome, Receipt, Role, Straggler
 from averaging.observe.status import PeerStatus
 from averaging.schema import DTYPES, ReplyForm, Schema, TensorSpec
 from averaging.transport.grpc import methods
@@ -46,6 +47,7 @@ def several(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ..
 
 
 names = st.text(st.characters(codec="utf-8"), max_size=20)
+finite = st.floats(allow_nan=False, allow_infinity=False)
 uint32, uint64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 codes = st.sampled_from(MessageCode)
 tensors = st.builds(
@@ -63,7 +65,7 @@ averaging_data = st.builds(
 records = st.builds(Record, names, names, st.binary(), uint64, st.floats(), st.booleans(), claimed=uint64).map(
     lambda record: dataclasses.replace(record, owner=record.value + b"o", signature=b"s" + record.value)
 )
-digests = st.builds(Digest, names, names, uint64, several(st.tuples(uint64, uint64)), st.booleans())
+digests = st.builds(Digest, names, names, uint64, several(st.tuples(uint64, uint64)), st.booleans(), st.floats())
 specs = st.builds(TensorSpec, names, st.sampled_from(sorted(DTYPES)), several(uint64), st.sampled_from(CompressionType))
 receipts = st.builds(
     Receipt,
@@ -105,11 +107,15 @@ receipts = st.builds(
             uint64,
             uint64,
             names,
+            st.none() | finite,
+            st.none() | finite,
         )
     ),
     phases=st.dictionaries(names, st.floats(), max_size=3),
     straggler=st.none() | st.builds(Straggler, names, st.floats(), names),
     digest=names,
+    state=names,
+    last_to_arrive=st.none() | st.builds(LateArrival, names, finite),
 )
 statuses = st.builds(
     PeerStatus,
@@ -227,6 +233,17 @@ def test_an_unknown_outcome_or_role() -> None:
         decode_status(status_pb2.PeerStatus(last_round=status_pb2.Receipt(outcome="won")).SerializeToString())
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_arrivals_and_step_rates_that_are_no_numbers_are_taken_for_unknown(value: float) -> None:
+    account = status_pb2.MemberAccount(endpoint="a:1", role="leader", waited=value, step_rate=value)
+    late = status_pb2.LateArrival(endpoint="a:1", seconds=value)
+    told = status_pb2.Receipt(outcome="averaged", accounts=[account], last_to_arrive=late)
+    receipt = decode_status(status_pb2.PeerStatus(last_round=told).SerializeToString()).last_round
+    assert receipt is not None
+    assert receipt.last_to_arrive is None
+    assert [(one.waited, one.step_rate) for one in receipt.accounts] == [(None, None)]
+
+
 def test_a_wait_of_which_only_later_releases_know_is_left_out() -> None:
     told = [status_pb2.LearnedDeadline(endpoint="a:1", phase=phase) for phase in ("nap", "part")]
     status = decode_status(status_pb2.PeerStatus(deadlines=told).SerializeToString())
@@ -333,10 +350,10 @@ def test_the_largest_of_discovery_fit() -> None:
     assert methods.PUSH.read_request(methods.PUSH.encode_request(request)) == request
     refusals = (Refusal("k" * 256, "s" * 256, "r" * 256),) * 1024
     assert methods.PUSH.read_reply(methods.PUSH.encode_reply(refusals)) == refusals
-    reply = ExchangeReply((record,) * 128, (2**64 - 1,) * (1 << 15))
+    reply = ExchangeReply((record,) * 128, (2**64 - 1,) * (1 << 15), sent=1.7e9)
     assert methods.EXCHANGE.read_reply(methods.EXCHANGE.encode_reply(reply)) == reply
     assert methods.SUBSCRIBE.read_reply(methods.SUBSCRIBE.encode_reply((record,) * 1024)) == (record,) * 1024
-    digest = Digest("r" * 128, "e" * 256, 2**64 - 1, ((2**64 - 1, 2**63 - 1),) * (1 << 15), True)
+    digest = Digest("r" * 128, "e" * 256, 2**64 - 1, ((2**64 - 1, 2**63 - 1),) * (1 << 15), True, 1.7e9)
     for method in (methods.EXCHANGE, methods.SUBSCRIBE):
         assert method.read_request(method.encode_request(digest)) == digest
     request_to_join = JoinRequest("e" * 300, bytes(32), 1.0, bytes(64 << 10), True)

@@ -17,7 +17,9 @@ from averaging.errors import (
     NonFiniteError,
     PeerUnreachableError,
     ProtocolViolationError,
+    TransportError,
     UnauthenticatedError,
+    WrongRunError,
 )
 from averaging.transport.grpc.faults import MAX_REASON, error_of_call, is_failed_write, refuse
 
@@ -83,10 +85,9 @@ def test_what_keeps_this_machine_from_dialling_is_told(details: str, told: str) 
     assert told in error.reason
 
 
-def told(code: grpc.StatusCode, details: str) -> AveragingError:
-    return error_of_call(
-        "a:1", grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=details or None)
-    )
+def told(code: grpc.StatusCode, details: str, *, sent_token: bool = False) -> AveragingError:
+    failure = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=details or None)
+    return error_of_call("a:1", failure, sent_token=sent_token)
 
 
 @pytest.mark.parametrize(
@@ -170,10 +171,47 @@ def test_what_a_status_means(
     assert error.reason == reason
 
 
-def test_a_token_that_is_wanted_is_told() -> None:
-    error = told(grpc.StatusCode.UNAUTHENTICATED, "no token")
+@pytest.mark.parametrize(
+    ("sent_token", "reason"),
+    [
+        (False, "its run wants a token, and this peer has none: give token_file with one of the run's"),
+        (True, "its run does not take this peer's token: make one of the run's tokens the first line of token_file"),
+    ],
+)
+def test_a_wrong_token_is_told_as_wrong_and_not_as_missing(sent_token: bool, reason: str) -> None:
+    error = told(grpc.StatusCode.UNAUTHENTICATED, "whatever the other side calls it", sent_token=sent_token)
     assert isinstance(error, UnauthenticatedError)
-    assert "give token_file" in error.reason
+    assert error.reason == reason
+    assert error.definite
+
+
+@pytest.mark.parametrize(
+    ("code", "details", "definite"),
+    [
+        (grpc.StatusCode.NOT_FOUND, "a:1 belongs to run 'one', not to 'other'", True),
+        (grpc.StatusCode.PERMISSION_DENIED, "calls itself b:1, but its certificate stands for c", True),
+        (grpc.StatusCode.UNAVAILABLE, f"{DIALLING}Ssl handshake failed: WRONG_VERSION_NUMBER", True),
+        (grpc.StatusCode.UNAVAILABLE, f"{DIALLING}Ssl handshake failed: CERTIFICATE_VERIFY_FAILED: self signed", True),
+        (grpc.StatusCode.UNAVAILABLE, f"{DIALLING}Hostname Verification Check failed.", True),
+        # The other side may close a connection for many reasons.
+        (grpc.StatusCode.UNAVAILABLE, f"{DIALLING}Ssl handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL", False),
+        (grpc.StatusCode.UNAVAILABLE, f"{DIALLING}Socket closed", False),
+        (grpc.StatusCode.UNAVAILABLE, f"{DIALLING}connect: Connection refused (111)", False),
+        (grpc.StatusCode.UNAVAILABLE, "DNS resolution failed for nobody:1", False),
+        (grpc.StatusCode.UNAVAILABLE, f"{DIALLING}Cannot check peer: missing selected ALPN property.", False),
+        (grpc.StatusCode.UNAVAILABLE, "", False),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, "", False),
+        (grpc.StatusCode.UNIMPLEMENTED, "Method not found!", False),
+        (grpc.StatusCode.FAILED_PRECONDITION, "has left the run", False),
+        (grpc.StatusCode.INVALID_ARGUMENT, "malformed", False),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "busy", False),
+        (grpc.StatusCode.INTERNAL, "", False),
+    ],
+)
+def test_which_failures_are_definite(code: grpc.StatusCode, details: str, definite: bool) -> None:
+    error = told(code, details)
+    assert isinstance(error, TransportError)
+    assert error.definite is definite
 
 
 def test_only_grpcs_own_words_are_a_failed_write() -> None:
@@ -196,6 +234,7 @@ class Context:
         (ProtocolViolationError("words"), grpc.StatusCode.INVALID_ARGUMENT),
         (NonFiniteError("words"), grpc.StatusCode.INVALID_ARGUMENT),
         (ForeignEndpointError("words"), grpc.StatusCode.PERMISSION_DENIED),
+        (WrongRunError("a:1", "words"), grpc.StatusCode.NOT_FOUND),
         (BusyError("words"), grpc.StatusCode.RESOURCE_EXHAUSTED),
         (ClosedError("words"), grpc.StatusCode.FAILED_PRECONDITION),
     ],
@@ -204,4 +243,4 @@ def test_each_refusal_has_its_status(error: Exception, code: grpc.StatusCode) ->
     context = Context()
     with pytest.raises(grpc.aio.AbortError):
         asyncio.run(refuse(cast("grpc.aio.ServicerContext[bytes, bytes]", context), "/a/b", error))
-    assert context.told == (code, "words")
+    assert context.told == (code, str(error))

@@ -13,7 +13,7 @@ from hypothesis import given
 
 from averaging.observe import journal
 from averaging.observe.journal import Journal, dumps, loads, read
-from averaging.observe.receipts import DropCode, Receipt
+from averaging.observe.receipts import DropCode, LateArrival, Receipt
 from tests.receipts import SILENT, A, receipt, receipts
 
 RECEIPT = receipt(A, dropped=(SILENT,))
@@ -55,6 +55,14 @@ def test_fields_and_codes_of_later_releases_are_passed_over() -> None:
     told["dropped"][0] |= {"code": "bored", "mood": 3}
     (dropped,) = loads(json.dumps(told)).dropped
     assert dropped.code is DropCode.OTHER
+
+
+def test_lines_from_before_arrivals_and_step_rates_were_told_are_read() -> None:
+    told = json.loads(dumps(receipt(A, last_to_arrive=LateArrival(A, 9.0))))
+    del told["last_to_arrive"]
+    for account in told["accounts"]:
+        del account["waited"], account["step_rate"]
+    assert loads(json.dumps(told)) == receipt(A)
 
 
 @pytest.mark.parametrize(

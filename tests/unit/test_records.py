@@ -11,7 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from averaging.discovery.identity import Author, Ed25519Identity, UnsignedIdentity
-from averaging.discovery.records import MAX_VERSION, Limits, Reason, objection, record_id, signed_bytes
+from averaging.discovery.records import (
+    LEAST_KEPT,
+    MAX_VERSION,
+    Limits,
+    Reason,
+    kept_until,
+    objection,
+    record_id,
+    signed_bytes,
+)
 from averaging.discovery.table import RecordTable
 from averaging.errors import DiscoveryError
 from averaging.messages import Record
@@ -40,6 +49,69 @@ def table(limits: Limits = LIMITS) -> RecordTable:
 
 def withdrawal(of: Record, version: int) -> Record:
     return replace(of, value=b"", version=version, withdrawn=True, expiration=of.expiration + 3)
+
+
+# How long it is kept
+
+
+@pytest.mark.parametrize(
+    ("ahead", "lifetime", "kept"),
+    [
+        (0.0, 30.0, 30.0),
+        (-20.0, 30.0, 10.0),  # the owner's clock is behind
+        (3.0, 30.0, 33.0),  # as far apart as clocks may be
+        (600.0, 30.0, 33.0),
+        (600.0, 5.0, LEAST_KEPT + 3),
+        (3000.0, 3600.0, 3603.0),
+    ],
+)
+def test_a_record_is_kept_for_the_lifetime_that_its_owner_meant(ahead: float, lifetime: float, kept: float) -> None:
+    written = NOW + ahead
+    one = record(version=int(written * 1e6), expiration=written + lifetime)
+    assert kept_until(one, NOW, LIMITS) - NOW == pytest.approx(kept, abs=1e-3)
+
+
+@pytest.mark.parametrize(("set_back", "kept"), [(10.0, 23.0), (25.0, LEAST_KEPT + 3), (600.0, 30.0)])
+def test_a_record_of_an_owner_whose_clock_was_set_back_stays_long_enough_to_be_renewed(
+    set_back: float, kept: float
+) -> None:
+    """Its versions go on from before, so they are ahead of its clock, and its expirations are not."""
+    one = record(version=int((NOW + set_back) * 1e6), expiration=NOW + 30)
+    assert kept_until(one, NOW, LIMITS) - NOW == pytest.approx(kept, abs=1e-3)
+
+
+def test_what_was_dropped_before_it_expired_does_not_come_back() -> None:
+    """Others received it later and still hold it; a newcomer may get it from them for a lifetime, and no longer."""
+    several, other = table(), table()
+    written = NOW + 600
+    one = record(version=int(written * 1e6), expiration=written + 30)
+    number = record_id(one.key, one.subkey, one.owner)
+    assert several.merge(one, NOW).news
+    assert other.merge(one, NOW + 20).news
+    assert several.next_end(one.key) == pytest.approx(NOW + 33)
+    assert several.expire(NOW + 32) == []
+    (change,) = several.expire(NOW + 34)
+    assert change.after is None
+    assert several.state_hash == table().state_hash
+    assert several.compare(other.versions().items()) == ([], [])
+    for version in (one.version, one.version - 1):
+        assert not several.merge(replace(one, version=version, claimed=1), NOW + 34).news
+    assert len(other.expire(NOW + 54)) == 1
+    newer = replace(one, version=one.version + 1_000_000)
+    assert several.compare([(number, newer.version)]) == ([], [number])
+    assert several.merge(newer, NOW + 35).news
+
+
+def test_what_was_dropped_early_is_forgotten_when_it_has_expired() -> None:
+    several = table(replace(LIMITS, records=100))
+    moment = NOW
+    for number in range(5000):
+        moment += 40
+        written = moment + 100
+        several.merge(record(subkey=f"a:{number}", version=int(written * 1e6), expiration=written + 10), moment)
+        several.expire(moment + 39)
+    assert len(several) == 0
+    assert len(several._dropped) <= 1025
 
 
 # What is acceptable

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -9,10 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.discovery.base import Entry
+from averaging.config import MAX_MATCHMAKING_TIME
+from averaging.deadlines.learned import VERDICT_SECONDS
+from averaging.discovery.base import MAX_LIFETIME, Entry
 from averaging.errors import ProtocolViolationError
 from averaging.group import Member, Mode, pack_gather
 from averaging.matchmaking import rules
+from averaging.matchmaking.answers import Standing
 from averaging.matchmaking.rules import Attempt, Declaration, Searching
 from averaging.messages import JoinRequest, MessageCode, MessageFromLeader
 
@@ -74,15 +78,15 @@ def looking(*declarations: tuple[float, str]) -> dict[str, Entry]:
 def test_the_earliest_is_asked_first_and_never_a_later_one() -> None:
     own = Declaration(NOW + 5, "m:1")
     entries = looking((NOW + 6, "a:1"), (NOW + 5, "z:1"), (NOW + 5, "b:1"), (NOW + 4, "y:1"), (NOW + 5, "m:1"))
-    assert rules.next_to_ask(own, entries, {}, NOW)[0] == Declaration(NOW + 4, "y:1")
+    assert rules.candidates(own, entries, {}, NOW)[0][:1] == [Declaration(NOW + 4, "y:1")]
     refused = {"y:1": Attempt(NOW + 4, 1, None)}
-    assert rules.next_to_ask(own, entries, refused, NOW)[0] == Declaration(NOW + 5, "b:1")
+    assert rules.candidates(own, entries, refused, NOW)[0] == [Declaration(NOW + 5, "b:1")]
     refused["b:1"] = Attempt(NOW + 5, 1, NOW + 0.5)
-    assert rules.next_to_ask(own, entries, refused, NOW) == (None, NOW + 0.5)
-    assert rules.next_to_ask(own, entries, refused, NOW + 0.5)[0] == Declaration(NOW + 5, "b:1")
+    assert rules.candidates(own, entries, refused, NOW) == ([], NOW + 0.5)
+    assert rules.candidates(own, entries, refused, NOW + 0.5)[0] == [Declaration(NOW + 5, "b:1")]
     for earlier, later in ((0.5, 0.7), (0.7, 0.5)):  # whoever of two may be asked again first, it is looked then
         refused = {"y:1": Attempt(NOW + 4, 1, NOW + earlier), "b:1": Attempt(NOW + 5, 1, NOW + later)}
-        assert rules.next_to_ask(own, entries, refused, NOW) == (None, NOW + 0.5)
+        assert rules.candidates(own, entries, refused, NOW) == ([], NOW + 0.5)
 
 
 def test_who_does_not_look_or_has_expired_is_not_asked() -> None:
@@ -90,22 +94,22 @@ def test_who_does_not_look_or_has_expired_is_not_asked() -> None:
     entries = looking((NOW - 3.1, "old:1"))
     entries["busy:1"] = Entry(rules.pack_looking(False), NOW + 1)
     entries["odd:1"] = Entry(b"\xc1", NOW + 1)
-    assert rules.next_to_ask(own, entries, {}, NOW) == (None, None)
+    assert rules.candidates(own, entries, {}, NOW) == ([], None)
     entries["late:1"] = Entry(rules.pack_looking(True), NOW - 2.9)  # its clock may be behind
-    assert rules.next_to_ask(own, entries, {}, NOW)[0] == Declaration(NOW - 2.9, "late:1")
+    assert rules.candidates(own, entries, {}, NOW)[0] == [Declaration(NOW - 2.9, "late:1")]
 
 
 def test_who_is_left_out_or_cannot_be_called_is_not_asked() -> None:
     own = Declaration(NOW + 5, "m:1")
     entries = looking((NOW + 1, "bad:1"), (NOW + 2, "client::7"), (NOW + 3, "nonsense"), (NOW + 4, "good:1"))
-    assert rules.next_to_ask(own, entries, {}, NOW, {"bad:1"})[0] == Declaration(NOW + 4, "good:1")
+    assert rules.candidates(own, entries, {}, NOW, excluded={"bad:1"})[0] == [Declaration(NOW + 4, "good:1")]
 
 
 def test_a_new_declaration_is_asked_again_at_once_unless_its_tensors_differ() -> None:
     own = Declaration(NOW + 5, "m:1")
     entries = looking((NOW + 2, "a:1"))
-    assert rules.next_to_ask(own, entries, {"a:1": Attempt(NOW + 1, 3, NOW + 9)}, NOW)[0] is not None
-    assert rules.next_to_ask(own, entries, {"a:1": Attempt(NOW + 1, 3, None)}, NOW) == (None, None)
+    assert rules.candidates(own, entries, {"a:1": Attempt(NOW + 1, 3, NOW + 9)}, NOW)[0] != []
+    assert rules.candidates(own, entries, {"a:1": Attempt(NOW + 1, 3, None)}, NOW) == ([], None)
 
 
 @given(
@@ -119,8 +123,8 @@ def test_of_any_two_peers_exactly_one_asks_the_other(declarations: list[tuple[fl
             if one is other:
                 continue
             only = {name: entries[name] for name in (one.endpoint, other.endpoint)}
-            asks = rules.next_to_ask(one, only, {}, NOW)[0] == other
-            is_asked = rules.next_to_ask(other, only, {}, NOW)[0] == one
+            asks = rules.candidates(one, only, {}, NOW)[0] == [other]
+            is_asked = rules.candidates(other, only, {}, NOW)[0] == [one]
             assert asks != is_asked
 
 
@@ -147,10 +151,68 @@ def test_who_was_waited_for_in_vain_is_not_asked_for_as_long_though_it_declares_
     own = Declaration(NOW + 9, "z:1")
     silent = rules.refused(None, NOW + 2, MessageCode.NO_CODE, NOW, random.Random(1), 3.0)
     entries = {"a:1": Entry(rules.pack_looking(True), NOW + 5)}
-    assert rules.next_to_ask(own, entries, {"a:1": silent}, NOW + 2.9) == (None, NOW + 3)
-    assert rules.next_to_ask(own, entries, {"a:1": silent}, NOW + 3)[0] is not None
+    assert rules.candidates(own, entries, {"a:1": silent}, NOW + 2.9) == ([], NOW + 3)
+    assert rules.candidates(own, entries, {"a:1": silent}, NOW + 3)[0] != []
     told = rules.refused(None, NOW + 2, MessageCode.GROUP_IS_FULL, NOW, random.Random(1), 3.0)
-    assert rules.next_to_ask(own, entries, {"a:1": told}, NOW)[0] is not None
+    assert rules.candidates(own, entries, {"a:1": told}, NOW)[0] != []
+
+
+def test_peers_that_answer_are_asked_before_the_others_and_the_earliest_of_each_kind_first() -> None:
+    own = Declaration(NOW + 9, "z:1")
+    standings = {
+        "late:1": Standing.SOUND,
+        "new:1": Standing.DOUBTFUL,
+        "silent:1": Standing.SILENT,
+        "gone:1": Standing.SILENT,
+    }
+    entries = looking((NOW + 1, "silent:1"), (NOW + 2, "gone:1"), (NOW + 3, "new:1"), (NOW + 4, "late:1"))
+    found, again = rules.candidates(own, entries, {}, NOW, standing=standings.__getitem__)
+    assert [candidate.endpoint for candidate in found] == ["late:1", "new:1", "silent:1", "gone:1"]
+    assert again is None
+
+
+@pytest.mark.parametrize(
+    ("standing", "leads", "again"),
+    [
+        (Standing.DESERTER, False, NOW + 2),
+        (Standing.DESERTER, True, NOW + 2),
+        (Standing.NOTORIOUS, False, NOW + 2),
+        (Standing.NOTORIOUS, True, None),
+    ],
+)
+def test_deserters_are_asked_late_and_notorious_ones_by_nobody_who_has_followers(
+    standing: Standing, leads: bool, again: float | None
+) -> None:
+    own, entries = Declaration(NOW + 9, "z:1"), looking((NOW + 5, "a:1"))
+
+    def at(now: float) -> tuple[list[Declaration], float | None]:
+        return rules.candidates(own, entries, {}, now, standing=lambda _: standing, deserters_from=NOW + 2, leads=leads)
+
+    assert at(NOW) == ([], again)
+    assert at(NOW + 2) == ([] if again is None else [Declaration(NOW + 5, "a:1")], None)
+
+
+def test_so_many_are_asked_at_once_that_a_thousand_silent_peers_take_a_few_head_starts_longer() -> None:
+    assert rules.how_many(1, 100) == 0
+    asked, turns = 0, 0
+    while asked < 1000:
+        number = rules.how_many(0, asked)
+        assert 1 <= number <= rules.MAX_ASKED
+        asked, turns = asked + number, turns + 1
+    assert turns < 40
+    assert rules.how_many(0, 0) == rules.how_many(0, 1) == 1
+
+
+def test_a_head_start_follows_what_is_known() -> None:
+    assert rules.head_start(None, None, 0, 0) == VERDICT_SECONDS  # as long as nobody is known
+    assert rules.head_start(None, 0.2, 0, 0) == rules.NEW_HEAD_START  # to which a connection has to be made
+    assert rules.head_start(0.3, 0.2, 0, 0) == 0.3
+    assert rules.head_start(0.01, 0.2, 0, 0) == rules.LEAST_HEAD_START
+    assert rules.head_start(9.0, 9.0, 0, 0) == VERDICT_SECONDS
+    assert rules.head_start(None, 0.2, 0, 1) == rules.NEW_HEAD_START / 2
+    assert rules.head_start(None, 0.2, 1, 10_000) == 0.2
+    assert rules.head_start(None, None, 0, 10_000) == rules.LEAST_HEAD_START
+    assert rules.head_start(0.3, 0.2, rules.HOPELESS, rules.HOPELESS) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -166,7 +228,43 @@ def test_who_was_waited_for_in_vain_is_not_asked_for_as_long_though_it_declares_
 def test_a_group_begins_only_if_somebody_contributes(modes: list[Mode], enough: bool) -> None:
     members = [Member(f"h:{port + 1}", mode=mode) for port, mode in enumerate(modes)]
     state = Searching(members[0], HASH, 8, followers={m.endpoint: m for m in members[1:]})
-    assert rules.can_begin(state, 2) is enough
+    assert (rules.who_begins(state, 2) is not None) is enough
+
+
+@given(own=st.integers(2, 7), sizes=st.lists(st.integers(2, 9), max_size=6))
+def test_a_group_begins_with_the_most_followers_of_whom_each_finds_enough(own: int, sizes: list[int]) -> None:
+    wanted = {f"f:{number + 1}": size for number, size in enumerate(sizes)}
+    state = searching(followers={name: Member(name) for name in wanted}, least_sizes=wanted, target_group_size=10)
+    sound = [
+        set(some)
+        for count in range(1, len(wanted) + 1)
+        for some in itertools.combinations(wanted, count)
+        if max(own, *(wanted[name] for name in some)) <= 1 + count
+    ]
+    found = rules.who_begins(state, own)
+    assert (set() if found is None else set(found)) == max(sound, key=len, default=set())
+
+
+def test_a_leader_whose_followers_were_too_few_for_it_becomes_later_than_these() -> None:
+    assert rules.declared_seconds(4.0, sent_away=False) == 4.0
+    assert rules.declared_seconds(4.0, sent_away=True) == 6.0
+    assert rules.declared_seconds(MAX_MATCHMAKING_TIME, sent_away=True) < MAX_LIFETIME
+
+
+def test_a_group_with_enough_contributors_waits_until_it_is_large_enough_for_its_followers() -> None:
+    followers = {"f:1": Member("f:1"), "f:2": Member("f:2")}
+    state = searching(target_group_size=5, enough=3, followers=followers, least_sizes={"f:1": 4, "f:2": 2})
+    assert not rules.is_complete(state)
+    state.least_sizes["f:1"] = 3
+    assert rules.is_complete(state)
+    state.enough, state.least_sizes["f:1"] = 2, 5
+    assert rules.is_complete(state), "there are enough without that one"
+
+
+def test_who_wants_a_larger_group_than_the_leader_takes_is_not_taken_in() -> None:
+    state = searching(target_group_size=4)
+    assert rules.verdict(replace(REQUEST, min_group_size=4), state)[0] is MessageCode.ACCEPTED
+    assert rules.verdict(replace(REQUEST, min_group_size=5), state)[0] is MessageCode.GROUP_IS_FULL
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from averaging.observe.plain import duration
-from averaging.observe.receipts import Dropped, Outcome, Receipt
+from averaging.observe.receipts import Account, Dropped, LateArrival, Outcome, Receipt
 from averaging.observe.status import PeerStatus
 from averaging.observe.training import Finish, TrainingStatus
 from tests.receipts import A, B, C, D, receipt
@@ -39,7 +40,15 @@ def status(**changes: Any) -> PeerStatus:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.0004, "0 ms"), (0.0123, "12 ms"), (0.534, "0.53 s"), (12.14, "12.1 s"), (840.0, "14 min"), (11600.0, "3.2 h")],
+    [
+        (0.0, "0 ms"),
+        (0.00042, "0.4 ms"),
+        (0.0123, "12 ms"),
+        (0.534, "0.53 s"),
+        (12.14, "12.1 s"),
+        (840.0, "14 min"),
+        (11600.0, "3.2 h"),
+    ],
 )
 def test_durations_are_in_the_unit_that_fits(seconds: float, text: str) -> None:
     assert duration(seconds) == text
@@ -48,6 +57,34 @@ def test_durations_are_in_the_unit_that_fits(seconds: float, text: str) -> None:
 def test_a_receipt_of_a_small_model_has_small_units() -> None:
     small = receipt(seconds=0.012, allreduce_seconds=0.004, bytes_sent=388, bytes_received=3 << 10)
     assert str(small) == "round 17: averaged with 3 others in 12 ms (all-reduce 4 ms, 388 bytes out, 3.0 KiB in)"
+
+
+def test_one_byte_is_not_many() -> None:
+    assert "1 byte out, 0 bytes in" in str(receipt(bytes_sent=1, bytes_received=0))
+
+
+def test_a_receipt_and_both_kinds_of_status_say_who_came_late() -> None:
+    late = receipt(last_to_arrive=LateArrival(D, 0.912))
+    told = f"{D} arrived 0.91 s after the others"
+    assert str(late).endswith(told)
+    assert f"{told} in round 17" in str(status(last_round=late))
+    assert str(TrainingStatus(3, None, 0.0, frozenset((A, D)), False, late, status())).endswith(told)
+    failed = replace(late, outcome=Outcome.FAILED, reason="all others were lost")
+    assert "all others were lost" in str(failed)
+
+
+def test_the_table_of_a_receipt_has_the_wait_and_the_step_rate_of_each_member() -> None:
+    accounts = (Account(A, waited=0.0023, step_rate=49.73), Account(B, step_rate=5.0), Account(D, waited=0.0))
+    table = receipt(accounts=accounts, last_to_arrive=LateArrival(D, 0.912), phases={"looking": 0.00042})._repr_html_()
+    assert "waited 2 ms, 49.7 steps/s" in table
+    assert "5 steps/s" in table
+    assert "waited 0 ms" in table
+    assert f"<th>last to arrive</th><td>{D}, 0.91 s after the others</td>" in table
+    assert "<th>looking</th><td>0.4 ms</td>" in table
+    assert "3.0 MiB" in table
+    samples = receipt(accounts=accounts, topic="gradients/17-ab")._repr_html_()
+    assert "49.7 samples/s" in samples
+    assert "last to arrive" not in samples
 
 
 def test_a_status_is_one_short_line() -> None:
@@ -74,8 +111,11 @@ def test_repr_has_everything() -> None:
 
 def test_a_notebook_shows_tables_in_which_strangers_write_nothing_but_text() -> None:
     lost = receipt(outcome=Outcome.FAILED, reason=EVIL, dropped=(Dropped(D, EVIL),), run_id=EVIL)
+    late = receipt(last_to_arrive=LateArrival(EVIL, 9.0))
     shown: list[Receipt | PeerStatus | TrainingStatus | Finish] = [
         lost,
+        late,
+        status(last_round=late),
         status(run_id=EVIL, leader=EVIL, looking=True),
         TrainingStatus(3, 1, 0.0, frozenset((A, EVIL)), False, lost, status()),
         Finish("ab", {EVIL: EVIL}, (EVIL,), lost),

@@ -26,7 +26,7 @@ async def call_unary(channels: Channels, endpoint: str, method: Method[Request, 
     """One request, one reply."""
     async with channels.call(endpoint) as line:
         start: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = line.channel.unary_unary(method.path)
-        with calling(endpoint):
+        with calling(endpoint, sent_token=bool(channels.metadata)):
             raw = await start(method.encode_request(request), metadata=channels.metadata)
         return read_reply(endpoint, method.read_reply, raw)
 
@@ -44,7 +44,7 @@ async def call_stream(
         call = start(method.encode_request(request), metadata=(*channels.metadata, *headers))
         replies = aiter(call)
         try:
-            while (raw := await _next(endpoint, call, replies)) is not None:
+            while (raw := await _next(channels, endpoint, call, replies)) is not None:
                 yield read_reply(endpoint, method.read_reply, raw)
         finally:
             call.cancel()
@@ -61,7 +61,7 @@ async def call_both_ways(
         replies = aiter(call)
         upload = _Upload(call, method.encode_request, messages)
         try:
-            while (raw := await _next(endpoint, call, replies)) is not None:
+            while (raw := await _next(channels, endpoint, call, replies)) is not None:
                 yield read_reply(endpoint, method.read_reply, raw)
         except PeerUnreachableError:
             if upload.failure is not None:
@@ -73,9 +73,9 @@ async def call_both_ways(
             await _close(replies)
 
 
-async def _next(endpoint: str, call: StreamCall, replies: AsyncIterator[bytes]) -> bytes | None:
+async def _next(channels: Channels, endpoint: str, call: StreamCall, replies: AsyncIterator[bytes]) -> bytes | None:
     """The next reply; None after the last."""
-    with calling(endpoint):
+    with calling(endpoint, sent_token=bool(channels.metadata)):
         try:
             return await anext(replies, None)
         except grpc.aio.AioRpcError as error:

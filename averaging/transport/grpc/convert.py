@@ -229,6 +229,7 @@ def encode_digest(digest: Digest) -> bytes:
         state_hash=digest.state_hash,
         entries=[gossip_pb2.DigestEntry(id=id, version=version) for id, version in digest.entries],
         complete=digest.complete,
+        sent=digest.sent,
     ).SerializeToString()
 
 
@@ -236,20 +237,21 @@ def decode_digest(raw: bytes) -> Digest:
     """Digest."""
     wire = parse(gossip_pb2.Digest(), raw)
     entries = tuple((entry.id, entry.version) for entry in few(wire.entries, MAX_RECORDS, "entries"))
-    return Digest(wire.run_id, wire.endpoint, wire.state_hash, entries, wire.complete)
+    return Digest(wire.run_id, wire.endpoint, wire.state_hash, entries, wire.complete, wire.sent)
 
 
 def encode_exchange_reply(reply: ExchangeReply) -> bytes:
     """ExchangeReply."""
     records = [_record_to_wire(record) for record in reply.records]
-    return gossip_pb2.ExchangeReply(records=records, wanted=reply.wanted, differs=reply.differs).SerializeToString()
+    wire = gossip_pb2.ExchangeReply(records=records, wanted=reply.wanted, differs=reply.differs, sent=reply.sent)
+    return wire.SerializeToString()
 
 
 def decode_exchange_reply(raw: bytes) -> ExchangeReply:
     """ExchangeReply."""
     wire = parse(gossip_pb2.ExchangeReply(), raw)
     wanted = tuple(few(wire.wanted, MAX_RECORDS, "ids"))
-    return ExchangeReply(_records_from_wire(wire.records), wanted, wire.differs)
+    return ExchangeReply(_records_from_wire(wire.records), wanted, wire.differs, wire.sent)
 
 
 def encode_rumours(request: tuple[str, tuple[Rumour, ...]]) -> bytes:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from math import isfinite
+
 from averaging.errors import ProtocolViolationError
 from averaging.observe.book import Watched
-from averaging.observe.receipts import Account, DropCode, Dropped, Outcome, Receipt, Role, Straggler
+from averaging.observe.receipts import Account, DropCode, Dropped, LateArrival, Outcome, Receipt, Role, Straggler
 from averaging.transport.grpc.convert import parse
 from averaging.wire import status_pb2
 
@@ -34,7 +36,7 @@ def decode_watched(raw: bytes) -> Watched:
 
 def receipt_to_wire(receipt: Receipt) -> status_pb2.Receipt:
     """Receipt."""
-    straggler = receipt.straggler
+    straggler, late = receipt.straggler, receipt.last_to_arrive
     return status_pb2.Receipt(
         round=receipt.round,
         outcome=receipt.outcome.value,
@@ -60,6 +62,7 @@ def receipt_to_wire(receipt: Receipt) -> status_pb2.Receipt:
         kept_local=receipt.kept_local,
         state_version=receipt.state_version,
         state=receipt.state,
+        last_to_arrive=status_pb2.LateArrival(endpoint=late.endpoint, seconds=late.seconds) if late else None,
     )
 
 
@@ -84,6 +87,8 @@ def _account_to_wire(account: Account) -> status_pb2.MemberAccount:
         bytes_sent=account.bytes_sent,
         bytes_received=account.bytes_received,
         digest=account.digest,
+        waited=account.waited,
+        step_rate=account.step_rate,
     )
 
 
@@ -93,7 +98,7 @@ def receipt_from_wire(wire: status_pb2.Receipt) -> Receipt:
         outcome = Outcome(wire.outcome)
     except ValueError:
         raise ProtocolViolationError(f"a receipt with the unknown outcome {wire.outcome!r}") from None
-    straggler = wire.straggler
+    straggler, late = wire.straggler, wire.last_to_arrive
     return Receipt(
         round=wire.round,
         outcome=outcome,
@@ -119,6 +124,9 @@ def receipt_from_wire(wire: status_pb2.Receipt) -> Receipt:
         else None,
         digest=wire.digest,
         state=wire.state,
+        last_to_arrive=LateArrival(late.endpoint, late.seconds)
+        if wire.HasField("last_to_arrive") and isfinite(late.seconds)
+        else None,
     )
 
 
@@ -143,6 +151,8 @@ def _account(wire: status_pb2.MemberAccount) -> Account:
         bytes_sent=wire.bytes_sent,
         bytes_received=wire.bytes_received,
         digest=wire.digest,
+        waited=wire.waited if wire.HasField("waited") and isfinite(wire.waited) else None,
+        step_rate=wire.step_rate if wire.HasField("step_rate") and isfinite(wire.step_rate) else None,
     )
 
 

@@ -5,8 +5,9 @@
 | nobody there, connection lost     | UNAVAILABLE         | PeerUnreachableError                         |
 | it ends calls, or loses a peer    | CANCELLED           | PeerUnreachableError                         |
 | ProtocolViolationError            | INVALID_ARGUMENT    | CallRefusedError with its words              |
-| its run wants a token             | UNAUTHENTICATED     | UnauthenticatedError                         |
-| ForeignEndpointError              | PERMISSION_DENIED   | CallRefusedError with its words              |
+| it takes no such token, or none   | UNAUTHENTICATED     | UnauthenticatedError                         |
+| WrongRunError                     | NOT_FOUND           | WrongRunError with its words                 |
+| ForeignEndpointError              | PERMISSION_DENIED   | CallRefusedError with its words, definite    |
 | BusyError                         | RESOURCE_EXHAUSTED  | CallRefusedError with its words              |
 | another AveragingError            | FAILED_PRECONDITION | CallRefusedError with its words              |
 | any other exception               | INTERNAL            | CallRefusedError; the traceback stays there  |
@@ -34,6 +35,7 @@ from averaging.errors import (
     PeerUnreachableError,
     ProtocolViolationError,
     UnauthenticatedError,
+    WrongRunError,
 )
 from averaging.text import printable
 
@@ -55,18 +57,28 @@ _REFUSED = "connection refused"
 _SILENT = "no answer to the connection"
 _TOO_MANY_PINGS = "connection lost (its server must allow a ping every 20 s)"
 
-_REASONS = (
+_DEFINITE = (
     ("wrong_version_number", "it does not speak TLS: start both peers with TLS, or both without"),
     (
         "hostname verification",
         "its certificate does not stand for this host: issue it another (averaging ca issue)",
     ),
-    ("certificate has expired", "its certificate has expired: issue it another one (averaging ca issue)"),
+    (
+        "certificate has expired",
+        "its certificate has expired: issue it another one (averaging ca issue), or check this machine's clock",
+    ),
     ("certificate is not yet valid", "its certificate is not valid yet: check the clocks"),
     (
         "certificate_verify_failed",
         "its certificate is not of an authority in tls_ca: a run has one for all its peers",
     ),
+)
+"""Words of gRPC's that say what this side saw of the other side's certificate, and the reason told for each.
+
+Where the other side refuses this peer's certificate it closes the connection, which may have other causes as well."""
+
+_REASONS = (
+    *_DEFINITE,
     ("handshake failed", "no TLS connection came about: check the certificates of both"),
     ("ping timeout", "connection lost: no answer to pings"),
     # Older releases give up dialling so; whoever refuses a connection resets none.
@@ -114,8 +126,12 @@ _TOO_LARGE_WORDS = {
 }
 
 
-def error_of_call(endpoint: str, error: grpc.aio.AioRpcError) -> AveragingError:
-    """What the failure of a call to `endpoint` means."""
+_WITHOUT = "its run wants a token, and this peer has none: give token_file with one of the run's"
+_UNKNOWN = "its run does not take this peer's token: make one of the run's tokens the first line of token_file"
+
+
+def error_of_call(endpoint: str, error: grpc.aio.AioRpcError, *, sent_token: bool = False) -> AveragingError:
+    """What the failure of a call to `endpoint` means; `sent_token` says whether a token went with it."""
     code, details = error.code(), error.details() or ""
     if too_large := _TOO_LARGE.search(details):
         where, nbytes, limit = too_large.groups()
@@ -126,12 +142,18 @@ def error_of_call(endpoint: str, error: grpc.aio.AioRpcError) -> AveragingError:
     if reason == _LOST and details.lower().startswith("failed to connect"):
         reason = "it hung up at once; do both use TLS, with certificates of one authority?"
     if code is grpc.StatusCode.UNAUTHENTICATED:
-        return UnauthenticatedError(endpoint, "its run wants a token that was not sent: give token_file with one")
+        return UnauthenticatedError(endpoint, _UNKNOWN if sent_token else _WITHOUT)
     if code in _UNREACHABLE:
-        return PeerUnreachableError(endpoint, reason or _UNREACHABLE[code], refused=reason == _REFUSED)
+        definite = any(reason == told for _, told in _DEFINITE)
+        return PeerUnreachableError(
+            endpoint, reason or _UNREACHABLE[code], refused=reason == _REFUSED, definite=definite
+        )
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return CallRefusedError(endpoint, reason or "does not serve this")
-    return CallRefusedError(endpoint, printable(details, MAX_REASON) or code.name.lower().replace("_", " "))
+    told = printable(details, MAX_REASON) or code.name.lower().replace("_", " ")
+    if code is grpc.StatusCode.NOT_FOUND:
+        return WrongRunError(endpoint, told)
+    return CallRefusedError(endpoint, told, definite=code is grpc.StatusCode.PERMISSION_DENIED)
 
 
 def is_failed_write(details: str | None) -> bool:
@@ -140,8 +162,8 @@ def is_failed_write(details: str | None) -> bool:
 
 
 @contextmanager
-def calling(endpoint: str) -> Iterator[None]:
-    """Around everything that is awaited of a call to `endpoint`.
+def calling(endpoint: str, *, sent_token: bool) -> Iterator[None]:
+    """Around everything that is awaited of a call to `endpoint`; `sent_token` says whether a token goes with it.
 
     Raises:
         TransportError: the call failed.
@@ -152,7 +174,7 @@ def calling(endpoint: str) -> Iterator[None]:
     except grpc.aio.AioRpcError as error:
         logger.debug("%s: %s", endpoint, printable(error.debug_error_string() or ""))
         # From Python 3.12 on its traceback would come back to it, and keep the call and with it gRPC's connection.
-        raise error_of_call(endpoint, error.with_traceback(None)) from None
+        raise error_of_call(endpoint, error.with_traceback(None), sent_token=sent_token) from None
     except asyncio.CancelledError:
         # gRPC raises it too if the call was cancelled (its channel closed, its upload failed), and not this task.
         task = asyncio.current_task()
@@ -179,6 +201,8 @@ async def refuse(context: grpc.aio.ServicerContext[Any, Any], path: str, error: 
         code, words = None, str(error)
     elif isinstance(error, ForeignEndpointError):
         code, words = grpc.StatusCode.PERMISSION_DENIED, str(error)
+    elif isinstance(error, WrongRunError):
+        code, words = grpc.StatusCode.NOT_FOUND, str(error)
     elif isinstance(error, BusyError):
         code, words = grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)
     elif isinstance(error, ProtocolViolationError):

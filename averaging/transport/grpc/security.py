@@ -6,7 +6,7 @@ import hmac
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from hashlib import sha256
 from typing import Any, TypeVar
@@ -16,12 +16,14 @@ from cryptography import x509
 
 from averaging.addresses import covers, is_endpoint, parse_address
 from averaging.config import Inspection
-from averaging.errors import BusyError, ForeignEndpointError
+from averaging.errors import BusyError, ForeignEndpointError, WrongRunError
 from averaging.group import CLIENT_PREFIX
+from averaging.security.client_names import fits, is_bound
 from averaging.security.credentials import Credentials, Tls, validity_problem
 from averaging.transport.grpc import methods
 from averaging.transport.grpc.methods import Method
 from averaging.transport.grpc.options import MAX_CALLS_PER_HOST, MAX_WATCHES_PER_HOST
+from averaging.transport.grpc.refusals import Refusals
 from averaging.transport.grpc.unfinished import host_of_peer
 
 Request = TypeVar("Request")
@@ -85,15 +87,16 @@ def denial(path: str, headers: Sequence[tuple[str, str | bytes]], credentials: C
     given = [value for name, value in headers if name == HEADER]
     if any(is_token(value, credentials.tokens) for value in given):
         return None
-    told = "and another one was sent" if given else "and none was sent"
+    told = "and the one that was sent is not one of this run's" if given else "and none was sent"
     return f"this run wants a token, {told}; it goes in the metadata as 'authorization: Bearer TOKEN'"
 
 
 class Gate(grpc.aio.ServerInterceptor):
     """Lets in the calls that carry a token, where the run has tokens; of every service, and of unknown ones."""
 
-    def __init__(self, credentials: Credentials) -> None:
+    def __init__(self, credentials: Credentials, refusals: Refusals) -> None:
         self._credentials = credentials
+        self._refusals = refusals
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -106,6 +109,7 @@ class Gate(grpc.aio.ServerInterceptor):
         refusal = words
 
         async def deny(_: object, context: Context) -> None:
+            self._refusals.note(host_of(context), refusal)
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, refusal)
 
         # Of this shape whatever the method's: it needs no message to answer.
@@ -113,7 +117,11 @@ class Gate(grpc.aio.ServerInterceptor):
 
 
 class Callers:
-    """Who calls: how many calls of one host are in progress, and which endpoints it may call its own."""
+    """Who calls: how many calls of one host are in progress, and which endpoints it may call its own.
+
+    Attributes:
+        refusals: of whatever calls.
+    """
 
     def __init__(
         self,
@@ -122,6 +130,7 @@ class Callers:
         max_calls_per_host: int = MAX_CALLS_PER_HOST,
         max_watches_per_host: int = MAX_WATCHES_PER_HOST,
     ) -> None:
+        self.refusals = Refusals()
         self._authenticated = authenticated
         self._max_calls = max_calls_per_host
         self._max_watches = max_watches_per_host
@@ -136,11 +145,13 @@ class Callers:
             BusyError: its host has too many.
         """
         host = host_of(context)
-        with ExitStack() as stack:
-            stack.enter_context(_counted(self._calls, host, self._max_calls, "calls"))
-            if path == HEALTH_WATCH:
-                stack.enter_context(_counted(self._watches, host, self._max_watches, "health watches"))
-            yield
+        watches = _counted(self._watches, host, self._max_watches, "health watches")
+        with _counted(self._calls, host, self._max_calls, "calls"), watches if path == HEALTH_WATCH else nullcontext():
+            try:
+                yield
+            except WrongRunError as error:
+                self.refusals.note(host, str(error))
+                raise
 
     def read(self, method: Method[Request, Any], context: Context) -> Callable[[bytes], Request]:
         """What decodes the messages of a call, and checks in whose name they are.
@@ -157,10 +168,14 @@ class Callers:
         def decode(raw: bytes) -> Request:
             request = method.read_request(raw)
             endpoint = claim(request)
-            check_claim(endpoint, certified_hosts(context))
-            # Whoever is in a group was let in while it was valid, and to end the round is no offence.
-            if endpoint and method is not methods.AGGREGATE_PART:
-                check_validity(endpoint, context)
+            try:
+                check_claim(endpoint, certified_hosts(context), lambda: certificate_of(context))
+                # Whoever is in a group was let in while it was valid, and to end the round is no offence.
+                if endpoint and method is not methods.AGGREGATE_PART:
+                    check_validity(endpoint, context)
+            except ForeignEndpointError as error:  # of which not all methods make a refusal of the call
+                self.refusals.note(host_of(context), f"it {error}")
+                raise
             return request
 
         return decode
@@ -190,17 +205,29 @@ def certified_hosts(context: Context) -> list[str]:
     return [raw.decode(errors="replace") for kind in ("peer_dns", "peer_ip") for raw in told.get(kind, ())]
 
 
-def check_claim(endpoint: str, hosts: Sequence[str]) -> None:
-    """Whether a caller with a certificate for `hosts` may call itself `endpoint`.
+def certificate_of(context: Context) -> x509.Certificate | None:
+    """The certificate of a caller; None on a connection without TLS."""
+    pems = context.auth_context().get("x509_pem_cert", ())
+    return next(map(_certificate, pems), None)
 
-    A client has no host. A name that is no endpoint at all is refused by whoever is asked for something under it.
+
+def check_claim(endpoint: str, hosts: Sequence[str], certificate: Callable[[], x509.Certificate | None]) -> None:
+    """Whether a caller may call itself `endpoint`. A malformed name is refused later, by the service that is called.
+
+    Args:
+        endpoint: the claimed name.
+        hosts: the hosts for which the caller's certificate stands.
+        certificate: returns the caller's certificate; called only for the names of clients, which have no host.
 
     Raises:
         ForeignEndpointError: it may not.
     """
-    if endpoint.startswith(CLIENT_PREFIX) or not is_endpoint(endpoint):
+    if endpoint.startswith(CLIENT_PREFIX):
+        owner = certificate()
+        if is_bound(endpoint) and (owner is None or not fits(endpoint, owner)):
+            raise ForeignEndpointError(f"calls itself {endpoint}, a name that belongs to another certificate's key")
         return
-    if not covers(hosts, parse_address(endpoint)[0]):
+    if is_endpoint(endpoint) and not covers(hosts, parse_address(endpoint)[0]):
         told = ", ".join(hosts) or "no host"
         raise ForeignEndpointError(f"calls itself {endpoint}, but its certificate stands for {told}")
 
@@ -213,9 +240,9 @@ def check_validity(endpoint: str, context: Context) -> None:
     Raises:
         ForeignEndpointError: it is not.
     """
-    for pem in context.auth_context().get("x509_pem_cert", ()):
-        if problem := validity_problem(_certificate(pem), time.time()):
-            raise ForeignEndpointError(f"calls itself {endpoint}, but its certificate {problem}")
+    certificate = certificate_of(context)
+    if certificate is not None and (problem := validity_problem(certificate, time.time())):
+        raise ForeignEndpointError(f"calls itself {endpoint}, but its certificate {problem}")
 
 
 @lru_cache(maxsize=256)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import grpc
@@ -67,7 +68,8 @@ class Server:
         self._credentials = credentials = credentials or Credentials()
         self._callers = Callers(authenticated=credentials.tls is not None)
         self._unfinished = Unfinished(held_limits(max_message_bytes))
-        interceptors = [self._calls, Intake(self._callers, self._unfinished), Gate(credentials)]
+        gate = Gate(credentials, self._callers.refusals)
+        interceptors = [self._calls, Intake(self._callers, self._unfinished), gate]
         self._server = grpc.aio.server(options=server_options(max_message_bytes), interceptors=interceptors)
         try:
             if credentials.tls is None:
@@ -158,7 +160,7 @@ def _averaging_handlers(service: AveragingService, callers: Callers) -> Handlers
         return service.get_schema()
 
     return {
-        methods.JOIN_GROUP: _stream(methods.JOIN_GROUP, callers, service.join_group),
+        methods.JOIN_GROUP: _join(service, callers),
         methods.AGGREGATE_PART: _parts(service, callers),
         methods.DOWNLOAD_STATE: _download(service, callers),
         methods.GET_STATUS: _unary(methods.GET_STATUS, callers, get_status),
@@ -195,6 +197,18 @@ def _stream(
         request = callers.read(method, context)(raw)
         del raw  # some streams last for days
         await _write_all(context, method, answer(request))
+
+    return grpc.unary_stream_rpc_method_handler(handle)
+
+
+def _join(service: AveragingService, callers: Callers) -> grpc.RpcMethodHandler[bytes, bytes]:
+    method = methods.JOIN_GROUP
+
+    async def handle(raw: bytes, context: Context) -> None:
+        least = headers.read_min_group_size(context.invocation_metadata() or ())
+        request = replace(callers.read(method, context)(raw), min_group_size=least)
+        del raw
+        await _write_all(context, method, service.join_group(request))
 
     return grpc.unary_stream_rpc_method_handler(handle)
 

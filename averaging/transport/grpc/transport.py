@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import uuid
+import os
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
 from averaging.addresses import is_loopback, parse_address
 from averaging.errors import ClosedError, ConfigError
-from averaging.group import CLIENT_PREFIX
 from averaging.messages import (
     AveragingData,
     Digest,
@@ -23,6 +22,7 @@ from averaging.messages import (
 from averaging.observe.book import Watched
 from averaging.observe.status import PeerStatus
 from averaging.schema import Schema
+from averaging.security.client_names import bound_name, unbound_name
 from averaging.security.credentials import Credentials
 from averaging.transport.base import AveragingService, GossipService
 from averaging.transport.grpc import headers, methods
@@ -85,9 +85,9 @@ class GrpcTransport:
             ConfigError: it listens on all addresses and advertises none; it can be reached from other machines without
                 TLS and was not told that this is wanted; or its certificate does not stand for its endpoint.
         """
-        if self._listen is None:
-            return f"{CLIENT_PREFIX}{uuid.uuid4()}"
         tls = self._credentials.tls
+        if self._listen is None:
+            return unbound_name(os.urandom(16)) if tls is None else bound_name(tls.certificate, os.urandom(16))
         await check_listen(self._listen, self._advertise, exposed=tls is not None or self._credentials.insecure)
         if self._advertise is None:
             await warn_of_loopback(self._listen, self._given)
@@ -120,7 +120,8 @@ class GrpcTransport:
 
     def join_group(self, endpoint: str, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
         """Asks `endpoint` to lead this peer."""
-        return call_stream(self._channels, endpoint, methods.JOIN_GROUP, request)
+        told = headers.of_min_group_size(request.min_group_size)
+        return call_stream(self._channels, endpoint, methods.JOIN_GROUP, request, told)
 
     def aggregate_part(
         self, endpoint: str, messages: AsyncIterator[AveragingData]

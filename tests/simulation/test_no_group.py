@@ -1,0 +1,155 @@
+"""What a peer is told that finds no group, with whole peers that gossip in virtual time: four causes, four messages."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+import torch
+
+from averaging import Peer
+from averaging.discovery.gossip import GossipDiscovery
+from averaging.discovery.identity import UnsignedIdentity
+from averaging.observe.receipts import Outcome
+from averaging.transport import virtual_time
+from averaging.transport.memory import MemoryNetwork
+
+SINCE = "2023-11-14 22:13:20 UTC"  # when virtual time begins
+
+
+class Run:
+    """Peers of one run, some of which may be entered and do nothing."""
+
+    def __init__(self, seed: int = 1) -> None:
+        self.rng = random.Random(seed)
+        self.network = MemoryNetwork(self.rng)
+
+    def peer(self, name: str, join: Sequence[str] = (), ahead: float = 0.0, timeout: float = 10.0) -> Peer:
+        def clock() -> float:
+            return virtual_time.clock() + ahead
+
+        def discovery(endpoint: str, transport: Any) -> GossipDiscovery:
+            rng = random.Random(self.rng.getrandbits(64))
+            identity = UnsignedIdentity(self.rng)
+            return GossipDiscovery("run", endpoint, transport, join=join, clock=clock, rng=rng, identity=identity)
+
+        return Peer(
+            {"w": torch.zeros(2)},
+            run_id="run",
+            transport=self.network.transport(name),
+            discovery=discovery,
+            clock=clock,
+            rng=random.Random(self.rng.getrandbits(64)),
+            matchmaking_time=2.0,
+            timeout=timeout,
+        )
+
+    def simulate(self, main: Callable[[AsyncExitStack], Coroutine[Any, Any, None]]) -> None:
+        async def scenario() -> None:
+            async with AsyncExitStack() as stack:
+                await main(stack)
+
+        virtual_time.run(scenario())
+        assert self.network.errors == []
+
+
+async def why_alone(peer: Peer) -> str:
+    """Why its attempt found no group."""
+    receipt = await peer.average()
+    assert receipt.outcome is Outcome.NO_GROUP
+    return receipt.reason
+
+
+@pytest.mark.parametrize(
+    ("join", "why"),
+    [
+        ([], "this peer was given no `join`"),
+        (["a:1"], "the only `join` of this peer is its own address"),
+    ],
+)
+def test_no_other_peer_is_in_the_run(join: list[str], why: str) -> None:
+    run = Run()
+
+    async def main(stack: AsyncExitStack) -> None:
+        peer = await stack.enter_async_context(run.peer("a:1", join))
+        told = await why_alone(peer)
+        hint = f"{why}, so the others must join a:1, or this peer one of them"
+        assert told == f"no other peer is in the run: start more peers of it, or wait longer ({hint})"
+
+    run.simulate(main)
+
+
+def test_who_joined_others_that_have_left_gets_no_hint_about_join() -> None:
+    run = Run()
+
+    async def main(stack: AsyncExitStack) -> None:
+        other = run.peer("a:1")
+        await other.__aenter__()
+        peer = await stack.enter_async_context(run.peer("b:1", ["a:1"], timeout=80.0))
+        await other.__aexit__()
+        run.network.freeze("a:1")  # so that it is no question of an answer
+        assert "`join`" not in await why_alone(peer)
+
+    run.simulate(main)
+
+
+def test_others_are_in_the_run_and_none_is_ready() -> None:
+    run = Run()
+
+    async def main(stack: AsyncExitStack) -> None:
+        idle = await stack.enter_async_context(run.peer("a:1"))
+        elsewhere = await stack.enter_async_context(run.peer("b:1", ["a:1"], timeout=60.0))
+        topic = elsewhere.topic("gradients", {"w": torch.zeros(2)})
+        looking = asyncio.create_task(elsewhere.average(topic))
+        peer = await stack.enter_async_context(run.peer("c:1", ["a:1"]))
+        told = await why_alone(peer)
+        assert told == (
+            "2 other peers in the run, none of them ready for a group under run.0b: "
+            f"a:1 (in the run since {SINCE}, does not look for a group), "
+            f"b:1 (in the run since {SINCE}, looks for a group under run/gradients.0b)"
+            "; let all average at about the same time and with the same options, or wait longer"
+        )
+        looking.cancel()
+        assert idle.endpoint == "a:1"
+
+    run.simulate(main)
+
+
+@pytest.mark.parametrize(("how", "why"), [("killed", "connection refused"), ("stuck", "no answer")])
+def test_others_do_not_answer(how: str, why: str) -> None:
+    run = Run()
+
+    async def main(stack: AsyncExitStack) -> None:
+        other = await stack.enter_async_context(run.peer("a:1"))
+        peer = await stack.enter_async_context(run.peer("b:1", ["a:1"], timeout=25.0))
+        await asyncio.sleep(5)
+        (run.network.kill if how == "killed" else run.network.freeze)("a:1")
+        told = await why_alone(peer)
+        assert f"1 peer did not answer: a:1 ({why}); check that" in told
+        assert "in the run since" not in told
+        run.network.thaw("a:1")
+        assert other.endpoint == "a:1"
+
+    run.simulate(main)
+
+
+@pytest.mark.parametrize("ahead", [5.0, 40.0, -40.0])
+def test_clocks_that_are_apart_are_named_at_both_sides(ahead: float) -> None:
+    run = Run()
+
+    async def main(stack: AsyncExitStack) -> None:
+        one = await stack.enter_async_context(run.peer("a:1"))
+        other = await stack.enter_async_context(run.peer("b:1", ["a:1"], ahead))
+        await asyncio.sleep(20)
+        told = [await why_alone(one), await why_alone(other)]  # not at once: a few seconds apart they may still meet
+        seconds = f"{abs(ahead):.0f} s" if abs(ahead) > 10 else f"{abs(ahead):.1f} s"
+        words = {True: "ahead of", False: "behind"}
+        for reason, name, is_ahead in ((told[0], "b:1", ahead > 0), (told[1], "a:1", ahead < 0)):
+            clocks = f"that of {name} is {seconds} {words[is_ahead]} this peer's; set them, for example with NTP"
+            assert f"clocks are more than 3 s apart: {clocks}" in reason.replace("4.9 s", "5.0 s")
+
+    run.simulate(main)

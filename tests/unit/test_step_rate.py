@@ -1,0 +1,122 @@
+"""The step rate: what is measured of a peer's own work, and what is believed of others."""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from averaging.step_rate import LEAST, MOST, REMEMBERED, StepRate, check_rate, rate_in
+from averaging.strategies.history import History, Progress
+
+HOSTILE: list[Any] = [
+    None,
+    math.nan,
+    math.inf,
+    -math.inf,
+    0.0,
+    -1.0,
+    2 * MOST,
+    LEAST / 2,
+    2**64 - 1,
+    -(2**63),
+    True,
+    "50",
+    b"50",
+    [50.0],
+    {},
+]
+
+
+def step(rate: StepRate, now: float, script: float, inside: float = 0.0, waits: float = 0.0, units: float = 1) -> float:
+    """A step of training that begins at `now`; returns when it is over."""
+    now += script
+    rate.begin(now)
+    rate.worked(inside)
+    rate.count(units)
+    now += inside + waits
+    rate.end(now)
+    return now
+
+
+def test_the_work_of_the_script_and_of_the_optimizer_counts_and_rounds_do_not() -> None:
+    rate, now = StepRate(), 100.0
+    for _ in range(5):
+        now = step(rate, now, script=0.3, inside=0.1, waits=60.0)
+    assert rate.per_second == 2.5
+
+
+def test_it_is_not_known_before_the_second_step() -> None:
+    rate = StepRate()
+    assert rate.per_second is None
+    now = step(rate, 100.0, script=7.0)  # since when, nobody knows
+    assert rate.per_second is None
+    step(rate, now, script=0.5)
+    assert rate.per_second == 2.0
+
+
+def test_samples_count_where_the_strategy_counts_them() -> None:
+    rate, now = StepRate(), 100.0
+    for samples in (8, 32, 16):
+        now = step(rate, now, script=samples / 64, units=samples)
+    assert rate.per_second == 64.0
+
+
+def test_a_pause_between_two_steps_changes_nothing_and_a_new_speed_does() -> None:
+    rate, now = StepRate(), 100.0
+    for script in (0.1, 0.1, 90.0, 0.1):
+        now = step(rate, now, script)
+    assert rate.per_second == 10.0
+    for _ in range(REMEMBERED):
+        now = step(rate, now, script=1.0)
+    assert rate.per_second == 1.0
+
+
+def test_a_call_that_is_no_step_does_not_count() -> None:
+    """Such as an average between two steps, or a batch that is refused."""
+    rate, now = StepRate(), 100.0
+    for _ in range(4):
+        now = step(rate, now, script=0.5)
+        rate.begin(now)
+        rate.end(now + 30.0)
+        now += 30.0
+    assert rate.per_second == 2.0
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e12), st.floats(0, 1e9)), max_size=5))
+def test_what_is_announced_is_believed(steps: list[tuple[float, float]]) -> None:
+    rate, now = StepRate(), 0.0
+    for script, units in steps:
+        now = step(rate, now, script, units=units)
+    assert rate.per_second is None or check_rate(rate.per_second) == rate.per_second
+
+
+@pytest.mark.parametrize("value", HOSTILE)
+def test_a_rate_that_cannot_be_is_none_and_the_rest_of_the_record_counts(value: Any) -> None:
+    items = [*msgpack.unpackb(Progress(History(), 5.0, rate=1.0).pack())[:-1], value]
+    assert rate_in(msgpack.packb(items)) is None
+    assert Progress.unpack(msgpack.packb(items)) == Progress(History(), 5.0)
+
+
+def test_a_record_without_a_rate_is_read_and_what_comes_behind_it_is_passed_over() -> None:
+    items = msgpack.unpackb(Progress(History(), 5.0, rate=2.5).pack())
+    assert rate_in(msgpack.packb(items[:-1])) is None
+    assert Progress.unpack(msgpack.packb(items[:-1])) == Progress(History(), 5.0)
+    assert rate_in(msgpack.packb([*items, "more"])) == 2.5
+    assert Progress.unpack(msgpack.packb([*items, "more"])) == Progress(History(), 5.0, rate=2.5)
+
+
+@given(st.binary(max_size=1024))
+def test_any_bytes_have_a_rate_or_none(packed: bytes) -> None:
+    rate = rate_in(packed)
+    assert rate is None or LEAST <= rate <= MOST
+
+
+def test_a_large_record_is_not_read() -> None:
+    assert rate_in(b"\xdd" + struct.pack(">I", 2**31)) is None
+    assert rate_in(msgpack.packb([[]] * 100)) is None
