@@ -1,7 +1,7 @@
-"""How requests are taken in, of every service on the port: counted, in limited time, and within limited memory.
+"""Receives the requests of all services on the port: counts the calls, and limits their time and their memory.
 
-gRPC reads the request of a method with one request before it calls the handler, for as long as that takes. So here
-every method is served as a stream of requests, which gRPC does not read by itself.
+For a method with one request gRPC reads that request before it calls the handler, however long that takes. This module
+therefore registers every method as one with a stream of requests, of which gRPC reads none by itself.
 """
 
 from __future__ import annotations
@@ -28,69 +28,65 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 def seconds_for(path: str) -> float | None:
-    """How long a request of a method may take to arrive; None if the service itself keeps the time."""
+    """Returns the seconds in which a request of a method must arrive; None if the service keeps its own deadlines."""
     nbytes = methods.REQUEST_BYTES.get(path, counts.SMALL_BYTES)
     return None if nbytes is None else REQUEST_SECONDS + nbytes / REQUEST_BYTES_PER_SECOND
 
 
 class Incoming:
-    """The requests of one call, as bytes or decoded, one by one as they are asked for."""
+    """The requests of one call. As an iterator, it decodes them.
+
+    Attributes:
+        call: bounds what gRPC holds for them.
+    """
 
     def __init__(
         self, context: Context, path: str, decode: Callable[[bytes], Any] | None, call: UnfinishedCall
     ) -> None:
+        self.call = call
         self._context = context
         self._path = path
         self._decode = decode
-        self._call = call
         self._seconds = seconds_for(path)
 
-    def finish(self) -> None:
-        """The caller is known: what it sends from now on is bounded by the service that reads it."""
-        self._call.finish()
-
-    def forget(self) -> None:
-        """What was read is thrown away."""
-        self._call.forget()
-
     async def read(self) -> bytes | None:
-        """The next request; None after the last one, or if the caller is gone."""
+        """Reads the next request; None after the last one, or if the caller is gone."""
         raw = await self._context.read()
         if not isinstance(raw, bytes):
             return None
-        self._call.took(len(raw))
+        self.call.took(len(raw))
         return raw
 
-    async def only(self, *, last: bool) -> Any:
-        """The one request of a method that has one, decoded.
+    async def only(self, *, to_the_end: bool) -> Any:
+        """Reads and decodes the request of a method that has one.
 
         Args:
-            last: wait until the caller has said that there is no more. Else it could go on to send, to nobody who
-                reads, for as long as it is answered.
+            to_the_end: also wait until the caller closes its side of the stream. Without that it could send more while
+                it is answered, and nobody reads that.
 
         Raises:
-            ProtocolViolationError: it did not arrive in time, is not alone, or is malformed.
+            ProtocolViolationError: the request is late or malformed, or it is not exactly one.
         """
         try:
             async with asyncio.timeout(self._seconds):
                 raw = await self.read()
-                more = await self.read() if last else None
+                more = await self.read() if to_the_end else None
         except TimeoutError:
             raise ProtocolViolationError(
                 f"the request to {self._path} was not complete within {self._seconds:.0f} s"
             ) from None
         if raw is None or more is not None:
-            told = "no message" if raw is None else "more than one message"
-            raise ProtocolViolationError(f"{told} in a request to {self._path}, which has one")
-        if last:
-            self._call.finish()
+            count = "no message" if raw is None else "more than one message"
+            raise ProtocolViolationError(f"{count} in a request to {self._path}, which takes one")
+        if to_the_end:
+            self.call.finish()
         return self._decoded(raw)
 
     def __aiter__(self) -> AsyncIterator[Any]:
         return self
 
     async def __anext__(self) -> Any:
-        """The next request, decoded; a caller that does not send it in time is taken to have sent the last one."""
+        """Reads and decodes the next request. The stream ends when that does not arrive in time."""
         try:
             async with asyncio.timeout(self._seconds):
                 raw = await self.read()
@@ -110,9 +106,9 @@ class Incoming:
 
 
 class Intake(grpc.aio.ServerInterceptor):
-    """Takes in the requests of all calls, also of unknown methods, and of calls that are refused for their headers.
+    """Receives the requests of all calls, also those to unknown methods and those that later interceptors refuse.
 
-    It must come before interceptors that put another handler in the place of the method's.
+    Interceptors that replace the handler of a method must come after this one.
     """
 
     def __init__(self, callers: Callers, unfinished: Unfinished) -> None:
@@ -123,7 +119,7 @@ class Intake(grpc.aio.ServerInterceptor):
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler:
         """Called before the handler of each call."""
-        handler = await continuation(handler_call_details) or _NOTHING
+        handler = await continuation(handler_call_details) or _UNKNOWN
         serve = partial(self._serve, handler_call_details.method, handler)
         wrap = (
             grpc.stream_stream_rpc_method_handler
@@ -146,10 +142,10 @@ class Intake(grpc.aio.ServerInterceptor):
 
 
 async def _answer(handler: Handler, incoming: Incoming, context: Context) -> Any:
-    """Calls a handler of any shape; returns its reply, or writes what it yields."""
-    shapes: tuple[Any, ...] = (handler.unary_unary, handler.unary_stream, handler.stream_unary, handler.stream_stream)
-    (behaviour,) = filter(None, shapes)
-    request = incoming if handler.request_streaming else await incoming.only(last=handler.response_streaming)
+    """Calls a handler of any kind; returns its reply, or writes the replies that it yields."""
+    kinds: tuple[Any, ...] = (handler.unary_unary, handler.unary_stream, handler.stream_unary, handler.stream_stream)
+    (behaviour,) = filter(None, kinds)
+    request = incoming if handler.request_streaming else await incoming.only(to_the_end=handler.response_streaming)
     answer = behaviour(request, context)
     del request  # some calls last for days
     if isawaitable(answer):
@@ -160,8 +156,8 @@ async def _answer(handler: Handler, incoming: Incoming, context: Context) -> Any
     return None
 
 
-async def _unknown(_: object, context: Context) -> None:
+async def _refuse_unknown(_: object, context: Context) -> None:
     await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this peer serves no such method")
 
 
-_NOTHING: Handler = grpc.stream_stream_rpc_method_handler(_unknown)
+_UNKNOWN: Handler = grpc.stream_stream_rpc_method_handler(_refuse_unknown)

@@ -164,4 +164,4 @@ REQUEST_BYTES: Mapping[str, int | None] = {
         GET_SCHEMA,
     )
 }
-"""How long a request of each method may be, by its path; None is as long as messages may be."""
+"""The `max_request_bytes` of every method, by its path."""

@@ -46,15 +46,17 @@ MAX_CALLS_PER_HOST = 1024
 """Calls in progress from one address, of all services; several peers may stand behind it."""
 
 MAX_WATCHES_PER_HOST = 16
-"""Of them calls of `Health/Watch`: whoever watches over machines has one for each service, or one in all."""
+"""Calls of `Health/Watch` in progress from one address; a monitor needs one for each service at most."""
 
 REQUEST_SECONDS, REQUEST_BYTES_PER_SECOND = 30.0, 16 << 10
-"""A request arrives in this time, and that for the largest one that its method takes at this rate."""
+"""A request must arrive within this time, plus that of the largest request of its method at this rate."""
 
 HELD_PER_CONNECTION, HELD_PER_HOST, HELD_IN_ALL = 64 << 20, 256 << 20, 1 << 30
-"""Bytes of unfinished requests, besides the largest message. A connection may have a stream of parts in each of several
-rounds, and of each `WINDOW_BYTES` unread. While a group is being assembled, 64 peers behind one address may have sent
-3 parts each, which stay unread until this peer knows the group."""
+"""Bytes that unfinished requests may hold, in addition to the largest message.
+
+A connection may carry a stream of parts for each of several rounds, each with `WINDOW_BYTES` unread. While a group is
+being assembled, 64 peers behind one address may have sent 3 parts of 1 MiB each, which stay unread until this peer knows
+the group."""
 
 WRITE_SECONDS, WRITE_BYTES_PER_SECOND = 60.0, 16 << 10
 """A caller that takes no message in this time, or takes it more slowly, is given up."""
@@ -80,7 +82,7 @@ def server_options(max_message_bytes: int) -> Options:
 
 
 def held_limits(max_message_bytes: int) -> Limits:
-    """How much gRPC may hold for unfinished requests to the listening side."""
+    """For unfinished requests to the listening side."""
     return Limits(*(most + max_message_bytes for most in (HELD_PER_CONNECTION, HELD_PER_HOST, HELD_IN_ALL)))
 
 

@@ -24,7 +24,6 @@ from averaging.transport.grpc import methods
 from averaging.transport.grpc.methods import Method
 from averaging.transport.grpc.options import MAX_CALLS_PER_HOST, MAX_WATCHES_PER_HOST
 from averaging.transport.grpc.refusals import Refusals
-from averaging.transport.grpc.unfinished import host_of_peer
 
 Request = TypeVar("Request")
 
@@ -35,7 +34,7 @@ HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 """Answered without a token: whoever watches over machines has none."""
 
 HEALTH_WATCH = "/grpc.health.v1.Health/Watch"
-"""A stream without end, of which nobody needs many."""
+"""A stream that never ends by itself."""
 
 _INSPECTION = ("/grpc.reflection.", "/grpc.channelz.", f"/{methods.STATUS}/", methods.LIST_RECORDS.path)
 
@@ -123,30 +122,24 @@ class Callers:
         refusals: of whatever calls.
     """
 
-    def __init__(
-        self,
-        *,
-        authenticated: bool,
-        max_calls_per_host: int = MAX_CALLS_PER_HOST,
-        max_watches_per_host: int = MAX_WATCHES_PER_HOST,
-    ) -> None:
+    def __init__(self, *, authenticated: bool, max_calls_per_host: int = MAX_CALLS_PER_HOST) -> None:
         self.refusals = Refusals()
         self._authenticated = authenticated
-        self._max_calls = max_calls_per_host
-        self._max_watches = max_watches_per_host
+        self._most = max_calls_per_host
         self._calls: Counter[str] = Counter()
         self._watches: Counter[str] = Counter()
 
     @contextmanager
     def call(self, context: Context, path: str) -> Iterator[None]:
-        """Around a call in progress, of whatever service.
+        """Around a call in progress, of any service.
 
         Raises:
             BusyError: its host has too many.
         """
         host = host_of(context)
-        watches = _counted(self._watches, host, self._max_watches, "health watches")
-        with _counted(self._calls, host, self._max_calls, "calls"), watches if path == HEALTH_WATCH else nullcontext():
+        watch = path == HEALTH_WATCH
+        watches = _counted(self._watches, host, MAX_WATCHES_PER_HOST, "Health/Watch calls") if watch else nullcontext()
+        with _counted(self._calls, host, self._most, "calls"), watches:
             try:
                 yield
             except WrongRunError as error:
@@ -196,7 +189,7 @@ def _counted(counter: Counter[str], host: str, most: int, what: str) -> Iterator
 
 def host_of(context: Context) -> str:
     """The address from which somebody calls, without the port."""
-    return host_of_peer(context.peer())
+    return context.peer().rpartition(":")[0]
 
 
 def certified_hosts(context: Context) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -51,7 +51,7 @@ END_DOUBT_SECONDS = 0.02
 """gRPC shows the loss of a caller first as the end of its messages and, within a millisecond, as a cancellation."""
 
 LINGER_SECONDS = 0.5
-"""Seconds for which the stream of a refused sender is still read: some clients lose the answer if a write fails."""
+"""Seconds for which the stream of a refused sender is still read: some clients lose the reply if a write fails."""
 
 
 class Server:
@@ -207,7 +207,6 @@ def _join(service: AveragingService, callers: Callers) -> grpc.RpcMethodHandler[
     async def handle(raw: bytes, context: Context) -> None:
         least = headers.read_min_group_size(context.invocation_metadata() or ())
         request = replace(callers.read(method, context)(raw), min_group_size=least)
-        del raw
         await _write_all(context, method, service.join_group(request))
 
     return grpc.unary_stream_rpc_method_handler(handle)
@@ -275,8 +274,8 @@ class _Messages(Generic[Request]):
         return self
 
     async def __anext__(self) -> Request:
-        if self._begun:  # a service asks for more only of those whose first message it has accepted
-            self._incoming.finish()
+        if self._begun:  # the service has accepted the sender
+            self._incoming.call.finish()
         raw = await self._read()
         self._begun = True
         if raw is not None:
@@ -285,16 +284,14 @@ class _Messages(Generic[Request]):
         raise StopAsyncIteration
 
     async def read_to_the_end(self) -> None:
-        """Throws away what the caller still sends, for a moment at most."""
-        try:
+        """Discards what the caller still sends, for at most `LINGER_SECONDS`."""
+        with suppress(TimeoutError):
             async with asyncio.timeout(LINGER_SECONDS):
                 while not self._reading and await self._read() is not None:
-                    self._incoming.forget()
-        except TimeoutError:
-            return
+                    self._incoming.call.forget()
 
     async def _read(self) -> bytes | None:
-        self._reading = True  # and so it stays if this is cancelled: gRPC goes on to read then
+        self._reading = True  # still so after a cancellation: gRPC continues to read, and allows no second read
         raw = await self._incoming.read()
         self._reading = False
         return raw

@@ -1,18 +1,20 @@
-"""The sockets of gRPC's connections, which gRPC does not show: how many bytes arrived on one, and how it is closed.
+"""Finds the sockets of the connections that gRPC accepted: how many bytes arrived on one, and how to close it.
 
-It works on Linux, where a process sees its descriptors in /proc and TCP tells how much it has received. Elsewhere no
-socket is found.
+gRPC does not expose them. On Linux a process sees its descriptors in /proc, and TCP counts the bytes that it received.
+On other systems no socket is found.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
+import stat
 import struct
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -21,60 +23,74 @@ from urllib.parse import unquote
 _DESCRIPTORS = Path("/proc/self/fd")
 
 _RECEIVED = struct.Struct("=128xQ")
-"""`tcpi_bytes_received` in Linux's `struct tcp_info`, from 4.1 on."""
+"""`tcpi_bytes_received` in Linux's `struct tcp_info`, since Linux 4.1."""
 
 _PAUSE = 50
-"""The sockets are looked up again only after this many times as long as the last look-up took.
+"""After a search the next one waits for this many times as long as the search took.
 
-A look-up reads every descriptor of the process: with thousands of them it takes some 10 ms of the event loop."""
+A search reads every descriptor of the process. With thousands of them it blocks the event loop for some 50 ms."""
 
 
 class Remote(NamedTuple):
-    """The other end of a connection; an IPv6 address is without brackets and zone."""
+    """The other end of a connection; an IPv6 address has no brackets and no zone."""
 
     address: str
     port: int
 
+    def __str__(self) -> str:
+        return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
+
+
+class Handle(NamedTuple):
+    """One socket. Its inode differs from that of a later socket or file with the same descriptor."""
+
+    descriptor: int
+    inode: int
+
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The sockets of accepted connections.
+    """The sockets of all connections of this process.
 
     Attributes:
-        taken: when they were looked up, on the monotonic clock.
-        by_port: their descriptors, by the port that was connected to and by the other end. One end may have several
-            connections to one port, at different addresses of this machine.
+        taken: when the search began, on the monotonic clock.
+        by_port: the sockets, by the local port and by the other end. One end may have several connections to one port,
+            at different addresses of this machine.
     """
 
     taken: float = -1.0
-    by_port: Mapping[int, Mapping[Remote, tuple[int, ...]]] = field(default_factory=dict)
+    by_port: Mapping[int, Mapping[Remote, tuple[Handle, ...]]] = field(default_factory=dict)
 
 
-def parse_peer(peer: str) -> Remote | None:
-    """The other end of a call, from gRPC's text for it, such as `ipv4:192.0.2.7:1` or `ipv6:%5B2001:db8::7%5D:1`.
+def parse_peer(peer: str) -> Remote:
+    """Parses gRPC's text for the caller, such as `ipv4:192.0.2.7:1` or `ipv6:%5B2001:db8::7%5D:1`.
 
-    Returns:
-        None if it is no address; a call that was cancelled at once has an empty text.
+    Any other text becomes a `Remote` that no socket has; that of a call that was cancelled at once is empty.
     """
     host, _, port = unquote(peer.partition(":")[2]).rpartition(":")
-    return _remote(host, int(port)) if host and port.isdecimal() else None
+    return _remote(host, int(port)) if host and port.isdecimal() else Remote(peer, 0)
 
 
 class Sockets:
-    """Looks sockets up; one for the whole process, whose descriptors they are."""
+    """Searches for sockets, for all servers of this process.
 
-    def __init__(self) -> None:
+    Args:
+        clock: the monotonic clock.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._lock = threading.Lock()
         self._found = Found()
         self._next = 0.0
 
     def find(self) -> Found:
-        """The accepted connections, as they were at most a short time ago."""
+        """Returns the connections of this process; the result of the last search, if that is recent."""
         with self._lock:
-            began = time.monotonic()
+            began = self._clock()
             if began >= self._next:
-                self._found = Found(began, _look_up())
-                ended = time.monotonic()
+                self._found = Found(began, search())
+                ended = self._clock()
                 self._next = ended + _PAUSE * (ended - began)
             return self._found
 
@@ -82,58 +98,52 @@ class Sockets:
 SOCKETS = Sockets()
 
 
-def received(descriptors: tuple[int, ...], port: int, remote: Remote) -> int | None:
-    """How many bytes have arrived from `remote` on its connections to `port`; None if they are closed."""
+def search() -> dict[int, dict[Remote, tuple[Handle, ...]]]:
+    """Reads all descriptors of this process; see `Found.by_port`."""
+    by_port: dict[int, dict[Remote, tuple[Handle, ...]]] = {}
+    try:
+        descriptors = [int(entry.name) for entry in _DESCRIPTORS.iterdir()]
+    except OSError:
+        return {}
+    for descriptor in descriptors:
+        with suppress(OSError), _borrowed(descriptor) as one:
+            if one.family not in (socket.AF_INET, socket.AF_INET6) or one.type != socket.SOCK_STREAM:
+                continue
+            remotes = by_port.setdefault(one.getsockname()[1], {})
+            remote = _remote(*one.getpeername()[:2])
+            remotes[remote] = (*remotes.get(remote, ()), Handle(descriptor, _inode(one)))
+    return by_port
+
+
+def received(handles: tuple[Handle, ...]) -> int | None:
+    """Returns how many bytes have arrived on these sockets since they were connected; None if all are closed."""
     total = None
-    for one in _sockets(descriptors, port, remote):
-        (nbytes,) = _RECEIVED.unpack(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED.size))
-        total = (total or 0) + nbytes
+    for descriptor, inode in handles:
+        with suppress(OSError, struct.error), _borrowed(descriptor) as one:
+            if _inode(one) == inode:
+                (nbytes,) = _RECEIVED.unpack(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED.size))
+                total = (total or 0) + nbytes
     return total
 
 
-def hang_up(descriptors: tuple[int, ...], port: int, remote: Remote) -> None:
-    """Ends the connections of `remote` to `port`; gRPC sees that the other end has closed them."""
-    for one in _sockets(descriptors, port, remote):
-        one.shutdown(socket.SHUT_RDWR)
-
-
-def _sockets(descriptors: tuple[int, ...], port: int, remote: Remote) -> Iterator[socket.socket]:
-    """The sockets that are still those; gRPC may have closed one, and the system given its number to another."""
-    for descriptor in descriptors:
-        try:
-            with _borrowed(descriptor) as one:
-                if _ends(one) == (port, remote):
-                    yield one
-        except (OSError, struct.error):
-            continue
-
-
-def _look_up() -> dict[int, dict[Remote, tuple[int, ...]]]:
-    by_port: dict[int, dict[Remote, tuple[int, ...]]] = {}
-    try:
-        numbers = [int(entry.name) for entry in _DESCRIPTORS.iterdir()]
-    except OSError:
-        return {}
-    for number in numbers:
-        try:
-            with _borrowed(number) as one:
-                ends = _ends(one)
-        except OSError:
-            continue
-        if ends is not None:
-            port, remote = ends
-            same = by_port.setdefault(port, {})
-            same[remote] = (*same.get(remote, ()), number)
-    return by_port
+def hang_up(handles: tuple[Handle, ...]) -> None:
+    """Shuts these sockets down in both directions. gRPC sees connections that the other end has closed."""
+    for descriptor, inode in handles:
+        with suppress(OSError), _borrowed(descriptor) as one:
+            if _inode(one) == inode:
+                one.shutdown(socket.SHUT_RDWR)
 
 
 @contextmanager
 def _borrowed(descriptor: int) -> Iterator[socket.socket]:
-    """A socket under a descriptor of its own, so that gRPC's cannot be closed from here.
+    """Opens a socket through a duplicate of its descriptor, which gRPC may close at any time.
 
     Raises:
-        OSError: it is closed, or no socket.
+        OSError: it is closed, or not a socket.
     """
+    # Of a file no duplicate may be closed: the process would lose its POSIX locks on that file.
+    if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+        raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK))
     own = os.dup(descriptor)
     try:
         one = socket.socket(fileno=own)
@@ -144,19 +154,11 @@ def _borrowed(descriptor: int) -> Iterator[socket.socket]:
         yield one
 
 
-def _ends(one: socket.socket) -> tuple[int, Remote] | None:
-    """The port of this end and the other end; None if it is no connection of TCP.
-
-    Raises:
-        OSError: it is not connected.
-    """
-    if one.family not in (socket.AF_INET, socket.AF_INET6) or one.type != socket.SOCK_STREAM:
-        return None
-    host, port = one.getpeername()[:2]
-    return one.getsockname()[1], _remote(host, port)
+def _inode(one: socket.socket) -> int:
+    return os.fstat(one.fileno()).st_ino
 
 
 def _remote(host: str, port: int) -> Remote:
-    """One end, whose address may be in brackets, have a zone, or be an IPv4 address within IPv6."""
+    """Normalizes an address that may have brackets or a zone, or be an IPv4 address within IPv6."""
     address = host.strip("[]").partition("%")[0]
     return Remote(address.removeprefix("::ffff:") if "." in address else address, port)

@@ -1,9 +1,9 @@
-"""How much memory the unfinished calls of others take in gRPC, and the end of connections that take too much.
+"""Bounds the memory that unfinished calls take in gRPC, and closes the connections that exceed the bounds.
 
-gRPC keeps what arrives of a message until the message is complete. Its flow control counts the bytes of messages alone.
-But a few bytes of a message keep the whole block of memory in which they arrived, whatever else was in it: 6 MiB of a
-message, sent in small pieces between frames that mean nothing, keep 1.6 GiB. So what counts here is what has arrived on
-the connection, as the system tells it, since it has had an unfinished call, less the messages that were taken.
+gRPC keeps the bytes of a message until the message is complete. Its flow control counts only bytes of messages. But a
+few of them keep the whole block of memory in which they arrived, whatever else is in it: 6 MiB of a message, sent in
+small pieces between frames of an unknown type, keep 1.6 GiB. This module therefore counts what the system says has
+arrived on a connection since its oldest unfinished call began, less the messages that were read from the connection.
 """
 
 from __future__ import annotations
@@ -12,23 +12,26 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from averaging.errors import BusyError
 from averaging.transport.grpc import sockets
-from averaging.transport.grpc.sockets import Found, Remote, parse_peer
+from averaging.transport.grpc.sockets import SOCKETS, Found, Handle, Remote, parse_peer
 
 logger = logging.getLogger("averaging.transport")
 
 LOOK_SECONDS = 0.05
-"""While calls are unfinished, their connections are looked at this often."""
+"""While calls are unfinished, the bytes on their connections are counted this often."""
+
+_PAUSE = 10
+"""The next count waits for at least this many times as long as the last one took, 0.02 ms for each connection."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bytes that may be held for unfinished calls.
+    """Bytes that unfinished calls may hold.
 
     Attributes:
         per_connection: on one connection.
@@ -41,96 +44,33 @@ class Limits:
     in_all: int
 
 
-def excess(held: Mapping[str, int], hosts: Mapping[str, str], limits: Limits) -> list[str]:
-    """Which connections must go, so that the others keep the limits.
+def excess(held: Mapping[Remote, int], limits: Limits) -> list[Remote]:
+    """Selects the connections to close, so that the others keep within the limits.
 
-    Of a host that has too much its largest ones go, and if all hosts together have too much, those of the host that
-    has the most.
+    A host over its limit loses its largest connections. If all hosts together are over the limit, the host that holds
+    the most loses its largest connections.
 
     Args:
         held: the bytes of each connection.
-        hosts: the address from which each one comes.
-        limits: what may be held.
+        limits: the bytes that are allowed.
     """
-    largest = sorted(held, key=lambda peer: held[peer], reverse=True)
-    gone: list[str] = []
-    left: dict[str, list[str]] = {}
+    gone: list[Remote] = []
+    left: dict[str, list[Remote]] = {}
     totals: Counter[str] = Counter()
-    for peer in largest:
-        if held[peer] > limits.per_connection:
-            gone.append(peer)
+    for remote in sorted(held, key=lambda remote: held[remote], reverse=True):
+        if held[remote] > limits.per_connection:
+            gone.append(remote)
         else:
-            left.setdefault(hosts[peer], []).append(peer)
-            totals[hosts[peer]] += held[peer]
+            left.setdefault(remote.address, []).append(remote)
+            totals[remote.address] += held[remote]
     while totals:
         host, total = totals.most_common(1)[0]
         if total <= limits.per_host and totals.total() <= limits.in_all:
             break
-        peer = left[host].pop(0)
-        gone.append(peer)
-        totals[host] -= held[peer]
+        largest = left[host].pop(0)
+        gone.append(largest)
+        totals[host] -= held[largest]
     return gone
-
-
-def host_of_peer(peer: str) -> str:
-    """The address in gRPC's text for the other end of a call, without the port."""
-    return peer.rpartition(":")[0]
-
-
-class UnfinishedCall:
-    """One call of which gRPC may hold bytes.
-
-    Attributes:
-        level: that of its connection when it began.
-    """
-
-    def __init__(self, connection: _Connection) -> None:
-        self._connection = connection
-        self._since = connection.since
-        self._taken = 0
-        self._limit: asyncio.Timeout | None = None
-        self.level = connection.level
-        connection.calls[self] = None
-
-    def took(self, nbytes: int) -> None:
-        """A message of so many bytes was read. It counts as held until the call is finished, or it is forgotten."""
-        self._taken += nbytes
-        if self not in self._connection.calls:
-            self.forget()
-
-    def forget(self) -> None:
-        """The messages that were read are held no longer."""
-        if self._connection.since == self._since:  # else they came on a connection before it
-            self._connection.taken += self._taken
-        self._taken = 0
-
-    @asynccontextmanager
-    async def until_hung_up(self) -> AsyncIterator[None]:
-        """Around everything that is done for it, but to tell its caller of an error.
-
-        Raises:
-            BusyError: its connection was hung up. To tell the caller so is a write, which shows gRPC at once that the
-                connection is closed; without one it may take 20 s to see that, and holds everything meanwhile.
-        """
-        try:
-            async with asyncio.timeout(None) as self._limit:
-                yield
-        except TimeoutError:
-            if self._limit is None or not self._limit.expired():
-                raise
-            raise BusyError("this connection has too much of unfinished requests") from None
-        finally:
-            self._limit = None
-
-    def hang_up(self) -> None:
-        """Ends it; its connection is closed."""
-        if self._limit is not None:
-            self._limit.reschedule(0.0)
-
-    def finish(self) -> None:
-        """Nothing more is held for it than its caller may have on the way."""
-        self.forget()
-        self._connection.calls.pop(self, None)
 
 
 @dataclass(slots=True, eq=False)
@@ -139,65 +79,128 @@ class _Connection:
 
     Attributes:
         remote: its other end.
-        since: when its first call came, on the monotonic clock.
-        descriptors: of its sockets; none until they are found.
-        calls: the unfinished ones.
-        taken: bytes of messages that were taken.
-        level: bytes that had arrived and were not taken, when that was last looked at. Each call keeps the level that
-            it found: what belongs to earlier calls, which may be over, is not held for it.
-        looked: when that was.
+        since: when its first call began, on the monotonic clock.
+        handles: its sockets; empty until they are found.
+        calls: the unfinished calls.
+        taken: bytes of messages that were read.
+        level: bytes that have arrived, less `taken`, at the last count. Each call notes the level at which it begins,
+            because what arrived before belongs to other calls.
+        looked: when that count was made.
     """
 
-    peer: str
-    remote: Remote | None
+    remote: Remote
     since: float
-    descriptors: tuple[int, ...] = ()
+    handles: tuple[Handle, ...] = ()
     calls: dict[UnfinishedCall, None] = field(default_factory=dict)
     taken: int = 0
     level: int = 0
-    looked: float = 0.0
+    looked: float = -1.0
 
-    def look(self, port: int) -> None:
-        """Brings the level up to date."""
-        self.looked = time.monotonic()
-        arrived = None if self.remote is None else sockets.received(self.descriptors, port, self.remote)
+    def look(self, now: float) -> None:
+        """Counts the bytes that have arrived."""
+        self.looked = now
+        arrived = sockets.received(self.handles)
         if arrived is None:
-            self.begin()
+            self.begin_again(now)
         else:
             self.level = arrived - self.taken
 
-    def begin(self) -> None:
-        """Nothing is known of it: it is closed, or another one from the same address and port."""
-        self.since = time.monotonic()
-        self.descriptors = ()
+    def begin_again(self, now: float) -> None:
+        """The connection is closed. A new one may come from the same address and port."""
+        self.since = now
+        self.handles = ()
         self.taken = self.level = 0
         for call in self.calls:
             call.level = 0
 
     @property
     def held(self) -> int:
-        """Bytes that may be held for its unfinished calls."""
+        """Bytes that its unfinished calls may hold."""
         return self.level - min((call.level for call in self.calls), default=self.level)
 
 
-class Unfinished:
-    """Keeps account of the unfinished calls of one server, and hangs up connections that hold too much for them."""
+class UnfinishedCall:
+    """One call for which gRPC may hold bytes.
 
-    def __init__(self, limits: Limits) -> None:
+    Attributes:
+        level: that of its connection when the call began.
+    """
+
+    def __init__(self, connection: _Connection) -> None:
+        self._connection = connection
+        self._since = connection.since
+        self._read = 0
+        self._limit: asyncio.Timeout | None = None
+        self.level = connection.level
+        connection.calls[self] = None
+
+    def took(self, nbytes: int) -> None:
+        """A message was read. While the call is unfinished, its bytes count as held until `forget`."""
+        self._read += nbytes
+        if self not in self._connection.calls:
+            self.forget()
+
+    def forget(self) -> None:
+        """The messages that were read are no longer in memory."""
+        if self._connection.since == self._since:  # otherwise they came on an earlier connection
+            self._connection.taken += self._read
+        self._read = 0
+
+    def finish(self) -> None:
+        """The call is no longer unfinished: from now on, others bound what its caller sends."""
+        self.forget()
+        self._connection.calls.pop(self, None)
+
+    @asynccontextmanager
+    async def until_hung_up(self) -> AsyncIterator[None]:
+        """A context for all that serves the call, except for telling the caller of an error.
+
+        Raises:
+            BusyError: the connection was closed for what it holds. The caller must be told of it: gRPC may notice that
+                the connection is closed only when it writes, and holds everything until then, up to 20 s.
+        """
+        try:
+            async with asyncio.timeout(None) as self._limit:
+                yield
+        except TimeoutError:
+            if self._limit is None or not self._limit.expired():
+                raise
+            raise BusyError("the unfinished requests on this connection hold too much memory") from None
+        finally:
+            self._limit = None
+
+    def hang_up(self) -> None:
+        """Ends `until_hung_up`."""
+        if self._limit is not None:
+            self._limit.reschedule(0.0)
+
+
+class Unfinished:
+    """Counts what the unfinished calls of one server hold, and closes the connections that hold too much.
+
+    Args:
+        limits: the bytes that are allowed.
+        find: searches for the sockets of this process; it may return an earlier result again.
+        clock: the monotonic clock.
+    """
+
+    def __init__(
+        self, limits: Limits, find: Callable[[], Found] = SOCKETS.find, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._limits = limits
+        self._find = find
+        self._clock = clock
         self._port = 0
-        self._connections: dict[str, _Connection] = {}
-        self._busy: dict[_Connection, None] = {}  # with unfinished calls, and some whose calls have ended since
-        self._new: dict[_Connection, None] = {}  # whose sockets are not found yet
+        self._connections: dict[Remote, _Connection] = {}
         self._found = Found()
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self, port: int) -> None:
-        """Begins to look at connections to `port`."""
+        """Begins to count what arrives on connections to `port`."""
         self._port = port
 
     def stop(self) -> None:
-        """Looks at none any more."""
+        """Stops counting."""
         self._port = 0
         if self._timer is not None:
             self._timer.cancel()
@@ -205,69 +208,62 @@ class Unfinished:
 
     @contextmanager
     def call(self, peer: str) -> Iterator[UnfinishedCall]:
-        """Around a call, from before anything of it is read."""
-        one = UnfinishedCall(self._connection(peer))
-        self._look_later()
+        """A context for a call of `peer`, as gRPC writes it; entered before anything of the request is read."""
+        one = UnfinishedCall(self._connection(parse_peer(peer)))
+        self._look_in(LOOK_SECONDS)
         try:
             yield one
         finally:
             one.finish()
 
-    def _connection(self, peer: str) -> _Connection:
-        """The connection of a new call."""
-        connection = self._connections.get(peer)
-        if connection is None:
-            connection = self._connections[peer] = _Connection(peer, parse_peer(peer), time.monotonic())
-            self._new[connection] = None
-        elif connection.descriptors and time.monotonic() - connection.looked > LOOK_SECONDS:
-            self._look_at(connection)
-        self._busy[connection] = None
-        return connection
+    def look(self) -> None:
+        """Counts what has arrived, and closes the connections that hold too much."""
+        _n = self._clock()
+        if any(one.since >= self._found.taken for one in self._connections.values()):
+            self._find_sockets()
+        now = _n
+        busy = {remote: one for remote, one in self._connections.items() if one.calls and one.handles}
+        for one in busy.values():
+            one.look(now)
+        for remote in excess({remote: one.held for remote, one in busy.items()}, self._limits):
+            self._hang_up(busy[remote], now)
 
-    def _look_at(self, connection: _Connection) -> None:
-        connection.look(self._port)
-        if not connection.descriptors:
-            self._new[connection] = None
+    def _connection(self, remote: Remote) -> _Connection:
+        now = self._clock()
+        one = self._connections.setdefault(remote, _Connection(remote, now))
+        if one.handles and now - one.looked > LOOK_SECONDS:
+            one.look(now)
+        return one
 
-    def _look_later(self) -> None:
+    def _look_in(self, seconds: float) -> None:
         if self._timer is None and self._port:
-            self._timer = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look)
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._look_and_go_on)
 
-    def _look(self) -> None:
+    def _look_and_go_on(self) -> None:
         self._timer = None
-        if self._new:
-            self._find()
-        self._busy = {one: None for one in self._busy if one.calls}
-        for one in self._busy:
-            if one.descriptors:
-                self._look_at(one)
-        held = {one.peer: one.held for one in self._busy if one.descriptors}
-        for peer in excess(held, {peer: host_of_peer(peer) for peer in held}, self._limits):
-            self._hang_up(self._connections[peer], held[peer])
-        if self._busy or self._new:
-            self._look_later()
+        began = self._clock()
+        self.look()
+        if any(one.calls or one.since >= self._found.taken for one in self._connections.values()):
+            self._look_in(max(LOOK_SECONDS, _PAUSE * (self._clock() - began)))
 
-    def _find(self) -> None:
-        """Finds the sockets of new connections, and forgets connections that are gone."""
-        found = sockets.SOCKETS.find()
+    def _find_sockets(self) -> None:
+        """Finds the sockets of new connections, and forgets connections that are closed."""
+        found = self._find()
         if found is self._found:
             return
         self._found = found
         here = found.by_port.get(self._port, {})
-        for one in [one for one in self._new if one.since < found.taken]:
-            del self._new[one]
-            if one.remote is not None:
-                one.descriptors = here.get(one.remote, ())
-        for one in list(self._connections.values()):
-            if one.since < found.taken and not one.calls and one.remote not in here:
-                del self._connections[one.peer]
+        for remote, one in list(self._connections.items()):
+            if one.since >= found.taken:
+                continue
+            one.handles = one.handles or here.get(remote, ())
+            if remote not in here and not one.calls:
+                del self._connections[remote]
 
-    def _hang_up(self, one: _Connection, held: int) -> None:
-        told = "%s sent %.0f MiB of requests without completing them; its connection was closed"
-        logger.warning(told, one.peer, held / (1 << 20))
-        if one.remote is not None:
-            sockets.hang_up(one.descriptors, self._port, one.remote)
-        one.begin()
-        self._new[one] = None
+    def _hang_up(self, one: _Connection, now: float) -> None:
+        told = "closed the connection of %s: its unfinished requests hold %.0f MiB"
+        logger.warning(told, one.remote, one.held / (1 << 20))
+        sockets.hang_up(one.handles)
+        one.begin_again(now)
         for call in one.calls:
             call.hang_up()
