@@ -9,7 +9,7 @@ TORCH ?= torch==2.13.0
 # Tests of processes wait for each other much of the time: one more than there are cores.
 WORKERS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 1 )))
 
-.PHONY: help demo test test-long check lint bench proto soak clean
+.PHONY: help demo test test-long test-integrations check lint bench proto soak clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -17,11 +17,15 @@ help: ## what can be made
 demo: $(VENV)/installed ## real training averaged between four processes, one of them killed on the way
 	$(BIN)/python -m examples.demo
 
-test: $(VENV)/installed ## all tests
+test: $(VENV)/installed ## all tests but those of the next two
 	$(BIN)/python -m pytest -m "not long" --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 test-long: $(VENV)/installed ## the tests that are too many for every day, some 15 minutes
 	$(BIN)/python -m pytest -m long --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+
+# In one process, since each would import all the trainers anew.
+test-integrations: $(VENV)/integrations ## the tests in trainers and loggers, which it installs (300 MB), some 1 minute
+	$(BIN)/python -m pytest -m integrations tests/trainers $(PYTEST_ARGS)
 
 lint: $(VENV)/installed ## style, types, import directions
 	$(BIN)/ruff check .
@@ -29,7 +33,7 @@ lint: $(VENV)/installed ## style, types, import directions
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-check: lint test ## what CI runs
+check: lint test test-integrations ## what CI runs
 
 bench: $(VENV)/installed ## averaging's times beside Gloo's, the codes, discovery, training slowed by averaging
 	$(BIN)/python -m benchmarks.allreduce --peers 2 4 --mib 64 --tensors 4 --codecs none --output runs/benchmarks
@@ -48,6 +52,10 @@ $(VENV)/installed: pyproject.toml hatch_build.py $(wildcard protos/averaging/wir
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+$(VENV)/integrations: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --editable '.[dev,integrations]'
 	touch $@
 
 $(HIVEMIND)/installed: pyproject.toml

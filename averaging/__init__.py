@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from averaging.averager import DecentralizedAverager
+    from averaging.common.malloc import keep_freed_memory
     from averaging.config import NonFinite, PeerConfig
-    from averaging.errors import AveragingError
-    from averaging.group import Mode
-    from averaging.memory import keep_freed_memory
-    from averaging.messages import CompressionType
+    from averaging.errors import AveragingError, ConfigError, TensorError
     from averaging.observe.receipts import Account, DropCode, Dropped, LateArrival, Outcome, Receipt, Role, Straggler
-    from averaging.observe.training import Finish
+    from averaging.observe.training_status import Finish
     from averaging.peer.peer import Peer
     from averaging.peer.topics import Adopt, Topic
-    from averaging.schema import ReplyForm
+    from averaging.protocol.group import Mode
+    from averaging.protocol.messages import CompressionType
+    from averaging.protocol.schema import ReplyForm
     from averaging.state.packing import State
     from averaging.state.snapshots import Extras
     from averaging.strategies import DiLoCo, GradientAveraging, LocalSGD, Strategy
@@ -31,6 +31,7 @@ __all__ = [
     "Adopt",
     "AveragingError",
     "CompressionType",
+    "ConfigError",
     "DecentralizedAverager",
     "DiLoCo",
     "DropCode",
@@ -51,6 +52,7 @@ __all__ = [
     "State",
     "Straggler",
     "Strategy",
+    "TensorError",
     "Topic",
     "Training",
     "keep_freed_memory",
@@ -60,30 +62,32 @@ _HOMES = {
     "Account": "observe.receipts",
     "Adopt": "peer.topics",
     "AveragingError": "errors",
-    "CompressionType": "messages",
+    "CompressionType": "protocol.messages",
+    "ConfigError": "errors",
     "DecentralizedAverager": "averager",
     "DiLoCo": "strategies",
     "DropCode": "observe.receipts",
     "Dropped": "observe.receipts",
     "Extras": "state.snapshots",
-    "Finish": "observe.training",
+    "Finish": "observe.training_status",
     "GradientAveraging": "strategies",
     "LateArrival": "observe.receipts",
     "LocalSGD": "strategies",
-    "Mode": "group",
+    "Mode": "protocol.group",
     "NonFinite": "config",
     "Outcome": "observe.receipts",
     "Peer": "peer.peer",
     "PeerConfig": "config",
     "Receipt": "observe.receipts",
-    "ReplyForm": "schema",
+    "ReplyForm": "protocol.schema",
     "Role": "observe.receipts",
     "State": "state.packing",
     "Straggler": "observe.receipts",
     "Strategy": "strategies",
+    "TensorError": "errors",
     "Topic": "peer.topics",
     "Training": "training.training",
-    "keep_freed_memory": "memory",
+    "keep_freed_memory": "common.malloc",
 }
 
 

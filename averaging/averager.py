@@ -12,27 +12,27 @@ from typing import Any, Self, Unpack, overload
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from averaging.common.validation import is_count, is_finite, one_of
 from averaging.config import PeerOptions
 from averaging.errors import AveragingError, ClosedError, ConfigError, RoundError
-from averaging.group import Mode
 from averaging.observe.receipts import Receipt
-from averaging.observe.training import Finish, TrainingStatus
+from averaging.observe.training_status import Finish, TrainingStatus
+from averaging.peer.lifecycle import DiscoveryFactory
 from averaging.peer.peer import Peer
 from averaging.peer.round_options import RoundOptions
-from averaging.peer.running import DiscoveryFactory
+from averaging.protocol.group import Mode
 from averaging.strategies.base import Strategy
-from averaging.strategies.beginning import Beginning
-from averaging.strategies.ending import Ending
-from averaging.strategies.history import Stage, of_one_run
-from averaging.training import leaving
-from averaging.training.background import EventLoopThread, on_loop
+from averaging.strategies.run_end import RunEnd
+from averaging.strategies.run_start import RunStart
+from averaging.training import sigterm
+from averaging.training.event_loop_thread import EventLoopThread, on_loop
+from averaging.training.history import Stage, of_one_run
+from averaging.training.named_tensors import named_buffers, named_parameters
 from averaging.training.optimizer_wrapper import OptimizerWrapper
-from averaging.training.parameters import named_buffers, named_parameters
 from averaging.training.scheduler import drive, make_scheduler
 from averaging.training.training import Training
-from averaging.training_state import TrainingState
+from averaging.training.training_state import TrainingState
 from averaging.transport.base import Transport
-from averaging.values import is_count, is_finite, one_of
 
 logger = logging.getLogger(__name__)
 
@@ -155,9 +155,9 @@ class DecentralizedAverager(OptimizerWrapper):
         self._thread = EventLoopThread(self._peer, f"the averager of run {run_id!r}")
         try:
             if leave_on_sigterm:
-                leaving.leave_on_sigterm(self)
+                sigterm.leave_on_sigterm(self)
             self._training.run_in(self._thread)
-            beginning = Beginning(
+            beginning = RunStart(
                 self._peer,
                 strategy,
                 self._training,
@@ -311,7 +311,7 @@ class DecentralizedAverager(OptimizerWrapper):
         if self._has_left():
             return Finish(self._training.digest(), {}, left=True)
         self._thread.check()
-        return Ending(self._training, self.strategy, timeout).finish()
+        return RunEnd(self._training, self.strategy, timeout).finish()
 
     @property
     def status(self) -> TrainingStatus:
@@ -351,6 +351,17 @@ class DecentralizedAverager(OptimizerWrapper):
     def weight(self, weight: float) -> None:
         self._training.weight = weight
 
+    def check_tensors(self) -> None:
+        """Checks that what is averaged is what is trained, as every `step` does; for who wants to know before.
+
+        Raises:
+            TensorError: the model was moved or converted after the averager was made, or the inner optimizer has
+                other parameters now.
+            ClosedError: the averager was closed, or its thread has failed.
+        """
+        self._thread.check()
+        self._training.check_places()
+
     def average_now(self, *, weight: float | None = None, gather: Any = None) -> Receipt:
         """Averages the parameters with a group now, whatever the strategy, and waits for the end of the round.
 
@@ -385,7 +396,7 @@ class DecentralizedAverager(OptimizerWrapper):
 
     def close(self) -> None:
         """Ends a round in progress, leaves the run and ends the thread. The inner optimizer can be used on."""
-        leaving.stay_on_sigterm(self)
+        sigterm.stay_on_sigterm(self)
         self._thread.close()
 
     def begin_to_leave(self) -> None:

@@ -1,4 +1,4 @@
-"""What a peer can be told at its start, and whether that can work."""
+"""What a peer can be told at its start, and whether that can work. Pure."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from enum import StrEnum
 from numbers import Integral, Real
 from typing import TypeAlias, TypedDict
 
-from averaging.addresses import parse_address
-from averaging.aggregation import parse_aggregation
+from averaging.common.addresses import parse_address
+from averaging.common.validation import one_of
 from averaging.errors import ConfigError
-from averaging.group import Mode
-from averaging.messages import CompressionType
-from averaging.schema import ReplyForm
-from averaging.values import one_of, parse_compression
+from averaging.protocol.aggregation import parse_aggregation
+from averaging.protocol.group import Mode
+from averaging.protocol.messages import CompressionType, parse_compression
+from averaging.protocol.schema import ReplyForm
 
 DEFAULT_PART_SIZE_BYTES = 1 << 20
 """Smaller parts cost more per byte; larger ones gain nothing (docs/performance.md)."""

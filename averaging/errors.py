@@ -1,10 +1,11 @@
-"""Every error this library raises. Each says what happened, to whom, and what to do."""
+"""Every error this library raises. Each says what happened, to whom, and what to do. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from averaging.text import printable
+MAX_TEXT = 4000
+"""Characters of a message. Longer messages are cut."""
 
 
 class AveragingError(Exception):
@@ -178,3 +179,24 @@ def _listed(reasons: Mapping[str, str]) -> str:
 def _of(endpoint: str, reason: str) -> str:
     """What became of a call, with the peer's endpoint once: its own words may begin with it."""
     return reason if reason.startswith((f"{endpoint} ", f"{endpoint}: ")) else f"{endpoint}: {reason}"
+
+
+def printable(text: str, most: int = MAX_TEXT) -> str:
+    """Text that another peer may have written, made fit for logs and terminals.
+
+    Args:
+        text: as it came.
+        most: characters of the result.
+
+    Returns:
+        One line without control characters.
+    """
+    if len(text) > most:
+        text = f"{text[: most - 1]}…"
+    return text if text.isprintable() else "".join(map(_harmless, text))
+
+
+def _harmless(char: str) -> str:
+    if char.isprintable():
+        return char
+    return " " if char.isspace() else "?"

@@ -74,7 +74,7 @@ class Bare:
         os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener")
         import grpc
 
-        from averaging.memory import keep_freed_memory
+        from averaging.common.malloc import keep_freed_memory
 
         keep_freed_memory()
         handler: Any = grpc.stream_stream_rpc_method_handler(self._serve)

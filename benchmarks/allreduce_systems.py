@@ -52,7 +52,7 @@ class Averaging:
     packages = ("averaging", "grpcio", "protobuf")
 
     def __init__(self, options: argparse.Namespace, **peer_options: Any) -> None:
-        from averaging.memory import keep_freed_memory
+        from averaging.common.malloc import keep_freed_memory
         from averaging.peer.peer import Peer
 
         keep_freed_memory()  # as `averaging peer` does it

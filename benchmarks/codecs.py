@@ -25,7 +25,7 @@ from rich.table import Table
 
 from averaging.compression import bytes_per_element, decode, encode
 from averaging.config import DEFAULT_PART_SIZE_BYTES
-from averaging.messages import CompressionType
+from averaging.protocol.messages import CompressionType
 from benchmarks.allreduce_report import machine
 from benchmarks.output import make_folder, write
 from benchmarks.workers import ROOT, say

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from averaging import DiLoCo, GradientAveraging, LocalSGD
-from averaging.messages import CompressionType
+from averaging.protocol.messages import CompressionType
 from benchmarks.convergence_report import draw, page
 from benchmarks.convergence_train import Case, PeerProcess, Recipe, Trained, held_out, new_model, train_alone
 from benchmarks.output import make_folder, write

@@ -17,13 +17,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import ClassVar, cast
 
-from averaging.discovery.gossip import GossipDiscovery, peers_key
-from averaging.discovery.identity import UnsignedIdentity
-from averaging.discovery.settings import GossipSettings
-from averaging.messages import Digest, ExchangeReply, Record, Refusal, Rumour
+from averaging.discovery.gossip.gossip_discovery import GossipDiscovery, peers_key
+from averaging.discovery.gossip.identity import UnsignedIdentity
+from averaging.discovery.gossip.settings import GossipSettings
+from averaging.protocol.messages import Digest, ExchangeReply, Record, Refusal, Rumour
 from averaging.transport import virtual_time
 from averaging.transport.base import AveragingService, Transport
-from averaging.transport.grpc import GrpcTransport, convert
+from averaging.transport.grpc import GrpcTransport, conversion
 from averaging.transport.memory import MemoryNetwork, MemoryTransport
 
 RUN = "bench"
@@ -168,7 +168,7 @@ class CountingTransport(MemoryTransport):
 
     def size(self, record: Record) -> int:
         if record not in self.sizes:
-            self.sizes[record] = len(convert.encode_records((record,)))
+            self.sizes[record] = len(conversion.encode_records((record,)))
         return self.sizes[record]
 
 

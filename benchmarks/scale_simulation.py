@@ -22,10 +22,10 @@ import torch
 
 from averaging import Peer, Receipt
 from averaging.discovery.base import Discovery
+from averaging.discovery.gossip.broadcast_tree import peer_hash
+from averaging.discovery.gossip.record import Limits
+from averaging.discovery.gossip.settings import GossipSettings
 from averaging.discovery.memory import MemoryDiscovery, MemoryRegistry
-from averaging.discovery.records import Limits
-from averaging.discovery.settings import GossipSettings
-from averaging.discovery.spread import peer_hash
 from averaging.transport import virtual_time
 from averaging.transport.base import Transport
 from averaging.transport.memory import MemoryNetwork

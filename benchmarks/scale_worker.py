@@ -23,8 +23,8 @@ from typing import Any, TextIO
 import torch
 
 from averaging import Peer
-from averaging.discovery.gossip import peers_key
-from averaging.messages import Digest, ExchangeReply, JoinRequest, MessageFromLeader, Refusal, Rumour
+from averaging.discovery.gossip.gossip_discovery import peers_key
+from averaging.protocol.messages import Digest, ExchangeReply, JoinRequest, MessageFromLeader, Refusal, Rumour
 from averaging.transport.grpc import GrpcTransport
 
 RUN = "scale"

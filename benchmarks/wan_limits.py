@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from averaging.allreduce.partition import shares
-from averaging.group import Member
+from averaging.protocol.group import Member
 
 MIB = 2**20
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from averaging import DecentralizedAverager, LocalSGD
-from averaging.group import Mode
+from averaging.protocol.group import Mode
 from examples.command_line import in_order, parse, parser_of, positive, security_of
 
 BATCH = 64

@@ -35,7 +35,7 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from averaging import DecentralizedAverager, GradientAveraging
-from averaging.group import Mode
+from averaging.protocol.group import Mode
 from examples.command_line import in_order, parse, parser_of, positive, security_arguments, security_of
 
 PATIENCE = 60.0

@@ -18,20 +18,17 @@ import sys
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch.optim.lr_scheduler import LinearLR
 
 from averaging import DecentralizedAverager, DiLoCo, Receipt
-from averaging.group import Mode
-from averaging.messages import COMPRESSIONS
+from averaging.integrations.tensorboard import TensorBoardRounds
+from averaging.protocol.group import Mode
+from averaging.protocol.messages import COMPRESSIONS
 from examples.command_line import in_order, parse, parser_of, positive, security_of
 from examples.language_model import LanguageModel, Size, read, windows
 from examples.sources import divide, standard_library
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 SIZE = Size(layers=2, width=128, heads=4, context=64)
 BATCH = 16
@@ -95,6 +92,7 @@ def train(options: argparse.Namespace) -> None:
         on_round=board.note_round,
         matchmaking_time=10.0,  # so long the faster ones wait for the slower ones
     )
+    board.follow(averager)
     with closing(board), averager as opt:
         if options.client_mode:
             say("In client mode.")
@@ -129,41 +127,35 @@ class Board:
     """
 
     def __init__(self, folder: Path | None) -> None:
-        self._writer: SummaryWriter | None = None
+        self._rounds: TensorBoardRounds | None = None
         if folder is not None:
             try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError:
-                sys.exit("--tensorboard needs one more package: python -m pip install 'averaging[examples]'")
-            own = folder / f"{socket.gethostname()}-{os.getpid()}"
-            try:
-                own.mkdir(parents=True, exist_ok=True)  # the writer's error is no OSError beside TensorFlow
-                self._writer = SummaryWriter(own)
+                self._rounds = TensorBoardRounds(folder / f"{socket.gethostname()}-{os.getpid()}")
+            except ImportError as error:
+                sys.exit(str(error))
             except OSError as error:
                 sys.exit(f"nothing can be written to {folder}: {error.strerror}; give --tensorboard another folder")
+
+    def follow(self, averager: DecentralizedAverager) -> None:
+        """Notes the averager's steps with each round, too."""
+        if self._rounds is not None:
+            self._rounds.follow(averager)
 
     def note_round(self, receipt: Receipt) -> None:
         """Called with the receipt of every round."""
         say(str(receipt))
-        if self._writer is not None:
-            told = {
-                "seconds": receipt.seconds,
-                "bytes sent": receipt.bytes_sent,
-                "bytes received": receipt.bytes_received,
-                "members": len(receipt.members),
-            }
-            for name, value in told.items():
-                self._writer.add_scalar(f"round/{name}", value, receipt.round)
+        if self._rounds is not None:
+            self._rounds(receipt)
 
     def note_loss(self, of: str, step: int, loss: float) -> None:
         """Notes a loss in bits per byte."""
-        if self._writer is not None:
-            self._writer.add_scalar(f"loss/{of}", loss, step)
+        if self._rounds is not None:
+            self._rounds.writer.add_scalar(f"loss/{of}", loss, step)
 
     def close(self) -> None:
         """Writes what is still to be written."""
-        if self._writer is not None:
-            self._writer.close()
+        if self._rounds is not None:
+            self._rounds.writer.close()
 
 
 def say(text: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from averaging.messages import AveragingData, DownloadData
+from averaging.protocol.messages import AveragingData, DownloadData
 
 
 def spelled(message: object) -> str:

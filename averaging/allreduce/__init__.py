@@ -5,6 +5,6 @@ In the order in which a tensor meets them: `partition` (who reduces what), `send
 """
 
 from averaging.allreduce.round import AllReduce
-from averaging.allreduce.tally import RoundResult, changes
+from averaging.allreduce.round_account import RoundResult, changes
 
 __all__ = ["AllReduce", "RoundResult", "changes"]

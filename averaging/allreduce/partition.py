@@ -1,6 +1,8 @@
 """Who reduces how much of the tensors, and which parts those are.
 
 Every member of a group computes this for itself, from the same inputs, and all must get the same.
+
+Pure.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ import numpy as np
 
 from averaging.compression import bytes_per_element
 from averaging.errors import ConfigError, RoundError
-from averaging.group import Member
-from averaging.schema import Schema, TensorSpec
+from averaging.protocol.group import Member
+from averaging.protocol.schema import Schema, TensorSpec
 
 
 class Part(NamedTuple):

@@ -12,21 +12,21 @@ from typing import TypeAlias
 
 import torch
 
-from averaging.allreduce.pace import bytes_ahead, reach
 from averaging.allreduce.partition import Part, busiest_link, packed_size, packed_sizes, partition, shares
-from averaging.allreduce.reducing import Reducing
-from averaging.allreduce.sending import Sending
-from averaging.allreduce.tally import Adopting, RoundResult, Tally
-from averaging.allreduce.watch import Watch
+from averaging.allreduce.reducer_side import ReducerSide
+from averaging.allreduce.round_account import Adopting, RoundAccount, RoundResult
+from averaging.allreduce.send_window import bytes_ahead, reach
+from averaging.allreduce.sender_side import SenderSide
+from averaging.allreduce.wait_monitor import WaitMonitor
 from averaging.config import NonFinite
+from averaging.deadlines.donor_rates import SLOW_LINK
 from averaging.deadlines.fair_timeout import FairTimeout
-from averaging.deadlines.learned import Deadline, Deadlines, size_class
-from averaging.deadlines.rates import SLOW_LINK
+from averaging.deadlines.learned_deadlines import Deadline, Deadlines, size_class
 from averaging.errors import LyingLeaderError, RoundError
-from averaging.group import Group
-from averaging.messages import AveragingData, MessageCode
 from averaging.observe.receipts import DropCode, Dropped
-from averaging.schema import ReplyForm, Schema
+from averaging.protocol.group import Group
+from averaging.protocol.messages import AveragingData, MessageCode
+from averaging.protocol.schema import ReplyForm, Schema
 from averaging.transport.base import Transport
 
 Prepare: TypeAlias = "Callable[[], Awaitable[Sequence[torch.Tensor]]]"
@@ -40,8 +40,9 @@ class AllReduce:
 
     Args:
         deadlines: after so long without progress a member is given up; learned further here.
-        adopt: see `Tally`; it may write a part's average over that part of the tensors, which is read no more then.
-        proven: see `Reducing`.
+        adopt: see `RoundAccount`; it may write a part's average over that part of the tensors, which is not read
+            afterwards.
+        proven: see `ReducerSide`.
 
     Raises:
         RoundError: the weights sum to zero, or nobody can reduce.
@@ -75,13 +76,13 @@ class AllReduce:
         self._schema = schema
         # Where it may turn out that members were announced different groups, nothing is adopted before the end.
         early = adopt if group.committed else None
-        self._tally = Tally(group, endpoint, parts_of, reach=own_reach, alike=alike, adopt=early)
+        self._tally = RoundAccount(group, endpoint, parts_of, reach=own_reach, alike=alike, adopt=early)
         senders = [member for member in group.members if own and member.sends and member is not me]
-        self._watch = Watch(deadlines, size_class(packed_size(schema), len(group.members)), len(senders))
-        self._sending = Sending(
+        self._watch = WaitMonitor(deadlines, size_class(packed_size(schema), len(group.members)), len(senders))
+        self._sending = SenderSide(
             endpoint, group, schema, transport, self._tally, watch=self._watch, ahead=ahead, non_finite=non_finite
         )
-        self._reducing = Reducing(
+        self._reducing = ReducerSide(
             me,
             senders,
             own,

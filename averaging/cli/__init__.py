@@ -17,8 +17,8 @@ from typing import Any
 import click
 
 from averaging.cli.ca import ca_group
+from averaging.cli.error_reporting import DEFAULTS, NOT_DONE, starting
 from averaging.cli.explain import explain_command
-from averaging.cli.failures import DEFAULTS, NOT_DONE, starting
 from averaging.cli.peer import peer_command
 from averaging.cli.state import state_command
 from averaging.cli.watch import watch_command

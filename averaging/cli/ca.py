@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from averaging.cli.atomic import replaced_atomically
-from averaging.cli.failures import NOT_DONE, WRONG_USAGE, Failure, failure_of, starting, write_line
+from averaging.cli.atomic_files import replaced_atomically
+from averaging.cli.error_reporting import NOT_DONE, WRONG_USAGE, CommandError, failure_of, starting, write_line
 
 if TYPE_CHECKING:
     from averaging.security.ca import Issued
@@ -164,13 +164,13 @@ def _read_authority(directory: Path) -> Issued:
     try:
         return Issued(certificate.read_bytes(), key.read_bytes())
     except FileNotFoundError as error:
-        raise Failure(
+        raise CommandError(
             f"there is no {error.filename}; make an authority first: averaging ca init --directory "
             f"{shlex.quote(str(directory))}",
             WRONG_USAGE,
         ) from None
     except OSError as error:
-        raise Failure(
+        raise CommandError(
             f"{error.filename} cannot be read: {error.strerror}; make it readable, or do this as the user who made it",
             NOT_DONE,
         ) from None
@@ -195,12 +195,14 @@ def _write(directory: Path, name: str, made: Issued, *, force: bool) -> tuple[Pa
     try:
         present = [str(path) for path in (certificate, key) if path.exists() or path.is_symlink()]
         if present and not force:
-            raise Failure(f"{' and '.join(present)} exist; give --force to replace, or another {another}", WRONG_USAGE)
+            raise CommandError(
+                f"{' and '.join(present)} exist; give --force to replace, or another {another}", WRONG_USAGE
+            )
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with nullcontext() if force else _taken(key, another):
             _replace({key: (made.key, SECRET_MODE), certificate: (made.certificate, PUBLIC_MODE)})
     except OSError as error:
-        raise Failure(
+        raise CommandError(
             f"{error.filename or directory} cannot be written: {error.strerror}; nothing was replaced. Make room "
             "there, or give --directory another place",
             NOT_DONE,
@@ -218,7 +220,7 @@ def _taken(path: Path, another: str) -> Iterator[None]:
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, SECRET_MODE))
     except FileExistsError:
-        raise Failure(
+        raise CommandError(
             f"another command has just made {path}; give --force to replace it, or another {another}", WRONG_USAGE
         ) from None
     try:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from averaging.cli.failures import WRONG_USAGE, Failure, starting, write_line
+from averaging.cli.error_reporting import WRONG_USAGE, CommandError, starting, write_line
 
 if TYPE_CHECKING:
-    from averaging.observe.journal import Recorded
+    from averaging.observe.receipt_log import Recorded
 
 MAX_BAD_LINES = 5
 """More bad lines of a file are counted, not told."""
@@ -58,11 +58,11 @@ def explain_command(files: Sequence[Path], summary: bool) -> None:
         recorded = [(file, _read(file)) for file in files]
         for line in explain([one for _, found in recorded for one in found.receipts], summary_only=summary):
             if why_not := write_line(line):
-                raise Failure(f"{why_not}; make room there")
+                raise CommandError(f"{why_not}; make room there")
         bad = sum([_tell_bad_lines(file, found) for file, found in recorded])
     if bad:
         what = "1 line that cannot be read is" if bad == 1 else f"{bad} lines that cannot be read are"
-        raise Failure(f"{what} left out above", WRONG_USAGE)
+        raise CommandError(f"{what} left out above", WRONG_USAGE)
 
 
 def _read(path: Path) -> Recorded:
@@ -71,10 +71,10 @@ def _read(path: Path) -> Recorded:
     Raises:
         Failure: with exit code 2, if that cannot be done, or nothing in it is a receipt.
     """
-    from averaging.observe.journal import read
+    from averaging.observe.receipt_log import read
 
     if str(path) == "-" and sys.stdin is None:
-        raise Failure("stdin is closed; pipe receipts into this command, or give a file of them", WRONG_USAGE)
+        raise CommandError("stdin is closed; pipe receipts into this command, or give a file of them", WRONG_USAGE)
     try:
         if str(path) == "-":
             found = read(sys.stdin.buffer)
@@ -82,10 +82,10 @@ def _read(path: Path) -> Recorded:
             with path.open("rb") as file:
                 found = read(file)
     except OSError as error:
-        raise Failure(f"{path} cannot be read ({error.strerror}); give a file of receipts", WRONG_USAGE) from None
+        raise CommandError(f"{path} cannot be read ({error.strerror}); give a file of receipts", WRONG_USAGE) from None
     if found.bad and not found.receipts:
         number, why = next(iter(found.bad.items()))
-        raise Failure(
+        raise CommandError(
             f"{path} is not a file of receipts: line {number}: {why}. Give one that --receipts has written",
             WRONG_USAGE,
         )
@@ -94,7 +94,7 @@ def _read(path: Path) -> Recorded:
 
 def _tell_bad_lines(path: Path, found: Recorded) -> int:
     """Tells what is left out; returns how many lines that is, a last one that is cut off apart."""
-    from averaging.observe.plain import printable
+    from averaging.errors import printable
 
     for number, why in list(found.bad.items())[:MAX_BAD_LINES]:
         click.echo(f"{path}: line {number}: {printable(why)}", err=True)

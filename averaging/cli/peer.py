@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from averaging.cli.failures import WRONG_USAGE, Failure, Stopped, failure_of, starting, stopped
-from averaging.cli.options import (
+from averaging.cli.error_reporting import WRONG_USAGE, CommandError, Stopped, failure_of, starting, stopped
+from averaging.cli.option_types import (
     PathToLookAt,
     address,
     address_to_dial,
@@ -18,15 +18,15 @@ from averaging.cli.options import (
     json_value,
     run_id,
 )
-from averaging.cli.peer_arguments import check, join_command, peer_options
-from averaging.cli.security import security_options
-from averaging.messages import COMPRESSIONS
+from averaging.cli.peer_options import check, join_command, peer_options
+from averaging.cli.security_options import security_options
+from averaging.protocol.messages import COMPRESSIONS
 
 if TYPE_CHECKING:
-    from averaging.cli.files import Document, Output
-    from averaging.cli.report import Report
-    from averaging.cli.session import Session
-    from averaging.discovery.joining import Waiting
+    from averaging.cli.console import CommandOutput
+    from averaging.cli.peer_session import Session
+    from averaging.cli.tensor_files import Document, Output
+    from averaging.discovery.gossip.bootstrap import Waiting
 
 SECONDS = finite(above=0)
 
@@ -250,22 +250,22 @@ def peer_command(
     """
     check(file, output, given)
     with starting():
-        from averaging.cli.report import Report
+        from averaging.cli.console import CommandOutput
 
-        report = Report(as_json=as_json)
+        report = CommandOutput(as_json=as_json)
         with report.logging(verbose), report.failures():
             _run(file, output, given, report)
 
 
-def _run(file: Path, output: Path | None, given: dict[str, Any], report: Report) -> None:
+def _run(file: Path, output: Path | None, given: dict[str, Any], report: CommandOutput) -> None:
     """Reads, averages, writes.
 
     Raises:
         Failure: it could not be done.
     """
-    from averaging.cli import events, signals, words
-    from averaging.cli.files import Output, check_can_be_averaged, read
-    from averaging.memory import keep_freed_memory
+    from averaging.cli import console_text, json_events, signals
+    from averaging.cli.tensor_files import Output, check_can_be_averaged, read
+    from averaging.common.malloc import keep_freed_memory
 
     keep_freed_memory()
     destination = Output(output, overwrite=given["overwrite"]) if output else None
@@ -278,23 +278,25 @@ def _run(file: Path, output: Path | None, given: dict[str, Any], report: Report)
         signals.run(session.run)
     except Stopped as signal:
         if not given["serve"]:
-            rounds = f"{session.rounds} of {words.counted(given['rounds'] or 1, 'round')}"
+            rounds = f"{session.rounds} of {console_text.counted(given['rounds'] or 1, 'round')}"
             written = f"wrote {session.output}" if session.output else "nothing was written"
             raise stopped(signal.number, f" after {rounds}; {written}") from None
     if session.unwritten:
-        raise Failure(session.unwritten)
+        raise CommandError(session.unwritten)
     why_not = "no --output was given" if destination is None else "no round was done"
-    report.tell(events.done(session.rounds, session.output), words.finished(session.rounds, session.output, why_not))
+    report.tell(
+        json_events.done(session.rounds, session.output), console_text.finished(session.rounds, session.output, why_not)
+    )
 
 
 def _session(
-    file: Path, document: Document, destination: Output | None, given: dict[str, Any], report: Report
+    file: Path, document: Document, destination: Output | None, given: dict[str, Any], report: CommandOutput
 ) -> Session:
-    from averaging.cli import events, words
-    from averaging.cli.session import Plan, Session
+    from averaging.cli import console_text, json_events
+    from averaging.cli.peer_session import Plan, Session
     from averaging.errors import AveragingError
-    from averaging.group import pack_gather
     from averaging.peer.peer import Peer
+    from averaging.protocol.group import pack_gather
 
     plan = Plan(
         rounds=given["rounds"] or (None if given["serve"] else 1),
@@ -307,7 +309,7 @@ def _session(
     )
 
     def tell_joining(waiting: Waiting) -> None:
-        report.note(events.joining(waiting), words.joining(waiting))
+        report.note(json_events.joining(waiting), console_text.joining(waiting))
 
     try:
         peer = Peer(document.tensors, run_id=given["run_id"], on_joining=tell_joining, **peer_options(given))
@@ -315,5 +317,5 @@ def _session(
     except AveragingError as error:
         raise failure_of(error) from None
     except ValueError as error:
-        raise Failure(f"--gather: {error}", WRONG_USAGE) from None
+        raise CommandError(f"--gather: {error}", WRONG_USAGE) from None
     return Session(plan, peer, document, destination, report)

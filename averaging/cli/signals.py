@@ -7,7 +7,7 @@ import signal
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from averaging.cli.failures import DEFAULTS, Stopped, interrupted
+from averaging.cli.error_reporting import DEFAULTS, Stopped, interrupted
 
 T = TypeVar("T")
 

@@ -7,16 +7,24 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from averaging.cli.failures import CHECK_ADDRESS, WITHOUT_REMEDY, Failure, Stopped, failure_of, starting, stopped
-from averaging.cli.options import PathToLookAt, address_to_dial, finite
-from averaging.cli.security import credentials_of, security_options
+from averaging.cli.error_reporting import (
+    CHECK_ADDRESS,
+    WITHOUT_REMEDY,
+    CommandError,
+    Stopped,
+    failure_of,
+    starting,
+    stopped,
+)
+from averaging.cli.option_types import PathToLookAt, address_to_dial, finite
+from averaging.cli.security_options import credentials_of, security_options
 
 if TYPE_CHECKING:
-    from averaging.cli.report import Report
+    from averaging.cli.console import CommandOutput
     from averaging.cli.signals import Stop
     from averaging.security.credentials import Credentials
+    from averaging.state.assembler import StateAssembler
     from averaging.state.packing import State
-    from averaging.state.reader import StateReader
 
 MAX_MESSAGE_BYTES = 64 << 20
 """Peers send a state in chunks of 1 MiB, and its metadata of at most 16 MiB."""
@@ -81,16 +89,16 @@ def state_command(addresses: tuple[str, ...], output: Path, *, as_json: bool, ve
     if given["verify_donors"] > len(set(addresses)):
         raise click.UsageError(f"--verify-donors {given['verify_donors']} needs as many different addresses.")
     with starting():
-        from averaging.cli.report import Report
+        from averaging.cli.console import CommandOutput
 
-        report = Report(as_json=as_json)
+        report = CommandOutput(as_json=as_json)
         with report.logging(verbose), report.failures():
             _run(list(dict.fromkeys(addresses)), output, given, report)
 
 
-def _run(addresses: list[str], path: Path, given: dict[str, Any], report: Report) -> None:
-    from averaging.cli import events, signals, words
-    from averaging.cli.files import Output
+def _run(addresses: list[str], path: Path, given: dict[str, Any], report: CommandOutput) -> None:
+    from averaging.cli import console_text, json_events, signals
+    from averaging.cli.tensor_files import Output
     from averaging.errors import AveragingError
 
     try:
@@ -109,15 +117,17 @@ def _run(addresses: list[str], path: Path, given: dict[str, Any], report: Report
     except Stopped as signal:
         raise stopped(signal.number, "; nothing was written") from None
     nbytes = sum(tensor.nbytes for tensor in state.tensors.values())
-    tensors = words.counted(len(state.tensors), "tensor")
+    tensors = console_text.counted(len(state.tensors), "tensor")
     report.tell(
-        events.downloaded(state.version, len(state.tensors), nbytes, state.user, str(path)),
-        f"done: version {state.version}, {tensors}, {words.size(nbytes)}, wrote {path}",
+        json_events.downloaded(state.version, len(state.tensors), nbytes, state.user, str(path)),
+        f"done: version {state.version}, {tensors}, {console_text.size(nbytes)}, wrote {path}",
     )
 
 
-async def _download(addresses: list[str], credentials: Credentials, given: dict[str, Any], report: Report) -> State:
-    from averaging.cli import events, words
+async def _download(
+    addresses: list[str], credentials: Credentials, given: dict[str, Any], report: CommandOutput
+) -> State:
+    from averaging.cli import console_text, json_events
     from averaging.errors import AveragingError
     from averaging.state.download import download
     from averaging.transport.grpc import GrpcTransport
@@ -125,14 +135,14 @@ async def _download(addresses: list[str], credentials: Credentials, given: dict[
     announced, address = False, addresses[0] if len(addresses) == 1 else f"one of {', '.join(addresses)}"
     with report.transfer(f"downloading the state of {address}") as advance:
 
-        def on_progress(reader: StateReader) -> None:
+        def on_progress(reader: StateAssembler) -> None:
             nonlocal announced
             if not announced:
                 announced = True
                 report.tell(
-                    events.started(reader.version, reader.count, reader.nbytes),
-                    f"{address} has version {reader.version}: {words.counted(reader.count, 'tensor')}, "
-                    f"{words.size(reader.nbytes)}",
+                    json_events.started(reader.version, reader.count, reader.nbytes),
+                    f"{address} has version {reader.version}: {console_text.counted(reader.count, 'tensor')}, "
+                    f"{console_text.size(reader.nbytes)}",
                 )
             advance(reader.received, reader.nbytes)
 
@@ -152,7 +162,7 @@ async def _download(addresses: list[str], credentials: Credentials, given: dict[
             failure = failure_of(error)
             unreached = any(f": {reason}" in failure.message for reason in WITHOUT_REMEDY)
             remedy = f"; {CHECK_ADDRESS}" if unreached else ""
-            raise Failure(failure.message + remedy, failure.exit_code) from None
+            raise CommandError(failure.message + remedy, failure.exit_code) from None
         finally:
             await transport.close()
     return state

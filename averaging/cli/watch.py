@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from averaging.cli.failures import CHECK_ADDRESS, WITHOUT_REMEDY, Failure, Stopped, failure_of, starting
-from averaging.cli.options import address_to_dial
-from averaging.cli.outlet import begin
-from averaging.cli.security import credentials_of, security_options
+from averaging.cli.error_reporting import CHECK_ADDRESS, WITHOUT_REMEDY, CommandError, Stopped, failure_of, starting
+from averaging.cli.nonblocking_output import begin
+from averaging.cli.option_types import address_to_dial
+from averaging.cli.security_options import credentials_of, security_options
 
 if TYPE_CHECKING:
     from averaging.cli.signals import Stop
-    from averaging.observe.book import Watched
+    from averaging.observe.receipt_book import Watched
     from averaging.security.credentials import Credentials
 
 MAX_MESSAGE_BYTES = 16 << 20
@@ -87,7 +87,7 @@ async def _watch(address: str, credentials: Credentials, last: int, rounds: int 
     except PeerUnreachableError as error:
         remedy = f"; {CHECK_ADDRESS}" if error.reason in WITHOUT_REMEDY else ""
         failure = failure_of(error)
-        raise Failure(failure.message + remedy, failure.exit_code) from None
+        raise CommandError(failure.message + remedy, failure.exit_code) from None
     except AveragingError as error:
         raise failure_of(error) from None
     finally:
@@ -96,9 +96,9 @@ async def _watch(address: str, credentials: Credentials, last: int, rounds: int 
 
 async def _tell(watched: Watched, as_json: bool) -> str:
     """Tells one receipt; returns why it could not. A reader is waited for: the peer counts what it leaves out then."""
+    from averaging.common.sanitize import counted
     from averaging.observe.explain import Round, describe
-    from averaging.observe.journal import dumps
-    from averaging.observe.plain import counted
+    from averaging.observe.receipt_log import dumps
 
     if watched.skipped:
         click.echo(f"{counted(watched.skipped, 'receipt')} before the next came too fast and are missing", err=True)

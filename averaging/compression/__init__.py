@@ -11,8 +11,8 @@ from averaging.compression.lookup import Quantile8Bit, Uniform8Bit
 from averaging.compression.meanstd import MeanStd16Bit
 from averaging.compression.raw import Raw
 from averaging.errors import ProtocolViolationError
-from averaging.messages import CompressionType, WireTensor
-from averaging.schema import DTYPES, dtype_name
+from averaging.protocol.messages import CompressionType, WireTensor
+from averaging.protocol.schema import DTYPES, dtype_name
 
 __all__ = ["bytes_per_element", "decode", "decode_as", "encode"]
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from averaging.errors import ProtocolViolationError
-from averaging.messages import Buffer
+from averaging.protocol.messages import Buffer
 
 MAX_DIMS = 64
 """As many dimensions as numpy and torch handle."""

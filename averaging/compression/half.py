@@ -13,7 +13,7 @@ from math import prod
 import torch
 
 from averaging.compression.base import Codec, view_bytes, view_memory
-from averaging.messages import Buffer
+from averaging.protocol.messages import Buffer
 
 FLOAT16_MAX = 65504.0
 """The largest finite float16."""

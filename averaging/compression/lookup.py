@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from averaging.compression.base import Codec, view_bytes, view_memory
-from averaging.messages import Buffer
+from averaging.protocol.messages import Buffer
 
 BUCKETS = 256
 """As many as a byte can count."""

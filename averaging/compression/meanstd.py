@@ -15,7 +15,7 @@ import torch
 
 from averaging.compression.base import Codec, view_bytes, view_memory
 from averaging.compression.half import FLOAT16_MAX
-from averaging.messages import Buffer
+from averaging.protocol.messages import Buffer
 
 MIN_STD = 1e-6
 """The least standard deviation of a row, so that equal elements divide by something."""

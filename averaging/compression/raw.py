@@ -7,7 +7,7 @@ from math import prod
 import torch
 
 from averaging.compression.base import Codec, view_bytes, view_memory
-from averaging.messages import Buffer
+from averaging.protocol.messages import Buffer
 
 
 class Raw(Codec):

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from averaging.deadlines.fair_clock import FairClock, interval_of
-from averaging.deadlines.learned import Deadline, Deadlines, Phase
+from averaging.deadlines.learned_deadlines import Deadline, Deadlines, Phase
 
 LEAST = 0.001
 """Seconds between two ticks at least: less may be too little to change the time, which is a floating-point number."""

@@ -10,12 +10,12 @@ from types import TracebackType
 from typing import Self
 
 from averaging.discovery.base import Entry, Outlook
-from averaging.discovery.identity import Author, UnsignedIdentity
-from averaging.discovery.records import Limits, Reason
-from averaging.discovery.table import RecordTable
-from averaging.discovery.watching import Watchers
+from averaging.discovery.gossip.identity import Author, UnsignedIdentity
+from averaging.discovery.gossip.record import Limits, Reason
+from averaging.discovery.gossip.record_table import RecordTable
+from averaging.discovery.watchers import Watchers
 from averaging.errors import ClosedError, DiscoveryError
-from averaging.messages import Record
+from averaging.protocol.messages import Record
 
 
 class MemoryRegistry:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from averaging.group import CLIENT_PREFIX
+from averaging.common.addresses import CLIENT_PREFIX
 from averaging.matchmaking.rules import CLOCK_TOLERANCE
 from averaging.observe.receipts import LateArrival
 

@@ -9,21 +9,20 @@ import random
 from collections.abc import AsyncGenerator, Callable, Container
 
 from averaging.deadlines.fair_timeout import FairTimeout
-from averaging.deadlines.learned import VERDICT_SECONDS, Deadline, Deadlines
+from averaging.deadlines.learned_deadlines import VERDICT_SECONDS, Deadline, Deadlines
 from averaging.discovery.base import Discovery
 from averaging.errors import AveragingError
-from averaging.group import Group, Mode, group_key, next_group_bits, unpack_gather
 from averaging.matchmaking import rules
-from averaging.matchmaking.answers import Answers
 from averaging.matchmaking.arrivals import Arrivals
-from averaging.matchmaking.asking import Asking
-from averaging.matchmaking.conduct import Conduct
-from averaging.matchmaking.differences import Differences, Warned
-from averaging.matchmaking.rules import Declaration, Searching
-from averaging.matchmaking.search import Search
-from averaging.matchmaking.time_left import TimeLeft
-from averaging.messages import JoinRequest, MessageCode, MessageFromLeader
-from averaging.schema import Schema
+from averaging.matchmaking.exclusions import Exclusions
+from averaging.matchmaking.follower_side import FollowerSide
+from averaging.matchmaking.response_history import ResponseHistory
+from averaging.matchmaking.rules import Declaration, LeaderCandidate
+from averaging.matchmaking.schema_differences import SchemaDifferences, Warned
+from averaging.matchmaking.search_state import SearchDeadline, SearchState
+from averaging.protocol.group import Group, Mode, group_key, next_group_bits, unpack_gather
+from averaging.protocol.messages import JoinRequest, MessageCode, MessageFromLeader
+from averaging.protocol.schema import Schema
 from averaging.transport.base import Transport
 
 logger = logging.getLogger(__name__)
@@ -73,8 +72,8 @@ class Matchmaking:
         over_lifetime: float | None = None,
         clock: Callable[[], float],
         rng: random.Random,
-        conduct: Conduct | None = None,
-        answers: Answers | None = None,
+        conduct: Exclusions | None = None,
+        answers: ResponseHistory | None = None,
         deadlines: Deadlines | None = None,
         warned: Warned | None = None,
     ) -> None:
@@ -84,9 +83,9 @@ class Matchmaking:
         self._group_size, self._min_group_size = group_size, min_group_size
         self._matchmaking_time, self._over_lifetime = matchmaking_time, over_lifetime
         self._clock, self._rng = clock, rng
-        self._conduct = conduct or Conduct()
-        self._differences = Differences(schema, transport, discovery, warned or Warned())
-        self._asking = Asking(
+        self._conduct = conduct or Exclusions()
+        self._differences = SchemaDifferences(schema, transport, discovery, warned or Warned())
+        self._asking = FollowerSide(
             endpoint,
             schema,
             transport,
@@ -96,14 +95,14 @@ class Matchmaking:
             matchmaking_time=matchmaking_time,
             only_named=only_named,
             conduct=self._conduct,
-            answers=answers or Answers(),
+            answers=answers or ResponseHistory(),
             deadlines=Deadlines(VERDICT_SECONDS, VERDICT_SECONDS) if deadlines is None else deadlines,
             clock=clock,
             rng=rng,
         )
         self.group_bits = group_bits
         self._dropped = 0  # leading bits that the present search leaves out
-        self._search: Search | None = None
+        self._search: SearchState | None = None
         self._over = asyncio.Event()  # no search, or it has ended
         self._over.set()
 
@@ -153,8 +152,8 @@ class Matchmaking:
             SchemaMismatchError: everybody else there averages other tensors.
         """
         member = unpack_gather(self._endpoint, gather)
-        state = Searching(member, self.schema.hash, self._group_size, enough, self._min_group_size)
-        search = Search(
+        state = LeaderCandidate(member, self.schema.hash, self._group_size, enough, self._min_group_size)
+        search = SearchState(
             state, gather, arrivals or Arrivals(self._endpoint, asyncio.get_running_loop().time()), self._rng
         )
         self._search = search
@@ -162,7 +161,7 @@ class Matchmaking:
         self._over.clear()
         try:
             async with FairTimeout(WITHOUT_END, math.inf) as watch:
-                left = TimeLeft(deadline, self._clock, lambda: watch.waited)
+                left = SearchDeadline(deadline, self._clock, lambda: watch.waited)
                 while (group := await self._search_once(search, left)) is None:
                     search.disband("")
                     if search.seen and search.seen <= search.differing.keys():
@@ -235,7 +234,7 @@ class Matchmaking:
         finally:
             search.release(request.endpoint, fate)
 
-    async def _search_once(self, search: Search, left: TimeLeft) -> Group | None:
+    async def _search_once(self, search: SearchState, left: SearchDeadline) -> Group | None:
         """One declaration: until a group is there, or the declared time is over and too few are there."""
         loop = asyncio.get_running_loop()
         deadline = self._clock() + left.seconds
@@ -275,7 +274,7 @@ class Matchmaking:
         """The loop's time at which `moment` must have come; a clock that is set back would put it off."""
         return asyncio.get_running_loop().time() + moment - self._clock() + rules.CLOCK_TOLERANCE
 
-    async def _declare_looking(self, search: Search, looking: bool) -> None:
+    async def _declare_looking(self, search: SearchState, looking: bool) -> None:
         if search.state.declared is None or search.state.declared <= self._clock():
             return
         until = search.state.declared
@@ -288,7 +287,7 @@ class Matchmaking:
             if until > self._clock():  # else it has just run out, and so has what it would replace
                 logger.warning("could not declare %s: %s", self._endpoint, error)
 
-    def _left_out(self, search: Search) -> str:
+    def _left_out(self, search: SearchState) -> str:
         """Who was there and is excluded, for people; empty if nobody."""
         now = self._clock()
         excluded = self._conduct.excluded(now)

@@ -1,4 +1,4 @@
-"""Who leads whom: the decisions of matchmaking, as pure functions of what a peer knows and of `now`."""
+"""Who leads whom: the decisions of matchmaking, as pure functions of what a peer knows and of `now`. Pure."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 import msgpack
 
-from averaging.addresses import is_endpoint
-from averaging.deadlines.learned import VERDICT_SECONDS
+from averaging.common.addresses import CLIENT_PREFIX, is_endpoint
+from averaging.deadlines.learned_deadlines import VERDICT_SECONDS
 from averaging.discovery.base import Entry
 from averaging.errors import ProtocolViolationError
-from averaging.group import (
-    CLIENT_PREFIX,
+from averaging.matchmaking.response_history import Standing
+from averaging.protocol.group import (
     MAX_GROUP_SIZE,
     NONCE_BYTES,
     Group,
@@ -25,8 +25,7 @@ from averaging.group import (
     make_group_id,
     unpack_gather,
 )
-from averaging.matchmaking.answers import Standing
-from averaging.messages import JoinRequest, MessageCode, MessageFromLeader
+from averaging.protocol.messages import JoinRequest, MessageCode, MessageFromLeader
 
 CLOCK_TOLERANCE = 3.0
 """Seconds by which the clocks of two peers may differ."""
@@ -61,7 +60,7 @@ class Declaration:
 
 
 @dataclass(slots=True)
-class Searching:
+class LeaderCandidate:
     """What a peer that looks for a group knows about itself.
 
     Attributes:
@@ -97,7 +96,7 @@ def declared_seconds(matchmaking_time: float, sent_away: bool) -> float:
 
 
 def verdict(
-    request: JoinRequest, searching: Searching | None, excluded: Container[str] = frozenset()
+    request: JoinRequest, searching: LeaderCandidate | None, excluded: Container[str] = frozenset()
 ) -> tuple[MessageCode, str]:
     """The answer to a request to join, and the suggested leader if there is one. The order of checks is the wire's.
 
@@ -138,7 +137,7 @@ def _gather_is_sound(request: JoinRequest) -> bool:
     return (member.mode is Mode.CLIENT) == request.client_mode
 
 
-def who_begins(searching: Searching, min_group_size: int) -> dict[str, Member] | None:
+def who_begins(searching: LeaderCandidate, min_group_size: int) -> dict[str, Member] | None:
     """The followers with which a leader begins now; None if they are too few, or nobody has tensors or can reduce.
 
     Followers whose own `min_group_size` is above the members that would be left are left out. Otherwise one that
@@ -156,7 +155,7 @@ def who_begins(searching: Searching, min_group_size: int) -> dict[str, Member] |
     return followers if enough else None
 
 
-def is_complete(searching: Searching) -> bool:
+def is_complete(searching: LeaderCandidate) -> bool:
     """Whether nobody more is waited for. An auxiliary among the members stands for none of those who train."""
     if len(searching.followers) + 1 >= searching.target_group_size:
         return True
@@ -165,7 +164,7 @@ def is_complete(searching: Searching) -> bool:
     return sum(member.sends for member in (searching.member, *followers.values())) >= searching.enough
 
 
-def assemble(searching: Searching, gathered: Mapping[str, bytes], rng: random.Random) -> MessageFromLeader:
+def assemble(searching: LeaderCandidate, gathered: Mapping[str, bytes], rng: random.Random) -> MessageFromLeader:
     """The message with which a leader begins: a random id, all members in random order, and what they gathered."""
     endpoints = [searching.member.endpoint, *searching.followers]
     rng.shuffle(endpoints)

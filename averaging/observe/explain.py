@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from averaging.observe.lateness import describe_late, last_to_arrive
-from averaging.observe.plain import MAX_NAMES, counted, duration, listed, printable, size
+from averaging.common.sanitize import MAX_NAMES, counted, duration, listed, size
+from averaging.errors import printable
+from averaging.observe.late_arrivals import describe_late, last_to_arrive
 from averaging.observe.receipts import Dropped, Outcome, Receipt, Straggler
 
 

@@ -1,4 +1,4 @@
-"""The receipt of an attempt to average: what happened, with whom, how long it took, and why if it failed."""
+"""The receipt of an attempt to average: what happened, with whom, how long it took, and why if it failed. Pure."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from averaging.observe.html import html_table
-from averaging.observe.plain import counted, duration, printable, size
+from averaging.common.sanitize import counted, duration, html_table, size
+from averaging.errors import printable
 
 
 class Outcome(StrEnum):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from averaging.deadlines.learned import Learned
-from averaging.observe.html import html_table
-from averaging.observe.plain import counted, printable
+from averaging.common.sanitize import counted, html_table
+from averaging.deadlines.learned_deadlines import Learned
+from averaging.errors import printable
 from averaging.observe.receipts import Receipt
 
 

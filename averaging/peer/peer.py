@@ -12,26 +12,26 @@ from typing import Any, Self, Unpack
 
 import torch
 
+from averaging.common.shared_tensors import SharedTensors
+from averaging.common.validation import check_weight
 from averaging.config import PeerConfig, PeerOptions
 from averaging.discovery.base import Discovery
-from averaging.discovery.joining import Waiting
+from averaging.discovery.gossip.bootstrap import Waiting
 from averaging.errors import ClosedError, ConfigError
-from averaging.group import Mode, pack_gather
 from averaging.observe.receipts import DropCode, Receipt
 from averaging.observe.status import PeerStatus
-from averaging.peer.one_average import OneAverage
-from averaging.peer.progress import RunProgress
+from averaging.peer.lifecycle import DiscoveryFactory, Running, start
 from averaging.peer.round_options import Awaited, Enough, Overtaken
-from averaging.peer.running import DiscoveryFactory, Running, start
+from averaging.peer.run_progress import RunProgress
+from averaging.peer.single_average import SingleAverage
 from averaging.peer.topics import Topic, TopicOptions, make_topic
+from averaging.protocol.group import Mode, pack_gather
 from averaging.security.credentials import read_credentials
 from averaging.state.download import download
 from averaging.state.packing import State
 from averaging.state.snapshots import Extras, Snapshots
-from averaging.tensors import SharedTensors
 from averaging.transport.base import Transport
 from averaging.transport.grpc import GrpcTransport
-from averaging.values import check_weight
 
 logger = logging.getLogger("averaging.peer")
 
@@ -40,7 +40,7 @@ MAX_TOPIC = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
+class FetchedState:
     """A state that was downloaded and verified.
 
     Attributes:
@@ -117,7 +117,7 @@ class Peer:
         self._discovery = discovery
         self._on_joining = on_joining
         self._running: Running | None = None
-        self._one_average = OneAverage()
+        self._one_average = SingleAverage()
 
     def __repr__(self) -> str:
         running = self._running
@@ -384,7 +384,7 @@ class Peer:
 
     async def fetch_state(
         self, donors: Sequence[str] | None = None, check: Callable[[Mapping[str, Any]], None] = lambda _: None
-    ) -> Fetched:
+    ) -> FetchedState:
         """Downloads and verifies a state as `download_state` does, and changes nothing.
 
         Args:
@@ -407,9 +407,9 @@ class Peer:
             verify_donors=self.config.verify_donors,
             check=check,
         )
-        return Fetched(state, donor)
+        return FetchedState(state, donor)
 
-    async def take_over(self, fetched: Fetched, apply: Callable[[State], None] | None = None) -> None:
+    async def take_over(self, fetched: FetchedState, apply: Callable[[State], None] | None = None) -> None:
         """Takes over a state of `fetch_state`; see `download_state` for `apply` and for the errors."""
         state = fetched.state
 

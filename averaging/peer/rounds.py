@@ -15,24 +15,25 @@ from typing import Any
 import torch
 
 from averaging.allreduce import AllReduce, RoundResult
+from averaging.common.addresses import CLIENT_PREFIX
+from averaging.common.sanitize import counted
+from averaging.common.threads import offload
 from averaging.config import NonFinite, PeerConfig
 from averaging.discovery.base import Discovery
 from averaging.errors import AveragingError, LyingLeaderError, RoundError, SchemaMismatchError
-from averaging.group import CLIENT_PREFIX, Group, Mode
 from averaging.matchmaking import Matchmaking, NoGroupError
-from averaging.matchmaking.answers import Answers
 from averaging.matchmaking.arrivals import Arrivals
-from averaging.matchmaking.conduct import Conduct
-from averaging.matchmaking.differences import Warned
-from averaging.observe.plain import counted
+from averaging.matchmaking.exclusions import Exclusions
+from averaging.matchmaking.response_history import ResponseHistory
+from averaging.matchmaking.schema_differences import Warned
 from averaging.observe.receipts import Account, DropCode, LateArrival, Outcome, Receipt, Role
-from averaging.offload import offload
-from averaging.peer.probing import find_gone
-from averaging.peer.progress import RunProgress
+from averaging.peer.liveness import find_gone
 from averaging.peer.round_options import Awaited, Enough, Overtaken
+from averaging.peer.run_progress import RunProgress
 from averaging.peer.service import PeerService
 from averaging.peer.topics import Adopt, Topic
-from averaging.schema import Schema
+from averaging.protocol.group import Group, Mode
+from averaging.protocol.schema import Schema
 from averaging.security.client_names import is_bound
 from averaging.state.snapshots import Snapshots
 from averaging.transport.base import Transport
@@ -114,8 +115,8 @@ class Rounds:
         self._last_ended = asyncio.get_running_loop().time()  # when the last attempt ended, or this peer was entered
         self._phase_searches: deque[float] = deque(maxlen=MAX_OVER_RECORDS)  # when the latest, each for a phase, began
         self._warned = Warned()
-        self._answers = Answers()
-        self.conduct = Conduct()
+        self._answers = ResponseHistory()
+        self.conduct = Exclusions()
 
     def matchmaking(self, schema: Schema, *, lasting: bool = True) -> Matchmaking:
         """The matchmaking for peers with this schema; one that is not `lasting` is made for a single attempt."""

@@ -10,19 +10,19 @@ from importlib import metadata
 from averaging.allreduce import AllReduce
 from averaging.config import PeerConfig
 from averaging.deadlines.fair_timeout import FairTimeout
-from averaging.deadlines.learned import Deadline, Deadlines
+from averaging.deadlines.learned_deadlines import Deadline, Deadlines
 from averaging.discovery.base import Discovery
 from averaging.errors import BusyError, ProtocolViolationError
 from averaging.matchmaking import Matchmaking
-from averaging.messages import AveragingData, DownloadData, JoinRequest, MessageCode, MessageFromLeader, Resume
-from averaging.observe.book import ReceiptBook, Watched
+from averaging.observe.receipt_book import ReceiptBook, Watched
 from averaging.observe.status import PeerStatus
-from averaging.peer.places import Places
-from averaging.schema import Schema
-from averaging.state.flow import LEAST_RATE, Flow
+from averaging.peer.host_quota import HostQuota
+from averaging.protocol.messages import AveragingData, DownloadData, JoinRequest, MessageCode, MessageFromLeader, Resume
+from averaging.protocol.schema import Schema
 from averaging.state.manifest import nbytes_of
 from averaging.state.packing import pack
 from averaging.state.snapshots import Snapshots
+from averaging.state.throughput import LEAST_RATE, Throughput
 
 SOFTWARE = f"averaging {metadata.version('averaging')}"
 
@@ -54,7 +54,7 @@ class PeerService:
         self._config, self._endpoint, self._schema = config, endpoint, schema
         self._snapshots = snapshots
         self._started = started
-        self._downloads = Places(MAX_DOWNLOADS, DOWNLOADS_PER_HOST)
+        self._downloads = HostQuota(MAX_DOWNLOADS, DOWNLOADS_PER_HOST)
         self._preparing = asyncio.Lock()
         self.matchmaking: Matchmaking | None = None
         self.discovery: Discovery | None = None
@@ -113,7 +113,7 @@ class PeerService:
             async with self._preparing:
                 snapshot = await self._snapshots.latest(self._config.part_timeout)
             clock, left = asyncio.get_running_loop().time, nbytes_of(snapshot.tensors)
-            taken = Flow(LEAST_RATE, self._config.part_timeout, left, clock())
+            taken = Throughput(LEAST_RATE, self._config.part_timeout, left, clock())
             for message in pack(snapshot, resume):
                 if self._downloads.wanted and not taken.time_left(clock()):
                     raise BusyError(f"others wait for the state of {self._endpoint}, and you take it slowly: {taken}")

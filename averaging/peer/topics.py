@@ -9,15 +9,15 @@ from typing import TypedDict
 
 import torch
 
-from averaging.aggregation import parse_aggregation
 from averaging.allreduce import RoundResult, changes
 from averaging.allreduce.partition import Part
+from averaging.common.shared_tensors import SharedTensors, Write
+from averaging.common.validation import one_of
 from averaging.config import PeerConfig
-from averaging.messages import CompressionType
-from averaging.peer.feedback import Feedback
-from averaging.schema import ReplyForm, Schema, describe
-from averaging.tensors import SharedTensors, Write
-from averaging.values import one_of, parse_compression
+from averaging.peer.error_feedback import ErrorFeedback
+from averaging.protocol.aggregation import parse_aggregation
+from averaging.protocol.messages import CompressionType, parse_compression
+from averaging.protocol.schema import ReplyForm, Schema, describe
 
 
 class Adopt(Enum):
@@ -67,7 +67,7 @@ class Topic:
     schema: Schema
     adopt: Adopt
     commits: bool
-    feedback: Feedback | None
+    feedback: ErrorFeedback | None
     in_place: bool
 
     def sending_exactly(self, names: Collection[str]) -> Topic:
@@ -77,7 +77,7 @@ class Topic:
             for spec in self.schema.tensors
         )
         schema = replace(self.schema, tensors=tuple(specs))
-        return replace(self, schema=schema, feedback=None if self.feedback is None else Feedback(schema))
+        return replace(self, schema=schema, feedback=None if self.feedback is None else ErrorFeedback(schema))
 
     def at(self, phase: str) -> Schema:
         """The schema of one phase: peers in different phases do not meet."""
@@ -144,6 +144,6 @@ def make_topic(
         how,
         commits,
         # A delta is relative to what was sent, so what a code has lost stays in the tensors themselves.
-        Feedback(schema) if error_feedback and reply is ReplyForm.AVERAGE else None,
+        ErrorFeedback(schema) if error_feedback and reply is ReplyForm.AVERAGE else None,
         config.in_place if in_place is None else in_place,
     )

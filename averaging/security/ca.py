@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from averaging.addresses import parse_ip
+from averaging.common.addresses import parse_ip
 from averaging.errors import ConfigError
 
 BACKDATED = datetime.timedelta(hours=1)

@@ -1,4 +1,7 @@
-"""How a peer shows who it is and whom it believes: certificates and tokens, read from files and checked before use."""
+"""How a peer shows who it is and whom it believes: certificates and tokens, read from files and checked before use.
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from averaging.addresses import covers
+from averaging.common.addresses import covers
 from averaging.config import FilePath, Inspection, PeerConfig, check_tls_files
 from averaging.errors import ConfigError
 

@@ -8,10 +8,10 @@ from contextlib import aclosing
 
 import msgpack
 
+from averaging.common.safe_msgpack import is_number, unpack
 from averaging.discovery.base import Discovery
-from averaging.discovery.notices import Notice
-from averaging.group import donors_key
-from averaging.unpacking import is_number, unpack
+from averaging.discovery.published_record import PublishedRecord
+from averaging.protocol.group import donors_key
 
 LIFETIME, REFRESH = 60.0, 20.0
 """Seconds for which a declaration holds, and after which it is made again."""
@@ -31,7 +31,7 @@ class Donors:
     ) -> None:
         self._key = donors_key(run_id)
         self._endpoint, self._discovery = endpoint, discovery
-        self.notice = Notice(
+        self.notice = PublishedRecord(
             discovery,
             self._key,
             endpoint,

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
-from averaging.deadlines.learned import Deadlines
+from averaging.deadlines.learned_deadlines import Deadlines
 from averaging.errors import AveragingError, PeerUnreachableError, StateError, TransportError
-from averaging.messages import DownloadData, Resume
-from averaging.schema import Schema
+from averaging.protocol.messages import DownloadData, Resume
+from averaging.protocol.schema import Schema
+from averaging.state.assembler import Check, Fingerprint, Held, StateAssembler, accept_all
+from averaging.state.donor_deadlines import DonorDeadlines
 from averaging.state.packing import State
-from averaging.state.patience import Patience
-from averaging.state.reader import Check, Fingerprint, Held, StateReader, accept_all
 from averaging.transport.base import Transport, is_alive
 
 logger = logging.getLogger("averaging.state")
@@ -47,7 +47,7 @@ async def download(
     max_bytes: int | None = None,
     verify_donors: int = 1,
     check: Check = accept_all,
-    on_progress: Callable[[StateReader], object] = lambda _: None,
+    on_progress: Callable[[StateAssembler], object] = lambda _: None,
 ) -> tuple[State, str]:
     """Downloads the state from the first of `donors` that delivers it whole.
 
@@ -68,10 +68,10 @@ async def download(
         deadlines: the learned ones that take its place, and the rates, kept from one download to the next.
         declared: versions of the donors' states, as discovery tells them. Who turns out to have an earlier one was
             started anew since, and is asked again only after all others.
-        max_bytes: see `StateReader`.
+        max_bytes: see `StateAssembler`.
         verify_donors: so many donors must announce the same version and digests of the averaged tensors (of all, if
             there is no schema) before one of them is believed.
-        check: see `StateReader`.
+        check: see `StateAssembler`.
         on_progress: called after each message.
 
     Returns:
@@ -116,11 +116,11 @@ class _Download:
         declared: Mapping[str, float],
         max_bytes: int | None,
         check: Check,
-        on_progress: Callable[[StateReader], object],
+        on_progress: Callable[[StateAssembler], object],
     ) -> None:
         self._transport, self._schema, self._max_bytes, self._check = transport, schema, max_bytes, check
         self._declared = declared
-        self._patience = Patience(deadlines)
+        self._patience = DonorDeadlines(deadlines)
         self._on_progress = on_progress
         self._held = Held()
         self._unbegun: dict[str, None] = {}  # donors that were given up before their first message
@@ -134,7 +134,7 @@ class _Download:
         while waiting or (waiting := await self._preparing()):
             donor = waiting.pop(0)
             at_least = declared.pop(donor, 0.0)
-            reader = StateReader(self._schema, self._max_bytes, self._held, expected, at_least, self._check)
+            reader = StateAssembler(self._schema, self._max_bytes, self._held, expected, at_least, self._check)
             before = self._held.nbytes
             tries[donor] += 1
             cut = False
@@ -216,7 +216,7 @@ class _Download:
 
     async def _announced(self, donor: str) -> Fingerprint | str:
         """What a donor has, or why that is not known."""
-        reader = StateReader(self._schema, self._max_bytes)
+        reader = StateAssembler(self._schema, self._max_bytes)
         try:
             await self._read(donor, reader, lambda _: None, at_most=1)
             if not reader.started:
@@ -228,8 +228,8 @@ class _Download:
     async def _read(
         self,
         donor: str,
-        reader: StateReader,
-        on_progress: Callable[[StateReader], object],
+        reader: StateAssembler,
+        on_progress: Callable[[StateAssembler], object],
         resume: Resume | None = None,
         at_most: int | None = None,
         *,

@@ -2,6 +2,8 @@
 
 A reader that has the first bytes of a state from an attempt that was cut names their number and a fingerprint of the
 tensors they belong to. A donor that has the very same there leaves them out, whatever its version is.
+
+Pure.
 """
 
 from __future__ import annotations
@@ -15,11 +17,11 @@ from typing import Any, NamedTuple
 import msgpack
 import torch
 
+from averaging.common.safe_msgpack import unpack
 from averaging.compression.base import check_size
 from averaging.errors import ProtocolViolationError, StateError
-from averaging.messages import Resume
-from averaging.schema import DTYPES, Schema
-from averaging.unpacking import unpack
+from averaging.protocol.messages import Resume
+from averaging.protocol.schema import DTYPES, Schema
 
 MAX_METADATA_BYTES = 16 << 20
 MAX_TENSORS = 100_000

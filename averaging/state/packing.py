@@ -2,6 +2,8 @@
 
 The state is what was committed last, under a version that never goes back. The averaged tensors come first, in the
 schema's order; whatever the application adds (optimizer statistics, say) follows, with a small dict of its own.
+
+Pure.
 """
 
 from __future__ import annotations
@@ -14,10 +16,10 @@ from typing import Any
 import msgpack
 import torch
 
+from averaging.common.safe_msgpack import check_keys
 from averaging.errors import StateError
-from averaging.messages import DownloadData, Resume, WireTensor
+from averaging.protocol.messages import DownloadData, Resume, WireTensor
 from averaging.state.manifest import DTYPE_NAMES, STATE_DTYPES, Described, Manifest, can_skip, covered
-from averaging.unpacking import check_keys
 
 CHUNK_BYTES = 1 << 18
 """Size of one message of a download: over a link of 256 kbit/s it takes 8 s. Larger ones would save 15 % of the

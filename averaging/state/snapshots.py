@@ -10,12 +10,12 @@ from typing import Any
 import msgpack
 import torch
 
-from averaging.offload import in_thread
-from averaging.schema import Schema
-from averaging.state.acceptance import Acceptance
+from averaging.common.shared_tensors import SharedTensors
+from averaging.common.threads import in_thread
+from averaging.protocol.schema import Schema
 from averaging.state.manifest import Described, Manifest
 from averaging.state.packing import Snapshot, State, check_state, seal
-from averaging.tensors import SharedTensors
+from averaging.state.self_check import SelfCheck
 
 NO_DIGEST = bytes(32)
 """In the place of a digest that was not computed yet."""
@@ -63,7 +63,7 @@ class Snapshots:
         self._committed_user = b""  # packed, since the application may go on writing to what is in its dict
         self._copy: State | None = None
         self._sealed: Snapshot | None = None  # the last one, perhaps of an earlier copy
-        self._acceptance = Acceptance(schema)
+        self._acceptance = SelfCheck(schema)
         if shared:
             tensors.before_application_writes = self._copy_once
 

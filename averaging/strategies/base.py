@@ -11,15 +11,15 @@ from typing import Any, SupportsIndex
 
 import torch
 
+from averaging.common.validation import is_finite
 from averaging.errors import ConfigError, RoundError, StateError
-from averaging.messages import CompressionType
 from averaging.observe.receipts import Receipt
 from averaging.peer.topics import Topic
+from averaging.protocol.messages import CompressionType, parse_compression
 from averaging.state.snapshots import NO_EXTRAS, Extras
-from averaging.strategies.catching_up import CatchingUp
-from averaging.strategies.history import History, Others, Progress, Stage, ending, look_for_greater_origin
+from averaging.strategies.catch_up import CatchUp
+from averaging.training.history import History, Others, Progress, Stage, ending, look_for_greater_origin
 from averaging.training.training import Fetch, Training
-from averaging.values import is_count, is_finite, parse_compression
 
 
 class Strategy(ABC):
@@ -115,8 +115,8 @@ class Strategy(ABC):
         training.tell(self.progress(training, coming).pack())
 
     @cached_property
-    def _catching_up(self) -> CatchingUp:
-        return CatchingUp()
+    def _catching_up(self) -> CatchUp:
+        return CatchUp()
 
     def others(self, training: Training, told: Mapping[str, bytes]) -> Others:
         """Reads the progress of the other peers, by endpoint: who counts as ahead of this one."""
@@ -230,30 +230,3 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it evaluates the model during its step, as LBFGS does, and so makes none without a closure."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is closure.empty
-
-
-def take_tensor(tensors: Mapping[str, torch.Tensor], name: str, like: torch.Tensor) -> torch.Tensor:
-    """The tensor of that name, if it is of the same shape and dtype as `like`.
-
-    Raises:
-        StateError: it is missing, or another.
-    """
-    found = tensors.get(name)
-    if found is None:
-        raise StateError(f"the state lacks {name!r}")
-    if found.shape != like.shape or found.dtype != like.dtype:
-        there, here = (f"{t.dtype} {list(t.shape)}" for t in (found, like))
-        raise StateError(f"{name!r} is {there} in the state, here {here}")
-    return found
-
-
-def count_in(user: Mapping[str, Any], name: str) -> int:
-    """The whole number of that name, 0 if there is none.
-
-    Raises:
-        StateError: it is something else.
-    """
-    count = user.get(name, 0)
-    if not is_count(count):
-        raise StateError(f"the state has {count!r:.100} under {name!r}, not a number of steps")
-    return count

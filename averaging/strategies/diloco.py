@@ -9,23 +9,24 @@ from typing import Any
 
 import torch
 
+from averaging.common.shared_tensors import digest_of_piece
+from averaging.common.validation import is_finite
 from averaging.errors import AveragingError, ConfigError, StateError
-from averaging.messages import CompressionType
 from averaging.observe.receipts import Receipt
 from averaging.peer.round_options import RoundOptions
 from averaging.peer.topics import Adopt
+from averaging.protocol.messages import CompressionType
 from averaging.state.snapshots import Extras
-from averaging.strategies.base import count_in, needs_closure, take_tensor
-from averaging.strategies.fragment import Fragment, cut
-from averaging.strategies.history import History
-from averaging.strategies.together import Together
-from averaging.strategies.turns import Turns, whole
-from averaging.tensors import digest_of_piece
-from averaging.training.arithmetic import clip, full_precision
-from averaging.training.future import SignalSafeFuture
+from averaging.strategies.averaging_schedule import AveragingSchedule, whole
+from averaging.strategies.base import needs_closure
+from averaging.strategies.lockstep import LockstepStrategy
+from averaging.strategies.model_fragment import Fragment, cut
+from averaging.training.history import History
 from averaging.training.optimizer_state import load_optimizer, pack_optimizer, restored_on_error
+from averaging.training.signal_safe_future import SignalSafeFuture
+from averaging.training.tensor_math import clip, full_precision
 from averaging.training.training import Fetch, Training
-from averaging.values import is_finite
+from averaging.training.training_state import count_in, take_tensor
 
 OuterFactory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -33,7 +34,7 @@ NESTEROV: OuterFactory = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov
 """The outer optimizer of the paper."""
 
 
-class DiLoCo(Together):
+class DiLoCo(LockstepStrategy):
     """Averages what many local steps have changed, and hands that to an outer optimizer (Douillard et al., 2023).
 
     Every `every` local steps the pseudo-gradient, where the model was after the last global step minus where it is, is
@@ -80,7 +81,7 @@ class DiLoCo(Together):
             raise ConfigError(
                 f"every must be a multiple of fragments: {every} steps are not of {fragments!r} fragments"
             )
-        self._turns = Turns(every // fragments)
+        self._turns = AveragingSchedule(every // fragments)
         if whole("delay", delay, 0) >= self._turns.every:
             raise ConfigError(
                 f"a fragment's round begins every {self._turns.every} steps, so delay must be less, not {delay}"

@@ -8,22 +8,22 @@ from typing import Any
 
 import torch
 
+from averaging.common.shared_tensors import all_finite, digest_of_piece
 from averaging.errors import ConfigError, TensorError
-from averaging.messages import CompressionType
 from averaging.observe.receipts import Receipt
 from averaging.peer.topics import Adopt
+from averaging.protocol.messages import CompressionType
 from averaging.strategies.base import needs_closure
-from averaging.strategies.history import Others
-from averaging.strategies.together import Together
-from averaging.tensors import all_finite, digest_of_piece
-from averaging.training.arithmetic import clip, full_precision
+from averaging.strategies.lockstep import LockstepStrategy
+from averaging.training.history import Others
+from averaging.training.tensor_math import clip, full_precision
 from averaging.training.training import Training
 
 WAITED_BATCHES = 2.0
 """How long a peer waits for the batches of others that complete the joined one, in times of its own last batch."""
 
 
-class GradientAveraging(Together):
+class GradientAveraging(LockstepStrategy):
     """Peers of different speeds gather gradients until they have a batch together, average them, and step.
 
     Each `opt.step(batch_size=n)` adds the gradients of n samples (the loss is their mean) to this peer's. As soon as
@@ -103,7 +103,10 @@ class GradientAveraging(Together):
     ) -> float | None:
         """Adds the gradients, and makes a global step if there are samples enough."""
         if type(batch_size) is not int or batch_size < 1:
-            raise ConfigError(f"GradientAveraging counts samples: call opt.step(batch_size=n), not {batch_size!r}")
+            raise ConfigError(
+                f"GradientAveraging counts samples: call opt.step(batch_size=n), not {batch_size!r}; in a trainer that "
+                "calls it, use the class of averaging.integrations for it"
+            )
         loss = training.evaluate(closure)
         self._gather(training, batch_size)
         training.count_local_step(batch_size)

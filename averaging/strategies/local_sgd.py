@@ -7,16 +7,17 @@ from typing import Any
 
 import torch
 
-from averaging.messages import CompressionType
 from averaging.observe.receipts import Receipt
 from averaging.peer.topics import Adopt, Topic, TopicOptions
+from averaging.protocol.messages import CompressionType
 from averaging.state.snapshots import Extras
-from averaging.strategies.base import Strategy, count_in
-from averaging.strategies.history import training_on
-from averaging.strategies.late_change import LateChange
-from averaging.strategies.turns import Turns
-from averaging.training.future import SignalSafeFuture
+from averaging.strategies.averaging_schedule import AveragingSchedule
+from averaging.strategies.base import Strategy
+from averaging.strategies.delayed_update import DelayedUpdate
+from averaging.training.history import training_on
+from averaging.training.signal_safe_future import SignalSafeFuture
 from averaging.training.training import Training
+from averaging.training.training_state import count_in
 
 
 class LocalSGD(Strategy):
@@ -52,12 +53,12 @@ class LocalSGD(Strategy):
         max_norm: float | None = None,
     ) -> None:
         super().__init__(compression=compression, error_feedback=error_feedback, max_norm=max_norm)
-        self._turns = Turns(every)
+        self._turns = AveragingSchedule(every)
         self.statistics = statistics
         self.overlap = overlap
         self._topic: Topic | None = None
         self._averaged: list[torch.Tensor] = []
-        self._late: LateChange | None = None  # with `overlap`: what is averaged instead, and added
+        self._late: DelayedUpdate | None = None  # with `overlap`: what is averaged instead, and added
         self._pending: SignalSafeFuture[Receipt] | None = None
         self._replaced = False  # the parameters have been loaded since the pending round began
         self._told: Mapping[str, bytes] = {}  # what the others have announced, when it was last looked at
@@ -137,7 +138,7 @@ class LocalSGD(Strategy):
         options: TopicOptions = {"compression": self.compression, "error_feedback": self.error_feedback}
         if self.overlap:
             # Under the run's own key: those who do not overlap, and auxiliaries, average with those who do.
-            self._late = LateChange(tensors, _kinds(training, tensors))
+            self._late = DelayedUpdate(tensors, _kinds(training, tensors))
             options["adopt"] = Adopt.CHANGE
             self._topic = training.topic("", self._late.copies, **options)
         else:

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from averaging.common.safe_msgpack import MAX_INTEGER_KEYS
 from averaging.errors import StateError
-from averaging.unpacking import MAX_INTEGER_KEYS
 
 OPTIONAL: Mapping[type[torch.optim.Optimizer], Mapping[str, str]] = {
     torch.optim.Adam: {"amsgrad": "max_exp_avg_sq"},

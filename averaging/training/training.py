@@ -11,21 +11,21 @@ from typing import Any, Unpack
 
 import torch
 
+from averaging.common.shared_tensors import digest_of_tensors
+from averaging.common.validation import check_weight
 from averaging.config import NonFinite
 from averaging.errors import TensorError
-from averaging.group import Mode
 from averaging.observe.receipts import Receipt
-from averaging.peer.peer import Fetched, Peer
+from averaging.observe.step_rate import StepRate
+from averaging.peer.peer import FetchedState, Peer
 from averaging.peer.round_options import RoundOptions, all_of
 from averaging.peer.topics import Topic, TopicOptions
+from averaging.protocol.group import Mode
 from averaging.state.packing import State
-from averaging.step_rate import StepRate
-from averaging.tensors import digest_of_tensors
-from averaging.training.answers import Answers
-from averaging.training.arithmetic import clip
-from averaging.training.background import EventLoopThread, on_loop
-from averaging.training.future import SignalSafeFuture
-from averaging.values import check_weight
+from averaging.training.cached_queries import CachedQueries
+from averaging.training.event_loop_thread import EventLoopThread, on_loop
+from averaging.training.signal_safe_future import SignalSafeFuture
+from averaging.training.tensor_math import clip
 
 logger = logging.getLogger("averaging.training")
 
@@ -44,7 +44,7 @@ class Fetch:
     def __init__(self, donors: Sequence[str], began: float) -> None:
         self.donors, self.began = tuple(donors), began
         self.delivering = False
-        self.coming: SignalSafeFuture[Fetched] = SignalSafeFuture()
+        self.coming: SignalSafeFuture[FetchedState] = SignalSafeFuture()
         self.task: asyncio.Task[Any] | None = None  # in the peer's thread
         self.begun = asyncio.Event()  # likewise: it delivers
 
@@ -91,7 +91,7 @@ class Training:
         self._alone = False
         self._averaged = {name: tensor.detach() for name, tensor in self.tensors.items()}  # in the same memory
         self._groups = self._trained()
-        self._answers = Answers()
+        self._answers = CachedQueries()
         self._rate = StepRate()
         self._running: EventLoopThread | None = None
         self._whole = self.topic("", self.tensors, commits=True)
@@ -437,7 +437,7 @@ class Training:
             fetch.delivering = True
             fetch.begun.set()
 
-        async def download() -> Fetched:
+        async def download() -> FetchedState:
             fetch.task = asyncio.current_task()
             offering = {name for _, name in self._peer.donors}
             return await self._peer.fetch_state([name for name in fetch.donors if name in offering], begun)

@@ -14,7 +14,9 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Protocol
 
 from averaging.errors import CallRefusedError, PeerUnreachableError, ProtocolViolationError
-from averaging.messages import (
+from averaging.observe.receipt_book import Watched
+from averaging.observe.status import PeerStatus
+from averaging.protocol.messages import (
     AveragingData,
     Digest,
     DownloadData,
@@ -26,9 +28,7 @@ from averaging.messages import (
     Resume,
     Rumour,
 )
-from averaging.observe.book import Watched
-from averaging.observe.status import PeerStatus
-from averaging.schema import Schema
+from averaging.protocol.schema import Schema
 
 
 class AveragingService(Protocol):

@@ -16,6 +16,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
+from averaging.common.addresses import CLIENT_PREFIX
 from averaging.errors import (
     AveragingError,
     CallRefusedError,
@@ -24,8 +25,7 @@ from averaging.errors import (
     ProtocolViolationError,
     WrongRunError,
 )
-from averaging.group import CLIENT_PREFIX
-from averaging.messages import (
+from averaging.protocol.messages import (
     AveragingData,
     Digest,
     DownloadData,
@@ -37,7 +37,7 @@ from averaging.messages import (
     Resume,
     Rumour,
 )
-from averaging.schema import Schema
+from averaging.protocol.schema import Schema
 from averaging.security.client_names import unbound_name
 from averaging.transport.base import AveragingService, GossipService
 

@@ -18,26 +18,34 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, example, given, settings
 
-from averaging.addresses import covers, is_endpoint
-from averaging.discovery.records import Limits
-from averaging.discovery.rumours import Rumours
-from averaging.discovery.settings import GossipSettings
-from averaging.discovery.spread import Branch
-from averaging.discovery.table import RecordTable
+from averaging.common.addresses import covers, is_endpoint
+from averaging.common.safe_msgpack import MAX_INTEGER_KEYS, unpack
+from averaging.discovery.gossip.broadcast_tree import BroadcastBranch
+from averaging.discovery.gossip.record import Limits
+from averaging.discovery.gossip.record_table import RecordTable
+from averaging.discovery.gossip.rumours import Rumours
+from averaging.discovery.gossip.settings import GossipSettings
 from averaging.errors import AveragingError
-from averaging.group import Mode, pack_gather, unpack_gather
 from averaging.matchmaking import rules
-from averaging.messages import DownloadData, MessageCode, MessageFromLeader, Record, Refusal, Rumour, WireTensor
-from averaging.observe import journal
+from averaging.observe import receipt_log
+from averaging.protocol.group import Mode, pack_gather, unpack_gather
+from averaging.protocol.messages import (
+    DownloadData,
+    MessageCode,
+    MessageFromLeader,
+    Record,
+    Refusal,
+    Rumour,
+    WireTensor,
+)
+from averaging.state.assembler import StateAssembler
 from averaging.state.donors import unpack_priority
 from averaging.state.manifest import MAX_ITEMS, read_manifest
-from averaging.state.reader import StateReader
 from averaging.training.optimizer_state import load_optimizer
 from averaging.transport import virtual_time
 from averaging.transport.grpc import headers, methods
+from averaging.transport.grpc.authentication import is_token
 from averaging.transport.grpc.methods import Method
-from averaging.transport.grpc.security import is_token
-from averaging.unpacking import MAX_INTEGER_KEYS, unpack
 from tests.fuzz import clashing
 from tests.fuzz.material import protobufs, values
 from tests.receipts import receipt
@@ -228,8 +236,8 @@ class Deaf:
     async def push(self, endpoint: str, run_id: str, rumours: tuple[Rumour, ...]) -> tuple[Refusal, ...]:
         return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
 
-    def branches(self, start: int, end: int, fanout: int) -> list[Branch]:
-        return [Branch(start, end, ("deaf:1",))]
+    def branches(self, start: int, end: int, fanout: int) -> list[BroadcastBranch]:
+        return [BroadcastBranch(start, end, ("deaf:1",))]
 
     def suspect(self, endpoint: str, now: float, why: str) -> None:
         pass
@@ -289,11 +297,11 @@ def test_states_of_many_tensors() -> None:
         return [DownloadData(msgpack.packb(told)), *[empty] * count]
 
     def read(download: list[DownloadData]) -> None:
-        reader = StateReader(None)
+        reader = StateAssembler(None)
         for message in download:
             reader.feed(message)
         assert len(reader.finish().tensors) == len(download) - 1
-        again = StateReader(None, held=reader.held)
+        again = StateAssembler(None, held=reader.held)
         again.feed(download[0])
         assert reader.held.resume is None  # there is not a byte
 
@@ -305,7 +313,7 @@ TEXTS: dict[str, Read] = {
     "a token": lambda text: is_token(text, ["secret"]),
     "an endpoint": is_endpoint,
     "a host": lambda text: covers(["peer.example.org", "192.0.2.7"], text),
-    "a line of receipts": lambda text: journal.read([text.encode()]),
+    "a line of receipts": lambda text: receipt_log.read([text.encode()]),
 }
 PIECES = ["1", "a", ".", ":", "[", "{", '{"":', "9" * 40, "Bearer ", "::", " ", "\\u0000", '"', "client::", "0 a", "€"]
 
@@ -317,9 +325,9 @@ def test_long_texts(reader: str, piece: str) -> None:
 
 
 def test_long_receipts() -> None:
-    line = json.loads(journal.dumps(receipt()))
+    line = json.loads(receipt_log.dumps(receipt()))
 
     def make(count: int) -> bytes:
         return json.dumps(line | {"members": [f"peer:{number}" for number in range(count)]}).encode() + b"\n"
 
-    check_growth(make, lambda raw: journal.read([raw]), 5000)
+    check_growth(make, lambda raw: receipt_log.read([raw]), 5000)

@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from averaging.compression import decode
 from averaging.discovery.base import Entry
 from averaging.errors import ProtocolViolationError, StateError, UnprovenViolationError
-from averaging.group import Member, Mode, pack_gather, unpack_gather
 from averaging.matchmaking import rules
-from averaging.messages import JoinRequest, MessageCode, MessageFromLeader, WireTensor
-from averaging.observe import journal
-from averaging.schema import describe
+from averaging.observe import receipt_log
+from averaging.protocol.group import Member, Mode, pack_gather, unpack_gather
+from averaging.protocol.messages import JoinRequest, MessageCode, MessageFromLeader, WireTensor
+from averaging.protocol.schema import describe
+from averaging.state.assembler import StateAssembler
 from averaging.state.donors import unpack_priority
 from averaging.state.packing import State, pack, seal
-from averaging.state.reader import StateReader
 from averaging.transport.grpc import methods
 from averaging.transport.grpc.methods import Method
 from tests.fuzz.material import ENDPOINTS, damaged, packed, protobufs, states, values, wire_tensors
@@ -71,7 +71,7 @@ def test_tensors(wire: WireTensor) -> None:
 @MANY
 @given(states(SOUND_STATE), st.sampled_from([None, SCHEMA]))
 def test_states(messages: list[Any], schema: Any) -> None:
-    reader = StateReader(schema)
+    reader = StateAssembler(schema)
     try:
         for message in messages:
             reader.feed(message)
@@ -93,7 +93,7 @@ def test_states(messages: list[Any], schema: Any) -> None:
     ],
 )
 def test_metadata_that_would_overflow(odd: dict[str, Any]) -> None:
-    reader = StateReader(None)
+    reader = StateAssembler(None)
     with pytest.raises(StateError, match="unreadable"):
         reader.feed(replace(SOUND_STATE[0], metadata=msgpack.packb(msgpack.unpackb(SOUND_STATE[0].metadata) | odd)))
 
@@ -155,7 +155,7 @@ def test_groups(message: MessageFromLeader) -> None:
     )
 )
 def test_requests_to_join(request: JoinRequest) -> None:
-    searching = rules.Searching(Member("peer:1"), b"hash", 3, declared=5.0)
+    searching = rules.LeaderCandidate(Member("peer:1"), b"hash", 3, declared=5.0)
     code, _ = rules.verdict(request, searching)
     if code is MessageCode.ACCEPTED:
         assert request.endpoint in ("peer:2", "peer:3", "client::1")
@@ -163,7 +163,7 @@ def test_requests_to_join(request: JoinRequest) -> None:
 
 
 ODD_JSON = st.one_of(st.none(), st.integers(), st.text(), st.lists(st.none()), st.just(10**400))
-LINE = journal.dumps(receipt()).encode()
+LINE = receipt_log.dumps(receipt()).encode()
 
 
 @MANY
@@ -180,5 +180,5 @@ LINE = journal.dumps(receipt()).encode()
     st.booleans(),
 )  # fmt: skip
 def test_lines_of_receipts(line: bytes, ended: bool) -> None:
-    recorded = journal.read([line + b"\n" if ended else line])
+    recorded = receipt_log.read([line + b"\n" if ended else line])
     assert len(recorded.receipts) + len(recorded.bad) + recorded.cut_off <= 1

@@ -23,8 +23,8 @@ from averaging.errors import (
     StateError,
     UnauthenticatedError,
 )
-from averaging.messages import AveragingData, JoinRequest, MessageCode, MessageFromLeader, WireTensor
-from averaging.schema import describe
+from averaging.protocol.messages import AveragingData, JoinRequest, MessageCode, MessageFromLeader, WireTensor
+from averaging.protocol.schema import describe
 from averaging.state.download import download
 from averaging.state.packing import State, pack, seal
 from averaging.transport.grpc import GrpcTransport, methods

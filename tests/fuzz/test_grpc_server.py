@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from averaging import Peer
-from averaging.messages import AveragingData, JoinRequest, MessageCode, WireTensor
+from averaging.protocol.messages import AveragingData, JoinRequest, MessageCode, WireTensor
 from averaging.transport.grpc import methods
 from averaging.transport.grpc.methods import Method
 from tests.complaints import complaints

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from averaging import Outcome, Peer
 from averaging.allreduce.round import Prepare
 from averaging.errors import AveragingError, CallRefusedError, PeerUnreachableError, ProtocolViolationError, StateError
-from averaging.group import Member, Mode, pack_gather
 from averaging.matchmaking.rules import pack_looking
-from averaging.messages import AveragingData, DownloadData, JoinRequest, MessageCode, MessageFromLeader, Resume
-from averaging.schema import ReplyForm, Schema, describe
+from averaging.protocol.group import Member, Mode, pack_gather
+from averaging.protocol.messages import AveragingData, DownloadData, JoinRequest, MessageCode, MessageFromLeader, Resume
+from averaging.protocol.schema import ReplyForm, Schema, describe
+from averaging.state.assembler import StateAssembler
 from averaging.state.download import download
 from averaging.state.packing import State, pack, seal
-from averaging.state.reader import StateReader
 from averaging.transport import virtual_time
 from tests.fuzz.material import ENDPOINTS, averaging_data, packed, states
 from tests.simulation.rounds import PART_TIMEOUT, Simulation
@@ -250,7 +250,7 @@ SOUND = list(pack(seal(State(3, {"w": torch.arange(6.0), "n": torch.tensor(1)}, 
 )  # fmt: skip
 def test_hostile_donors(given: list[tuple[list[DownloadData], list[float], Exception | None]], wanted: int) -> None:
     schema = describe(["w"], [torch.zeros(6)], part_size_bytes=1024)
-    read: list[StateReader] = []
+    read: list[StateAssembler] = []
 
     script = Script([(list(zip(times, messages, strict=False)), error) for messages, times, error in given])
 

@@ -24,7 +24,7 @@ from grpc_tools import protoc
 
 from averaging import Peer, Receipt
 from averaging.config import PeerOptions
-from averaging.deadlines import learned
+from averaging.deadlines import learned_deadlines
 from averaging.discovery.base import Entry
 from averaging.discovery.gossip import GossipDiscovery
 from averaging.state.snapshots import Extras
@@ -254,7 +254,7 @@ async def our_peer(
     chosen: PeerOptions = {**defaults, **waits, **options}
     tensors = [torch.ones(8)] if tensors is None else tensors
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(learned, "VERDICT_SECONDS", DEADLINE)
+        patch.setattr(learned_deadlines, "VERDICT_SECONDS", DEADLINE)
         async with Peer(tensors, run_id=RUN, extra_state=extra_state, discovery=discovery, **chosen) as peer:
             yield Ours(peer, made[0], peer.endpoint)
 

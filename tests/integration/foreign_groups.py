@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from averaging import Receipt
-from averaging.allreduce.reducer import ShardReducer
+from averaging.allreduce.shard_reducer import ShardReducer
 from averaging.config import PeerOptions
 from tests.integration.foreign import (
     DEADLINE,

@@ -7,8 +7,11 @@ import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 
-from averaging.deadlines.learned import Learned, Phase
-from averaging.messages import (
+from averaging.deadlines.learned_deadlines import Learned, Phase
+from averaging.observe.receipt_book import Watched
+from averaging.observe.receipts import Dropped, Outcome, Receipt
+from averaging.observe.status import PeerStatus
+from averaging.protocol.messages import (
     AveragingData,
     CompressionType,
     Digest,
@@ -23,10 +26,7 @@ from averaging.messages import (
     Rumour,
     WireTensor,
 )
-from averaging.observe.book import Watched
-from averaging.observe.receipts import Dropped, Outcome, Receipt
-from averaging.observe.status import PeerStatus
-from averaging.schema import ReplyForm, Schema, TensorSpec
+from averaging.protocol.schema import ReplyForm, Schema, TensorSpec
 from averaging.security.credentials import Credentials
 from averaging.transport.grpc import GrpcTransport
 

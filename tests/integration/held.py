@@ -9,7 +9,7 @@ from typing import Self
 
 import psutil
 
-from averaging.transport.grpc.options import KEEPALIVE_SECONDS, SILENCE_SECONDS
+from averaging.transport.grpc.channel_options import KEEPALIVE_SECONDS, SILENCE_SECONDS
 from tests.integration.processes import JsonProcess
 
 WAIT = KEEPALIVE_SECONDS + SILENCE_SECONDS

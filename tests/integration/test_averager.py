@@ -15,7 +15,7 @@ import torch
 
 from averaging import DecentralizedAverager, DiLoCo, GradientAveraging, LocalSGD, Mode, Outcome, Receipt, Strategy
 from averaging.errors import ClosedError, ListenError, NoSeedAnsweredError, PeerUnreachableError, StateError
-from averaging.messages import DownloadData, Resume
+from averaging.protocol.messages import DownloadData, Resume
 from averaging.transport.grpc import GrpcTransport
 from tests.integration.processes import JsonProcess
 

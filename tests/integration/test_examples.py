@@ -108,8 +108,9 @@ def test_two_peers_make_the_same_outer_steps_and_tensorboard_shows_the_rounds(tm
     for folder in folders:
         events = EventAccumulator(str(folder)).Reload()
         assert [event.value for event in events.Scalars("round/members")] == [2, 2, 2]
-        assert all(event.value > 0 for event in events.Scalars("round/bytes sent"))
+        assert all(event.value > 0 for event in events.Scalars("round/bytes_sent"))
         assert all(event.value > 0 for event in events.Scalars("round/seconds"))
+        assert [event.value for event in events.Scalars("averaging/local_step")] == [20, 40, 60]
         assert [event.step for event in events.Scalars("loss/own text")] == list(range(1, 61))
         assert [event.step for event in events.Scalars("loss/held-out text")] == [20, 40, 60]
 
@@ -209,19 +210,19 @@ def test_what_cannot_work_is_said_in_one_line(
 
 
 @pytest.mark.parametrize(
-    ("main", "arguments", "module"),
+    ("main", "arguments", "module", "extra"),
     [
-        (digits.main, [], "sklearn.datasets"),
-        (digits.main, ["--peers=2"], "sklearn.datasets"),
-        (diloco.main, ["--tensorboard=runs"], "torch.utils.tensorboard"),
+        (digits.main, [], "sklearn.datasets", "examples"),
+        (digits.main, ["--peers=2"], "sklearn.datasets", "examples"),
+        (diloco.main, ["--tensorboard=runs"], "torch.utils.tensorboard", "tensorboard"),
     ],
 )
 @pytest.mark.usefixtures("threads_as_they_were")
 def test_a_missing_package_is_named_with_its_remedy(
-    main: Main, arguments: list[str], module: str, monkeypatch: pytest.MonkeyPatch
+    main: Main, arguments: list[str], module: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(SystemExit, match=re.escape("python -m pip install 'averaging[examples]'")):
+    with pytest.raises(SystemExit, match=re.escape(f"python -m pip install 'averaging[{extra}]'")):
         main(arguments)
 
 

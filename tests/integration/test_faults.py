@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from averaging.deadlines.learned import ENOUGH_WAITS
+from averaging.deadlines.learned_deadlines import ENOUGH_WAITS
 from tests.integration.fault_proxy import Fault, FaultProxy
 from tests.integration.held import Held, wait_until_given_back
 from tests.integration.processes import JsonProcess, Workers, average

@@ -14,9 +14,9 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSe
 
 from averaging import Mode
 from averaging.allreduce.partition import partition
-from averaging.group import Group
-from averaging.messages import CompressionType
-from averaging.schema import ReplyForm, describe
+from averaging.protocol.group import Group
+from averaging.protocol.messages import CompressionType
+from averaging.protocol.schema import ReplyForm, describe
 from averaging.wire import averaging_pb2, runtime_pb2
 from tests.integration.foreign import (
     RUN,

@@ -11,7 +11,7 @@ import pytest
 
 from averaging import Mode
 from averaging.errors import ConfigError
-from averaging.group import MAX_GATHER_BYTES
+from averaging.protocol.group import MAX_GATHER_BYTES
 from tests.integration.foreign import RUN, Foreign, begun, ends_together, gather, our_peer
 
 pytestmark = [

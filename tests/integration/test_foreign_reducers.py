@@ -11,7 +11,7 @@ import msgpack
 import pytest
 import torch
 
-from averaging.group import group_digest
+from averaging.protocol.group import group_digest
 from tests.integration.foreign import DEADLINE, Foreign, Message, as_bytes, begun, gather, our_peer
 from tests.integration.foreign_groups import (
     BROKEN_PARTS,
@@ -186,7 +186,7 @@ async def test_our_peer_breaks_down(foreign: Foreign, monkeypatch: pytest.Monkey
     def break_down(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("averaging.allreduce.sending.encode", break_down)
+    monkeypatch.setattr("averaging.allreduce.sender_side.encode", break_down)
     bad = await foreign.peer()
     await bad.answer_parts(replies=[])
     async with our_peer([values(1)], part_size_bytes=PART) as us:

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from averaging import Peer
-from averaging.errors import AveragingError, NoSeedAnsweredError
-from averaging.messages import AveragingData, Digest, JoinRequest, MessageCode, Record, Rumour, WireTensor
-from averaging.text import MAX_TEXT
+from averaging.errors import MAX_TEXT, AveragingError, NoSeedAnsweredError
+from averaging.protocol.messages import AveragingData, Digest, JoinRequest, MessageCode, Record, Rumour, WireTensor
 from averaging.transport.grpc import GrpcTransport
 
 EVIL = "\x1b[2J\x1b]0;owned\x07\r\nroot: all is well\u202e" * 300

@@ -9,11 +9,11 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
 import pytest
 
-from averaging.discovery.gossip import GossipDiscovery, peers_key
-from averaging.discovery.records import Reason
-from averaging.discovery.settings import GossipSettings
+from averaging.discovery.gossip.gossip_discovery import GossipDiscovery, peers_key
+from averaging.discovery.gossip.record import Reason
+from averaging.discovery.gossip.settings import GossipSettings
 from averaging.errors import CallRefusedError, NoSeedAnsweredError
-from averaging.messages import Digest, Record, Rumour
+from averaging.protocol.messages import Digest, Record, Rumour
 from averaging.transport.grpc import GrpcTransport
 from tests.integration.grpc_fakes import MAX_MESSAGE_BYTES, FakePeer
 from tests.integration.listening import listening

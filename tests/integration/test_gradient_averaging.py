@@ -14,8 +14,8 @@ import torch
 
 from averaging import DiLoCo, GradientAveraging, LocalSGD, Mode, Outcome, Strategy, group
 from averaging.errors import ConfigError, PeerUnreachableError, TensorError
-from averaging.strategies.claims import FIRST_PAUSE
-from averaging.strategies.history import Progress
+from averaging.strategies.progress_claims import FIRST_PAUSE
+from averaging.training.history import Progress
 from tests.integration.training import (
     PATIENCE,
     SGD,

@@ -12,10 +12,10 @@ import grpc
 import pytest
 
 from averaging.errors import CallRefusedError, ClosedError, ProtocolViolationError
-from averaging.messages import AveragingData, JoinRequest, MessageFromLeader
-from averaging.schema import Schema, TensorSpec
+from averaging.protocol.messages import AveragingData, JoinRequest, MessageFromLeader
+from averaging.protocol.schema import Schema, TensorSpec
 from averaging.transport.grpc import methods
-from averaging.transport.grpc.faults import refuse
+from averaging.transport.grpc.error_mapping import refuse
 from tests.integration.grpc_fakes import (
     DIGEST,
     MAX_MESSAGE_BYTES,

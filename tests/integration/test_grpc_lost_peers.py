@@ -17,11 +17,11 @@ from typing import cast
 import grpc
 import pytest
 
-from averaging.addresses import parse_address
+from averaging.common.addresses import parse_address
 from averaging.errors import PeerUnreachableError, ProtocolViolationError
-from averaging.messages import AveragingData
+from averaging.protocol.messages import AveragingData
+from averaging.transport.grpc import channel_options, methods
 from averaging.transport.grpc import client as grpc_client
-from averaging.transport.grpc import methods, options
 from averaging.transport.grpc.channels import Channels, target
 from averaging.transport.grpc.client import call_both_ways
 from tests.integration.certificates import HERE, secure, write
@@ -41,7 +41,7 @@ from tests.integration.listening import closed, listening
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 
-NOTICED = 0.75 * options.KEEPALIVE_SECONDS
+NOTICED = 0.75 * channel_options.KEEPALIVE_SECONDS
 """Seconds in which a loss that the system tells of must be noticed: before a ping without an answer would tell it."""
 
 
@@ -204,7 +204,7 @@ def without_garbage_collection() -> Iterator[None]:
 @pytest.mark.usefixtures("without_garbage_collection")
 async def test_a_channel_that_has_reconnected_and_is_given_up_is_disconnected() -> None:
     """Another call had it reconnect before the lost one was read; gRPC keeps the connection while a call exists."""
-    channels, ended = Channels(options.channel_options(MAX_MESSAGE_BYTES)), asyncio.Semaphore(0)
+    channels, ended = Channels(channel_options.channel_options(MAX_MESSAGE_BYTES)), asyncio.Semaphore(0)
     async with serving(FakePeer()) as (_, endpoint), relayed(endpoint, ended) as (relay, cut):
         messages = endless(asyncio.Event())
         async with aclosing(call_both_ways(channels, relay, methods.AGGREGATE_PART, messages)) as replies:
@@ -223,7 +223,7 @@ async def test_a_channel_that_has_reconnected_and_is_given_up_is_disconnected() 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("closed_meanwhile", [False, True])
 async def test_a_channel_that_one_call_gives_up_carries_the_others_to_their_end(closed_meanwhile: bool) -> None:
-    channels = Channels(options.channel_options(MAX_MESSAGE_BYTES))
+    channels = Channels(channel_options.channel_options(MAX_MESSAGE_BYTES))
     async with serving(FakePeer()) as (_, endpoint):
         async with channels.call(endpoint) as line:
             with contextlib.suppress(PeerUnreachableError):
@@ -259,7 +259,7 @@ async def test_a_caller_lost_while_the_service_writes_closes_it() -> None:
 @pytest.mark.asyncio
 async def test_a_quiet_call_outlives_the_pings(monkeypatch: pytest.MonkeyPatch) -> None:
     """gRPC sends no more than one a second; without the server's consent it would end the call at the third."""
-    monkeypatch.setattr(options, "KEEPALIVE_SECONDS", 0.2)
+    monkeypatch.setattr(channel_options, "KEEPALIVE_SECONDS", 0.2)
     async with (
         serving(FakePeer()) as (_, endpoint),
         client() as caller,
@@ -306,7 +306,7 @@ async def test_the_status_behind_a_failed_write_is_waited_for(monkeypatch: pytes
 async def test_nobody_listens() -> None:
     async with serving(FakePeer()) as (_, endpoint):
         pass
-    async with client() as caller, asyncio.timeout(options.CONNECT_SECONDS):  # none of them waits that out
+    async with client() as caller, asyncio.timeout(channel_options.CONNECT_SECONDS):  # none of them waits that out
         with pytest.raises(PeerUnreachableError, match=f"^{endpoint}: connection refused$"):
             await caller.get_schema(endpoint)
         with pytest.raises(PeerUnreachableError, match="connection refused"):
@@ -325,9 +325,9 @@ async def test_a_peer_that_comes_up_is_reached_at_once() -> None:
         with pytest.raises(PeerUnreachableError):
             await caller.get_schema(endpoint)
         async with serving(FakePeer(), listen=endpoint):
-            await asyncio.wait_for(caller.get_schema(endpoint), options.CONNECT_SECONDS)
+            await asyncio.wait_for(caller.get_schema(endpoint), channel_options.CONNECT_SECONDS)
         async with serving(FakePeer(), listen=endpoint):
-            await asyncio.wait_for(caller.get_schema(endpoint), options.CONNECT_SECONDS)
+            await asyncio.wait_for(caller.get_schema(endpoint), channel_options.CONNECT_SECONDS)
 
 
 @pytest.mark.parametrize(
@@ -398,7 +398,7 @@ def dropping() -> Iterator[str]:
 
 @pytest.mark.asyncio
 async def test_where_requests_to_connect_are_dropped_there_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr(channel_options, "CONNECT_SECONDS", 0.5)
     for credentials in (None, secure(*HERE)):
         with dropping() as address:
             async with client(credentials=credentials) as caller:
@@ -412,7 +412,7 @@ async def test_who_accepts_a_connection_and_says_nothing_gives_no_answer(monkeyp
         while await reader.read(1024):
             pass
 
-    monkeypatch.setattr(options, "CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr(channel_options, "CONNECT_SECONDS", 0.5)
     async with listening(serve) as address:
         for credentials in (None, secure(*HERE)):
             async with client(credentials=credentials) as caller:

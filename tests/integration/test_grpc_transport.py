@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 import pytest
 
-from averaging.messages import (
+from averaging.protocol.messages import (
     AveragingData,
     DownloadData,
     ExchangeReply,
@@ -19,10 +19,10 @@ from averaging.messages import (
     Rumour,
     WireTensor,
 )
+from averaging.transport.grpc.channel_options import channel_options
 from averaging.transport.grpc.channels import Channels
 from averaging.transport.grpc.client import call_unary
 from averaging.transport.grpc.methods import LIST_RECORDS
-from averaging.transport.grpc.options import channel_options
 from tests.integration.grpc_fakes import (
     ACCEPTED,
     BEGIN,

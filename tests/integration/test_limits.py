@@ -15,12 +15,12 @@ import torch
 
 from averaging import Peer
 from averaging.errors import BusyError, CallRefusedError, PeerUnreachableError
-from averaging.messages import AveragingData, MessageCode
-from averaging.peer.places import Places
+from averaging.peer.host_quota import HostQuota
 from averaging.peer.service import DOWNLOADS_PER_HOST, MAX_DOWNLOADS
+from averaging.protocol.messages import AveragingData, MessageCode
 from averaging.state.download import download
-from averaging.transport.grpc import GrpcTransport, channels, methods, options, server
-from averaging.transport.grpc.security import Callers
+from averaging.transport.grpc import GrpcTransport, channel_options, channels, methods, server
+from averaging.transport.grpc.authentication import Callers
 from tests.integration.grpc_fakes import MAX_MESSAGE_BYTES, REQUEST, FakePeer, client, floods, part, parts, serving
 from tests.integration.listening import closed, listening
 
@@ -33,9 +33,9 @@ PATIENCE = 20.0
 async def test_headers_that_are_too_large_are_refused() -> None:
     async with serving(FakePeer()) as (_, endpoint), grpc.aio.insecure_channel(endpoint) as channel:
         call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(methods.GET_STATUS.path)
-        await call(b"", metadata=(("x", "v" * (options.MAX_METADATA_BYTES // 2)),))
+        await call(b"", metadata=(("x", "v" * (channel_options.MAX_METADATA_BYTES // 2)),))
         with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await call(b"", metadata=(("x", "v" * options.MAX_METADATA_BYTES),))
+            await call(b"", metadata=(("x", "v" * channel_options.MAX_METADATA_BYTES),))
     assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
@@ -50,7 +50,7 @@ async def test_what_grpc_itself_compressed_is_not_unpacked() -> None:
 
 
 def test_neither_side_unpacks() -> None:
-    for told in (options.server_options(1 << 20), options.channel_options(1 << 20)):
+    for told in (channel_options.server_options(1 << 20), channel_options.channel_options(1 << 20)):
         assert dict(told)["grpc.compression_enabled_algorithms_bitset"] == 1
 
 
@@ -66,7 +66,7 @@ async def test_a_request_longer_than_its_method_needs_is_refused() -> None:
 
 @pytest.mark.asyncio
 async def test_a_connection_carries_so_many_calls_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "MAX_STREAMS", 4)
+    monkeypatch.setattr(channel_options, "MAX_STREAMS", 4)
     peer = FakePeer()
     async with serving(peer) as (_, endpoint), client() as caller, AsyncExitStack() as stack:
         calls = [await stack.enter_async_context(aclosing(caller.join_group(endpoint, REQUEST))) for _ in range(5)]
@@ -81,7 +81,7 @@ async def test_a_connection_carries_so_many_calls_at_once(monkeypatch: pytest.Mo
 
 @pytest.mark.asyncio
 async def test_so_many_connections_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(channel_options, "MAX_CONNECTIONS", 2)
     async with serving(FakePeer()) as (_, endpoint), AsyncExitStack() as stack:
         callers = [await stack.enter_async_context(client()) for _ in range(3)]
         for caller in callers[:2]:
@@ -93,7 +93,7 @@ async def test_so_many_connections_are_held(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.asyncio
 async def test_who_connects_and_says_nothing_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "HANDSHAKE_SECONDS", 0.5)
+    monkeypatch.setattr(channel_options, "HANDSHAKE_SECONDS", 0.5)
     async with serving(FakePeer()) as (_, endpoint):
         host, _, port = endpoint.partition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -112,7 +112,7 @@ async def _read_to_the_end(reader: asyncio.StreamReader) -> bool:
 
 @pytest.mark.asyncio
 async def test_a_connection_without_calls_is_closed_and_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "IDLE_SECONDS", 0.3)
+    monkeypatch.setattr(channel_options, "IDLE_SECONDS", 0.3)
     async with serving(FakePeer()) as (_, endpoint), client() as caller, grpc.aio.insecure_channel(endpoint) as channel:
         await caller.get_schema(endpoint)
         call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(methods.GET_STATUS.path)
@@ -127,7 +127,7 @@ async def test_a_connection_without_calls_is_closed_and_opened_again(monkeypatch
 async def test_a_connection_that_a_router_may_have_forgotten_is_not_used_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    lines = channels.Channels(options.channel_options(MAX_MESSAGE_BYTES))
+    lines = channels.Channels(channel_options.channel_options(MAX_MESSAGE_BYTES))
     async with serving(FakePeer()) as (_, endpoint):
         async with lines.call(endpoint) as first:
             pass
@@ -232,7 +232,7 @@ async def test_a_sender_that_opens_a_stream_and_sends_nothing_is_sent_away() -> 
         assert [reply.code async for reply in replies] == [MessageCode.CANCELLED]
 
 
-class Line(Places):
+class Line(HostQuota):
     """Tells when somebody waits in it."""
 
     def __init__(self, in_all: int, per_host: int) -> None:
@@ -334,10 +334,13 @@ async def test_a_host_that_has_its_places_is_told_so() -> None:
 
 
 def test_the_limits_let_a_run_through() -> None:
-    assert options.MAX_CALLS_PER_HOST >= options.MAX_STREAMS
-    told = dict(options.server_options(MAX_MESSAGE_BYTES))
+    assert channel_options.MAX_CALLS_PER_HOST >= channel_options.MAX_STREAMS
+    told = dict(channel_options.server_options(MAX_MESSAGE_BYTES))
     assert told["grpc.keepalive_time_ms"] >= told["grpc.http2.min_ping_interval_without_data_ms"]
-    assert dict(options.channel_options(MAX_MESSAGE_BYTES))["grpc.keepalive_time_ms"] == told["grpc.keepalive_time_ms"]
+    assert (
+        dict(channel_options.channel_options(MAX_MESSAGE_BYTES))["grpc.keepalive_time_ms"]
+        == told["grpc.keepalive_time_ms"]
+    )
 
 
 @pytest.mark.asyncio

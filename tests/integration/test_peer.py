@@ -17,6 +17,7 @@ import torch
 
 from averaging import CompressionType, Mode, NonFinite, Outcome, Peer, ReplyForm
 from averaging.allreduce import AllReduce, RoundResult
+from averaging.common.shared_tensors import SharedTensors
 from averaging.errors import (
     ClosedError,
     ConfigError,
@@ -26,11 +27,10 @@ from averaging.errors import (
     RoundError,
     TensorError,
 )
-from averaging.group import donors_key, group_key
-from averaging.peer.feedback import Feedback
+from averaging.peer.error_feedback import ErrorFeedback
+from averaging.protocol.group import donors_key, group_key
 from averaging.state.packing import State
 from averaging.state.snapshots import Snapshots
-from averaging.tensors import SharedTensors
 from tests.integration.certificates import write
 from tests.integration.fault_proxy import free_port
 from tests.integration.peers import average, enter, swarm, told
@@ -54,11 +54,11 @@ async def test_nothing_that_goes_through_many_bytes_stops_the_event_loop(monkeyp
 
         monkeypatch.setattr(owner, name, noted)
 
-    monkeypatch.setattr("averaging.offload.INLINE_BYTES", 0)
+    monkeypatch.setattr("averaging.common.threads.INLINE_BYTES", 0)
     monkeypatch.setattr("averaging.state.snapshots.INLINE_BYTES", 0)
     heavy = {
         SharedTensors: ["check_finite", "flat", "write", "copy_from"],
-        Feedback: ["inputs", "sent"],
+        ErrorFeedback: ["inputs", "sent"],
         Snapshots: ["_copy_once", "_seal"],
     }
     for owner, names in heavy.items():
@@ -84,7 +84,7 @@ async def test_nothing_that_goes_through_many_bytes_stops_the_event_loop(monkeyp
 @pytest.mark.asyncio
 @pytest.mark.parametrize("nbytes", [0, 1 << 20])
 async def test_the_modes_of_autograd_hold_in_a_thread_too(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("averaging.offload.INLINE_BYTES", nbytes)
+    monkeypatch.setattr("averaging.common.threads.INLINE_BYTES", nbytes)
     bias = torch.zeros(3, requires_grad=True)
 
     def take_over(state: State) -> None:
@@ -106,7 +106,7 @@ async def test_the_modes_of_autograd_hold_in_a_thread_too(nbytes: int, monkeypat
 
 @pytest.mark.asyncio
 async def test_a_commit_while_a_result_is_written_is_the_version_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("averaging.offload.INLINE_BYTES", 0)
+    monkeypatch.setattr("averaging.common.threads.INLINE_BYTES", 0)
     writing, go_on = threading.Event(), threading.Event()
     write = SharedTensors.write
     tensors = [{"x": torch.full((100,), value)} for value in (1.0, 3.0)]
@@ -144,7 +144,7 @@ async def test_a_round_is_gone_without_the_garbage_collector(
     inline_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It holds averages, which may be as large as the tensors."""
-    monkeypatch.setattr("averaging.offload.INLINE_BYTES", inline_bytes)
+    monkeypatch.setattr("averaging.common.threads.INLINE_BYTES", inline_bytes)
     loop, threads = asyncio.get_running_loop(), ThreadPoolExecutor()
     loop.set_default_executor(threads)
     before = rounds_in_memory()  # other tests hold errors, whose tracebacks hold rounds
@@ -411,7 +411,7 @@ async def test_who_reaches_only_itself_under_another_name_has_joined_nobody() ->
 async def test_who_has_the_address_of_another_and_joins_it_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     warned: asyncio.Queue[str] = asyncio.Queue()
     monkeypatch.setattr(
-        "averaging.discovery.joining.logger.warning", lambda words, *given: warned.put_nowait(words % given)
+        "averaging.discovery.gossip.bootstrap.logger.warning", lambda words, *given: warned.put_nowait(words % given)
     )
     own = f"127.0.0.1:{free_port()}"
     async with AsyncExitStack() as stack:

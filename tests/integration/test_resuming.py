@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from averaging import Peer
-from averaging.messages import DownloadData
+from averaging.protocol.messages import DownloadData
 from averaging.state import packing
+from averaging.state.assembler import StateAssembler
 from averaging.state.download import download
 from averaging.state.packing import CHUNK_BYTES
-from averaging.state.reader import StateReader
 from averaging.transport.grpc import GrpcTransport, headers, methods
 from tests.integration.listening import closed, listening
 
@@ -83,13 +83,13 @@ async def relaying(endpoint: str, rate: float = 1e12) -> AsyncIterator[tuple[Rel
 
 @pytest.mark.asyncio
 async def test_after_a_cut_only_the_rest_travels() -> None:
-    readers: list[StateReader] = []
+    readers: list[StateAssembler] = []
     async with (
         Peer(TENSORS, run_id="run", part_timeout=5.0) as donor,
         relaying(donor.endpoint) as (relay, endpoint),
     ):
 
-        def read(reader: StateReader) -> None:
+        def read(reader: StateAssembler) -> None:
             readers.append(reader)
             if reader.received >= CUT:
                 relay.cut.set()
@@ -113,7 +113,7 @@ async def test_a_donor_behind_a_slow_link_is_left_for_another_one_and_else_read_
     """1/8 of 10 Mbit/s is expected, of an only donor 16 KiB/s, here in each second; messages are smaller likewise."""
     monkeypatch.setattr(packing, "CHUNK_BYTES", 4 << 10)
     tensors = {"w": torch.randn(50_000)}
-    readers: list[StateReader] = []
+    readers: list[StateAssembler] = []
     async with (
         Peer(tensors, run_id="run") as donor,
         relaying(donor.endpoint, rate=48e3) as (_, slow),

@@ -18,9 +18,9 @@ import torch
 
 from averaging import Peer
 from averaging.config import Inspection
-from averaging.discovery.certified import CertifiedIdentity
-from averaging.discovery.identity import Author, Identity
-from averaging.discovery.records import Limits
+from averaging.discovery.gossip.certified_identity import CertifiedIdentity
+from averaging.discovery.gossip.identity import Author, Identity
+from averaging.discovery.gossip.record import Limits
 from averaging.errors import (
     CallRefusedError,
     ConfigError,
@@ -29,12 +29,12 @@ from averaging.errors import (
     UnauthenticatedError,
     WrongRunError,
 )
-from averaging.messages import AveragingData, MessageCode, Rumour
+from averaging.protocol.messages import AveragingData, MessageCode, Rumour
 from averaging.security.client_names import is_bound
 from averaging.security.credentials import Credentials
 from averaging.transport.grpc import GrpcTransport, methods
+from averaging.transport.grpc.authentication import call_metadata, channel_credentials
 from averaging.transport.grpc.dialling import Dialling
-from averaging.transport.grpc.security import call_metadata, channel_credentials
 from tests.integration.certificates import HERE, OLD_TOKEN, TOKEN, secure, tls, write
 from tests.integration.grpc_fakes import (
     ACCEPTED,
@@ -228,7 +228,7 @@ async def test_a_certificate_that_expires_while_a_connection_lasts_lets_nobody_i
     async with serving(service, gossip, credentials=secure(*HERE)) as (_, peer), client(credentials=secure(*HERE)) as c:
         assert await one(c.join_group(peer, replace(REQUEST, endpoint=own))) == ACCEPTED
         year = time.time() + 370 * 86400
-        monkeypatch.setattr("averaging.transport.grpc.security.time", SimpleNamespace(time=lambda: year))
+        monkeypatch.setattr("averaging.transport.grpc.authentication.time", SimpleNamespace(time=lambda: year))
         for call in (
             c.join_group(peer, replace(REQUEST, endpoint=own)),
             c.exchange(peer, replace(DIGEST, endpoint=own)),

@@ -17,9 +17,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from averaging.security.credentials import Credentials
-from averaging.transport.grpc import GrpcTransport, intake, methods, options, server
-from averaging.transport.grpc.security import Callers
-from averaging.transport.grpc.unfinished import LOOK_SECONDS, Limits
+from averaging.transport.grpc import GrpcTransport, channel_options, methods, request_intake, server
+from averaging.transport.grpc.authentication import Callers
+from averaging.transport.grpc.unfinished_calls import LOOK_SECONDS, Limits
 from tests.integration.certificates import TOKEN
 from tests.integration.grpc_fakes import (
     MAX_MESSAGE_BYTES,
@@ -65,8 +65,8 @@ def few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def little_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer that does not wait for long."""
-    monkeypatch.setattr(intake, "REQUEST_SECONDS", 0.4)
-    monkeypatch.setattr(intake, "REQUEST_BYTES_PER_SECOND", 1 << 60)
+    monkeypatch.setattr(request_intake, "REQUEST_SECONDS", 0.4)
+    monkeypatch.setattr(request_intake, "REQUEST_BYTES_PER_SECOND", 1 << 60)
 
 
 async def leaves_unfinished(caller: Stranger, path: str, nbytes: int, streams: int = 2) -> None:
@@ -99,7 +99,7 @@ async def test_a_connection_that_leaves_too_much_unfinished_is_closed(
         await nothing_is_held(transport)
     (told,) = [record for record in caplog.records if record.name == "averaging.transport"]
     assert told.levelno == logging.WARNING
-    assert "of requests without completing them; its connection was closed" in told.getMessage()
+    assert "its unfinished requests hold" in told.getMessage()
 
 
 async def nothing_is_held(transport: GrpcTransport) -> None:
@@ -250,7 +250,7 @@ async def test_a_process_keeps_its_memory(path: str, connections: int, junk: boo
         endpoint = str(process.expect("ready")["endpoint"])
         memory = psutil.Process(process.pid).memory_info
         before, most = memory().rss, 0
-        limits = options.held_limits(34 * MIB)
+        limits = channel_options.held_limits(34 * MIB)
         bound = limits.per_connection if connections == 1 else limits.per_host
         async with AsyncExitStack() as stack, asyncio.timeout(3 * PATIENCE):
             callers = [await stack.enter_async_context(stranger(endpoint)) for _ in range(connections)]
@@ -345,10 +345,12 @@ async def test_a_reflection_stream_that_asks_no_more_ends(little_time: None) -> 
 def test_a_large_request_has_the_time_that_a_slow_link_needs() -> None:
     link = 256_000 / 8
     for path, nbytes in methods.REQUEST_BYTES.items():
-        seconds = intake.seconds_for(path)
+        seconds = request_intake.seconds_for(path)
         assert seconds is None if nbytes is None else (seconds is not None and seconds > 20 + nbytes / link)
     assert (
-        intake.seconds_for(UNKNOWN) == intake.seconds_for(HEALTH_CHECK) == intake.seconds_for(methods.GET_STATUS.path)
+        request_intake.seconds_for(UNKNOWN)
+        == request_intake.seconds_for(HEALTH_CHECK)
+        == request_intake.seconds_for(methods.GET_STATUS.path)
     )
 
 
@@ -360,7 +362,7 @@ async def test_a_method_with_one_request_takes_one(count: int) -> None:
         await caller.send(call, count * message(b""), end=True)
         told = await caller.ended(call)
     assert told["grpc-status"] == str(grpc.StatusCode.INVALID_ARGUMENT.value[0])
-    assert "in a request to /averaging.v1.Status/WatchRounds, which has one" in told["grpc-message"]
+    assert "in a request to /averaging.v1.Status/WatchRounds, which takes one" in told["grpc-message"]
 
 
 @pytest.mark.asyncio
@@ -404,10 +406,10 @@ async def test_a_host_watches_the_health_of_a_peer_so_often() -> None:
             for _ in range(2)
         ]
         request = health_pb2.HealthCheckRequest()
-        calls = [stubs[number % 2].Watch(request) for number in range(options.MAX_WATCHES_PER_HOST)]
+        calls = [stubs[number % 2].Watch(request) for number in range(channel_options.MAX_WATCHES_PER_HOST)]
         for call in calls:
             assert (await call.read()).status == health_pb2.HealthCheckResponse.SERVING
-        with pytest.raises(grpc.aio.AioRpcError, match="16 health watches of your host are in progress") as raised:
+        with pytest.raises(grpc.aio.AioRpcError, match="16 Health/Watch calls of your host are in progress") as raised:
             await stubs[0].Watch(request).read()
         assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert (await stubs[1].Check(request)).status == health_pb2.HealthCheckResponse.SERVING

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 
 from averaging import DecentralizedAverager, LocalSGD, Outcome, Peer, Receipt
 from averaging.errors import CallRefusedError
-from averaging.observe import book
-from averaging.observe.journal import loads, read
+from averaging.observe import receipt_book
+from averaging.observe.receipt_log import loads, read
 from tests.integration.grpc_fakes import RECEIPT, FakePeer, client, serving
 from tests.integration.processes import DEADLINE, JsonProcess, averaging_command, averaging_process
 
@@ -51,7 +51,7 @@ async def test_a_watcher_gets_every_receipt_until_the_peer_leaves() -> None:
 
 @pytest.mark.asyncio
 async def test_too_many_watchers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(book, "MAX_WATCHERS", 0)
+    monkeypatch.setattr(receipt_book, "MAX_WATCHERS", 0)
     async with asyncio.timeout(DEADLINE), client() as watcher, Peer([torch.ones(5)], run_id="run") as peer:
         with pytest.raises(CallRefusedError, match="watch its rounds already"):
             await anext(watcher.watch_rounds(peer.endpoint))

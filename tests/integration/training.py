@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from averaging import DecentralizedAverager, Strategy
-from averaging.strategies.history import Progress
+from averaging.training.history import Progress
 
 T = TypeVar("T")
 

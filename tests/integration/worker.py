@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 import torch
 
 from averaging import AveragingError, CompressionType, Mode, Peer, ReplyForm
-from averaging.discovery.gossip import peers_key
-from averaging.group import donors_key
-from averaging.messages import AveragingData, DownloadData, JoinRequest, MessageFromLeader, Resume
+from averaging.discovery.gossip.gossip_discovery import peers_key
+from averaging.protocol.group import donors_key
+from averaging.protocol.messages import AveragingData, DownloadData, JoinRequest, MessageFromLeader, Resume
 from averaging.transport.base import AveragingService, GossipService
 from averaging.transport.grpc import GrpcTransport
 

@@ -17,9 +17,9 @@ from averaging.config import PeerOptions
 from averaging.discovery.base import Entry
 from averaging.discovery.memory import MemoryDiscovery, MemoryRegistry
 from averaging.errors import DiscoveryError
-from averaging.group import Mode
 from averaging.matchmaking.rules import CLOCK_TOLERANCE
-from averaging.messages import AveragingData, DownloadData, JoinRequest, MessageFromLeader, Resume
+from averaging.protocol.group import Mode
+from averaging.protocol.messages import AveragingData, DownloadData, JoinRequest, MessageFromLeader, Resume
 from averaging.transport import virtual_time
 from averaging.transport.base import AveragingService, GossipService
 from averaging.transport.memory import MemoryNetwork, MemoryTransport

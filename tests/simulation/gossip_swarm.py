@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequen
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
-from averaging.discovery.gossip import GossipDiscovery, peers_key
-from averaging.discovery.identity import Identity, UnsignedIdentity
-from averaging.discovery.joining import Waiting
-from averaging.discovery.settings import GossipSettings
-from averaging.messages import Refusal, Rumour
+from averaging.discovery.gossip.bootstrap import Waiting
+from averaging.discovery.gossip.gossip_discovery import GossipDiscovery, peers_key
+from averaging.discovery.gossip.identity import Identity, UnsignedIdentity
+from averaging.discovery.gossip.settings import GossipSettings
+from averaging.protocol.messages import Refusal, Rumour
 from averaging.transport import virtual_time
 from averaging.transport.base import AveragingService
 from averaging.transport.memory import MemoryNetwork, MemoryTransport

@@ -9,25 +9,34 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from averaging.allreduce import AllReduce
-from averaging.allreduce.reducing import Reducing
-from averaging.allreduce.sending import Sending
-from averaging.allreduce.tally import Tally
-from averaging.allreduce.watch import Watch
-from averaging.deadlines.learned import Deadlines
-from averaging.matchmaking import search
-from averaging.matchmaking.answers import Answers
-from averaging.matchmaking.conduct import Conduct
+from averaging.allreduce.reducer_side import ReducerSide
+from averaging.allreduce.round_account import RoundAccount
+from averaging.allreduce.sender_side import SenderSide
+from averaging.allreduce.wait_monitor import WaitMonitor
+from averaging.deadlines.learned_deadlines import Deadlines
+from averaging.matchmaking import search_state
+from averaging.matchmaking.exclusions import Exclusions
+from averaging.matchmaking.response_history import ResponseHistory
 from averaging.peer.rounds import _Attempt
-from averaging.state.reader import StateReader
+from averaging.state.assembler import StateAssembler
 from averaging.transport.memory import MemoryNetwork
 
-PASSING = (AllReduce, Tally, Reducing, Sending, Watch, search.Search, _Attempt, StateReader)
+PASSING = (
+    AllReduce,
+    RoundAccount,
+    ReducerSide,
+    SenderSide,
+    WaitMonitor,
+    search_state.SearchState,
+    _Attempt,
+    StateAssembler,
+)
 """Nothing of these outlives its round, search or download."""
 
 ON_PURPOSE = ("_expirations", "_scheduled", "_sealed", "_copy")
 """Heaps in which what is outdated stays for a while, as cancelled timers do, and the one state that others download."""
 
-BOUNDED = (Deadlines, Conduct, Answers)
+BOUNDED = (Deadlines, Exclusions, ResponseHistory)
 """They remember members on purpose, up to a number that tests of their own check."""
 
 

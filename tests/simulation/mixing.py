@@ -14,7 +14,7 @@ from enum import Enum, auto
 import numpy as np
 from numpy.typing import NDArray
 
-from averaging.group import GROUP_ID_BYTES, Group, Member, digits_per_round, group_key, next_group_bits
+from averaging.protocol.group import GROUP_ID_BYTES, Group, Member, digits_per_round, group_key, next_group_bits
 
 MIXED = 1e-9
 """The variance over the peers, 1 at the start, below which they count as mixed."""

@@ -10,13 +10,20 @@ from contextlib import aclosing
 import torch
 
 from averaging.allreduce import AllReduce, RoundResult, changes
-from averaging.deadlines.learned import Deadlines
-from averaging.group import Group, Member
-from averaging.messages import AveragingData, CompressionType, DownloadData, JoinRequest, MessageFromLeader, Resume
-from averaging.observe.book import Watched
+from averaging.common.shared_tensors import SharedTensors, Write
+from averaging.deadlines.learned_deadlines import Deadlines
+from averaging.observe.receipt_book import Watched
 from averaging.observe.status import PeerStatus
-from averaging.schema import ReplyForm, Schema, describe
-from averaging.tensors import SharedTensors, Write
+from averaging.protocol.group import Group, Member
+from averaging.protocol.messages import (
+    AveragingData,
+    CompressionType,
+    DownloadData,
+    JoinRequest,
+    MessageFromLeader,
+    Resume,
+)
+from averaging.protocol.schema import ReplyForm, Schema, describe
 from averaging.transport.memory import MemoryNetwork, MemoryTransport
 
 PART_TIMEOUT = 1.0

@@ -20,7 +20,7 @@ import pytest
 
 from averaging import Peer
 from averaging.errors import ClosedError
-from averaging.training.future import SignalSafeFuture
+from averaging.training.signal_safe_future import SignalSafeFuture
 from averaging.transport import virtual_time
 
 T = TypeVar("T")
@@ -144,7 +144,7 @@ def scripted(seed: int) -> Iterator[random.Random]:
         patch.setattr("averaging.averager.Peer", make_peer)
         patch.setattr("averaging.averager.leaving.leave_on_sigterm", lambda averager: None)  # a killed one never closes
         patch.setattr("averaging.averager.random", SimpleNamespace(SystemRandom=lambda: rng))
-        patch.setattr("averaging.strategies.together.secrets", SimpleNamespace(token_bytes=rng.randbytes))
+        patch.setattr("averaging.strategies.lockstep.secrets", SimpleNamespace(token_bytes=rng.randbytes))
         patch.setattr("averaging.training.training.time", clocks)
-        patch.setattr("averaging.training.answers.time", clocks)
+        patch.setattr("averaging.training.cached_queries.time", clocks)
         yield rng

@@ -13,8 +13,8 @@ import torch
 from averaging import Peer, Receipt
 from averaging.config import PeerOptions
 from averaging.discovery.memory import MemoryDiscovery, MemoryRegistry
-from averaging.group import Mode
 from averaging.observe.receipts import Outcome
+from averaging.protocol.group import Mode
 from averaging.transport import virtual_time
 from averaging.transport.memory import MemoryNetwork
 

@@ -14,10 +14,10 @@ import torch
 from averaging.allreduce import RoundResult
 from averaging.compression import encode
 from averaging.errors import RoundError
-from averaging.group import Member, Mode
-from averaging.messages import AveragingData, CompressionType, MessageCode
 from averaging.observe.receipts import DropCode
-from averaging.schema import ReplyForm
+from averaging.protocol.group import Member, Mode
+from averaging.protocol.messages import AveragingData, CompressionType, MessageCode
+from averaging.protocol.schema import ReplyForm
 from averaging.transport import virtual_time
 from tests.simulation.rounds import PART_TIMEOUT, Simulation, assert_close, nodes
 

@@ -12,11 +12,11 @@ import torch
 
 from averaging import Mode, Outcome, Peer, Receipt
 from averaging.discovery.memory import MemoryDiscovery, MemoryRegistry
-from averaging.group import group_key, pack_gather
 from averaging.matchmaking import Matchmaking, NoGroupError
 from averaging.matchmaking.rules import CLOCK_TOLERANCE, pack_looking
-from averaging.messages import CompressionType, JoinRequest, MessageCode, MessageFromLeader
-from averaging.schema import Schema, TensorSpec
+from averaging.protocol.group import group_key, pack_gather
+from averaging.protocol.messages import CompressionType, JoinRequest, MessageCode, MessageFromLeader
+from averaging.protocol.schema import Schema, TensorSpec
 from averaging.transport import virtual_time
 from averaging.transport.base import Transport
 from averaging.transport.memory import MemoryNetwork

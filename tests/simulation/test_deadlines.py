@@ -10,13 +10,13 @@ import pytest
 
 from averaging.allreduce import RoundResult
 from averaging.allreduce.round import Prepare
-from averaging.allreduce.watch import LAGGING
-from averaging.deadlines.learned import Deadlines
+from averaging.allreduce.wait_monitor import LAGGING
+from averaging.deadlines.learned_deadlines import Deadlines
 from averaging.errors import AveragingError, CallRefusedError, ProtocolViolationError, RoundError
-from averaging.group import Member, Mode
-from averaging.messages import AveragingData, MessageCode
 from averaging.observe.receipts import DropCode
-from averaging.schema import Schema
+from averaging.protocol.group import Member, Mode
+from averaging.protocol.messages import AveragingData, MessageCode
+from averaging.protocol.schema import Schema
 from averaging.transport import virtual_time
 from tests.simulation.rounds import PART_TIMEOUT, Simulation, nodes
 

@@ -12,12 +12,12 @@ import msgpack
 import pytest
 
 from averaging.discovery.gossip import GossipDiscovery
-from averaging.discovery.identity import UnsignedIdentity
+from averaging.discovery.gossip.identity import UnsignedIdentity
 from averaging.errors import CallRefusedError
-from averaging.group import donors_key, progress_key
-from averaging.messages import DownloadData, JoinRequest, MessageFromLeader, Resume
-from averaging.schema import Schema
-from averaging.strategies.history import History, Origin, Progress, Rank
+from averaging.protocol.group import donors_key, progress_key
+from averaging.protocol.messages import DownloadData, JoinRequest, MessageFromLeader, Resume
+from averaging.protocol.schema import Schema
+from averaging.training.history import History, Origin, Progress, Rank
 from averaging.transport import virtual_time
 from averaging.transport.base import AveragingService
 from tests.simulation.training_run import Run, Site, agree

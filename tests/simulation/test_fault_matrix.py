@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from averaging import Receipt
-from averaging.deadlines.learned import ENOUGH_WAITS
+from averaging.deadlines.learned_deadlines import ENOUGH_WAITS
 from averaging.matchmaking.rules import CLOCK_TOLERANCE
 from averaging.observe.receipts import DropCode, Outcome
 from tests.simulation import leaks, processes

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from averaging.discovery.memory import MemoryDiscovery, MemoryRegistry
-from averaging.group import Group, Mode, pack_gather
 from averaging.matchmaking import Matchmaking
 from averaging.matchmaking.rules import pack_looking
-from averaging.messages import JoinRequest, MessageCode, MessageFromLeader
-from averaging.schema import describe
+from averaging.protocol.group import Group, Mode, pack_gather
+from averaging.protocol.messages import JoinRequest, MessageCode, MessageFromLeader
+from averaging.protocol.schema import describe
 from averaging.transport import virtual_time
 from averaging.transport.base import Transport
 

@@ -8,10 +8,10 @@ from contextlib import aclosing
 
 import pytest
 
-from averaging.discovery.identity import Ed25519Identity
-from averaging.discovery.settings import GossipSettings
+from averaging.discovery.gossip.identity import Ed25519Identity
+from averaging.discovery.gossip.settings import GossipSettings
 from averaging.errors import ClosedError
-from averaging.messages import Rumour
+from averaging.protocol.messages import Rumour
 from averaging.transport import virtual_time
 from tests.simulation.gossip_swarm import (
     KEY,

@@ -9,9 +9,9 @@ from contextlib import aclosing
 import pytest
 
 from averaging.discovery.gossip import GossipDiscovery
-from averaging.discovery.settings import GossipSettings
+from averaging.discovery.gossip.settings import GossipSettings
 from averaging.errors import CallRefusedError, ConfigError
-from averaging.messages import Digest, Record
+from averaging.protocol.messages import Digest, Record
 from tests.simulation.gossip_swarm import (
     KEY,
     RUN,

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from averaging.discovery.gossip import GossipDiscovery
-from averaging.discovery.records import Limits
-from averaging.discovery.settings import GossipSettings
+from averaging.discovery.gossip.record import Limits
+from averaging.discovery.gossip.settings import GossipSettings
 from averaging.errors import ClosedError, NoSeedAnsweredError
 from averaging.transport import virtual_time
 from tests.simulation.gossip_swarm import (

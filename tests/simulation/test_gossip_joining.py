@@ -8,9 +8,9 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from averaging.discovery.joining import DEFINITE_SECONDS, Waiting, all_refuse
+from averaging.discovery.gossip.bootstrap import DEFINITE_SECONDS, Waiting, all_refuse
 from averaging.errors import CallRefusedError, JoinRefusedError, NoSeedAnsweredError
-from averaging.messages import Digest, ExchangeReply
+from averaging.protocol.messages import Digest, ExchangeReply
 from averaging.transport import virtual_time
 from tests.simulation.gossip_swarm import NO_AVERAGING, GossipSwarm, joined, members, now
 
@@ -114,7 +114,7 @@ def test_who_is_waited_for_is_told_after_a_second_and_then_at_growing_intervals(
             await joined(host)
         del swarm.hosts["a:1"]
 
-    with caplog.at_level(logging.INFO, "averaging.discovery.joining"):
+    with caplog.at_level(logging.INFO, "averaging.discovery.gossip.bootstrap"):
         swarm.simulate(main())
     assert [moment for moment, _ in heard] == [pytest.approx(after, abs=0.1) for after in (1, 3, 7, 15, 31)]
     assert [waiting.seconds for _, waiting in heard] == [pytest.approx(after, abs=0.1) for after in (1, 3, 7, 15, 31)]
@@ -133,7 +133,7 @@ def test_nothing_is_told_where_a_seed_answers_at_once(caplog: pytest.LogCaptureF
         await joined(swarm.start("b:1", ["dead:1", "a:1"], on_joining=lambda _: pytest.fail("nothing is waited for")))
         await asyncio.sleep(20)
 
-    with caplog.at_level(logging.INFO, "averaging.discovery.joining"):
+    with caplog.at_level(logging.INFO, "averaging.discovery.gossip.bootstrap"):
         swarm.simulate(main())
     assert caplog.messages == []
 

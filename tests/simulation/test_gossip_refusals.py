@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 
 from averaging.discovery.gossip import GossipDiscovery
-from averaging.discovery.identity import Author, Ed25519Identity, UnsignedIdentity
-from averaging.discovery.records import Limits, Reason
-from averaging.discovery.settings import GossipSettings
+from averaging.discovery.gossip.identity import Author, Ed25519Identity, UnsignedIdentity
+from averaging.discovery.gossip.record import Limits, Reason
+from averaging.discovery.gossip.settings import GossipSettings
 from averaging.errors import CallRefusedError, ConfigError
-from averaging.messages import Digest, Record, Rumour
+from averaging.protocol.messages import Digest, Record, Rumour
 from averaging.transport import virtual_time
 from tests.simulation.gossip_swarm import (
     KEY,

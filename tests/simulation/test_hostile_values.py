@@ -12,8 +12,8 @@ import torch
 
 from averaging import DropCode
 from averaging.compression import encode
-from averaging.messages import AveragingData, CompressionType, WireTensor
-from averaging.schema import ReplyForm
+from averaging.protocol.messages import AveragingData, CompressionType, WireTensor
+from averaging.protocol.schema import ReplyForm
 from averaging.transport import virtual_time
 from tests.simulation.rounds import Simulation, nodes
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from averaging import Outcome, Peer
-from averaging.group import Mode
+from averaging.protocol.group import Mode
 from tests.simulation.swarm import Swarm
 
 SIZE = 4096  # 16 parts of 1 KiB

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from averaging.compression import encode
-from averaging.messages import AveragingData, CompressionType, MessageCode
+from averaging.protocol.messages import AveragingData, CompressionType, MessageCode
 from averaging.transport import virtual_time
 from tests.simulation.rounds import PART_TIMEOUT, Simulation, assert_close, nodes
 

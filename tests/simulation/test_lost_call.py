@@ -9,8 +9,8 @@ import pytest
 
 from averaging.allreduce import RoundResult
 from averaging.compression import encode
-from averaging.group import Member, Mode
-from averaging.messages import AveragingData, CompressionType, MessageCode
+from averaging.protocol.group import Member, Mode
+from averaging.protocol.messages import AveragingData, CompressionType, MessageCode
 from averaging.transport import virtual_time
 from tests.simulation.rounds import PART_TIMEOUT, Simulation
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from averaging import DropCode, Mode, Outcome, Peer, Receipt
-from averaging.group import pack_gather
 from averaging.matchmaking import rules
-from averaging.messages import JoinRequest, MessageCode, MessageFromLeader
+from averaging.protocol.group import pack_gather
+from averaging.protocol.messages import JoinRequest, MessageCode, MessageFromLeader
 from tests.simulation.swarm import Swarm
 
 Lie: TypeAlias = Callable[[MessageFromLeader, str], MessageFromLeader]

@@ -12,14 +12,14 @@ import torch
 
 from averaging import Mode, Outcome, Peer, Receipt, Topic
 from averaging.config import PeerOptions
-from averaging.discovery.records import Limits
+from averaging.discovery.gossip.record import Limits
 from averaging.errors import PeerUnreachableError, SchemaMismatchError
-from averaging.group import pack_gather
-from averaging.matchmaking.differences import MAX_WARNED, Warned
 from averaging.matchmaking.rules import pack_looking
-from averaging.messages import JoinRequest, MessageCode
+from averaging.matchmaking.schema_differences import MAX_WARNED, Warned
 from averaging.peer import rounds
 from averaging.peer.round_options import all_of
+from averaging.protocol.group import pack_gather
+from averaging.protocol.messages import JoinRequest, MessageCode
 from averaging.transport import virtual_time
 from tests.simulation import leaks
 from tests.simulation.swarm import Swarm, groups_of, scalars, spread

@@ -8,8 +8,8 @@ from contextlib import aclosing
 
 import pytest
 
+from averaging.discovery.gossip.record import Limits
 from averaging.discovery.memory import MemoryDiscovery, MemoryRegistry
-from averaging.discovery.records import Limits
 from averaging.errors import ClosedError, DiscoveryError
 from averaging.transport import virtual_time
 

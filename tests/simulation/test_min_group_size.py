@@ -13,8 +13,8 @@ import torch
 
 from averaging import Outcome, Peer, Receipt
 from averaging.config import PeerOptions
-from averaging.messages import JoinRequest, MessageFromLeader
 from averaging.observe.receipts import DropCode
+from averaging.protocol.messages import JoinRequest, MessageFromLeader
 from averaging.transport.memory import MemoryTransport
 from tests.simulation.swarm import Swarm, scalars
 

@@ -13,7 +13,7 @@ import torch
 
 from averaging import Peer
 from averaging.discovery.gossip import GossipDiscovery
-from averaging.discovery.identity import UnsignedIdentity
+from averaging.discovery.gossip.identity import UnsignedIdentity
 from averaging.observe.receipts import Outcome
 from averaging.transport import virtual_time
 from averaging.transport.memory import MemoryNetwork

@@ -8,10 +8,10 @@ from functools import partial
 import pytest
 
 from averaging.allreduce import RoundResult
-from averaging.deadlines.learned import Deadlines
+from averaging.deadlines.learned_deadlines import Deadlines
 from averaging.errors import RoundError
 from averaging.observe.receipts import DropCode
-from averaging.schema import ReplyForm
+from averaging.protocol.schema import ReplyForm
 from averaging.transport import virtual_time
 from tests.simulation.rounds import PART_TIMEOUT, Simulation, assert_close, nodes
 

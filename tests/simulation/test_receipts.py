@@ -15,7 +15,7 @@ import torch
 
 from averaging import Peer
 from averaging.allreduce import RoundResult
-from averaging.allreduce.losses import code_of
+from averaging.allreduce.drop_codes import code_of
 from averaging.discovery.memory import MemoryDiscovery
 from averaging.errors import (
     AveragingError,
@@ -25,14 +25,14 @@ from averaging.errors import (
     ProtocolViolationError,
     TensorError,
 )
-from averaging.group import Member, Mode
-from averaging.messages import CompressionType
 from averaging.observe.explain import describe, merge
-from averaging.observe.journal import read
+from averaging.observe.receipt_log import read
 from averaging.observe.receipts import DropCode, Outcome, Receipt, Role
 from averaging.peer.rounds import _why_failed
 from averaging.peer.topics import Adopt
-from averaging.schema import ReplyForm
+from averaging.protocol.group import Member, Mode
+from averaging.protocol.messages import CompressionType
+from averaging.protocol.schema import ReplyForm
 from averaging.state.snapshots import Extras
 from averaging.transport import virtual_time
 from tests.simulation.rounds import PART_TIMEOUT, Simulation, nodes

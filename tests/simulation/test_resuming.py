@@ -13,7 +13,7 @@ import torch
 from averaging import Peer
 from averaging.discovery.memory import MemoryDiscovery
 from averaging.errors import StateError
-from averaging.messages import DownloadData, Resume
+from averaging.protocol.messages import DownloadData, Resume
 from averaging.state import packing as state
 from averaging.state.download import download
 from averaging.state.manifest import read_manifest

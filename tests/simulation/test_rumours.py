@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import cast
 
-from averaging.discovery.members import Members
-from averaging.discovery.rumours import Rumours
-from averaging.discovery.settings import GossipSettings
-from averaging.discovery.spread import Branch
-from averaging.messages import Record, Refusal, Rumour
+from averaging.discovery.gossip.broadcast_tree import BroadcastBranch
+from averaging.discovery.gossip.membership import Membership
+from averaging.discovery.gossip.rumours import Rumours
+from averaging.discovery.gossip.settings import GossipSettings
+from averaging.protocol.messages import Record, Refusal, Rumour
 from averaging.transport import virtual_time
 from averaging.transport.base import Transport
 from tests.simulation import leaks
@@ -26,8 +26,8 @@ class Silent:
         self.asked.append(endpoint)
         return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
 
-    def branches(self, start: int, end: int, fanout: int) -> list[Branch]:
-        return [Branch(start, end, ("one:1", "other:1") if start == 1 else ("other:1",))]
+    def branches(self, start: int, end: int, fanout: int) -> list[BroadcastBranch]:
+        return [BroadcastBranch(start, end, ("one:1", "other:1") if start == 1 else ("other:1",))]
 
     def suspect(self, endpoint: str, now: float, why: str) -> None:
         self.suspected.append(endpoint)
@@ -37,7 +37,7 @@ def test_a_rumour_that_was_given_up_in_the_line_behind_another_is_not_kept() -> 
     async def main() -> None:
         silent, settings = Silent(), GossipSettings(push_timeout=2.0, rumour_patience=3.0)
         rumours = Rumours(
-            cast(Transport, silent), "run", cast(Members, silent), settings, virtual_time.clock, lambda *_: None
+            cast(Transport, silent), "run", cast(Membership, silent), settings, virtual_time.clock, lambda *_: None
         )
         before = leaks.sizes(rumours)
         async with asyncio.TaskGroup() as tasks:

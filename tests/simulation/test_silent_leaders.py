@@ -13,12 +13,12 @@ import pytest
 
 from averaging import Mode, Outcome, Peer, Receipt
 from averaging.discovery.memory import MemoryDiscovery, MemoryRegistry
-from averaging.group import Group, group_key, pack_gather
 from averaging.matchmaking import Matchmaking
-from averaging.matchmaking.answers import Answers
+from averaging.matchmaking.response_history import ResponseHistory
 from averaging.matchmaking.rules import CLOCK_TOLERANCE, LEAST_HEAD_START, pack_looking
-from averaging.messages import CompressionType, JoinRequest, MessageCode, MessageFromLeader
-from averaging.schema import Schema, TensorSpec
+from averaging.protocol.group import Group, group_key, pack_gather
+from averaging.protocol.messages import CompressionType, JoinRequest, MessageCode, MessageFromLeader
+from averaging.protocol.schema import Schema, TensorSpec
 from averaging.transport import virtual_time
 from averaging.transport.base import Transport
 from tests.simulation.rounds import OneRound
@@ -194,7 +194,9 @@ class Leaders:
             raise
 
 
-def searcher(leaders: Leaders, discovery: MemoryDiscovery, answers: Answers, group_size: int = 4) -> Matchmaking:
+def searcher(
+    leaders: Leaders, discovery: MemoryDiscovery, answers: ResponseHistory, group_size: int = 4
+) -> Matchmaking:
     return Matchmaking(
         "run",
         ME,
@@ -210,7 +212,7 @@ def searcher(leaders: Leaders, discovery: MemoryDiscovery, answers: Answers, gro
     )
 
 
-def search(leaders: Leaders, answers: Answers | None = None, silent: int = 0) -> Group:
+def search(leaders: Leaders, answers: ResponseHistory | None = None, silent: int = 0) -> Group:
     """The group that is found among the two leaders, and so many earlier ones that do not answer."""
 
     async def main() -> Group:
@@ -219,15 +221,15 @@ def search(leaders: Leaders, answers: Answers | None = None, silent: int = 0) ->
             names = [*(f"192.0.2.8:{number + 1}" for number in range(silent)), FIRST, SECOND]
             for number, name in enumerate(names):
                 await discovery.store(group_key("run", ""), name, pack_looking(True), now + 10 + number)
-            found = searcher(leaders, discovery, answers or Answers())
+            found = searcher(leaders, discovery, answers or ResponseHistory())
             return await found.find_group(GATHER, now + 30)
 
     return virtual_time.run(main())
 
 
-def doubting() -> Answers:
+def doubting() -> ResponseHistory:
     """Two peers did not answer, so one that was never asked gets 3 s / 2^2 as long as nobody answers."""
-    answers = Answers()
+    answers = ResponseHistory()
     for stranger in range(2):
         answers.unanswered_by(f"192.0.2.9:{stranger + 1}")
     return answers
@@ -318,7 +320,7 @@ def test_a_whole_group_waits_no_longer_than_a_head_start(cancelled: bool) -> Non
 
 
 def test_a_peer_that_stood_still_itself_takes_nobody_for_silent() -> None:
-    answers = Answers()
+    answers = ResponseHistory()
     for stranger in range(10):
         answers.unanswered_by(f"192.0.2.9:{stranger + 1}")
     leaders = Leaders(first=0.05, second=0.01)

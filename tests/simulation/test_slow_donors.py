@@ -11,10 +11,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from averaging.deadlines.learned import Deadlines
+from averaging.deadlines.learned_deadlines import Deadlines
 from averaging.errors import PeerUnreachableError, StateError
-from averaging.messages import DownloadData, Resume
-from averaging.schema import Schema, describe
+from averaging.protocol.messages import DownloadData, Resume
+from averaging.protocol.schema import Schema, describe
 from averaging.state.download import TRIES_PER_DONOR, download
 from averaging.state.packing import Snapshot, State, pack, seal
 from averaging.transport import virtual_time

@@ -15,11 +15,11 @@ import pytest
 
 from averaging import Peer
 from averaging.discovery.gossip import GossipDiscovery
-from averaging.discovery.identity import UnsignedIdentity
-from averaging.group import Mode, progress_key
+from averaging.discovery.gossip.identity import UnsignedIdentity
 from averaging.observe.explain import explain
 from averaging.observe.receipts import LateArrival, Receipt, Role
-from averaging.strategies.history import History, Progress
+from averaging.protocol.group import Mode, progress_key
+from averaging.training.history import History, Progress
 from averaging.transport import virtual_time
 from tests.simulation.swarm import Swarm, scalars
 from tests.simulation.training_run import STEP_SECONDS, STRATEGIES, Run, Site

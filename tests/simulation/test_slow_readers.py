@@ -13,8 +13,8 @@ import torch
 from averaging import Peer
 from averaging.discovery.memory import MemoryDiscovery
 from averaging.errors import BusyError
-from averaging.messages import DownloadData
 from averaging.peer.service import DOWNLOADS_PER_HOST, MAX_DOWNLOADS
+from averaging.protocol.messages import DownloadData
 from averaging.state.packing import CHUNK_BYTES
 from averaging.transport import virtual_time
 from tests.simulation.swarm import Swarm

@@ -11,13 +11,13 @@ import pytest
 
 from averaging.discovery.memory import MemoryDiscovery, MemoryRegistry
 from averaging.errors import CallRefusedError, SchemaMismatchError
-from averaging.group import Mode, group_key, pack_gather
 from averaging.matchmaking import Matchmaking, NoGroupError
-from averaging.matchmaking.conduct import Conduct
+from averaging.matchmaking.exclusions import Exclusions
 from averaging.matchmaking.rules import pack_looking
-from averaging.messages import AveragingData, CompressionType, JoinRequest, MessageCode, MessageFromLeader
 from averaging.observe.receipts import DropCode, Outcome, Receipt
-from averaging.schema import Schema, TensorSpec
+from averaging.protocol.group import Mode, group_key, pack_gather
+from averaging.protocol.messages import AveragingData, CompressionType, JoinRequest, MessageCode, MessageFromLeader
+from averaging.protocol.schema import Schema, TensorSpec
 from averaging.transport import virtual_time
 from averaging.transport.base import Transport
 from tests.simulation.rounds import OneRound
@@ -58,7 +58,7 @@ def matchmaking(
     endpoint: str = ME,
     *,
     only_named: bool = False,
-    conduct: Conduct | None = None,
+    conduct: Exclusions | None = None,
 ) -> Matchmaking:
     return Matchmaking(
         "run",
@@ -77,7 +77,7 @@ def matchmaking(
 
 
 def search(
-    network: OneLeader, *, only_named: bool, named_after: float | None = None, conduct: Conduct | None = None
+    network: OneLeader, *, only_named: bool, named_after: float | None = None, conduct: Exclusions | None = None
 ) -> tuple[str, ...]:
     """The members of the group that a follower takes part in."""
 
@@ -101,7 +101,7 @@ def search(
 
 
 def test_a_stranger_is_not_believed_in() -> None:
-    network, conduct = OneLeader(LEADER, STRANGER, ME), Conduct()
+    network, conduct = OneLeader(LEADER, STRANGER, ME), Exclusions()
     with pytest.raises(ExceptionGroup) as raised:
         search(network, only_named=True, conduct=conduct)
     assert raised.group_contains(NoGroupError, match=f"{LEADER}: began a group with {STRANGER}, which discovery")
@@ -165,7 +165,7 @@ class Redirects(OneLeader):
 
 @pytest.mark.parametrize("broke", [False, True])
 def test_nobody_is_sent_to_one_that_broke_the_protocol(broke: bool) -> None:
-    conduct = Conduct()
+    conduct = Exclusions()
     if broke:
         conduct.note(STRANGER, DropCode.PROTOCOL_VIOLATION, virtual_time.EPOCH)
     network = Redirects(STRANGER)

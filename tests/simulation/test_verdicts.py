@@ -11,14 +11,14 @@ from typing import cast
 
 import pytest
 
-from averaging.deadlines.learned import ENOUGH_WAITS, VERDICT_SECONDS, Deadlines, Phase
+from averaging.deadlines.learned_deadlines import ENOUGH_WAITS, VERDICT_SECONDS, Deadlines, Phase
 from averaging.discovery.base import Discovery
 from averaging.discovery.memory import MemoryDiscovery, MemoryRegistry
-from averaging.group import Mode, group_key, pack_gather
 from averaging.matchmaking import Matchmaking
 from averaging.matchmaking.rules import CLOCK_TOLERANCE, pack_looking
-from averaging.messages import CompressionType, JoinRequest, MessageCode, MessageFromLeader
-from averaging.schema import Schema, TensorSpec
+from averaging.protocol.group import Mode, group_key, pack_gather
+from averaging.protocol.messages import CompressionType, JoinRequest, MessageCode, MessageFromLeader
+from averaging.protocol.schema import Schema, TensorSpec
 from averaging.transport import virtual_time
 from averaging.transport.base import Transport
 from tests.simulation.swarm import Swarm, scalars

@@ -12,10 +12,10 @@ import torch
 
 from averaging import DecentralizedAverager, DiLoCo, GradientAveraging, LocalSGD, Strategy
 from averaging.discovery.gossip import GossipDiscovery
-from averaging.discovery.identity import UnsignedIdentity
+from averaging.discovery.gossip.identity import UnsignedIdentity
 from averaging.errors import NoSeedAnsweredError, StateError
 from averaging.observe.receipts import Receipt
-from averaging.observe.training import Finish
+from averaging.observe.training_status import Finish
 from averaging.transport import virtual_time
 from averaging.transport.base import Transport
 from averaging.transport.memory import MemoryNetwork

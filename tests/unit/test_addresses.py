@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.addresses import covers, is_loopback, objection
+from averaging.common.addresses import covers, is_loopback, objection
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ from typing import Any
 import pytest
 
 from averaging.errors import ClosedError
-from averaging.training import background
-from averaging.training.background import EventLoopThread
-from averaging.training.future import SignalSafeFuture
+from averaging.training import event_loop_thread
+from averaging.training.event_loop_thread import EventLoopThread
+from averaging.training.signal_safe_future import SignalSafeFuture
 
 NAME = "the thread under test"
 
@@ -140,7 +140,7 @@ def test_closed_it_refuses_and_says_so() -> None:
 def test_closed_between_a_look_at_it_and_the_call_it_refuses_as_well(
     too_late: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "SIGNAL_PERIOD", 0.01)
+    monkeypatch.setattr(event_loop_thread, "SIGNAL_PERIOD", 0.01)
     thread = EventLoopThread(Room().context(), NAME)
     thread.close()
     monkeypatch.setattr(thread, "check", lambda: None)
@@ -359,8 +359,8 @@ def test_a_result_is_waited_for_asleep_and_holds_no_circle() -> None:
 SCRIPT = """
 import asyncio, os, sys
 from contextlib import asynccontextmanager
-from averaging.training import background
-from averaging.training.background import EventLoopThread
+from averaging.training import event_loop_thread
+from averaging.training.event_loop_thread import EventLoopThread
 from averaging.errors import ClosedError
 
 @asynccontextmanager

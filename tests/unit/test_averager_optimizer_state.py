@@ -10,10 +10,10 @@ import msgpack
 import pytest
 import torch
 
+from averaging.common.safe_msgpack import MAX_INTEGER_KEYS
 from averaging.errors import StateError
 from averaging.training.optimizer_state import load_optimizer, pack_optimizer
 from averaging.training.scheduler import set_initial_lr
-from averaging.unpacking import MAX_INTEGER_KEYS
 
 Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 

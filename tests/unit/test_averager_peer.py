@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -156,9 +157,11 @@ def test_that_it_was_moved_or_has_grown_is_the_next_steps_error(make: Make, stra
     opt = make(torch.optim.SGD(model.parameters(), lr=0.1), strategy=strategy)
     backward(model)
     opt.step(batch_size=4)
+    opt.check_tensors()
     model.double()
-    with pytest.raises(TensorError, match=r"'group0.param0' has been moved"):
-        opt.step(batch_size=4)
+    for check in (opt.check_tensors, partial(opt.step, batch_size=4)):
+        with pytest.raises(TensorError, match=r"'group0.param0' has been moved"):
+            check()
     assert opt.local_step == 1
 
 

@@ -9,7 +9,7 @@ import torch
 
 from averaging import LocalSGD
 from averaging.errors import ConfigError, TensorError
-from averaging.training.parameters import named_buffers, named_parameters
+from averaging.training.named_tensors import named_buffers, named_parameters
 
 
 @pytest.mark.parametrize("every", [0, -1, 2.0, True, "5", None])

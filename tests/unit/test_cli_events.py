@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.cli import events, words
+from averaging.cli import console_text, json_events
 from averaging.observe.receipts import Dropped, Outcome, Receipt
-from averaging.schema import Schema, TensorSpec
+from averaging.protocol.schema import Schema, TensorSpec
 
 SCHEMA = Schema((TensorSpec("w", "float32", (3, 4)), TensorSpec("b", "float64", ())), 1 << 20)
 ME, OTHER, LOST = "127.0.0.1:4222", "192.0.2.7:1", "client::x"
@@ -39,7 +39,7 @@ CONTROL = "\x1b[2J\r\n\x00"
 
 
 def test_a_round() -> None:
-    assert events.averaged(0, RECEIPT) == {
+    assert json_events.averaged(0, RECEIPT) == {
         "event": "round",
         "round": 0,
         "group_id": "01" * 20,
@@ -57,18 +57,18 @@ def test_a_round() -> None:
 
 
 def test_a_retry() -> None:
-    told = events.retry(1, FAILED)
+    told = json_events.retry(1, FAILED)
     assert (told["event"], told["round"], told["outcome"]) == ("retry", 1, "failed")
     assert told["message"] == FAILED.reason
-    assert events.retry(1, ALONE)["outcome"] == "no_group"
+    assert json_events.retry(1, ALONE)["outcome"] == "no_group"
 
 
 def test_ready_tells_how_to_join() -> None:
-    told = events.ready(ME, "demo", "node", SCHEMA)
+    told = json_events.ready(ME, "demo", "node", SCHEMA)
     assert told["join"] == told["endpoint"] == ME
     assert told["schema_hash"] == SCHEMA.hash.hex()
     assert (told["tensors"], told["bytes"]) == (2, 56)
-    assert events.ready("client::7", "demo", "client", SCHEMA)["join"] is None
+    assert json_events.ready("client::7", "demo", "client", SCHEMA)["join"] is None
 
 
 values = st.recursive(
@@ -80,7 +80,7 @@ values = st.recursive(
 
 @given(values)
 def test_anything_gathered_is_one_line_of_json(value: Any) -> None:
-    line = events.dumps({"gathered": events.plain(value)})
+    line = json_events.dumps({"gathered": json_events.plain(value)})
     assert line.isascii()
     assert line.isprintable()
     json.loads(line, parse_constant=lambda name: pytest.fail(name))
@@ -88,14 +88,14 @@ def test_anything_gathered_is_one_line_of_json(value: Any) -> None:
 
 def test_what_json_can_tell_is_left_as_it_is() -> None:
     value = {"a": [1, 2.5, None, True, "x"], "b": {"c": []}}
-    assert events.plain(value) == value
+    assert json_events.plain(value) == value
 
 
 def test_the_depth_is_bounded() -> None:
     deep: Any = 1
     for _ in range(5000):
         deep = [deep]
-    assert len(events.dumps({"gathered": events.plain(deep)})) < 100
+    assert len(json_events.dumps({"gathered": json_events.plain(deep)})) < 100
 
 
 @pytest.mark.parametrize(
@@ -110,17 +110,17 @@ def test_the_depth_is_bounded() -> None:
     ],
 )
 def test_sizes(count: int, told: str) -> None:
-    assert words.size(count) == told
+    assert console_text.size(count) == told
 
 
 def test_round_names() -> None:
-    assert words.round_name(1, 3) == "round 1 of 3"
-    assert words.round_name(1, None) == "round 1"
-    assert words.round_name(4, 3) == "round 4"
+    assert console_text.round_name(1, 3) == "round 1 of 3"
+    assert console_text.round_name(1, None) == "round 1"
+    assert console_text.round_name(4, 3) == "round 4"
 
 
 def test_lines_about_a_round() -> None:
-    told = words.averaged("round 1 of 3", ME, RECEIPT, events.averaged(0, RECEIPT)["gathered"]).splitlines()
+    told = console_text.averaged("round 1 of 3", ME, RECEIPT, json_events.averaged(0, RECEIPT)["gathered"]).splitlines()
     assert told[0] == (
         f"round 1 of 3: averaged with {OTHER}, {LOST} in 2.50 s (all-reduce 0.50 s, 3.0 MiB sent, 100 bytes received)"
     )
@@ -131,7 +131,7 @@ def test_lines_about_a_round() -> None:
 
 def test_many_members_are_counted() -> None:
     members = (ME, *(f"192.0.2.7:{port}" for port in range(1, 10)))
-    told = words.averaged("round 1", ME, Receipt(0, Outcome.AVERAGED, members=members), {})
+    told = console_text.averaged("round 1", ME, Receipt(0, Outcome.AVERAGED, members=members), {})
     assert "192.0.2.7:4 and 5 more" in told
     assert "192.0.2.7:5" not in told
 
@@ -144,31 +144,34 @@ def test_strangers_cannot_write_to_the_terminal() -> None:
         dropped=(Dropped(f"client::{CONTROL}", CONTROL),),
         gathered={f"client::{CONTROL}": CONTROL},
     )
-    told = words.averaged("round 1", ME, evil, evil.gathered)
+    told = console_text.averaged("round 1", ME, evil, evil.gathered)
     assert "\x1b" not in told
     assert len(told.splitlines()) == 3
-    assert words.not_averaged("round 1", Receipt(0, Outcome.FAILED, reason=CONTROL)).isprintable()
+    assert console_text.not_averaged("round 1", Receipt(0, Outcome.FAILED, reason=CONTROL)).isprintable()
 
 
 def test_the_command_that_joins_can_be_pasted() -> None:
     command = ["averaging", "peer", "my model.safetensors", "--run-id", "demo", "--join", ME]
-    lines = words.ready(ME, "demo", SCHEMA, command).splitlines()
+    lines = console_text.ready(ME, "demo", SCHEMA, command).splitlines()
     assert shlex.split(lines[-1]) == command
     assert "this machine" in lines[1]
-    assert "this machine" in words.ready("127.0.1.1:1", "demo", SCHEMA, command)
-    elsewhere = words.ready("192.0.2.7:1", "demo", SCHEMA, command)
+    assert "this machine" in console_text.ready("127.0.1.1:1", "demo", SCHEMA, command)
+    elsewhere = console_text.ready("192.0.2.7:1", "demo", SCHEMA, command)
     assert "this machine" not in elsewhere
     assert "with --listen on an address that others reach, or with --client-mode:" in elsewhere
-    assert "--join" not in words.ready("client::7", "demo", SCHEMA, command)
+    assert "--join" not in console_text.ready("client::7", "demo", SCHEMA, command)
 
 
 def test_why_there_was_no_average() -> None:
-    assert words.not_averaged("round 1", ALONE) == (
+    assert console_text.not_averaged("round 1", ALONE) == (
         "round 1: no group came together within 60.0 s: no other peer is in the run"
     )
-    assert words.not_averaged("round 1", FAILED).startswith("round 1: failed after 1.0 s: all other")
+    assert console_text.not_averaged("round 1", FAILED).startswith("round 1: failed after 1.0 s: all other")
 
 
 def test_the_last_line() -> None:
-    assert words.finished(1, "out.safetensors", "") == "done: 1 round, wrote out.safetensors"
-    assert words.finished(2, None, "no --output was given") == "done: 2 rounds, nothing written: no --output was given"
+    assert console_text.finished(1, "out.safetensors", "") == "done: 1 round, wrote out.safetensors"
+    assert (
+        console_text.finished(2, None, "no --output was given")
+        == "done: 2 rounds, nothing written: no --output was given"
+    )

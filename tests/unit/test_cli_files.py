@@ -16,9 +16,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from averaging.cli import main
-from averaging.cli.failures import Failure
-from averaging.cli.files import Output, read
+from averaging.cli.error_reporting import CommandError
 from averaging.cli.state import _metadata
+from averaging.cli.tensor_files import Output, read
 from averaging.state.packing import State
 
 GOOD = {"w": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(1.5, dtype=torch.bfloat16), "e": torch.empty(0, 3)}
@@ -159,7 +159,7 @@ def test_a_bad_output_is_refused_before_anything_is_done(tmp_path: Path, case: s
 
 
 def test_a_device_is_never_replaced() -> None:
-    with pytest.raises(Failure, match="is not a file"):
+    with pytest.raises(CommandError, match="is not a file"):
         Output(Path("/dev/null"), overwrite=True)
 
 
@@ -217,7 +217,7 @@ def test_a_file_that_appears_meanwhile_is_kept_and_so_is_the_result(tmp_path: Pa
     path = tmp_path / "out"
     output = Output(path, overwrite=False)
     path.write_bytes(b"precious")
-    with pytest.raises(Failure, match="made by somebody else meanwhile") as caught:
+    with pytest.raises(CommandError, match="made by somebody else meanwhile") as caught:
         output.write(GOOD, None)
     assert path.read_bytes() == b"precious"
     (kept,) = (other for other in tmp_path.iterdir() if other != path)
@@ -244,7 +244,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_half(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(Failure, match="No space left on device") as caught:
+    with pytest.raises(CommandError, match="No space left on device") as caught:
         output.write(GOOD, None)
     assert caught.value.exit_code == 1
     assert path.read_bytes() == b"old"
@@ -252,7 +252,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_half(
 
 
 def test_a_name_that_the_format_reserves_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Failure, match="__metadata__"):
+    with pytest.raises(CommandError, match="__metadata__"):
         Output(tmp_path / "out", overwrite=False).write({"__metadata__": torch.ones(1)}, None)
     assert list(tmp_path.iterdir()) == []
 

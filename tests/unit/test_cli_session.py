@@ -16,17 +16,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from averaging.cli import session as sessions
-from averaging.cli.failures import Failure, Stopped
-from averaging.cli.files import Document, Output
-from averaging.cli.report import Report
-from averaging.cli.session import Plan, Session
+from averaging.cli import peer_session as sessions
+from averaging.cli.console import CommandOutput
+from averaging.cli.error_reporting import CommandError, Stopped
+from averaging.cli.peer_session import Plan, Session
 from averaging.cli.signals import Stop, run
+from averaging.cli.tensor_files import Document, Output
 from averaging.errors import TensorError
-from averaging.group import Mode
 from averaging.observe.receipts import Outcome, Receipt
 from averaging.peer.peer import Peer
-from averaging.schema import describe
+from averaging.protocol.group import Mode
+from averaging.protocol.schema import describe
 
 ME, OTHER = "127.0.0.1:1", "127.0.0.1:2"
 AVERAGED = Receipt(0, Outcome.AVERAGED, members=(ME, OTHER))
@@ -80,7 +80,9 @@ def play(
         rounds=rounds, serve=serve, retries=2, interval=0.0, weight=2.0, gather={"x": 1}, join_command=["averaging"]
     )
     destination = Output(output, overwrite=False) if output else None
-    return Session(plan, cast(Peer, peer), Document({"w": tensor}, None), destination, Report(as_json=True)), peer
+    return Session(
+        plan, cast(Peer, peer), Document({"w": tensor}, None), destination, CommandOutput(as_json=True)
+    ), peer
 
 
 def told(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
@@ -144,7 +146,7 @@ def test_failed_rounds_are_tried_again(capsys: pytest.CaptureFixture[str]) -> No
 )
 def test_it_gives_up(tmp_path: Path, steps: list[Step], reason: str) -> None:
     session, peer = play(steps, tmp_path / "out", rounds=2)
-    with pytest.raises(Failure, match=f"round 2 of 2.*{reason}.*Nothing was written") as caught:
+    with pytest.raises(CommandError, match=f"round 2 of 2.*{reason}.*Nothing was written") as caught:
         run(session.run)
     assert caught.value.exit_code == 1
     assert peer.left
@@ -153,7 +155,7 @@ def test_it_gives_up(tmp_path: Path, steps: list[Step], reason: str) -> None:
 
 def test_an_error_in_a_round_is_a_failure() -> None:
     session, peer = play([TensorError("tensor 'w' holds nan; allow it with non_finite='allow'")])
-    with pytest.raises(Failure, match="--allow-non-finite"):
+    with pytest.raises(CommandError, match="--allow-non-finite"):
         run(session.run)
     assert peer.left
 

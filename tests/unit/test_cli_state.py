@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from averaging.errors import StateError
-from averaging.messages import DownloadData
+from averaging.protocol.messages import DownloadData
+from averaging.state.assembler import StateAssembler
 from averaging.state.packing import CHUNK_BYTES, State, pack, seal
-from averaging.state.reader import StateReader
 
 TENSORS = {
     "w": torch.arange(CHUNK_BYTES // 2, dtype=torch.float32),
@@ -23,7 +23,7 @@ MESSAGES = list(pack(seal(State(5, TENSORS, {"epoch": 2}))))
 
 
 def test_a_reader_without_a_schema_takes_any_tensors() -> None:
-    reader = StateReader(None, NBYTES)
+    reader = StateAssembler(None, NBYTES)
     assert (reader.count, reader.nbytes, reader.received) == (0, 0, 0)
     received = []
     for message in MESSAGES:
@@ -39,14 +39,14 @@ def test_a_reader_without_a_schema_takes_any_tensors() -> None:
 
 
 def test_more_than_the_bound_is_refused_before_anything_is_taken() -> None:
-    reader = StateReader(None, NBYTES - 1)
+    reader = StateAssembler(None, NBYTES - 1)
     with pytest.raises(StateError, match=f"{NBYTES} bytes, more than the {NBYTES - 1} of max_bytes"):
         reader.feed(MESSAGES[0])
     assert reader.received == 0
 
 
 def test_digests_are_checked_all_the_same() -> None:
-    reader = StateReader(None, NBYTES)
+    reader = StateAssembler(None, NBYTES)
     first = MESSAGES[0]
     assert first.tensor_part is not None
     spoilt = DownloadData(first.metadata, replace(first.tensor_part, buffer=bytes(CHUNK_BYTES)))

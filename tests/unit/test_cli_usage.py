@@ -20,14 +20,14 @@ from safetensors.torch import save_file
 import averaging
 from averaging.cli import main
 from averaging.cli.ca import ca_group
-from averaging.cli.failures import DEFAULTS, Failure, failure_of, starting
+from averaging.cli.error_reporting import DEFAULTS, CommandError, failure_of, starting
 from averaging.cli.peer import peer_command
-from averaging.cli.peer_arguments import SHARED_OPTIONS, join_command
+from averaging.cli.peer_options import SHARED_OPTIONS, join_command
 from averaging.cli.signals import run
 from averaging.config import Inspection, PeerConfig
 from averaging.errors import ConfigError, ListenError, StateError
-from averaging.messages import COMPRESSIONS, CompressionType
-from averaging.schema import ReplyForm
+from averaging.protocol.messages import COMPRESSIONS, CompressionType
+from averaging.protocol.schema import ReplyForm
 
 
 @pytest.fixture
@@ -242,7 +242,7 @@ def test_errors_of_the_library_speak_of_options() -> None:
 
 
 def test_ctrl_c_before_the_start_is_no_traceback() -> None:
-    with pytest.raises(Failure, match="SIGINT") as caught, starting():
+    with pytest.raises(CommandError, match="SIGINT") as caught, starting():
         raise KeyboardInterrupt
     assert caught.value.exit_code == 130
 
@@ -256,7 +256,7 @@ def test_ctrl_c_that_an_import_has_lost_still_ends_the_command() -> None:
             signal.raise_signal(signal.SIGINT)
         run(begin)
 
-    with pytest.raises(Failure, match="SIGINT before it began"), starting():
+    with pytest.raises(CommandError, match="SIGINT before it began"), starting():
         import_and_run()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -267,7 +267,7 @@ def test_ctrl_c_of_which_an_import_makes_its_own_error_is_no_traceback() -> None
             signal.raise_signal(signal.SIGINT)
         raise ImportError("numpy._core.multiarray failed to import")
 
-    with pytest.raises(Failure, match="SIGINT before it began") as caught, starting():
+    with pytest.raises(CommandError, match="SIGINT before it began") as caught, starting():
         import_from_c()
     assert caught.value.exit_code == 130
     with pytest.raises(ImportError), starting():
@@ -275,7 +275,7 @@ def test_ctrl_c_of_which_an_import_makes_its_own_error_is_no_traceback() -> None
 
 
 def test_ctrl_c_while_arguments_are_read_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("averaging.addresses.parse_address", lambda _: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr("averaging.common.addresses.parse_address", lambda _: signal.raise_signal(signal.SIGINT))
     result = CliRunner().invoke(main, ["watch", "127.0.0.1:1"])
     assert (result.exit_code, result.stdout) == (130, "")
     assert result.stderr == "Error: stopped by SIGINT before it began; nothing was written\n"
@@ -285,11 +285,11 @@ def test_ctrl_c_while_arguments_are_read_is_no_traceback(monkeypatch: pytest.Mon
 def test_a_signal_before_the_start_is_told_and_gives_the_exit_code(number: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(
         "import signal, sys\n"
-        "from averaging.cli.failures import Failure, starting\n"
+        "from averaging.cli.error_reporting import CommandError, starting\n"
         "try:\n"
         "    with starting():\n"
         f"        exec('signal.raise_signal({number:d})')\n"  # as in the middle of making a dataclass
-        "except Failure as failure:\n"
+        "except CommandError as failure:\n"
         "    print(failure.message)\n"
         "    sys.exit(failure.exit_code)\n"
     )
@@ -308,7 +308,7 @@ def test_sigterm_that_an_import_has_lost_still_ends_the_command() -> None:
             signal.raise_signal(signal.SIGTERM)
         run(begin)
 
-    with pytest.raises(Failure, match="SIGTERM before it began") as caught, starting():
+    with pytest.raises(CommandError, match="SIGTERM before it began") as caught, starting():
         import_and_run()
     assert caught.value.exit_code == 143
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -323,7 +323,7 @@ def test_a_signal_after_the_work_does_not_deny_it(number: signal.Signals) -> Non
         run(work)
         signal.raise_signal(number)
 
-    with pytest.raises(Failure, match=f"stopped by {number.name} as it ended$") as caught, starting():
+    with pytest.raises(CommandError, match=f"stopped by {number.name} as it ended$") as caught, starting():
         work_and_end()
     assert caught.value.exit_code == 128 + number
 

@@ -11,7 +11,7 @@ from cryptography import x509
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.group import CLIENT_PREFIX
+from averaging.common.addresses import CLIENT_PREFIX
 from averaging.security.ca import issue, make_authority
 from averaging.security.client_names import bound_name, fits, is_bound, unbound_name
 

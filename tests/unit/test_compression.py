@@ -19,8 +19,8 @@ from hypothesis.extra import numpy as hnp
 
 from averaging.compression import bytes_per_element, decode, encode
 from averaging.errors import ProtocolViolationError, TensorError
-from averaging.messages import CompressionType, WireTensor
-from averaging.schema import DTYPES
+from averaging.protocol.messages import CompressionType, WireTensor
+from averaging.protocol.schema import DTYPES
 
 Array = npt.NDArray[np.float32]
 
@@ -135,7 +135,7 @@ def test_lossy_results_are_new_tensors(code: CompressionType) -> None:
 def test_decoding_warns_of_nothing_even_in_a_fresh_process() -> None:
     # torch warns of read-only memory only once per process, so another test could have used the warning up
     program = (
-        "from averaging.compression import decode; from averaging.messages import WireTensor;"
+        "from averaging.compression import decode; from averaging.protocol.messages import WireTensor;"
         "print(decode(WireTensor(b'\\0\\0\\x80\\x3f', (1,), 'float32')).item())"
     )
     done = subprocess.run(

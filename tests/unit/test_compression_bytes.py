@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from averaging.compression import encode
-from averaging.messages import CompressionType, WireTensor
+from averaging.protocol.messages import CompressionType, WireTensor
 
 Array = npt.NDArray[np.float32]
 

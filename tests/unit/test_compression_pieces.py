@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from averaging.compression import decode, encode
-from averaging.messages import CompressionType
+from averaging.protocol.messages import CompressionType
 
 BLOCK = 1024
 

@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from averaging.deadlines.fair_clock import FairClock, interval_of
-from averaging.deadlines.learned import ENOUGH_WAITS, LIFETIME, MAX_WAITS, Deadline, Deadlines, Phase, size_class
+from averaging.deadlines.learned_deadlines import (
+    ENOUGH_WAITS,
+    LIFETIME,
+    MAX_WAITS,
+    Deadline,
+    Deadlines,
+    Phase,
+    size_class,
+)
 
 waits = st.lists(st.floats(0, 1e4), min_size=ENOUGH_WAITS, max_size=3 * MAX_WAITS)
 
@@ -179,7 +187,7 @@ def test_a_lasting_change_is_followed_at_once() -> None:
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("averaging.deadlines.learned.MAX_KNOWN", 10)
+    monkeypatch.setattr("averaging.deadlines.learned_deadlines.MAX_KNOWN", 10)
     learned = Deadlines(1.0, 10.0)
     for number in range(50):
         learned.missed(f"a:{number}", Phase.PART, 3, 0.0)
@@ -187,7 +195,7 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_was_not_met_for_longest_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("averaging.deadlines.learned.MAX_KNOWN", 2)
+    monkeypatch.setattr("averaging.deadlines.learned_deadlines.MAX_KNOWN", 2)
     learned = after([0.1] * 5)
     for number in range(3):
         learned.missed(f"new:{number}", Phase.PART, 3, 10.0)

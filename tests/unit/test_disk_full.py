@@ -27,12 +27,12 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 from averaging.cli import main
-from averaging.cli.failures import Failure, Stopped
-from averaging.cli.files import Output
-from averaging.cli.report import Report
+from averaging.cli.console import CommandOutput
+from averaging.cli.error_reporting import CommandError, Stopped
 from averaging.cli.signals import run
-from averaging.observe.book import Watched
-from averaging.observe.journal import dumps
+from averaging.cli.tensor_files import Output
+from averaging.observe.receipt_book import Watched
+from averaging.observe.receipt_log import dumps
 from averaging.observe.receipts import Receipt
 from examples import digits
 from tests.unit.test_cli_session import AVERAGED, ScriptedPeer, play, while_looking
@@ -55,7 +55,7 @@ def test_a_result_that_finds_no_room_leaves_the_old_one(tmp_path: Path) -> None:
     path = tmp_path / "out"
     path.write_bytes(b"old")
     output = Output(path, overwrite=True)
-    with full_disk(), pytest.raises(Failure, match=r"untouched\. Make room there, or give --output") as caught:
+    with full_disk(), pytest.raises(CommandError, match=r"untouched\. Make room there, or give --output") as caught:
         output.write(TENSORS, None)
     assert (caught.value.exit_code, path.read_bytes()) == (1, b"old")
     assert list(tmp_path.iterdir()) == [path]
@@ -94,7 +94,7 @@ def test_a_peer_that_serves_goes_on_and_writes_when_there_is_room(
 
 def test_a_peer_that_ends_with_its_result_unwritten_says_so(tmp_path: Path) -> None:
     session, _ = play([AVERAGED], tmp_path / "out", serve=False)
-    with full_disk(), pytest.raises(Failure, match="could not be written"):
+    with full_disk(), pytest.raises(CommandError, match="could not be written"):
         run(session.run)
     session, _ = play([AVERAGED, while_looking], tmp_path / "out", serve=True)
     with full_disk(), pytest.raises(Stopped):
@@ -123,7 +123,7 @@ def test_a_full_stdout_is_told_once_and_stops_nothing(
 ) -> None:
     with Path("/dev/full").open("w") as full:
         monkeypatch.setattr(sys, "stdout", full)
-        report = Report(as_json=True)
+        report = CommandOutput(as_json=True)
         for _ in range(3):
             report.tell({"event": "round"}, "")
         monkeypatch.undo()
@@ -155,10 +155,10 @@ def next_line(reader: BinaryIO) -> bytes:
 def test_a_pipe_that_nobody_reads_is_told_once_and_stops_nothing(
     blocking: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("averaging.cli.outlet.PATIENCE", 0.1)
+    monkeypatch.setattr("averaging.cli.nonblocking_output.PATIENCE", 0.1)
     with full_pipe(blocking=blocking) as (reader, full):
         monkeypatch.setattr(sys, "stdout", full)
-        report = Report(as_json=True)
+        report = CommandOutput(as_json=True)
         for number in range(3):
             report.tell({"event": "round", "round": number}, "")
         monkeypatch.undo()
@@ -175,7 +175,7 @@ def test_a_line_is_told_where_no_more_threads_may_be_started(monkeypatch: pytest
     with (tmp_path / "stdout").open("w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
         monkeypatch.setattr(threading.Thread, "start", start)
-        report = Report(as_json=True)
+        report = CommandOutput(as_json=True)
         for _ in range(2):
             report.tell({"event": "round"}, "")
         monkeypatch.undo()
@@ -197,7 +197,7 @@ def test_a_pipe_that_nobody_reads_keeps_no_watch_from_ending(monkeypatch: pytest
             raise AssertionError("it did not wait for the reader")
 
     closed: list[bool] = []
-    monkeypatch.setattr("averaging.cli.outlet.PATIENCE", 0.1)
+    monkeypatch.setattr("averaging.cli.nonblocking_output.PATIENCE", 0.1)
     monkeypatch.setattr("averaging.transport.grpc.GrpcTransport", Transport)
     with full_pipe() as (reader, full):
         monkeypatch.setattr(sys, "stdout", full)
@@ -258,7 +258,7 @@ def test_a_reader_that_goes_away_stops_nothing(
     reader, writer = os.pipe()
     with os.fdopen(writer, "w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
-        report = Report(as_json=as_json)
+        report = CommandOutput(as_json=as_json)
         report.tell({"event": "ready"}, "ready")
         assert os.read(reader, 100).rstrip() == (b'{"event": "ready"}' if as_json else b"ready")
         os.close(reader)
@@ -284,8 +284,8 @@ def test_help_that_finds_no_room_is_one_line(command: list[str], unbuffered: str
 
 def test_a_closed_stdout_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)  # as Python starts where nobody has opened one
-    Report(as_json=True).tell({"event": "round"}, "")
-    Report(as_json=False).tell({}, "words")
+    CommandOutput(as_json=True).tell({"event": "round"}, "")
+    CommandOutput(as_json=False).tell({}, "words")
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
@@ -293,16 +293,16 @@ def test_letters_that_stdout_lacks_stop_nothing(encoding: str, monkeypatch: pyte
     written = io.BytesIO()
     with io.TextIOWrapper(written, encoding=encoding) as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
-        with contextlib.suppress(Failure):
+        with contextlib.suppress(CommandError):
             main(["explain", "none"], standalone_mode=False)
-        Report(as_json=False).tell({}, "run \u2014")
+        CommandOutput(as_json=False).tell({}, "run \u2014")
         assert written.getvalue() == b"run \\u2014\n"
         monkeypatch.undo()
 
 
 def test_a_full_stderr_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with Path("/dev/full").open("w") as full:
-        report = Report(as_json=True)
+        report = CommandOutput(as_json=True)
         monkeypatch.setattr(sys, "stderr", full)
         with report.logging(0):
             logging.getLogger("averaging.observe").warning("a receipt could not be written")

@@ -15,14 +15,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.deadlines.learned import ENOUGH_WAITS, Deadlines
+from averaging.deadlines.learned_deadlines import ENOUGH_WAITS, Deadlines
 from averaging.errors import PeerUnreachableError, StateError
-from averaging.messages import DownloadData, Resume, WireTensor
-from averaging.schema import Schema, describe
+from averaging.protocol.messages import DownloadData, Resume, WireTensor
+from averaging.protocol.schema import Schema, describe
+from averaging.state.assembler import Fingerprint, Held, StateAssembler
 from averaging.state.download import MAX_COMPARED, TRIES_PER_DONOR, choose, download
 from averaging.state.manifest import BASE_ITEMS, read_manifest
 from averaging.state.packing import State, check_state, pack, seal
-from averaging.state.reader import Fingerprint, Held, StateReader
 from averaging.transport import virtual_time
 
 NAMES = ("a", "b", "c", "d")
@@ -63,7 +63,7 @@ class Donors:
     async def fetch(
         self, schema: Schema | None = SCHEMA, verify_donors: int = 1, declared: Mapping[str, float] | None = None
     ) -> tuple[State, str]:
-        readers: list[StateReader] = []
+        readers: list[StateAssembler] = []
         return await download(
             cast(Any, self),
             list(self.states),
@@ -164,7 +164,7 @@ def test_whatever_is_cut_and_resumed_comes_whole_and_once(sizes: list[int], cuts
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("averaging.state.packing.CHUNK_BYTES", chunk)
         for cut in [*cuts, 1000]:
-            reader = StateReader(None, held=held)
+            reader = StateAssembler(None, held=held)
             for message in list(pack(sealed, held.resume))[:cut]:
                 reader.feed(message)
                 received += len(message.tensor_part.buffer) if message.tensor_part else 0
@@ -182,12 +182,12 @@ def with_skipped(message: DownloadData, skipped: object) -> DownloadData:
 def test_what_was_not_asked_for_may_not_be_left_out(skipped: int) -> None:
     message = with_skipped(next(pack(seal(state(1)))), skipped)
     with pytest.raises(StateError, match=f"left out {skipped} bytes that this peer does not have"):
-        StateReader(SCHEMA).feed(message)
+        StateAssembler(SCHEMA).feed(message)
 
 
 @pytest.mark.parametrize("other", [state(2), state(1, extra=1.0)])
 def test_a_donor_with_other_tensors_may_leave_nothing_out(other: State) -> None:
-    first = StateReader(SCHEMA)
+    first = StateAssembler(SCHEMA)
     for message in pack(seal(state(1))):
         first.feed(message)
     asked = first.held.resume
@@ -196,7 +196,7 @@ def test_a_donor_with_other_tensors_may_leave_nothing_out(other: State) -> None:
     whole = list(pack(seal(other), asked))
     assert "skipped" not in msgpack.unpackb(whole[0].metadata)
     with pytest.raises(StateError, match="left out 88 bytes that this peer does not have"):
-        StateReader(SCHEMA, held=first.held).feed(with_skipped(whole[0], asked.offset))
+        StateAssembler(SCHEMA, held=first.held).feed(with_skipped(whole[0], asked.offset))
 
 
 @pytest.mark.parametrize("offset", [0, 1, 20, 87, 88, 89, 1 << 59])
@@ -208,10 +208,10 @@ def test_a_donor_leaves_nothing_out_for_an_odd_question(offset: int) -> None:
 @pytest.mark.asyncio
 async def test_what_is_kept_is_read_over_without_a_buffer() -> None:
     messages = list(pack(seal(state(1))))
-    first = StateReader(SCHEMA)
+    first = StateAssembler(SCHEMA)
     for message in messages[:3]:
         first.feed(message)
-    again = StateReader(SCHEMA, held=first.held)
+    again = StateAssembler(SCHEMA, held=first.held)
     for message in messages:
         again.feed(message)
     found = again.finish()
@@ -223,8 +223,8 @@ async def test_what_is_kept_is_read_over_without_a_buffer() -> None:
 
 def test_the_bytes_announced_are_counted_once_however_often_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     counting = Mock(side_effect=len)
-    monkeypatch.setattr("averaging.state.reader.nbytes_of", counting)
-    reader = StateReader(SCHEMA)
+    monkeypatch.setattr("averaging.state.assembler.nbytes_of", counting)
+    reader = StateAssembler(SCHEMA)
     for message in pack(seal(state(1))):
         reader.feed(message)
         assert reader.nbytes == len(NAMES) + 1
@@ -396,7 +396,7 @@ def test_a_version_that_no_message_can_hold_is_refused(version: float) -> None:
     first = next(pack(seal(state(1))))
     told = msgpack.unpackb(first.metadata) | {"version": version}
     with pytest.raises(StateError, match="its (version|metadata) is"):
-        StateReader(SCHEMA).feed(replace(first, metadata=msgpack.packb(told)))
+        StateAssembler(SCHEMA).feed(replace(first, metadata=msgpack.packb(told)))
 
 
 @pytest.mark.asyncio
@@ -422,7 +422,7 @@ def test_a_version_is_a_number(version: object) -> None:
     first = next(pack(seal(state(1))))
     told = msgpack.unpackb(first.metadata) | {"version": version}
     with pytest.raises(StateError, match="its metadata is unreadable"):
-        StateReader(SCHEMA).feed(replace(first, metadata=msgpack.packb(told)))
+        StateAssembler(SCHEMA).feed(replace(first, metadata=msgpack.packb(told)))
 
 
 @pytest.mark.parametrize("name", [None, 3, ["w"]])
@@ -431,7 +431,7 @@ def test_a_tensor_s_name_is_a_string(name: object) -> None:
     told = msgpack.unpackb(first.metadata)
     told["tensors"][0][0] = name
     with pytest.raises(StateError, match="its metadata is unreadable"):
-        StateReader(SCHEMA).feed(replace(first, metadata=msgpack.packb(told)))
+        StateAssembler(SCHEMA).feed(replace(first, metadata=msgpack.packb(told)))
 
 
 @pytest.mark.parametrize("user", [msgpack.packb({"step": 3}), [["step", 3]]])
@@ -440,7 +440,7 @@ def test_what_the_application_tells_of_a_state_is_a_map(user: object) -> None:
     first = next(pack(seal(state(1))))
     told = msgpack.unpackb(first.metadata) | {"user": user}
     with pytest.raises(StateError, match=f"user is {type(user).__name__}, not a map"):
-        StateReader(SCHEMA).feed(replace(first, metadata=msgpack.packb(told)))
+        StateAssembler(SCHEMA).feed(replace(first, metadata=msgpack.packb(told)))
 
 
 @pytest.mark.parametrize("user", [None, {}])
@@ -453,7 +453,7 @@ def test_an_application_that_tells_nothing_gives_an_empty_map(user: object) -> N
 @pytest.mark.parametrize(("chunks", "pieces"), [(2, [21]), (9, [10, 11]), (1, [19, 1])])
 def test_neither_a_byte_nor_a_chunk_more_comes_than_was_announced(chunks: int, pieces: list[int]) -> None:
     """Of a tensor of 20 bytes: who sent on and on would fill the memory. It is refused as it comes, not at the end."""
-    reader = StateReader(SCHEMA)
+    reader = StateAssembler(SCHEMA)
     first = next(pack(seal(state(1))))
     assert first.tensor_part is not None
     messages = [DownloadData(tensor_part=WireTensor(bytes(length))) for length in pieces]
@@ -470,7 +470,7 @@ def test_every_tensor_has_one_digest(digests: int) -> None:
     told = msgpack.unpackb(first.metadata)
     told["digest"] = told["digest"][:-1] if digests < 0 else [*told["digest"], bytes(32)]
     with pytest.raises(StateError, match="tensors and [0-9]+ digests"):
-        StateReader(SCHEMA).feed(replace(first, metadata=msgpack.packb(told)))
+        StateAssembler(SCHEMA).feed(replace(first, metadata=msgpack.packb(told)))
 
 
 @pytest.mark.parametrize("nothing", [DownloadData(), DownloadData(tensor_part=WireTensor(b""))])
@@ -497,7 +497,7 @@ def test_two_tensors_of_one_name_are_refused() -> None:
     told = msgpack.unpackb(first.metadata)
     told["tensors"], told["digest"] = told["tensors"] * 2, told["digest"] * 2
     with pytest.raises(StateError, match="two of its tensors have the same name"):
-        StateReader(None).feed(replace(first, metadata=msgpack.packb(told)))
+        StateAssembler(None).feed(replace(first, metadata=msgpack.packb(told)))
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from averaging.deadlines.fair_timeout import FairTimeout, learned_timeout
-from averaging.deadlines.learned import ENOUGH_WAITS, Deadline, Deadlines, Phase
-from averaging.state.patience import WINDOW, Patience
+from averaging.deadlines.learned_deadlines import ENOUGH_WAITS, Deadline, Deadlines, Phase
+from averaging.state.donor_deadlines import WINDOW, DonorDeadlines
 from averaging.transport import virtual_time
 
 LOWER, UPPER = 1.0, 10.0
@@ -131,7 +131,7 @@ async def download(deadlines: Deadlines, donor: str, gaps: list[float]) -> float
 
     last = now()
     try:
-        async with Patience(deadlines).silence(donor) as silence:
+        async with DonorDeadlines(deadlines).silence(donor) as silence:
             async for _ in messages():
                 silence.heard()
                 last = now()
@@ -205,7 +205,7 @@ def test_a_donor_that_was_given_up_early_gets_the_longest_deadline_once() -> Non
         deadlines = Deadlines(LOWER, UPPER)
         for _ in range(ENOUGH_WAITS):
             assert not await download(deadlines, "a:1", [0.1])
-        patience = Patience(deadlines)
+        patience = DonorDeadlines(deadlines)
         for seconds, owed in ((1.0, True), (10.0, False)):
             began = now()
             with pytest.raises(TimeoutError):
@@ -214,7 +214,7 @@ def test_a_donor_that_was_given_up_early_gets_the_longest_deadline_once() -> Non
             assert now() - began == pytest.approx(seconds, abs=0.3)
             assert patience.owes("a:1") is owed
         with pytest.raises(TimeoutError):
-            async with (unknown := Patience(Deadlines(LOWER, UPPER))).silence("a:1"):
+            async with (unknown := DonorDeadlines(Deadlines(LOWER, UPPER))).silence("a:1"):
                 await asyncio.sleep(60)
         assert not unknown.owes("a:1")  # it had the longest one at once
 

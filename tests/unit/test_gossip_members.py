@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from averaging.discovery.members import Members
-from averaging.discovery.spread import RING, all_others
+from averaging.discovery.gossip.broadcast_tree import RING, all_others
+from averaging.discovery.gossip.membership import Membership
 
 OWN = "own:1"
 
 
-def members(*seeds: str, endpoint: str = OWN, most_lost: int = 256) -> Members:
-    return Members(endpoint, seeds, random.Random(0), retry_lost=600.0, most_lost=most_lost)
+def members(*seeds: str, endpoint: str = OWN, most_lost: int = 256) -> Membership:
+    return Membership(endpoint, seeds, random.Random(0), retry_lost=600.0, most_lost=most_lost)
 
 
 def test_only_endpoints_of_others_are_members() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from averaging.errors import ProtocolViolationError
-from averaging.group import Group, Member, Mode, group_key, next_group_bits, pack_gather, unpack_gather
+from averaging.protocol.group import Group, Member, Mode, group_key, next_group_bits, pack_gather, unpack_gather
 
 
 @given(

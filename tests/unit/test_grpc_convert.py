@@ -11,10 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.aggregation import MAX_TRIM, Aggregation, Kind
-from averaging.deadlines.learned import Learned, Phase
+from averaging.deadlines.learned_deadlines import Learned, Phase
 from averaging.errors import ProtocolViolationError
-from averaging.messages import (
+from averaging.observe.receipt_book import Watched
+from averaging.observe.receipts import Account, DropCode, Dropped, LateArrival, Outcome, Receipt, Role, Straggler
+from averaging.observe.status import PeerStatus
+from averaging.protocol.aggregation import MAX_TRIM, Aggregation, Kind
+from averaging.protocol.messages import (
     AveragingData,
     CompressionType,
     Digest,
@@ -28,14 +31,11 @@ from averaging.messages import (
     Rumour,
     WireTensor,
 )
-from averaging.observe.book import Watched
-from averaging.observe.receipts import Account, DropCode, Dropped, LateArrival, Outcome, Receipt, Role, Straggler
-from averaging.observe.status import PeerStatus
-from averaging.schema import DTYPES, ReplyForm, Schema, TensorSpec
+from averaging.protocol.schema import DTYPES, ReplyForm, Schema, TensorSpec
 from averaging.transport.grpc import methods
-from averaging.transport.grpc.convert import decode_averaging_data, decode_rumours
-from averaging.transport.grpc.convert_status import decode_schema, decode_status
+from averaging.transport.grpc.conversion import decode_averaging_data, decode_rumours
 from averaging.transport.grpc.methods import Method
+from averaging.transport.grpc.status_conversion import decode_schema, decode_status
 from averaging.wire import averaging_pb2, gossip_pb2, runtime_pb2, status_pb2
 from tests.spelling import spelled
 

@@ -21,7 +21,7 @@ from averaging.errors import (
     UnauthenticatedError,
     WrongRunError,
 )
-from averaging.transport.grpc.faults import MAX_REASON, error_of_call, is_failed_write, refuse
+from averaging.transport.grpc.error_mapping import MAX_REASON, error_of_call, is_failed_write, refuse
 
 DIALLING = "failed to connect to all addresses; last error: "
 

@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from averaging.config import Inspection
 from averaging.errors import ForeignEndpointError
 from averaging.security.credentials import Credentials
-from averaging.transport.grpc.security import HEALTH_CHECK, call_metadata, check_claim, denial, is_token, needs_token
+from averaging.transport.grpc.authentication import (
+    HEALTH_CHECK,
+    call_metadata,
+    check_claim,
+    denial,
+    is_token,
+    needs_token,
+)
 
 TOKENS = ("new-token-0123456789", "old-token-0123456789")
 

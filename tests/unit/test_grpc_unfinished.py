@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import resource
 import socket
 import struct
 import subprocess
@@ -17,9 +18,18 @@ from pathlib import Path
 import pytest
 
 from averaging.errors import BusyError
-from averaging.transport.grpc import sockets
-from averaging.transport.grpc.sockets import Found, Handle, Remote, Sockets, hang_up, parse_peer, received, search
-from averaging.transport.grpc.unfinished import Limits, Unfinished, excess
+from averaging.transport.grpc import accepted_sockets
+from averaging.transport.grpc.accepted_sockets import (
+    Found,
+    Handle,
+    Remote,
+    SocketSearch,
+    hang_up,
+    parse_peer,
+    received,
+    search,
+)
+from averaging.transport.grpc.unfinished_calls import Limits, UnfinishedCalls, excess
 
 LIMITS = Limits(per_connection=10, per_host=15, in_all=30)
 
@@ -109,7 +119,7 @@ def connection(request: pytest.FixtureRequest) -> Iterator[Connection]:
 
 
 def test_the_socket_of_a_connection_is_found_and_counts_what_has_arrived(connection: Connection) -> None:
-    handles = search()[connection.port][connection.remote]
+    handles = search()[connection.port, connection.remote]
     assert handles == connection.handles
     assert received(handles) == 0
     connection.other.sendall(bytes(1000))
@@ -148,7 +158,7 @@ def test_a_search_keeps_the_locks_of_files(tmp_path: Path) -> None:
 
 def test_a_search_takes_at_most_a_fiftieth_of_the_time() -> None:
     ticks = count()
-    found = Sockets(clock=lambda: float(next(ticks)))  # so each search takes one second
+    found = SocketSearch(clock=lambda: float(next(ticks)))  # so each search takes one second
     assert sorted({found.find().taken for _ in range(200)}) == [0, 51, 102, 153]
 
 
@@ -158,7 +168,7 @@ class Account:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self._ticks = count()
-        self.unfinished = Unfinished(Limits(1 << 40, 1 << 40, 1 << 40), self.find, self.clock)
+        self.unfinished = UnfinishedCalls(Limits(1 << 40, 1 << 40, 1 << 40), self.find, self.clock)
         self.unfinished.start(connection.port)
         self.peer = f"ipv4:{connection.remote.address}:{connection.remote.port}"
 
@@ -190,7 +200,7 @@ async def test_what_arrives_while_a_call_is_unfinished_is_held_for_it(account: A
         assert account.held() == 110
         call.took(60)
         assert account.held() == 110  # a message that was read is in memory as well
-        call.forget()
+        call.release()
         assert account.held() == 50
         call.took(20)
         call.finish()
@@ -251,6 +261,62 @@ async def test_a_new_connection_from_the_same_address_and_port_has_an_account_of
 
 
 @pytest.mark.asyncio
+async def test_a_second_connection_from_the_same_address_and_port_is_not_overlooked() -> None:
+    """It leads to another address of this machine; gRPC's text for its caller is the same."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("", 0)))
+        source, accepted = ("127.0.0.1", 0), []
+
+        def connect(host: str) -> socket.socket:
+            one = stack.enter_context(socket.socket())
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            one.bind(source)
+            one.connect((host, listener.getsockname()[1]))
+            accepted.append(stack.enter_context(listener.accept()[0]))
+            return one
+
+        first = connect("127.0.0.1")
+        source = first.getsockname()
+        ticks = count()
+        unfinished = UnfinishedCalls(
+            Limits(100, 100, 100), lambda: Found(float(next(ticks)), search()), lambda: float(next(ticks))
+        )
+        unfinished.start(listener.getsockname()[1])
+        stack.callback(unfinished.stop)
+        peer = f"ipv4:{source[0]}:{source[1]}"
+        with unfinished.call(peer):
+            unfinished.look()
+            second = connect("127.0.0.2")
+            second.sendall(bytes(101))
+            accepted[1].recv(1)
+            with unfinished.call(peer):
+                unfinished.look()
+        assert first.recv(1) == b""
+        with unfinished.call(peer):
+            unfinished.look()
+        assert second.recv(1) == b""
+
+
+@pytest.mark.asyncio
+async def test_a_process_without_free_descriptors_keeps_its_connections_and_its_counts(account: Account) -> None:
+    with account.unfinished.call(account.peer):
+        account.connection.arrives(100)
+        assert account.held() == 100
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        try:
+            with pytest.raises(OSError, match="Too many open files"):
+                search()
+            account.unfinished._find = SocketSearch(account.clock).find
+            with account.unfinished.call(account.peer):
+                assert account.held() == 100
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        account.connection.arrives(10)
+        assert account.held() == 110
+
+
+@pytest.mark.asyncio
 async def test_the_calls_of_a_connection_that_is_closed_for_what_it_holds_end(account: Account) -> None:
     """gRPC may notice only when it writes that the connection is closed."""
     account.unfinished._limits = Limits(per_connection=100, per_host=1 << 40, in_all=1 << 40)
@@ -278,15 +344,15 @@ async def test_connections_that_are_closed_are_forgotten(account: Account) -> No
 
 
 def test_no_socket_is_found_on_a_system_without_proc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sockets, "_DESCRIPTORS", tmp_path / "absent")
-    assert Sockets().find().by_port == {}
+    monkeypatch.setattr(accepted_sockets, "_DESCRIPTORS", tmp_path / "absent")
+    assert SocketSearch().find().sockets == {}
 
 
 @pytest.mark.asyncio
 async def test_where_no_socket_is_found_nothing_is_counted_and_nothing_closed(
     account: Account, caplog: pytest.LogCaptureFixture
 ) -> None:
-    unfinished = Unfinished(Limits(1, 1, 1), lambda: Found(account.clock()), account.clock)
+    unfinished = UnfinishedCalls(Limits(1, 1, 1), lambda: Found(account.clock()), account.clock)
     for number in range(3):
         with unfinished.call(account.peer), unfinished.call(f"ipv4:192.0.2.7:{number}") as call:
             account.connection.arrives(1000)

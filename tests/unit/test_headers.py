@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from averaging.messages import Resume
+from averaging.protocol.messages import Resume
 from averaging.transport.grpc.headers import (
     MIN_GROUP_SIZE,
     of_min_group_size,

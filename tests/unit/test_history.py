@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from averaging.errors import StateError
-from averaging.strategies.catching_up import check_history
-from averaging.strategies.history import (
+from averaging.strategies.catch_up import check_history
+from averaging.strategies.lockstep import MAX_SAMPLES, gathered_samples
+from averaging.training.history import (
     History,
     Origin,
     Progress,
@@ -21,7 +22,6 @@ from averaging.strategies.history import (
     of_one_run,
     training_on,
 )
-from averaging.strategies.together import MAX_SAMPLES, gathered_samples
 
 HERE = Origin(Rank.APPOINTED, -1000.0, "here")
 A, B = History(3, 12.0, "aa", HERE), History(3, 12.0, "bb", HERE)

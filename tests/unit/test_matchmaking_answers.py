@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from averaging.matchmaking.answers import FIRST_SECONDS, LAST_SECONDS, MAX_REMEMBERED, Answers, Standing
+from averaging.matchmaking.response_history import (
+    FIRST_SECONDS,
+    LAST_SECONDS,
+    MAX_REMEMBERED,
+    ResponseHistory,
+    Standing,
+)
 
 KNOWN, SILENT, NEW = "192.0.2.1:1", "192.0.2.2:1", "192.0.2.3:1"
 
 
 def test_one_that_does_not_answer_is_silent_until_it_does() -> None:
-    found = Answers()
+    found = ResponseHistory()
     assert found.standing(SILENT, 0.0) is Standing.SOUND
     for times in range(1, 4):
         found.unanswered_by(SILENT)
@@ -20,7 +26,7 @@ def test_one_that_does_not_answer_is_silent_until_it_does() -> None:
 
 
 def test_new_peers_are_doubted_after_one_that_did_not_answer_and_no_longer_after_one_that_did() -> None:
-    found = Answers()
+    found = ResponseHistory()
     found.answered(KNOWN)
     found.unanswered_by(SILENT)
     found.unanswered_by(SILENT)
@@ -34,7 +40,7 @@ def test_new_peers_are_doubted_after_one_that_did_not_answer_and_no_longer_after
 
 
 def test_silent_peers_are_doubted_together_and_one_that_answered_before_for_itself() -> None:
-    found = Answers()
+    found = ResponseHistory()
     found.answered(KNOWN)
     for number in range(20):
         found.unanswered_by(f"192.0.2.9:{number + 1}")
@@ -43,7 +49,7 @@ def test_silent_peers_are_doubted_together_and_one_that_answered_before_for_itse
 
 
 def test_a_deserter_is_remembered_for_a_while_longer_each_time_and_until_it_decides() -> None:
-    found = Answers()
+    found = ResponseHistory()
     found.deserted_by(SILENT, 0.0)
     assert found.standing(SILENT, FIRST_SECONDS - 1) is Standing.DESERTER
     assert found.standing(SILENT, FIRST_SECONDS) is Standing.SOUND
@@ -57,7 +63,7 @@ def test_a_deserter_is_remembered_for_a_while_longer_each_time_and_until_it_deci
 
 
 def test_names_without_end_take_no_more_memory_and_not_the_places_of_those_that_answer() -> None:
-    found = Answers()
+    found = ResponseHistory()
     found.answered(KNOWN)
     for number in range(2 * MAX_REMEMBERED):
         found.unanswered_by(f"192.0.2.9:{number + 1}")

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from averaging.allreduce.partition import Part, busiest_link, packed_size, packed_sizes, partition, shares
 from averaging.errors import ConfigError, RoundError
-from averaging.group import Member, Mode
-from averaging.messages import CompressionType
-from averaging.schema import Schema, TensorSpec
+from averaging.protocol.group import Member, Mode
+from averaging.protocol.messages import CompressionType
+from averaging.protocol.schema import Schema, TensorSpec
 
 
 def group(*bandwidths: float | None, clients: Sequence[int] = (), auxiliaries: Sequence[int] = ()) -> list[Member]:

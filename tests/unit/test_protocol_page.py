@@ -16,18 +16,18 @@ import pytest
 import torch
 
 import averaging
-from averaging.aggregation import MEAN, Aggregation, Kind, parse_aggregation
 from averaging.allreduce.partition import partition, shares
 from averaging.compression import decode, encode
-from averaging.discovery.identity import Ed25519Identity
-from averaging.discovery.records import Limits, entry_hash, record_id
-from averaging.discovery.settings import GossipSettings
-from averaging.discovery.spread import peer_hash
-from averaging.discovery.table import RecordTable
-from averaging.group import Group, Member, Mode, next_group_bits
-from averaging.messages import CompressionType, Record
-from averaging.peer import progress, rounds
-from averaging.schema import ReplyForm, Schema, TensorSpec
+from averaging.discovery.gossip.broadcast_tree import peer_hash
+from averaging.discovery.gossip.identity import Ed25519Identity
+from averaging.discovery.gossip.record import Limits, entry_hash, record_id
+from averaging.discovery.gossip.record_table import RecordTable
+from averaging.discovery.gossip.settings import GossipSettings
+from averaging.peer import rounds, run_progress
+from averaging.protocol.aggregation import MEAN, Aggregation, Kind, parse_aggregation
+from averaging.protocol.group import Group, Member, Mode, next_group_bits
+from averaging.protocol.messages import CompressionType, Record
+from averaging.protocol.schema import ReplyForm, Schema, TensorSpec
 from averaging.state import donors
 from averaging.state.manifest import read_manifest, resume_at
 from averaging.state.packing import State, pack, seal
@@ -50,7 +50,7 @@ SCHEMAS = re.findall(r"^(1\|\S+)\n([0-9a-f]{64})$", PAGE, re.MULTILINE)
         ("{run_id}.0b{bits}", f"after {rounds.OVER_LIFETIME:g} s at most"),
         ("{run_id}.all_averagers", f"| {donors.LIFETIME:g} s"),
         ("{run_id}.peers", f"| {GOSSIP.peer_lifetime:g} s, renewed every {GOSSIP.peer_refresh:g} s"),
-        ("{run_id}.progress", f"| {progress.LIFETIME:g} s, renewed every {progress.REFRESH:g} s"),
+        ("{run_id}.progress", f"| {run_progress.LIFETIME:g} s, renewed every {run_progress.REFRESH:g} s"),
     ],
 )
 def test_the_records_of_the_page_live_as_long_as_ours(key: str, told: str) -> None:

@@ -11,21 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from averaging.config import MAX_MATCHMAKING_TIME
-from averaging.deadlines.learned import VERDICT_SECONDS
+from averaging.deadlines.learned_deadlines import VERDICT_SECONDS
 from averaging.discovery.base import MAX_LIFETIME, Entry
 from averaging.errors import ProtocolViolationError
-from averaging.group import Member, Mode, pack_gather
 from averaging.matchmaking import rules
-from averaging.matchmaking.answers import Standing
-from averaging.matchmaking.rules import Attempt, Declaration, Searching
-from averaging.messages import JoinRequest, MessageCode, MessageFromLeader
+from averaging.matchmaking.response_history import Standing
+from averaging.matchmaking.rules import Attempt, Declaration, LeaderCandidate
+from averaging.protocol.group import Member, Mode, pack_gather
+from averaging.protocol.messages import JoinRequest, MessageCode, MessageFromLeader
 
 HASH = b"h" * 32
 NOW = 1000.0
 
 
-def searching(**changes: object) -> Searching:
-    state = Searching(Member("me:1"), HASH, target_group_size=3, declared=NOW + 5)
+def searching(**changes: object) -> LeaderCandidate:
+    state = LeaderCandidate(Member("me:1"), HASH, target_group_size=3, declared=NOW + 5)
     for name, value in changes.items():
         setattr(state, name, value)
     return state
@@ -227,7 +227,7 @@ def test_a_head_start_follows_what_is_known() -> None:
 )
 def test_a_group_begins_only_if_somebody_contributes(modes: list[Mode], enough: bool) -> None:
     members = [Member(f"h:{port + 1}", mode=mode) for port, mode in enumerate(modes)]
-    state = Searching(members[0], HASH, 8, followers={m.endpoint: m for m in members[1:]})
+    state = LeaderCandidate(members[0], HASH, 8, followers={m.endpoint: m for m in members[1:]})
     assert (rules.who_begins(state, 2) is not None) is enough
 
 
@@ -280,8 +280,8 @@ def test_who_wants_a_larger_group_than_the_leader_takes_is_not_taken_in() -> Non
 def test_two_that_contribute_are_enough_in_a_group_of_four(modes: list[Mode], complete: bool) -> None:
     members = [Member(f"h:{port + 1}", mode=mode) for port, mode in enumerate(modes)]
     followers = {member.endpoint: member for member in members[1:]}
-    assert rules.is_complete(Searching(members[0], HASH, 4, enough=2, followers=followers)) is complete
-    assert not rules.is_complete(Searching(members[0], HASH, 5, enough=2, min_group_size=5, followers=followers))
+    assert rules.is_complete(LeaderCandidate(members[0], HASH, 4, enough=2, followers=followers)) is complete
+    assert not rules.is_complete(LeaderCandidate(members[0], HASH, 5, enough=2, min_group_size=5, followers=followers))
 
 
 def begin(**changes: object) -> MessageFromLeader:

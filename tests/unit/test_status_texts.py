@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from averaging.observe.plain import duration
+from averaging.common.sanitize import duration
 from averaging.observe.receipts import Account, Dropped, LateArrival, Outcome, Receipt
 from averaging.observe.status import PeerStatus
-from averaging.observe.training import Finish, TrainingStatus
+from averaging.observe.training_status import Finish, TrainingStatus
 from tests.receipts import A, B, C, D, receipt
 
 EVIL = "\x1b[2J<script>\n"

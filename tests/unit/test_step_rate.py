@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.step_rate import LEAST, MOST, REMEMBERED, StepRate, check_rate, rate_in
-from averaging.strategies.history import History, Progress
+from averaging.observe.step_rate import LEAST, MOST, REMEMBERED, StepRate, check_rate, rate_in
+from averaging.training.history import History, Progress
 
 HOSTILE: list[Any] = [
     None,

@@ -10,15 +10,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.allreduce.digest import ShardDigest, digest_of
-from averaging.allreduce.losses import code_of
-from averaging.allreduce.pace import reach
+from averaging.allreduce.drop_codes import code_of
 from averaging.allreduce.partition import Part
+from averaging.allreduce.round_account import RoundAccount, RoundResult
+from averaging.allreduce.send_window import reach
+from averaging.allreduce.shard_digest import ShardDigest, digest_of
 from averaging.allreduce.stragglers import Lag, find_straggler
-from averaging.allreduce.tally import RoundResult, Tally
 from averaging.errors import AveragingError, CallRefusedError, NonFiniteError, PeerUnreachableError
-from averaging.group import Group, Member, Mode
 from averaging.observe.receipts import DropCode, Dropped, Straggler
+from averaging.protocol.group import Group, Member, Mode
 from averaging.transport import virtual_time
 
 SENDERS = ("a", "b", "c")
@@ -105,7 +105,7 @@ def played(*moments: tuple[float, str], averaged: bool = False, members: str = "
         group = Group(b"g", (*map(Member, members), Member("x", mode=Mode.AUXILIARY)))
         mine = [Part(0, start, start + 2) for start in (0, 2)]
         shares = {name: mine if name == "a" else [] for name in (*members, "x")}
-        tally = Tally(group, "a", shares, reach=reach([8, 8], 8), alike=True)
+        tally = RoundAccount(group, "a", shares, reach=reach([8, 8], 8), alike=True)
         await asyncio.sleep(10.0)
         tally.begin()
         began = asyncio.get_running_loop().time()
@@ -153,7 +153,7 @@ def test_a_share_is_a_part_of_all_elements_and_where_there_are_none_it_is_0() ->
     assert [account.share for account in played().accounts] == [1.0, 0.0, 0.0, 0.0]
 
     async def main() -> RoundResult:
-        return Tally(Group(b"g", (Member("a"),)), "a", {"a": []}, reach=[0], alike=True).result()
+        return RoundAccount(Group(b"g", (Member("a"),)), "a", {"a": []}, reach=[0], alike=True).result()
 
     assert [account.share for account in virtual_time.run(main()).accounts] == [0.0]
 

@@ -11,10 +11,10 @@ import torch
 from averaging.errors import StateError
 from averaging.state.packing import State
 from averaging.strategies import LocalSGD
-from averaging.strategies.history import History
+from averaging.training.history import History
 from averaging.training.optimizer_state import pack_optimizer
 from averaging.training.training import Training
-from averaging.training_state import TrainingState
+from averaging.training.training_state import TrainingState
 
 SOUND = {"weight": torch.ones(2), "buffer/seen": torch.ones(2, dtype=torch.int64)}
 

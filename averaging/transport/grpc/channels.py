@@ -10,20 +10,19 @@ from urllib.parse import quote
 
 import grpc
 
-from averaging.addresses import is_endpoint, parse_address, parse_ip
+from averaging.common.addresses import CLIENT_PREFIX, is_endpoint, parse_address, parse_ip
 from averaging.errors import ClosedError, PeerUnreachableError, ProtocolViolationError
-from averaging.group import CLIENT_PREFIX
 from averaging.security.credentials import Credentials
+from averaging.transport.grpc.authentication import call_metadata, channel_credentials
+from averaging.transport.grpc.channel_options import UNUSED_SECONDS, Options
 from averaging.transport.grpc.dialling import Dialling
-from averaging.transport.grpc.options import UNUSED_SECONDS, Options
-from averaging.transport.grpc.security import call_metadata, channel_credentials
 
 MAX_IDLE = 256
 """Channels kept open without a call in progress; beyond it the one unused for longest is closed."""
 
 
 @dataclass(slots=True, eq=False)
-class Line:
+class PeerConnection:
     """A channel to one endpoint, and how many calls are on it."""
 
     channel: grpc.aio.Channel
@@ -52,12 +51,14 @@ class Channels:
         self._dialling = dialling or Dialling()
         self.metadata = call_metadata(credentials.tokens)
         self._max_idle = max_idle
-        self._lines: dict[str, Line] = {}  # the least recently used first
-        self._replaced: set[Line] = set()  # broken or long unused, to be closed when their last call has ended
+        self._lines: dict[str, PeerConnection] = {}  # the least recently used first
+        self._replaced: set[PeerConnection] = (
+            set()
+        )  # broken or long unused, to be closed when their last call has ended
         self._closed = False
 
     @asynccontextmanager
-    async def call(self, endpoint: str) -> AsyncIterator[Line]:
+    async def call(self, endpoint: str) -> AsyncIterator[PeerConnection]:
         """A channel to `endpoint` for one call.
 
         A channel on which a call finds the peer unreachable is not used again: a new one dials at once, whereas the old
@@ -91,12 +92,12 @@ class Channels:
         if line and not line.users and asyncio.get_running_loop().time() - line.unused_since > UNUSED_SECONDS:
             self._replaced.add(self._lines.pop(endpoint))
 
-    def _line_to(self, endpoint: str) -> Line:
+    def _line_to(self, endpoint: str) -> PeerConnection:
         if self._closed:
             raise ClosedError(f"{endpoint} cannot be called: this peer has been closed")
         line = self._lines.pop(endpoint, None)
         if line is None:
-            line = Line(self._open(target(endpoint)))
+            line = PeerConnection(self._open(target(endpoint)))
         self._lines[endpoint] = line
         return line
 

@@ -10,7 +10,7 @@ import grpc
 
 from averaging.errors import PeerUnreachableError
 from averaging.transport.grpc.channels import Channels
-from averaging.transport.grpc.faults import calling, is_failed_write, read_reply
+from averaging.transport.grpc.error_mapping import calling, is_failed_write, read_reply
 from averaging.transport.grpc.methods import Method
 
 Request = TypeVar("Request")

@@ -6,7 +6,7 @@ import asyncio
 import socket
 from collections.abc import Collection
 
-from averaging.addresses import is_loopback, objection, parse_address, parse_ip
+from averaging.common.addresses import is_loopback, objection, parse_address, parse_ip
 from averaging.errors import ProtocolViolationError
 
 RESOLVE_SECONDS = 3.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from averaging.group import MAX_GROUP_SIZE
-from averaging.messages import Resume
+from averaging.protocol.group import MAX_GROUP_SIZE
+from averaging.protocol.messages import Resume
 
 RESUME = "averaging-resume"
 """What of a state is there already: the number of bytes, a space, and the fingerprint of their tensors in hexadecimal

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from averaging.transport.grpc import convert, convert_receipts, convert_status, counts
+from averaging.transport.grpc import conversion, message_limits, receipt_conversion, status_conversion
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
@@ -35,7 +35,7 @@ class Method(Generic[Request, Reply]):
     decode_request: Callable[[bytes], Request]
     encode_reply: Callable[[Reply], bytes]
     decode_reply: Callable[[bytes], Reply]
-    max_request_bytes: int | None = counts.SMALL_BYTES
+    max_request_bytes: int | None = message_limits.SMALL_BYTES
     max_reply_bytes: int | None = None
 
     def read_request(self, raw: bytes) -> Request:
@@ -44,7 +44,7 @@ class Method(Generic[Request, Reply]):
         Raises:
             ProtocolViolationError: it is too long, or malformed.
         """
-        return self.decode_request(counts.short(raw, self.max_request_bytes, self.path))
+        return self.decode_request(message_limits.short(raw, self.max_request_bytes, self.path))
 
     def read_reply(self, raw: bytes) -> Reply:
         """Decodes a reply of another peer's.
@@ -52,7 +52,7 @@ class Method(Generic[Request, Reply]):
         Raises:
             ProtocolViolationError: it is too long, or malformed.
         """
-        return self.decode_reply(counts.short(raw, self.max_reply_bytes, self.path))
+        return self.decode_reply(message_limits.short(raw, self.max_reply_bytes, self.path))
 
     @property
     def path(self) -> str:
@@ -63,90 +63,90 @@ class Method(Generic[Request, Reply]):
 JOIN_GROUP = Method(
     AVERAGING,
     "rpc_join_group",
-    convert.encode_join_request,
-    convert.decode_join_request,
-    convert.encode_message_from_leader,
-    convert.decode_message_from_leader,
-    max_request_bytes=counts.JOIN_BYTES,
+    conversion.encode_join_request,
+    conversion.decode_join_request,
+    conversion.encode_message_from_leader,
+    conversion.decode_message_from_leader,
+    max_request_bytes=message_limits.JOIN_BYTES,
 )
 AGGREGATE_PART = Method(
     AVERAGING,
     "rpc_aggregate_part",
-    convert.encode_averaging_data,
-    convert.decode_averaging_data,
-    convert.encode_averaging_data,
-    convert.decode_averaging_data,
+    conversion.encode_averaging_data,
+    conversion.decode_averaging_data,
+    conversion.encode_averaging_data,
+    conversion.decode_averaging_data,
     max_request_bytes=None,
 )
 DOWNLOAD_STATE = Method(
     AVERAGING,
     "rpc_download_state",
-    convert.encode_nothing,
-    convert.decode_nothing,
-    convert.encode_download_data,
-    convert.decode_download_data,
+    conversion.encode_nothing,
+    conversion.decode_nothing,
+    conversion.encode_download_data,
+    conversion.decode_download_data,
 )
 EXCHANGE = Method(
     GOSSIP,
     "Exchange",
-    convert.encode_digest,
-    convert.decode_digest,
-    convert.encode_exchange_reply,
-    convert.decode_exchange_reply,
-    max_request_bytes=counts.DIGEST_BYTES,
-    max_reply_bytes=counts.RECORDS_BYTES,
+    conversion.encode_digest,
+    conversion.decode_digest,
+    conversion.encode_exchange_reply,
+    conversion.decode_exchange_reply,
+    max_request_bytes=message_limits.DIGEST_BYTES,
+    max_reply_bytes=message_limits.RECORDS_BYTES,
 )
 PUSH = Method(
     GOSSIP,
     "Push",
-    convert.encode_rumours,
-    convert.decode_rumours,
-    convert.encode_refusals,
-    convert.decode_refusals,
-    max_request_bytes=counts.RECORDS_BYTES,
-    max_reply_bytes=counts.REFUSALS_BYTES,
+    conversion.encode_rumours,
+    conversion.decode_rumours,
+    conversion.encode_refusals,
+    conversion.decode_refusals,
+    max_request_bytes=message_limits.RECORDS_BYTES,
+    max_reply_bytes=message_limits.REFUSALS_BYTES,
 )
 SUBSCRIBE = Method(
     GOSSIP,
     "Subscribe",
-    convert.encode_digest,
-    convert.decode_digest,
-    convert.encode_records,
-    convert.decode_records,
-    max_request_bytes=counts.DIGEST_BYTES,
-    max_reply_bytes=counts.RECORDS_BYTES,
+    conversion.encode_digest,
+    conversion.decode_digest,
+    conversion.encode_records,
+    conversion.decode_records,
+    max_request_bytes=message_limits.DIGEST_BYTES,
+    max_reply_bytes=message_limits.RECORDS_BYTES,
 )
 LIST_RECORDS = Method(
     GOSSIP,
     "ListRecords",
-    convert.encode_key,
-    convert.decode_key,
-    convert.encode_records,
-    convert.decode_records,
+    conversion.encode_key,
+    conversion.decode_key,
+    conversion.encode_records,
+    conversion.decode_records,
 )
 GET_STATUS = Method(
     STATUS,
     "GetStatus",
-    convert.encode_nothing,
-    convert.decode_nothing,
-    convert_status.encode_status,
-    convert_status.decode_status,
+    conversion.encode_nothing,
+    conversion.decode_nothing,
+    status_conversion.encode_status,
+    status_conversion.decode_status,
 )
 WATCH_ROUNDS = Method(
     STATUS,
     "WatchRounds",
-    convert_receipts.encode_watch_request,
-    convert_receipts.decode_watch_request,
-    convert_receipts.encode_watched,
-    convert_receipts.decode_watched,
+    receipt_conversion.encode_watch_request,
+    receipt_conversion.decode_watch_request,
+    receipt_conversion.encode_watched,
+    receipt_conversion.decode_watched,
 )
 GET_SCHEMA = Method(
     STATUS,
     "GetSchema",
-    convert.encode_nothing,
-    convert.decode_nothing,
-    convert_status.encode_schema,
-    convert_status.decode_schema,
+    conversion.encode_nothing,
+    conversion.decode_nothing,
+    status_conversion.encode_schema,
+    status_conversion.decode_schema,
 )
 
 REQUEST_BYTES: Mapping[str, int | None] = {

@@ -16,17 +16,17 @@ from grpc_reflection.v1alpha import reflection
 
 from averaging.config import Inspection
 from averaging.errors import ListenError, ProtocolViolationError
-from averaging.messages import Record
 from averaging.observe.status import PeerStatus
-from averaging.schema import Schema
+from averaging.protocol.messages import Record
+from averaging.protocol.schema import Schema
 from averaging.security.credentials import Credentials
 from averaging.transport.base import AveragingService, GossipService
 from averaging.transport.grpc import headers, methods
-from averaging.transport.grpc.intake import Incoming, Intake
+from averaging.transport.grpc.authentication import Callers, TokenInterceptor, host_of, server_credentials
+from averaging.transport.grpc.channel_options import WRITE_BYTES_PER_SECOND, WRITE_SECONDS, held_limits, server_options
 from averaging.transport.grpc.methods import Method
-from averaging.transport.grpc.options import WRITE_BYTES_PER_SECOND, WRITE_SECONDS, held_limits, server_options
-from averaging.transport.grpc.security import Callers, Gate, host_of, server_credentials
-from averaging.transport.grpc.unfinished import Unfinished
+from averaging.transport.grpc.request_intake import IntakeInterceptor, RequestReader
+from averaging.transport.grpc.unfinished_calls import UnfinishedCalls
 
 logger = logging.getLogger("averaging.transport")
 
@@ -67,9 +67,12 @@ class Server:
         self._calls = _Calls()
         self._credentials = credentials = credentials or Credentials()
         self._callers = Callers(authenticated=credentials.tls is not None)
-        self._unfinished = Unfinished(held_limits(max_message_bytes))
-        gate = Gate(credentials, self._callers.refusals)
-        interceptors = [self._calls, Intake(self._callers, self._unfinished), gate]
+        self._unfinished = UnfinishedCalls(held_limits(max_message_bytes))
+        interceptors = [
+            self._calls,
+            IntakeInterceptor(self._callers, self._unfinished),
+            TokenInterceptor(credentials, self._callers.refusals),
+        ]
         self._server = grpc.aio.server(options=server_options(max_message_bytes), interceptors=interceptors)
         try:
             if credentials.tls is None:
@@ -226,7 +229,7 @@ def _download(service: AveragingService, callers: Callers) -> grpc.RpcMethodHand
 def _parts(service: AveragingService, callers: Callers) -> grpc.RpcMethodHandler[bytes, bytes]:
     method = methods.AGGREGATE_PART
 
-    async def handle(incoming: Incoming, context: Context) -> None:
+    async def handle(incoming: RequestReader, context: Context) -> None:
         messages = _Messages(incoming, callers.read(method, context))
         refused = False
         async with aclosing(service.aggregate_part(messages)) as replies:
@@ -264,7 +267,7 @@ async def _write(context: Context, path: str, raw: bytes) -> None:
 class _Messages(Generic[Request]):
     """What the caller sends, one by one as they are asked for, until it says that there is no more."""
 
-    def __init__(self, incoming: Incoming, decode: Callable[[bytes], Request]) -> None:
+    def __init__(self, incoming: RequestReader, decode: Callable[[bytes], Request]) -> None:
         self._incoming = incoming
         self._decode = decode
         self._begun = False
@@ -288,7 +291,7 @@ class _Messages(Generic[Request]):
         with suppress(TimeoutError):
             async with asyncio.timeout(LINGER_SECONDS):
                 while not self._reading and await self._read() is not None:
-                    self._incoming.call.forget()
+                    self._incoming.call.release()
 
     async def _read(self) -> bytes | None:
         self._reading = True  # still so after a cancellation: gRPC continues to read, and allows no second read

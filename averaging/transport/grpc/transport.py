@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
-from averaging.addresses import is_loopback, parse_address
+from averaging.common.addresses import is_loopback, parse_address
 from averaging.errors import ClosedError, ConfigError
-from averaging.messages import (
+from averaging.observe.receipt_book import Watched
+from averaging.observe.status import PeerStatus
+from averaging.protocol.messages import (
     AveragingData,
     Digest,
     DownloadData,
@@ -19,18 +21,16 @@ from averaging.messages import (
     Resume,
     Rumour,
 )
-from averaging.observe.book import Watched
-from averaging.observe.status import PeerStatus
-from averaging.schema import Schema
+from averaging.protocol.schema import Schema
 from averaging.security.client_names import bound_name, unbound_name
 from averaging.security.credentials import Credentials
 from averaging.transport.base import AveragingService, GossipService
 from averaging.transport.grpc import headers, methods
-from averaging.transport.grpc.address import check_listen, endpoint_of, warn_of_loopback
+from averaging.transport.grpc.channel_options import channel_options
 from averaging.transport.grpc.channels import Channels
 from averaging.transport.grpc.client import call_both_ways, call_stream, call_unary
 from averaging.transport.grpc.dialling import Dialling, is_on_loopback
-from averaging.transport.grpc.options import channel_options
+from averaging.transport.grpc.listen_check import check_listen, endpoint_of, warn_of_loopback
 from averaging.transport.grpc.server import Server
 
 

@@ -1,0 +1,112 @@
+"""What a command tells programs: one JSON object per event. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from averaging.common.addresses import CLIENT_PREFIX
+from averaging.common.sanitize import plain as plain
+from averaging.discovery.gossip.bootstrap import Waiting
+from averaging.observe.receipts import Receipt
+from averaging.protocol.schema import Schema
+
+Event = Mapping[str, Any]
+
+
+def dumps(event: Event) -> str:
+    """One line of ASCII, whatever strangers put into it."""
+    return json.dumps(event, allow_nan=False)
+
+
+def joining(waiting: Waiting) -> Event:
+    """The peer still waits for one of --join to answer."""
+    return {
+        "event": "joining",
+        "seconds": round(waiting.seconds, 3),
+        "timeout": waiting.timeout,
+        "waiting_for": dict(waiting.reasons),
+    }
+
+
+def ready(endpoint: str, run_id: str, mode: str, schema: Schema) -> Event:
+    """The peer can be reached, and is part of its run."""
+    return {
+        "event": "ready",
+        "endpoint": endpoint,
+        "join": None if endpoint.startswith(CLIENT_PREFIX) else endpoint,
+        "run_id": run_id,
+        "mode": mode,
+        "schema_hash": schema.hash.hex(),
+        "tensors": len(schema.tensors),
+        "bytes": schema.nbytes,
+    }
+
+
+def averaged(number: int, receipt: Receipt) -> Event:
+    """Round `number`, counted from 1, is done."""
+    return {
+        "event": "round",
+        "round": number,
+        "group_id": receipt.group_id.hex(),
+        **_who(receipt),
+        "gathered": {endpoint: plain(value) for endpoint, value in receipt.gathered.items()},
+        "seconds": round(receipt.seconds, 6),
+        "allreduce_seconds": round(receipt.allreduce_seconds, 6),
+        "bytes_sent": receipt.bytes_sent,
+        "bytes_received": receipt.bytes_received,
+        "kept_local": receipt.kept_local,
+        "state_version": receipt.state_version,
+    }
+
+
+def retry(number: int, receipt: Receipt) -> Event:
+    """An attempt at round `number` came to nothing and is made again."""
+    return {
+        "event": "retry",
+        "round": number,
+        "outcome": receipt.outcome.value,
+        "message": receipt.reason,
+        **_who(receipt),
+        "seconds": round(receipt.seconds, 6),
+    }
+
+
+def unwritten(number: int, output: str, message: str) -> Event:
+    """The result of round `number` could not be written; the peer goes on."""
+    return {"event": "unwritten", "round": number, "output": output, "message": message}
+
+
+def serving(rounds: int, output: str | None) -> Event:
+    """The rounds that were asked for are done; the peer stays."""
+    return {"event": "serving", "rounds": rounds, "output": output}
+
+
+def done(rounds: int, output: str | None) -> Event:
+    """The command ends well."""
+    return {"event": "done", "rounds": rounds, "output": output}
+
+
+def started(version: int, tensors: int, nbytes: int) -> Event:
+    """A download has begun; what it announces."""
+    return {"event": "started", "version": version, "tensors": tensors, "bytes": nbytes}
+
+
+def downloaded(version: int, tensors: int, nbytes: int, user: Mapping[str, Any], output: str) -> Event:
+    """A download has been verified and written."""
+    told = {"version": version, "tensors": tensors, "bytes": nbytes, "user": plain(user), "output": output}
+    return {"event": "done", **told}
+
+
+def error(message: str) -> Event:
+    """The command ends badly."""
+    return {"event": "error", "message": message}
+
+
+def _who(receipt: Receipt) -> Event:
+    return {
+        "members": list(receipt.members),
+        "dropped": [dropped.endpoint for dropped in receipt.dropped],
+        "dropped_reasons": {dropped.endpoint: dropped.reason for dropped in receipt.dropped},
+    }

@@ -1,0 +1,187 @@
+"""What `averaging peer` does once its arguments are known to make sense: rounds, and serving, until it is done."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from averaging.cli import console_text, json_events
+from averaging.cli.console import CommandOutput
+from averaging.cli.error_reporting import CommandError, Stopped, failure_of, name_options
+from averaging.cli.signals import Stop
+from averaging.cli.tensor_files import Document, NotWrittenError, Output
+from averaging.errors import AveragingError
+from averaging.observe.receipts import Outcome, Receipt
+from averaging.peer.peer import Peer
+
+RETRY_PAUSE = 1.0
+"""Seconds between a failed attempt and the next one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What the command line asks for.
+
+    Attributes:
+        rounds: how many must be done; None = without end.
+        serve: whether to stay after them until a signal comes, and never to give up.
+        retries: how many failed rounds in a row are tried again.
+        interval: seconds to pause after each round.
+        join_command: what to type elsewhere to join this peer, but for `--join` and its value.
+    """
+
+    rounds: int | None
+    serve: bool
+    retries: int
+    interval: float
+    weight: float
+    gather: Any
+    join_command: Sequence[str]
+
+    def is_done(self, rounds: int) -> bool:
+        """Whether the command ends after so many rounds."""
+        return not self.serve and self.rounds is not None and rounds >= self.rounds
+
+
+class Session:
+    """One run of the command.
+
+    Attributes:
+        rounds: how many rounds are done.
+        written: whether the output holds the present result.
+        unwritten: why it does not, if it was tried.
+    """
+
+    def __init__(
+        self, plan: Plan, peer: Peer, document: Document, output: Output | None, report: CommandOutput
+    ) -> None:
+        self._plan, self._peer = plan, peer
+        self._document, self._output = document, output
+        self._report = report
+        self.rounds = 0
+        self.written = False
+        self.unwritten = ""
+        self._writing = False
+
+    @property
+    def output(self) -> str | None:
+        """The name of what has been written, if it is the present result."""
+        return str(self._output.path) if self._output and self.written else None
+
+    async def run(self, stop: Stop) -> None:
+        """Joins, averages, writes, leaves.
+
+        Raises:
+            Failure: a round could not be done, or the output not be written.
+            Stopped: a signal came before everything was done.
+        """
+        peer, plan = self._peer, self._plan
+        try:
+            async with peer:
+                stop.wait = self._must_finish
+                command = [*plan.join_command, "--join", peer.endpoint]
+                mode = peer.config.mode.name.lower()
+                self._report.tell(
+                    json_events.ready(peer.endpoint, peer.run_id, mode, peer.schema),
+                    console_text.ready(peer.endpoint, peer.run_id, peer.schema, command),
+                )
+                await self._average_until_done(stop)
+                stop.wait = lambda: True  # leaving takes a second at most
+        except AveragingError as error:
+            raise failure_of(error) from None
+
+    def _must_finish(self) -> bool:
+        """Whether a signal waits: leaving in the middle of a round would spoil it for the others."""
+        return self._writing or bool(self._peer.status.group_id)
+
+    async def _average_until_done(self, stop: Stop) -> None:
+        plan, failures = self._plan, 0
+        while True:
+            receipt = await self._attempt()
+            if receipt.averaged:
+                failures = 0
+                await self._finish_round(receipt)
+            elif plan.serve or (receipt.outcome is Outcome.FAILED and failures < plan.retries):
+                failures += 1
+                told = name_options(console_text.not_averaged(self._name, receipt))
+                self._report.tell(json_events.retry(self.rounds + 1, receipt), told)
+            else:
+                raise CommandError(self._why_given_up(receipt))
+            if plan.is_done(self.rounds):
+                break
+            if stop.number:
+                raise Stopped(stop.number)
+            await asyncio.sleep(plan.interval if receipt.averaged else RETRY_PAUSE)
+
+    @property
+    def _name(self) -> str:
+        return console_text.round_name(self.rounds + 1, self._plan.rounds)
+
+    async def _attempt(self) -> Receipt:
+        def describe() -> str:
+            status = self._peer.status
+            if status.members:
+                return f"{self._name}: averaging with {len(status.members) - 1} others"
+            return console_text.looking(self._name, status.known_peers - 1)
+
+        async with self._report.waiting(describe):
+            return await self._peer.average(weight=self._plan.weight, gather=self._plan.gather)
+
+    async def _finish_round(self, receipt: Receipt) -> None:
+        name = self._name
+        self.rounds += 1
+        event = json_events.averaged(self.rounds, receipt)
+        self._report.tell(event, console_text.averaged(name, self._peer.endpoint, receipt, event["gathered"]))
+        reached = self.rounds == self._plan.rounds
+        if self._plan.serve or reached:
+            await self._write()
+        if self._plan.serve and reached:
+            self._report.tell(
+                json_events.serving(self.rounds, self.output),
+                f"{console_text.counted(self.rounds, 'round')} done, going on until Ctrl+C",
+            )
+
+    async def _write(self) -> None:
+        if self._output is None:
+            return
+        # Nobody else writes the tensors between two rounds, so they need no lock.
+        self._writing = True
+        self.written, self.unwritten = False, ""
+        write = asyncio.to_thread(self._output.write, self._document.tensors, self._document.metadata)
+        writing = asyncio.create_task(write)
+        cancelled = await _until_done(writing)
+        try:
+            writing.result()
+            self.written = True
+        except NotWrittenError as error:
+            if not self._plan.serve:
+                raise
+            # The others go on averaging with this peer, and the disk may be freed before the next round.
+            self.unwritten = error.message
+            told = f"{error.message}; averaging goes on, and it is tried again after the next round"
+            self._report.tell(json_events.unwritten(self.rounds - 1, str(self._output.path), error.message), told)
+        finally:
+            self._writing = False
+        if cancelled:
+            raise asyncio.CancelledError
+
+    def _why_given_up(self, receipt: Receipt) -> str:
+        told = name_options(console_text.not_averaged(self._name, receipt))
+        if receipt.outcome is Outcome.FAILED:
+            told += (
+                f" ({console_text.counted(self._plan.retries + 1, 'attempt')} failed in a row; --retries allows more)"
+            )
+        return f"{told}. Nothing was written"
+
+
+async def _until_done(task: asyncio.Task[None]) -> bool:
+    """Waits for what goes on in a thread, where no cancellation reaches it; returns whether there was one meanwhile."""
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            cancelled = True
+    return cancelled

@@ -1,0 +1,1 @@
+"""Checks and helpers that several rooms use."""

@@ -1,0 +1,120 @@
+"""Addresses: how they are written, which a peer may dial, and which a certificate stands for. Pure."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable
+
+from averaging.errors import ConfigError
+
+CLIENT_PREFIX = "client::"
+"""The name of a peer in client mode starts with this. Such a name is never dialled."""
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+
+_METADATA = frozenset(
+    map(
+        ipaddress.ip_address,
+        (
+            "100.100.100.200",  # Alibaba
+            "168.63.129.16",  # Azure
+            "192.0.0.192",  # Oracle
+            "fd00:ec2::254",  # Amazon
+            "fd20:ce::254",  # Google
+        ),
+    )
+)
+"""Where clouds hand out credentials to whoever asks from inside, besides the link-local 169.254.169.254."""
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """Splits `host:port`; an IPv6 host stands in brackets.
+
+    Raises:
+        ConfigError: it is not such an address.
+    """
+    host, colon, port = address.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    name = host[1:-1] if bracketed else host
+    sound = bool(name) and not set(name) & set(" /[]@" if bracketed else " :/[]@")
+    # isdecimal alone would take digits of other scripts
+    numbered = port.isascii() and port.isdecimal() and len(port) <= 5 and int(port) <= 65535
+    if not colon or not sound or not numbered or not host.isprintable():
+        raise ConfigError(
+            f"{address[:100]!r} is not an address; give HOST:PORT, for example 192.0.2.7:4222 or [2001:db8::7]:4222"
+        )
+    return host, int(port)
+
+
+def is_endpoint(name: str) -> bool:
+    """Whether `name` can be a peer's name on the wire: an address with a port, or a client's name."""
+    if len(name) > 256 or not name.isprintable():
+        return False
+    if name.startswith(CLIENT_PREFIX):
+        return True
+    try:
+        return parse_address(name)[1] > 0
+    except ConfigError:
+        return False
+
+
+def parse_ip(host: str) -> Address | None:
+    """The address that `host` is, in brackets or not; None if it is a name."""
+    try:
+        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return None
+
+
+def _destination(host: str) -> Address | None:
+    """Where packets to `host` end: some IPv6 addresses lead to an IPv4 address that they hold."""
+    address = parse_ip(host)
+    if isinstance(address, ipaddress.IPv6Address):
+        if address in _NAT64:
+            return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+        return address.ipv4_mapped or address.sixtofour or address
+    return address
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is this machine to itself, by its address or by the name localhost."""
+    address = _destination(host)
+    name = _normal(host)
+    return address.is_loopback if address else name == "localhost" or name.endswith(".localhost")
+
+
+def objection(host: str, *, loopback: bool) -> str | None:
+    """Why nobody may be dialled there on a stranger's word; None if nothing speaks against it.
+
+    Args:
+        host: an address; a name is judged by the addresses that it has, see `transport.grpc.dialling`.
+        loopback: whether the peers of this run may be on this machine's loopback.
+    """
+    address = _destination(host)
+    if is_loopback(host):
+        return None if loopback else "a loopback address, which is this very machine"
+    if address is None:
+        return None
+    if address.is_unspecified:
+        return "the unspecified address"
+    if address.is_multicast or address == ipaddress.IPv4Address("255.255.255.255"):
+        return "a multicast address"
+    if address.is_link_local:
+        return "a link-local address, where clouds keep their metadata"
+    return "where a cloud keeps its metadata" if address in _METADATA else None
+
+
+def covers(hosts: Iterable[str], host: str) -> bool:
+    """Whether a certificate for `hosts` stands for `host`; `*.example.org` stands for one label before the dot."""
+    address = parse_ip(host)
+    if address is not None:
+        return any(parse_ip(known) == address for known in hosts)
+    name = _normal(host)
+    _, dot, parent = name.partition(".")
+    return any(_normal(known) in ({name, f"*.{parent}"} if dot else {name}) for known in hosts)
+
+
+def _normal(name: str) -> str:
+    return name.lower().rstrip(".")

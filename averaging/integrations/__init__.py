@@ -1,0 +1,10 @@
+"""Ready-made classes for trainers and loggers. Each module imports its library only when the module itself is imported.
+
+| module | its extra |
+|---|---|
+| `averaging.integrations.transformers` | `averaging[transformers]` |
+| `averaging.integrations.accelerate` | `averaging[transformers]` |
+| `averaging.integrations.lightning` | `averaging[lightning]` |
+| `averaging.integrations.tensorboard` | `averaging[tensorboard]` |
+| `averaging.integrations.wandb` | `averaging[wandb]` |
+"""

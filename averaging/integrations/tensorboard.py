@@ -1,0 +1,64 @@
+"""The averager's rounds in TensorBoard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from averaging import Receipt
+from averaging.integrations.extras import missing
+from averaging.integrations.rounds import RoundLogger
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+class TensorBoardRounds(RoundLogger):
+    """Writes each round to TensorBoard, under `round/…` over the number of the round at this peer.
+
+    ```python
+    rounds = TensorBoardRounds("runs/a")
+    opt = DecentralizedAverager(optimizer, run_id="example", strategy=LocalSGD(every=50), on_round=rounds)
+    rounds.follow(opt)  # steps, samples and peers too, under `averaging/…`
+    ```
+
+    Args:
+        writer: a SummaryWriter, or the folder for one. Each peer needs a folder of its own.
+        on_round: called with each receipt afterwards.
+
+    Raises:
+        ImportError: a folder was given, and TensorBoard is not installed.
+        OSError: nothing can be written to the folder.
+    """
+
+    def __init__(
+        self, writer: SummaryWriter | str | Path, *, on_round: Callable[[Receipt], object] | None = None
+    ) -> None:
+        super().__init__(on_round)
+        self._writer = _open(writer) if isinstance(writer, str | Path) else writer
+
+    @property
+    def writer(self) -> SummaryWriter:
+        """The SummaryWriter, for curves of your own."""
+        return self._writer
+
+    def __repr__(self) -> str:
+        return f"TensorBoardRounds({self._writer.log_dir!r})"
+
+    def write(self, receipt: Receipt, scalars: dict[str, float]) -> None:
+        """Writes the numbers, and the receipt in words."""
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, receipt.round)
+        told = f"{receipt}" if receipt.straggler is None else f"{receipt}; waited for {receipt.straggler.endpoint}"
+        self._writer.add_text("round/told", told, receipt.round)
+        self._writer.flush()
+
+
+def _open(folder: str | Path) -> SummaryWriter:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise missing("tensorboard", "tensorboard") from error
+    Path(folder).mkdir(parents=True, exist_ok=True)  # the writer's own error is no OSError beside TensorFlow
+    return SummaryWriter(str(folder))

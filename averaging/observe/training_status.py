@@ -1,0 +1,97 @@
+"""How far a peer that trains, and its run, are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from averaging.common.sanitize import counted, html_table, listed
+from averaging.observe.receipts import Receipt
+from averaging.observe.status import PeerStatus
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingStatus:
+    """What `DecentralizedAverager.status` tells.
+
+    Attributes:
+        local_step: calls of `step`, those of the state that was downloaded or loaded included.
+        global_step: steps that the run has made together; None with a strategy that has none.
+        samples: gathered by this peer for the next global step, where the strategy counts them; DiLoCo: local steps.
+        peers: endpoints of the peers of the run that are known, this one included.
+        alone: whether there is no other.
+        last_receipt: of the last round; None before the first.
+        peer: what the peer itself tells to anybody who asks.
+    """
+
+    local_step: int
+    global_step: int | None
+    samples: float
+    peers: frozenset[str]
+    alone: bool
+    last_receipt: Receipt | None
+    peer: PeerStatus
+
+    def __str__(self) -> str:
+        gathered = f", {self.samples:g} gathered for the next" if self.samples else ""
+        steps = "" if self.global_step is None else f" (global step {self.global_step}{gathered})"
+        others = "alone" if self.alone else f"with {counted(len(self.peers) - 1, 'other')}"
+        last = "no round yet" if self.last_receipt is None else str(self.last_receipt)
+        return f"step {self.local_step}{steps}, {others}; {last}"
+
+    def _repr_html_(self) -> str:
+        rows: dict[str, object] = {"local step": self.local_step}
+        if self.global_step is not None:
+            rows |= {"global step": self.global_step, "gathered for the next": f"{self.samples:g}"}
+        rows |= {"peers": listed(sorted(self.peers)), "last round": self.last_receipt or "none yet", "peer": self.peer}
+        return html_table(f"training of run {self.peer.run_id}", rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """How the training of a peer ended, see `DecentralizedAverager.finish`.
+
+    Attributes:
+        digest: of the weights in the model, 16 hexadecimal digits.
+        digests: of the weights of the other peers that ended at the same time, by endpoint; empty for one that did not
+            announce it in time.
+        late: endpoints of the peers that went on training.
+        receipt: of the last round; None if there was none.
+        left: whether this peer had left the run before, on SIGTERM.
+    """
+
+    digest: str
+    digests: Mapping[str, str]
+    late: tuple[str, ...] = ()
+    receipt: Receipt | None = None
+    left: bool = False
+
+    @property
+    def alike(self) -> bool:
+        """Whether all peers of the run hold the same weights now. A peer that is alone is alike."""
+        return not self.left and not self.late and all(digest == self.digest for digest in self.digests.values())
+
+    def __str__(self) -> str:
+        if self.left:
+            return "left the run before its end, so what the others hold is not known"
+        if self.alike:
+            count = len(self.digests)
+            return f"all {count + 1} peers hold the same weights" if count else "finished alone"
+        other = [name for name, digest in self.digests.items() if digest and digest != self.digest]
+        silent = [name for name, digest in self.digests.items() if not digest]
+        told = [
+            f"{listed(names)} {what}"
+            for names, what in (
+                (other, "hold other weights"),
+                (silent, "did not say in time what they hold"),
+                (self.late, "went on training"),
+            )
+            if names
+        ]
+        return f"NOT all peers hold the same weights: {'; '.join(told)}"
+
+    def _repr_html_(self) -> str:
+        rows = {"weights": str(self), "digest": self.digest}
+        rows |= {name: digest or "not announced in time" for name, digest in self.digests.items()}
+        rows |= dict.fromkeys(self.late, "went on training")
+        return html_table("end of the training", rows)

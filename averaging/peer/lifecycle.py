@@ -1,0 +1,124 @@
+"""The parts of a peer that exist while it is entered: put together in the order in which they need each other."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass
+from typing import Protocol
+
+from averaging.common.shared_tensors import SharedTensors
+from averaging.config import PeerConfig
+from averaging.discovery.base import Discovery
+from averaging.discovery.gossip import GossipDiscovery
+from averaging.discovery.gossip.bootstrap import Waiting
+from averaging.discovery.gossip.certified_identity import CertifiedIdentity
+from averaging.observe.receipt_book import ReceiptBook
+from averaging.observe.receipt_log import ReceiptLog
+from averaging.peer.rounds import Rounds
+from averaging.peer.run_progress import RunProgress
+from averaging.peer.service import PeerService
+from averaging.protocol.schema import Schema
+from averaging.security.credentials import Credentials
+from averaging.state.donors import Donors
+from averaging.state.snapshots import Snapshots
+from averaging.transport.base import Transport
+
+CLOSING_GRACE = 1.0
+"""Seconds that calls in progress get when a peer closes."""
+
+
+class DiscoveryFactory(Protocol):
+    """Makes a peer's discovery once its endpoint is known."""
+
+    def __call__(self, endpoint: str, transport: Transport) -> AbstractAsyncContextManager[Discovery]:
+        """Called between `bind` and `serve` of the transport."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A peer that others can reach, until `stack` is closed."""
+
+    stack: AsyncExitStack
+    endpoint: str
+    loop: asyncio.AbstractEventLoop
+    discovery: Discovery
+    rounds: Rounds
+    donors: Donors
+    progress: RunProgress
+    service: PeerService
+
+
+async def start(
+    config: PeerConfig,
+    transport: Transport,
+    discovery_factory: DiscoveryFactory | None,
+    credentials: Credentials,
+    tensors: SharedTensors,
+    snapshots: Snapshots,
+    schema: Schema,
+    *,
+    clock: Callable[[], float],
+    rng: random.Random,
+    on_joining: Callable[[Waiting], None] | None = None,
+) -> Running:
+    """Listens, joins the run through `config.join`, and declares that the peer's state can be downloaded.
+
+    The arguments are the peer's own parts, as `Peer` has made them; if `discovery_factory` is None, peers find each
+    other by gossip over the transport.
+
+    Raises:
+        ListenError: the address cannot be had.
+        NoSeedAnsweredError: none of `join` answered in time; a `JoinRefusedError` if all refuse for good.
+    """
+    async with AsyncExitStack() as stack:
+        endpoint = await transport.bind()
+        stack.push_async_callback(transport.close, CLOSING_GRACE)
+        await tensors.while_locked(lambda: snapshots.commit(0), config.timeout)
+        book = ReceiptBook(endpoint, ReceiptLog(config.receipts) if config.receipts else None)
+        stack.callback(book.close)  # who watches it need not be cut off
+        service = PeerService(config, endpoint, schema, snapshots, clock(), book)
+        if discovery_factory is None:
+            context = _gossip(config, endpoint, transport, credentials, clock, rng, on_joining)
+        else:
+            context = discovery_factory(endpoint, transport)
+        # Others may call from here on, also those through whom this peer is about to join.
+        await transport.serve(service, context if isinstance(context, GossipDiscovery) else None)
+        discovery = await stack.enter_async_context(context)
+        service.discovery = discovery
+        progress = RunProgress(config.run_id, endpoint, discovery, clock)
+        rounds = Rounds(config, endpoint, transport, discovery, progress, service, snapshots, clock=clock, rng=rng)
+        service.matchmaking = rounds.matchmaking(schema)
+        donors = Donors(config.run_id, endpoint, discovery, lambda: snapshots.version, clock)
+        notices = [progress.notice, donors.notice] if snapshots.shared else [progress.notice]
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        for notice in notices:
+            await notice.store()
+            stack.callback(tasks.create_task(notice.keep()).cancel)
+        loop = asyncio.get_running_loop()
+        return Running(stack.pop_all(), endpoint, loop, discovery, rounds, donors, progress, service)
+
+
+def _gossip(
+    config: PeerConfig,
+    endpoint: str,
+    transport: Transport,
+    credentials: Credentials,
+    clock: Callable[[], float],
+    rng: random.Random,
+    on_joining: Callable[[Waiting], None] | None,
+) -> AbstractAsyncContextManager[Discovery]:
+    return GossipDiscovery(
+        config.run_id,
+        endpoint,
+        transport,
+        join=config.join,
+        join_timeout=config.join_timeout,
+        identity=CertifiedIdentity(credentials.tls, clock) if credentials.tls else None,
+        clock=clock,
+        rng=rng,
+        on_joining=on_joining,
+    )

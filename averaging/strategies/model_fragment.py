@@ -1,0 +1,117 @@
+"""A piece of the model as `DiLoCo` averages it, and how the model is cut into such pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from averaging.common.shared_tensors import sharing_memory
+from averaging.errors import ConfigError
+from averaging.peer.topics import Topic
+
+
+class Fragment:
+    """A piece of the model with its outer state.
+
+    Attributes:
+        parameters: of the model, trained by the inner optimizer.
+        anchors: what they were after the last global step, on the CPU.
+        changes: anchors minus parameters; after a round, the average of all peers'.
+        buffers: of the model, each with its copy; after a round that holds the average of all peers'.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        parameters: dict[str, torch.Tensor],
+        anchors: dict[str, torch.nn.Parameter],
+        changes: dict[str, torch.Tensor],
+        topic: Topic,
+        outer: torch.optim.Optimizer,
+        buffers: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+    ) -> None:
+        self.number = number
+        self.parameters, self.anchors, self.changes, self.buffers = parameters, anchors, changes, buffers
+        self.topic, self.outer = topic, outer
+        tied = sharing_memory(list(parameters.values()))
+        self._tied = [name for place, name in enumerate(parameters) if place in tied]
+
+    @torch.no_grad()
+    def anchor(self) -> None:
+        """Starts from what the model is now."""
+        for name, parameter in self.parameters.items():
+            self.anchors[name].copy_(parameter)
+
+    @torch.no_grad()
+    def measure(self) -> None:
+        """Computes the pseudo-gradient, and copies the buffers."""
+        for name, parameter in self.parameters.items():
+            torch.sub(self.anchors[name], parameter.to("cpu", self.anchors[name].dtype), out=self.changes[name])
+        for buffer, copied in self.buffers:
+            copied.copy_(buffer)
+
+    def step(self, alpha: float) -> None:
+        """The outer step, and the model's way back to its result and to the averaged buffers."""
+        for name, anchor in self.anchors.items():
+            anchor.grad = self.changes[name]
+        self.outer.step()
+        with torch.no_grad():
+            # Of parameters that share memory, before the first of them is written.
+            was = {name: self.parameters[name].clone() for name in self._tied} if alpha else {}
+            for name, parameter in self.parameters.items():
+                self.anchors[name].grad = None
+                result = self.anchors[name].to(parameter.device, parameter.dtype)
+                if alpha:
+                    # Where both are equal, so is the mixture, to the bit: what nobody trains has no pseudo-gradient.
+                    parameter.copy_(was.get(name, parameter).lerp_(result, 1 - alpha))
+                else:
+                    parameter.copy_(result)  # also over infinity and NaN, of which no mixture gets rid
+            for buffer, average in self.buffers:
+                buffer.copy_(average)
+
+    @torch.no_grad()
+    def local_steps(self) -> dict[str, torch.Tensor]:
+        """What the local steps since the last global step have changed."""
+        return {
+            name: parameter.to("cpu", self.anchors[name].dtype) - self.anchors[name]
+            for name, parameter in self.parameters.items()
+        }
+
+    @torch.no_grad()
+    def export(self) -> None:
+        """Leaves the model after the last global step in the parameters; local steps since then are dropped."""
+        for name, parameter in self.parameters.items():
+            parameter.copy_(self.anchors[name])
+
+    @torch.no_grad()
+    def rebase(self, steps: Mapping[str, torch.Tensor]) -> None:
+        """Puts local steps on top of the model after the last global step."""
+        for name, parameter in self.parameters.items():
+            parameter.copy_(self.anchors[name] + steps[name])
+
+
+def cut(sizes: Mapping[str, int], pieces: int) -> list[list[str]]:
+    """Cuts tensors, in order, into pieces of about equal size; each has one tensor at least.
+
+    Args:
+        sizes: elements of each tensor, by name.
+        pieces: how many.
+
+    Raises:
+        ConfigError: there are fewer tensors than pieces.
+    """
+    if len(sizes) < pieces:
+        raise ConfigError(f"{len(sizes)} tensors cannot be cut into {pieces} fragments; use at most {len(sizes)}")
+    names, total = list(sizes), sum(sizes.values())
+    result: list[list[str]] = []
+    seen = 0
+    for place, name in enumerate(names):
+        left = len(names) - place
+        open_pieces = pieces - len(result)
+        # A new piece begins where its share begins, or where there are only as many tensors left as pieces.
+        if not result or (open_pieces and (seen * pieces >= len(result) * total or left <= open_pieces)):
+            result.append([])
+        result[-1].append(name)
+        seen += sizes[name]
+    return result

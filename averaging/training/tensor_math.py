@@ -1,0 +1,39 @@
+"""What strategies compute with tensors: in a precision in which sums lose little, and within a norm. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from averaging.errors import TensorError
+
+
+def full_precision(tensor: torch.Tensor) -> torch.dtype:
+    """float32 for the half-precision dtypes, in which sums lose too much; else the tensor's own."""
+    return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
+
+
+def clip(tensors: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+    """Scales tensors in place so that their joint norm is at most `max_norm`.
+
+    Returns:
+        By what they were multiplied, 0-dim.
+
+    Raises:
+        TensorError: one of them is sparse.
+    """
+    found = list(tensors)
+    if not found:
+        return torch.ones(())
+    if any(tensor.layout is not torch.strided for tensor in found):
+        raise TensorError(
+            "a sparse gradient cannot be clipped; leave max_norm out, or use Embedding(..., sparse=False)"
+        )
+    widest = torch.float64 if any(tensor.dtype is torch.float64 for tensor in found) else torch.float32
+    norms = [torch.linalg.vector_norm(t.detach(), dtype=widest).to(found[0].device) for t in found]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    scale: torch.Tensor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ does
+    for tensor in found:
+        tensor.detach().mul_(scale.to(tensor.device, tensor.dtype))
+    return scale

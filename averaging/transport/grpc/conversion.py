@@ -1,0 +1,343 @@
+"""Between the dataclasses of `averaging.protocol.messages` and bytes.
+
+Every `decode_…` raises ProtocolViolationError if the bytes are not such a message, or name what does not exist.
+Only this module, `convert_status` and `convert_receipts` know the generated classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from averaging.errors import ProtocolViolationError
+from averaging.protocol.messages import (
+    AveragingData,
+    Buffer,
+    Digest,
+    DownloadData,
+    ExchangeReply,
+    JoinRequest,
+    MessageCode,
+    MessageFromLeader,
+    Record,
+    Refusal,
+    Rumour,
+    WireTensor,
+)
+from averaging.transport.grpc import bulk_messages
+from averaging.transport.grpc.message_limits import MAX_DIMENSIONS, MAX_MEMBERS, MAX_RECORDS, MAX_RUMOURS, few
+from averaging.wire import averaging_pb2, gossip_pb2, runtime_pb2
+
+M = TypeVar("M", bound=Message)
+
+_PART = averaging_pb2.AveragingData.DESCRIPTOR.fields_by_name["tensor_part"].number
+_CHUNK = averaging_pb2.DownloadData.DESCRIPTOR.fields_by_name["tensor_part"].number
+
+_HEADS: bulk_messages.Heads[AveragingData] = bulk_messages.Heads()
+
+
+def parse(message: M, raw: bytes) -> M:
+    """Fills `message` from `raw`.
+
+    Raises:
+        ProtocolViolationError: `raw` is something else.
+    """
+    try:
+        message.ParseFromString(raw)
+    except DecodeError:
+        raise ProtocolViolationError(f"{len(raw)} bytes that are not a {message.DESCRIPTOR.full_name}") from None
+    return message
+
+
+def _code(number: int) -> MessageCode:
+    try:
+        return MessageCode(number)
+    except ValueError:
+        raise ProtocolViolationError(f"unknown message code {number}") from None
+
+
+def encode_nothing(_: None) -> bytes:
+    """A request without fields."""
+    return b""
+
+
+def decode_nothing(_: bytes) -> None:
+    """A request without fields; whatever else is in it is ignored, as protobuf does with unknown fields."""
+
+
+# Averaging
+
+
+def encode_join_request(request: JoinRequest) -> bytes:
+    """JoinRequest."""
+    return averaging_pb2.JoinRequest(
+        endpoint=request.endpoint,
+        schema_hash=request.schema_hash,
+        expiration=request.expiration,
+        gather=request.gather,
+        client_mode=request.client_mode,
+    ).SerializeToString()
+
+
+def decode_join_request(raw: bytes) -> JoinRequest:
+    """JoinRequest."""
+    wire = parse(averaging_pb2.JoinRequest(), raw)
+    return JoinRequest(wire.endpoint, wire.schema_hash, wire.expiration, wire.gather, wire.client_mode)
+
+
+def encode_message_from_leader(message: MessageFromLeader) -> bytes:
+    """MessageFromLeader."""
+    return averaging_pb2.MessageFromLeader(
+        code=averaging_pb2.MessageCode.ValueType(message.code),
+        group_id=message.group_id,
+        suggested_leader=message.suggested_leader,
+        ordered_group_endpoints=message.ordered_group_endpoints,
+        gathered=message.gathered,
+    ).SerializeToString()
+
+
+def decode_message_from_leader(raw: bytes) -> MessageFromLeader:
+    """MessageFromLeader."""
+    wire = parse(averaging_pb2.MessageFromLeader(), raw)
+    return MessageFromLeader(
+        _code(wire.code),
+        wire.group_id,
+        wire.suggested_leader,
+        tuple(few(wire.ordered_group_endpoints, MAX_MEMBERS, "members")),
+        tuple(few(wire.gathered, MAX_MEMBERS, "members")),
+    )
+
+
+def encode_averaging_data(data: AveragingData) -> bytes:
+    """AveragingData: the message that carries the tensors, so the one whose cost counts; encoded once."""
+    if not data.encoded:
+        outer = _encode_outer(data.code, data.group_id, data.endpoint, data.metadata)
+        data.encoded.append(_join(outer, _PART, data.tensor_part))
+    return data.encoded[0]
+
+
+@lru_cache(maxsize=16)
+def _encode_outer(code: MessageCode, group_id: bytes, endpoint: str, metadata: bytes) -> bytes:
+    """AveragingData but for its tensor."""
+    return averaging_pb2.AveragingData(
+        code=averaging_pb2.MessageCode.ValueType(code), group_id=group_id, endpoint=endpoint, metadata=metadata
+    ).SerializeToString()
+
+
+def decode_averaging_data(raw: bytes) -> AveragingData:
+    """AveragingData; its tensor shares the memory of `raw`."""
+    if (known := _HEADS.find(raw)) is not None:
+        like, buffer = known
+        tensor = _with_buffer(like.tensor_part, buffer)
+        return AveragingData(like.code, like.group_id, like.endpoint, tensor, like.metadata)
+    wire = averaging_pb2.AveragingData()
+    pieces = bulk_messages.split(raw, _PART)
+    tensor = _read_tensor(wire, raw, pieces)
+    data = AveragingData(_code(wire.code), wire.group_id, wire.endpoint, tensor, wire.metadata)
+    if pieces is not None:
+        like = AveragingData(data.code, data.group_id, data.endpoint, _with_buffer(tensor, b""), data.metadata)
+        _HEADS.keep(raw, pieces, like)
+    return data
+
+
+def encode_download_data(data: DownloadData) -> bytes:
+    """DownloadData."""
+    outer = averaging_pb2.DownloadData(metadata=data.metadata).SerializeToString()
+    return _join(outer, _CHUNK, data.tensor_part)
+
+
+def decode_download_data(raw: bytes) -> DownloadData:
+    """DownloadData; its tensor shares the memory of `raw`."""
+    wire = averaging_pb2.DownloadData()
+    tensor = _read_tensor(wire, raw, bulk_messages.split(raw, _CHUNK))
+    return DownloadData(wire.metadata, tensor)
+
+
+def _join(outer: bytes, field: int, tensor: WireTensor | None) -> bytes:
+    if tensor is None:
+        return outer
+    nbytes = len(tensor.buffer)
+    head = _encode_head(
+        field, tensor.size, tensor.dtype, tensor.compression, tensor.chunks, tensor.requires_grad, nbytes
+    )
+    return b"".join((outer, head, tensor.buffer))
+
+
+@lru_cache(maxsize=bulk_messages.MOST_HEADS)
+def _encode_head(
+    field: int,
+    size: tuple[int, ...],
+    dtype: str,
+    compression: int,
+    chunks: int,
+    requires_grad: bool,
+    nbytes: int,
+) -> bytes:
+    """The tensor up to its bytes. All parts of one size have the same."""
+    tensor = runtime_pb2.Tensor(
+        size=size,
+        requires_grad=requires_grad,
+        dtype=dtype,
+        compression=runtime_pb2.CompressionType.ValueType(compression),
+        chunks=chunks,
+    )
+    return bulk_messages.head(field, tensor.SerializeToString(), nbytes)
+
+
+def _read_tensor(
+    message: averaging_pb2.AveragingData | averaging_pb2.DownloadData, raw: bytes, pieces: bulk_messages.Pieces | None
+) -> WireTensor | None:
+    """Fills `message` but for its tensor, which is returned."""
+    if pieces is None:
+        parse(message, raw)
+        part = message.tensor_part
+        return _tensor_from_wire(part, part.buffer) if message.HasField("tensor_part") else None
+    parse(message, pieces.outer)
+    return _tensor_from_wire(parse(runtime_pb2.Tensor(), pieces.tensor), pieces.buffer)
+
+
+def _tensor_from_wire(wire: runtime_pb2.Tensor, buffer: Buffer) -> WireTensor:
+    if wire.chunks < 0:
+        raise ProtocolViolationError(f"a tensor in {wire.chunks} chunks")
+    return WireTensor(
+        buffer=buffer,
+        size=tuple(few(wire.size, MAX_DIMENSIONS, "dimensions")),
+        dtype=wire.dtype,
+        compression=wire.compression,
+        chunks=wire.chunks,
+        requires_grad=wire.requires_grad,
+    )
+
+
+def _with_buffer(tensor: WireTensor | None, buffer: Buffer) -> WireTensor | None:
+    if tensor is None:
+        return None
+    return WireTensor(buffer, tensor.size, tensor.dtype, tensor.compression, tensor.chunks, tensor.requires_grad)
+
+
+# Discovery
+
+
+def encode_digest(digest: Digest) -> bytes:
+    """Digest."""
+    return gossip_pb2.Digest(
+        run_id=digest.run_id,
+        endpoint=digest.endpoint,
+        state_hash=digest.state_hash,
+        entries=[gossip_pb2.DigestEntry(id=id, version=version) for id, version in digest.entries],
+        complete=digest.complete,
+        sent=digest.sent,
+    ).SerializeToString()
+
+
+def decode_digest(raw: bytes) -> Digest:
+    """Digest."""
+    wire = parse(gossip_pb2.Digest(), raw)
+    entries = tuple((entry.id, entry.version) for entry in few(wire.entries, MAX_RECORDS, "entries"))
+    return Digest(wire.run_id, wire.endpoint, wire.state_hash, entries, wire.complete, wire.sent)
+
+
+def encode_exchange_reply(reply: ExchangeReply) -> bytes:
+    """ExchangeReply."""
+    records = [_record_to_wire(record) for record in reply.records]
+    wire = gossip_pb2.ExchangeReply(records=records, wanted=reply.wanted, differs=reply.differs, sent=reply.sent)
+    return wire.SerializeToString()
+
+
+def decode_exchange_reply(raw: bytes) -> ExchangeReply:
+    """ExchangeReply."""
+    wire = parse(gossip_pb2.ExchangeReply(), raw)
+    wanted = tuple(few(wire.wanted, MAX_RECORDS, "ids"))
+    return ExchangeReply(_records_from_wire(wire.records), wanted, wire.differs, wire.sent)
+
+
+def encode_rumours(request: tuple[str, tuple[Rumour, ...]]) -> bytes:
+    """Rumours: (run id, rumours)."""
+    run_id, rumours = request
+    return gossip_pb2.Rumours(
+        run_id=run_id,
+        rumours=[
+            gossip_pb2.Rumour(
+                record=_record_to_wire(rumour.record), range_start=rumour.range_start, range_end=rumour.range_end
+            )
+            for rumour in rumours
+        ],
+    ).SerializeToString()
+
+
+def decode_rumours(raw: bytes) -> tuple[str, tuple[Rumour, ...]]:
+    """Rumours: (run id, rumours)."""
+    wire = parse(gossip_pb2.Rumours(), raw)
+    if not all(rumour.HasField("record") for rumour in few(wire.rumours, MAX_RUMOURS, "rumours")):
+        raise ProtocolViolationError("a rumour without a record")
+    rumours = (
+        Rumour(_record_from_wire(rumour.record), rumour.range_start, rumour.range_end) for rumour in wire.rumours
+    )
+    return wire.run_id, tuple(rumours)
+
+
+def encode_refusals(refusals: tuple[Refusal, ...]) -> bytes:
+    """PushReply."""
+    refused = [gossip_pb2.Refusal(key=one.key, subkey=one.subkey, reason=one.reason) for one in refusals]
+    return gossip_pb2.PushReply(refused=refused).SerializeToString()
+
+
+def decode_refusals(raw: bytes) -> tuple[Refusal, ...]:
+    """PushReply."""
+    wire = parse(gossip_pb2.PushReply(), raw)
+    return tuple(Refusal(one.key, one.subkey, one.reason) for one in few(wire.refused, MAX_RUMOURS, "refusals"))
+
+
+def encode_records(records: tuple[Record, ...]) -> bytes:
+    """Records."""
+    return gossip_pb2.Records(records=[_record_to_wire(record) for record in records]).SerializeToString()
+
+
+def decode_records(raw: bytes) -> tuple[Record, ...]:
+    """Records."""
+    return _records_from_wire(parse(gossip_pb2.Records(), raw).records)
+
+
+def encode_key(key: str) -> bytes:
+    """ListRecordsRequest."""
+    return gossip_pb2.ListRecordsRequest(key=key).SerializeToString()
+
+
+def decode_key(raw: bytes) -> str:
+    """ListRecordsRequest."""
+    return parse(gossip_pb2.ListRecordsRequest(), raw).key
+
+
+def _record_to_wire(record: Record) -> gossip_pb2.Record:
+    return gossip_pb2.Record(
+        key=record.key,
+        subkey=record.subkey,
+        value=record.value,
+        version=record.version,
+        expiration=record.expiration,
+        withdrawn=record.withdrawn,
+        owner=record.owner,
+        signature=record.signature,
+        claimed=record.claimed,
+    )
+
+
+def _records_from_wire(wires: Sequence[gossip_pb2.Record]) -> tuple[Record, ...]:
+    return tuple(map(_record_from_wire, few(wires, MAX_RECORDS, "records")))
+
+
+def _record_from_wire(wire: gossip_pb2.Record) -> Record:
+    return Record(
+        key=wire.key,
+        subkey=wire.subkey,
+        value=wire.value,
+        version=wire.version,
+        expiration=wire.expiration,
+        withdrawn=wire.withdrawn,
+        owner=wire.owner,
+        signature=wire.signature,
+        claimed=wire.claimed,
+    )

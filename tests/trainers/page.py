@@ -1,0 +1,100 @@
+"""The code of docs/trainers.md, and what it is run with."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from functools import partial
+from multiprocessing.queues import SimpleQueue
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LinearLR
+
+from averaging import DecentralizedAverager, LocalSGD, Receipt
+from tests.trainers.forked import tell
+
+_PAGE = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text()
+TRAINER, ACCELERATE, LIGHTNING, TENSORBOARD, WANDB = re.findall(r"```python\n(.*?)```", _PAGE, re.DOTALL)
+
+JOIN = 'join=["192.0.2.7:4222"]'
+STEPS = 20
+
+
+def run_as_one_of_two(code: str, number: int, endpoints: SimpleQueue[str], names: dict[str, Any]) -> None:
+    """Runs code of the page as the founder (0) or the newcomer (1) of a run, and tells how it ended.
+
+    The code trains the model `names["model"]`, or makes a LightningModule `Averaged`, in STEPS steps with a round after
+    every fifth.
+    """
+    torch.set_num_threads(1)
+    averagers, receipts = [], list[Receipt]()
+
+    class Told(DecentralizedAverager):
+        """Tells the newcomer where to join, and keeps the receipts."""
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, on_round=receipts.append, matchmaking_time=30.0, group_size=2, **options)
+            averagers.append(self)
+            if number == 0:
+                endpoints.put(self.endpoint)
+
+    assert JOIN in code
+    assert "every=50" in code
+    here = code.replace(JOIN, "join=JOIN").replace("every=50", "every=5").replace("1000", str(STEPS))
+    names |= {
+        "DecentralizedAverager": Told,
+        "JOIN": [] if number == 0 else [endpoints.get()],
+        "LinearLR": LinearLR,
+        "LocalSGD": LocalSGD,
+        "partial": partial,
+        "torch": torch,
+    }
+    exec(here, names)
+    (opt,) = averagers
+    tell(
+        "page_peer",
+        steps=opt.local_step,
+        rounds=[len(receipt.members) for receipt in receipts if receipt.averaged],
+        weights=[value for group in opt.param_groups for p in group["params"] for value in p.flatten().tolist()],
+        rate=opt.param_groups[0]["lr"],
+    )
+
+
+def check_what_two_told(told: list[dict[str, Any]]) -> None:
+    """Both made all the steps of the run, averaged together, and ended with the same weights."""
+    one, other = told
+    for peer in (one, other):
+        assert peer["steps"] == STEPS
+        assert peer["rounds"] == [2] * 5  # the last one is that of finish()
+        # LinearLR goes from a third to all of the rate in 100 steps.
+        assert abs(peer["rate"] - 1e-3 * (1 / 3 + 2 / 3 * STEPS / 100)) < 1e-9
+    assert one["weights"] == other["weights"]
+
+
+def as_rank(number: int, ports: SimpleQueue[str]) -> None:
+    """Makes this process one of two of a single trainer, as torchrun does."""
+    if number == 0:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = str(server.getsockname()[1])
+        ports.put(port)
+    else:
+        port = ports.get()
+    os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+
+def tell_error(error: Exception) -> None:
+    """Tells an error of a rank."""
+    tell("rank", error=f"{type(error).__name__}: {error}")
+
+
+def check_what_ranks_told(told: list[dict[str, Any]], remedy: str) -> None:
+    """Both were refused, with the remedy."""
+    assert len(told) == 2
+    for rank in told:
+        assert rank["error"].startswith("ConfigError")
+        assert "2 processes" in rank["error"]
+        assert remedy in rank["error"]

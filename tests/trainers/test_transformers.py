@@ -1,0 +1,270 @@
+"""averaging.integrations.transformers in a real Trainer, with a model of random weights."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.queues import SimpleQueue
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.optim.lr_scheduler import LinearLR
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+from averaging import ConfigError, DecentralizedAverager, GradientAveraging, LocalSGD
+from averaging.integrations.transformers import AveragingCallback, samples_of_step
+from tests.integration.training import Run
+from tests.trainers import page
+from tests.trainers.forked import told_by
+from tests.trainers.partner import RUN_ID, Noted, founder, going_on
+
+pytestmark = pytest.mark.integrations
+
+
+def model_of(seed: int = 0) -> GPT2LMHeadModel:
+    torch.manual_seed(seed)
+    return GPT2LMHeadModel(
+        GPT2Config(
+            **{"vocab_size": 11, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2},
+            bos_token_id=None,
+            eos_token_id=None,
+            loss_type="ForCausalLM",
+            tie_word_embeddings=False,
+        )
+    )
+
+
+def data_of(samples: int, seed: int = 0) -> list[dict[str, torch.Tensor]]:
+    words = torch.randint(11, (samples, 8), generator=torch.Generator().manual_seed(seed))
+    return [{"input_ids": row, "labels": row} for row in words]
+
+
+def arguments_of(folder: Path | str, **options: Any) -> TrainingArguments:
+    usual: dict[str, Any] = {"per_device_train_batch_size": 4, "use_cpu": True}
+    quiet = {"disable_tqdm": True, "save_strategy": "no", "report_to": "none"}
+    return TrainingArguments(str(folder), **(usual | quiet | options))
+
+
+def averager_of(trainer: Trainer, **options: Any) -> DecentralizedAverager:
+    usual: dict[str, Any] = {"run_id": RUN_ID, "strategy": LocalSGD(4)}
+    return DecentralizedAverager(torch.optim.SGD(trainer.model.parameters(), lr=0.01), **(usual | options))
+
+
+def page_peer(number: int, endpoints: SimpleQueue[str]) -> None:
+    model = model_of(number)
+    arguments = arguments_of("runs", max_steps=page.STEPS)
+    names = {"Trainer": Trainer, "arguments": arguments, "data": data_of(40, number), "model": model}
+    page.run_as_one_of_two(page.TRAINER, number, endpoints, names)
+
+
+def rank(number: int, ports: SimpleQueue[str]) -> None:
+    page.as_rank(number, ports)
+    trainer = Trainer(model_of(), arguments_of("runs"), train_dataset=data_of(4))
+    with averager_of(trainer) as opt:
+        try:
+            AveragingCallback(opt).attach(trainer)
+        except ConfigError as error:
+            page.tell_error(error)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    return told_by(__name__, tmp_path_factory.mktemp("forked"), "page_peer", "rank")
+
+
+def test_two_processes_train_together_as_the_page_says(told: dict[str, list[dict[str, Any]]]) -> None:
+    page.check_what_two_told(told["page_peer"])
+
+
+def test_several_processes_of_one_trainer_are_refused(told: dict[str, list[dict[str, Any]]]) -> None:
+    page.check_what_ranks_told(told["rank"], "start it as one process")
+
+
+def test_a_newcomer_ends_with_the_run_and_its_last_checkpoint_has_the_weights_of_all(run: Run, tmp_path: Path) -> None:
+    options = {"max_steps": 13, "logging_steps": 2, "save_strategy": "steps", "save_steps": 100}
+    trainer = Trainer(model_of(), arguments_of(tmp_path, **options, report_to="tensorboard"), train_dataset=data_of(80))
+    first = founder(run, trainer.model, 5)
+    with averager_of(trainer, join=[first.endpoint], group_size=2, matchmaking_time=30.0) as opt:
+        AveragingCallback(opt, wait_for=9).attach(trainer)  # a newcomer does not wait
+        with going_on(run, 8) as told:
+            trainer.train()
+        assert opt.local_step == 13
+    assert told == ["all 2 peers hold the same weights"]
+    assert trainer.state.global_step == 9  # newcomers take over the last turn's state, of step 4
+    saved = load_file(tmp_path / "checkpoint-9" / "model.safetensors")
+    for name, parameter in run.models[0].named_parameters():
+        torch.testing.assert_close(saved[name], parameter, rtol=0, atol=0)
+    state = json.loads((tmp_path / "checkpoint-9" / "trainer_state.json").read_text())
+    logs = [entry for entry in state["log_history"] if "loss" in entry]
+    assert [entry["averaging/local_step"] for entry in logs] == [6, 8, 10, 12]
+    assert [entry["averaging/peers"] for entry in logs] == [2, 2, 2, 2]
+    (folder,) = (tmp_path / "runs").iterdir()
+    events = EventAccumulator(str(folder)).Reload()
+    assert [event.value for event in events.Scalars("train/averaging/local_step")] == [6, 8, 10, 12]
+
+
+def test_samples_are_counted_and_the_averagers_schedule_is_followed_until_the_global_steps_are_made(
+    tmp_path: Path,
+) -> None:
+    options = {"max_steps": 100, "gradient_accumulation_steps": 2, "logging_steps": 1}
+    trainer = Trainer(model_of(), arguments_of(tmp_path, **options), train_dataset=data_of(21))
+    strategy = Noted(10)
+    with averager_of(trainer, strategy=strategy, scheduler=partial(LinearLR, total_iters=4)) as opt:
+        AveragingCallback(opt, global_steps=3).attach(trainer)
+        trainer.train()
+        assert opt.global_step == 3
+    assert strategy.told == [8, 8, 5, 8, 8, 5]  # 21 samples are 5 batches of 4 and one of 1
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["averaging/global_step"] for entry in logs] == [0, 1, 1, 2, 2, 3]
+    rates = [0.01 * (1 / 3 + 2 / 3 * before / 4) for before in (0, 0, 1, 1, 2, 2)]
+    assert [entry["learning_rate"] for entry in logs] == pytest.approx(rates)
+
+
+@pytest.mark.parametrize(
+    ("accumulated", "batches", "samples", "expected"),
+    [
+        (1, None, None, [4] * 7),  # no length is known
+        (2, None, None, [8] * 7),
+        (1, 3, 10, [4, 4, 2, 4, 4, 2, 4]),
+        (2, 3, 10, [8, 2, 8, 2, 8, 2, 8]),
+        (2, 3, 14, [8, 4, 8, 4, 8, 4, 8]),  # the last batch is left out
+        (2, 3, 900, [8, 4, 8, 4, 8, 4, 8]),  # a sampler that draws fewer
+        (2, 3, None, [8, 4, 8, 4, 8, 4, 8]),
+        (8, 3, 11, [11] * 7),
+    ],
+)
+def test_samples_of_a_step(accumulated: int, batches: int | None, samples: int | None, expected: list[int]) -> None:
+    found = [samples_of_step(step, 4, accumulated, batches=batches, samples=samples) for step in range(7)]
+    assert found == expected
+
+
+def test_a_checkpoint_is_resumed_by_who_is_first_and_refused_to_a_newcomer(run: Run, tmp_path: Path) -> None:
+    arguments = arguments_of(tmp_path, max_steps=4, save_strategy="steps", save_steps=2)
+    for resumed in (False, True):
+        trainer = Trainer(model_of(), arguments, train_dataset=data_of(40))
+        with averager_of(trainer) as opt:
+            AveragingCallback(opt).attach(trainer)
+            trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2") if resumed else None)
+            assert opt.local_step == 4
+    first = founder(run, model_of(), 5)
+    trainer = Trainer(model_of(), arguments, train_dataset=data_of(40))
+    with averager_of(trainer, join=[first.endpoint]) as opt:
+        AveragingCallback(opt).attach(trainer)
+        with pytest.raises(ConfigError, match="joined a run that is under way .* train without the checkpoint"):
+            trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def moved(trainer: Trainer, opt: DecentralizedAverager) -> None:
+    trainer.model.double()
+    AveragingCallback(opt).attach(trainer)
+
+
+def moved_by_train(trainer: Trainer, opt: DecentralizedAverager) -> None:
+    AveragingCallback(opt).attach(trainer)
+    trainer.model.double()
+    trainer.train()
+
+
+def another_model(trainer: Trainer, opt: DecentralizedAverager) -> None:
+    trainer.model = model_of()
+    AveragingCallback(opt).attach(trainer)
+
+
+def to_the_constructor(trainer: Trainer, opt: DecentralizedAverager) -> None:
+    Trainer(trainer.model, trainer.args, callbacks=[AveragingCallback(opt)])
+
+
+def added(trainer: Trainer, opt: DecentralizedAverager) -> None:
+    trainer.add_callback(AveragingCallback(opt))
+    trainer.train()
+
+
+def with_an_optimizer(trainer: Trainer, opt: DecentralizedAverager) -> None:
+    trainer.create_optimizer()
+    AveragingCallback(opt).attach(trainer)
+
+
+def model_init(trainer: Trainer, opt: DecentralizedAverager) -> None:
+    AveragingCallback(opt).attach(Trainer(args=trainer.args, model_init=lambda: model_of()))
+
+
+def twice(trainer: Trainer, opt: DecentralizedAverager) -> None:
+    callback = AveragingCallback(opt)
+    callback.attach(trainer)
+    callback.attach(trainer)
+
+
+def trained_twice(trainer: Trainer, opt: DecentralizedAverager) -> None:
+    AveragingCallback(opt).attach(trainer)
+    trainer.train()
+    trainer.train()
+
+
+def global_steps_that_are_not_counted(_: Trainer, opt: DecentralizedAverager) -> None:
+    AveragingCallback(opt, global_steps=10)
+
+
+def a_timeout_that_is_none(_: Trainer, opt: DecentralizedAverager) -> None:
+    AveragingCallback(opt, timeout="60")  # type: ignore[arg-type]
+
+
+def nobody_to_wait_for(_: Trainer, opt: DecentralizedAverager) -> None:
+    AveragingCallback(opt, wait_for=0)
+
+
+def no_averager(_: Trainer, opt: DecentralizedAverager) -> None:
+    AveragingCallback(opt.optimizer)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("do", "told"),
+    [
+        (moved, "has been moved in memory.* make the Trainer first, since it moves the model, then the averager"),
+        (moved_by_train, "has been moved in memory.* make the Trainer first"),
+        (another_model, "parameters that are not in the trainer's model: make the Trainer first"),
+        (to_the_constructor, r"leave the AveragingCallback out of Trainer\(callbacks=...\); call attach\(trainer\)"),
+        (added, r"call attach\(trainer\) instead"),
+        (with_an_optimizer, r"has an optimizer or a scheduler already; leave optimizers= out, give the scheduler to"),
+        (model_init, "model_init when it trains; give it the model instead"),
+        (twice, "attached to a Trainer already; make another one"),
+        (trained_twice, "has finished its training; make a new strategy, averager and callback"),
+        (global_steps_that_are_not_counted, r"LocalSGD\(.*\) counts no global steps; leave global_steps out"),
+        (a_timeout_that_is_none, "timeout must be a finite number of seconds, not '60'"),
+        (nobody_to_wait_for, "wait_for must be a whole number of peers, at least 1, not 0"),
+        (no_averager, "must be a DecentralizedAverager, not SGD"),
+    ],
+)
+def test_what_cannot_work_is_said_with_its_remedy(
+    do: Callable[[Trainer, DecentralizedAverager], None], told: str, tmp_path: Path
+) -> None:
+    trainer = Trainer(model_of(), arguments_of(tmp_path, max_steps=1), train_dataset=data_of(4))
+    with averager_of(trainer) as opt, pytest.raises(ConfigError, match=told):
+        do(trainer, opt)
+
+
+def test_what_has_no_effect_or_undoes_the_end_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options = {"lr_scheduler_type": "cosine", "eval_strategy": "steps", "save_strategy": "steps"}
+    arguments = arguments_of(tmp_path, **options, load_best_model_at_end=True, max_steps=1)
+    trainer = Trainer(model_of(), arguments, train_dataset=data_of(4), eval_dataset=data_of(4))
+    with averager_of(trainer) as opt, caplog.at_level(logging.WARNING, "averaging.integrations"):
+        AveragingCallback(opt).attach(trainer)
+    told = [record.getMessage() for record in caplog.records if record.name == "averaging.integrations"]
+    assert len(told) == 2
+    assert "load_best_model_at_end replaces the weights" in told[0]
+    assert "lr_scheduler_type and warmup_steps have no effect; give the averager a scheduler" in told[1]
+
+
+def test_a_trainer_that_does_not_count_samples_is_told_what_does(tmp_path: Path) -> None:
+    arguments = arguments_of(tmp_path, max_steps=1)
+    model = model_of()
+    opt = DecentralizedAverager(torch.optim.SGD(model.parameters()), run_id="x", strategy=GradientAveraging(4))
+    trainer = Trainer(model, arguments, train_dataset=data_of(4), optimizers=(opt, None))
+    with opt, pytest.raises(ConfigError, match=r"counts samples: .* averaging.integrations"):
+        trainer.train()

@@ -1,0 +1,125 @@
+"""The tree over the ring: everybody is told exactly once."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter, deque
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from averaging.discovery.gossip.broadcast_tree import RING, BroadcastBranch, BroadcastRing, all_others, peer_hash
+
+
+def names(count: int) -> list[str]:
+    return [f"peer-{number}:1" for number in range(count)]
+
+
+def spread(
+    origin: str, views: dict[str, BroadcastRing], fanout: int, dead: frozenset[str] = frozenset()
+) -> tuple[Counter[str], int]:
+    """Plays a whole spread; returns how often each was told, and the number of hops to the last one."""
+    told: Counter[str] = Counter()
+    last = 0
+    waiting = deque([(origin, *all_others(origin), 0)])
+    while waiting:
+        endpoint, start, end, hops = waiting.popleft()
+        last = max(last, hops)
+        for branch in views[endpoint].branches(endpoint, start, end, fanout):
+            target = next((name for name in branch.candidates if name not in dead), None)
+            if target is not None:
+                told[target] += 1
+                waiting.append((target, branch.start, branch.end, hops + 1))
+    return told, last
+
+
+@given(st.integers(1, 120), st.integers(2, 6), st.integers(0, 119))
+def test_everybody_is_told_exactly_once(count: int, fanout: int, origin: int) -> None:
+    peers = names(count)
+    ring = BroadcastRing(peers)
+    told, hops = spread(peers[origin % count], dict.fromkeys(peers, ring), fanout)
+    assert told == Counter(set(peers) - {peers[origin % count]})
+    assert hops <= math.ceil(math.log(count, fanout)) + 1
+
+
+@given(st.integers(2, 80), st.integers(2, 6), st.data())
+def test_the_dead_do_not_cut_off_the_living(count: int, fanout: int, data: st.DataObject) -> None:
+    peers = names(count)
+    dead = frozenset(data.draw(st.sets(st.sampled_from(peers[1:]))))
+    told, _ = spread(peers[0], dict.fromkeys(peers, BroadcastRing(peers)), fanout, dead)
+    assert told == Counter(set(peers[1:]) - dead)
+
+
+@given(st.integers(2, 60), st.integers(2, 5), st.integers(0, 2**32))
+def test_different_views_tell_nobody_twice_and_come_to_an_end(count: int, fanout: int, seed: int) -> None:
+    peers, rng = names(count), random.Random(seed)
+    views = {peer: BroadcastRing([other for other in peers if rng.random() < 0.7]) for peer in peers}
+    told, _ = spread(peers[0], views, fanout)
+    assert all(times == 1 for times in told.values())
+    assert peers[0] not in told
+    # whom the origin knows of, the tree reaches, unless everybody on the way has not heard of it
+    assert len(told) >= min(fanout, len(views[peers[0]]) - (peers[0] in views[peers[0]]))
+
+
+@given(
+    st.sets(st.integers(0, 50), max_size=30),
+    st.integers(0, RING - 1),
+    st.integers(0, RING - 1),
+    st.integers(1, 6),
+    st.integers(0, 50),
+)
+def test_branches_are_disjoint_and_cover_the_range(
+    numbers: set[int], start: int, end: int, fanout: int, own: int
+) -> None:
+    peers = [f"peer-{number}:1" for number in numbers]
+    me = f"peer-{own}:1"
+
+    def inside(number: int, low: int, high: int) -> bool:
+        return low <= number <= high if low <= high else number >= low or number <= high
+
+    branches = BroadcastRing(peers).branches(me, start, end, fanout)
+    expected = {peer for peer in peers if peer != me and inside(peer_hash(peer), start, end)}
+    assert Counter(name for branch in branches for name in branch.candidates) == Counter(expected)
+    assert len(branches) <= fanout + 1
+    for branch in branches:
+        assert branch.candidates
+        assert all(inside(peer_hash(name), branch.start, branch.end) for name in branch.candidates)
+        assert not inside(peer_hash(me), branch.start, branch.end)
+        assert all(not inside(other.start, branch.start, branch.end) for other in branches if other is not branch)
+
+
+def test_those_to_avoid_come_last() -> None:
+    peers = names(10)
+    (branch,) = BroadcastRing(peers).branches("me:1", 1, RING - 1, 1, avoid=peers[:8])[:1]
+    assert set(branch.candidates[-len(branch.candidates) + 2 :]) <= set(peers[:8])
+
+
+def test_a_peer_always_turns_to_the_same_few() -> None:
+    peers = names(256)
+    ring = BroadcastRing(peers)
+    partners: dict[str, set[str]] = {peer: set() for peer in peers}
+    for origin in peers[::8]:
+        waiting = deque([(origin, *all_others(origin))])
+        while waiting:
+            endpoint, start, end = waiting.popleft()
+            for branch in ring.branches(endpoint, start, end, 4):
+                partners[endpoint].add(branch.candidates[0])
+                waiting.append((branch.candidates[0], branch.start, branch.end))
+    assert max(map(len, partners.values())) < 40
+
+
+def test_a_ring_has_everybody_once_in_order() -> None:
+    ring = BroadcastRing(["a:1", "b:1", "a:1"])
+    ring.add("b:1")
+    ring.discard("c:1")
+    assert len(ring) == 2
+    assert "a:1" in ring
+    assert "c:1" not in ring
+    hashes = [number for number, _ in ring.within(0, RING - 1)]
+    assert hashes == sorted(hashes)
+    ring.discard("a:1")
+    assert [ring[0]] == ["b:1"]
+    assert ring.branches("b:1", *all_others("b:1"), 4) == []
+    assert ring.branches("a:1", 0, 0, 4) == []
+    assert ring.branches("a:1", *all_others("a:1"), 4) == [BroadcastBranch(*all_others("a:1"), ("b:1",))]

@@ -1,0 +1,205 @@
+"""Records are believed from those alone whose certificate stands for the endpoint in them."""
+
+from __future__ import annotations
+
+import datetime
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
+from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+from averaging.discovery.gossip.certified_identity import MAX_PROOF_BYTES, CertifiedIdentity
+from averaging.discovery.gossip.identity import Author, Ed25519Identity, Identity
+from averaging.discovery.gossip.record import Limits, Reason
+from averaging.discovery.gossip.record_store import RecordStore
+from averaging.discovery.gossip.record_table import RecordTable
+from averaging.errors import DiscoveryError
+from averaging.protocol.messages import Record
+from averaging.security.ca import Issued, issue, make_authority
+from averaging.security.client_names import bound_name
+from averaging.security.credentials import Tls
+
+NOW = datetime.datetime.now(datetime.UTC)
+AUTHORITY, FOREIGN = make_authority("run", NOW, 10), make_authority("run", NOW, 10)
+T = NOW.timestamp()
+
+
+def identity(
+    *hosts: str,
+    authority: Issued = AUTHORITY,
+    believes: Issued = AUTHORITY,
+    now: float | Callable[[], float] = T,
+    days: float = 1,
+) -> CertifiedIdentity:
+    issued = issue(authority, "a", hosts, NOW, days)
+    key = load_pem_private_key(issued.key, None)
+    authorities = (x509.load_pem_x509_certificate(believes.certificate),)
+    own = x509.load_pem_x509_certificate(issued.certificate)
+    tls = Tls(believes.certificate, issued.certificate, issued.key, authorities, own, key, "a.pem")  # type: ignore[arg-type]
+    return CertifiedIdentity(tls, now if callable(now) else lambda: now)
+
+
+def rsa_identity(*hosts: str, certified: RSAPublicKey | Ed25519PublicKey | None = None) -> CertifiedIdentity:
+    """With a certificate of another make; for another's key if that is given."""
+    key, issuer = rsa.generate_private_key(65537, 2048), load_pem_private_key(AUTHORITY.key, None)
+    template, root = (
+        x509.load_pem_x509_certificate(issued.certificate)
+        for issued in (issue(AUTHORITY, "r", hosts, NOW, 1), AUTHORITY)
+    )
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(template.subject)
+        .issuer_name(root.subject)
+        .public_key(certified or key.public_key())
+        .serial_number(1)
+        .not_valid_before(template.not_valid_before_utc)
+        .not_valid_after(template.not_valid_after_utc)
+        .add_extension(template.extensions.get_extension_for_class(x509.SubjectAlternativeName).value, critical=False)
+    )
+    own = builder.sign(issuer, hashes.SHA256())  # type: ignore[arg-type]
+    return CertifiedIdentity(Tls(b"", b"", b"", (root,), own, key, "r.pem"), lambda: T)
+
+
+def test_keys_of_rsa_will_do() -> None:
+    written = record(rsa_identity("a.example.org"), "a.example.org:1")
+    assert READER.verify("run", written)
+    assert not READER.verify("run", replace(written, signature=written.signature[:-1] + b"x"))
+    assert not READER.verify("run", record(rsa_identity("a.example.org"), "b.example.org:1"))
+
+
+@pytest.mark.parametrize("kind", ["RSA", "a kind that signs nothing here"])
+def test_a_certificate_proves_nothing_to_who_has_not_its_key(kind: str) -> None:
+    rsa_key = rsa.generate_private_key(65537, 2048).public_key()
+    certified = rsa_key if kind == "RSA" else Ed25519PrivateKey.generate().public_key()
+    assert not READER.verify("run", record(rsa_identity("a.example.org", certified=certified), "a.example.org:1"))
+
+
+def record(owner: Identity, subkey: str, run_id: str = "run") -> Record:
+    return Author(run_id, owner, Limits()).write("run.0b", subkey, b"v", T + 60, T, None)
+
+
+READER = identity("192.0.2.1")
+
+
+@pytest.mark.parametrize("subkey", ["a.example.org:1", "A.example.org:65535", "192.0.2.7:4222", "client::x", "rank-3"])
+def test_an_owner_writes_about_its_hosts_and_about_what_is_no_host(subkey: str) -> None:
+    written = record(identity("a.example.org", "192.0.2.7"), subkey)
+    assert READER.verify("run", written)
+    assert READER.verify("run", written)  # now from memory
+    assert RecordTable(Limits(), lambda r: READER.verify("run", r)).merge(written, T).news
+
+
+@pytest.mark.parametrize("subkey", ["b.example.org:1", "192.0.2.8:4222", "[2001:db8::1]:1", "127.0.0.1:1"])
+def test_nobody_writes_about_the_host_of_another(subkey: str) -> None:
+    written = record(identity("a.example.org", "192.0.2.7"), subkey)
+    assert not READER.verify("run", written)
+    outcome = RecordTable(Limits(), lambda r: READER.verify("run", r)).merge(written, T)
+    assert outcome.reason is Reason.FORGED
+
+
+def test_a_client_s_name_fits_its_own_certificate_only() -> None:
+    owner, other = identity(), identity()
+    name = bound_name(owner._tls.certificate, bytes(16))
+    assert READER.verify("run", record(owner, name))
+    assert not READER.verify("run", record(other, name))
+
+
+def test_a_client_has_no_host() -> None:
+    assert READER.verify("run", record(identity(), "client::x"))
+    assert not READER.verify("run", record(identity(), "192.0.2.7:4222"))
+
+
+def test_who_has_no_certificate_of_the_run_writes_nothing() -> None:
+    assert not READER.verify("run", record(identity("a", authority=FOREIGN, believes=FOREIGN), "a:1"))
+    assert not READER.verify("run", record(Ed25519Identity(), "a:1"))
+    assert not identity("b", now=T + 2 * 86400).verify("run", record(identity("a"), "a:1")), "it has expired"
+    assert not identity("b", now=T - 7200).verify("run", record(identity("a"), "a:1")), "it is not valid yet"
+
+
+def test_whose_certificate_has_expired_reads_so_when_it_writes() -> None:
+    later = T + 2 * 86400
+    board = RecordStore(Author("run", identity("a", now=later), Limits()), Limits(), lambda: later)
+    with pytest.raises(DiscoveryError, match="expired"):
+        board.write("run.peers", "a:1", b"", later + 30)
+
+
+def test_a_peer_says_that_its_certificate_expires_before_it_does_and_when_it_has(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The run may last longer than the certificate, and who starts a peer looks at its log once."""
+    moments = iter([T, T, T + 2 * 86400, T + 5 * 86400, T + 10.5 * 86400, T + 11 * 86400])
+    own = identity("a", now=lambda: next(moments), days=10)
+    told = []
+    for _ in range(5):
+        caplog.clear()
+        record(own, "a:1")
+        told.append([found.getMessage() for found in caplog.records])
+    assert [len(some) for some in told] == [0, 0, 1, 1, 0]
+    assert told[2][0].startswith("a.pem expires on ")
+    assert told[3][0].startswith("a.pem has expired on ")
+
+
+def test_a_proof_is_of_one_owner_and_one_run() -> None:
+    honest = record(identity("a"), "a:1")
+    thief = Ed25519Identity()
+    bare = replace(honest, owner=thief.owner, signature=b"")
+    stolen = replace(bare, signature=thief.sign("run", bare) + honest.signature[64:])
+    for _ in range(2):
+        assert not READER.verify("run", stolen)
+        assert READER.verify("run", honest)  # and is remembered, of its owner alone
+    owner = identity("a")
+    elsewhere = record(owner, "a:1", "other")
+    assert READER.verify("other", elsewhere)  # and is remembered, of that run alone
+    here = record(owner, "a:1")
+    assert READER.verify("run", here)
+    assert not READER.verify("run", replace(here, signature=here.signature[:64] + elsewhere.signature[64:]))
+
+
+def test_a_proof_by_ecdsa_is_in_der() -> None:
+    """As the page says. Many stacks can write the two numbers one after the other too; that is another signature."""
+    honest = record(identity("a"), "a:1")
+    end = 66 + int.from_bytes(honest.signature[64:66], "little")
+    numbers = decode_dss_signature(honest.signature[end:])
+    raw = b"".join(number.to_bytes(32, "big") for number in numbers)
+    assert READER.verify("run", honest)
+    assert not READER.verify("run", replace(honest, signature=honest.signature[:end] + raw))
+
+
+def test_whatever_is_changed_is_noticed() -> None:
+    honest = record(identity("a"), "a:1")
+    rng = random.Random(1)
+    for place in rng.sample(range(len(honest.signature)), 60):
+        changed = bytearray(honest.signature)
+        changed[place] ^= 1 << rng.randrange(8)
+        assert not READER.verify("run", replace(honest, signature=bytes(changed)))
+    for length in (0, 1, 63, 64, 65, 66, 67, len(honest.signature) - 1):
+        assert not READER.verify("run", replace(honest, signature=honest.signature[:length]))
+    assert not READER.verify("run", replace(honest, signature=honest.signature + bytes(MAX_PROOF_BYTES)))
+    assert not READER.verify("run", replace(honest, value=b"w"))
+
+
+def test_a_proof_that_is_sound_but_long_proves_nothing() -> None:
+    """Else whoever has a certificate could have every member keep and pass on as much as a message holds."""
+    written = record(identity("a", *(f"{number}.example.org" for number in range(300))), "a:1")
+    assert len(written.signature) > 64 + MAX_PROOF_BYTES
+    assert not READER.verify("run", written)
+
+
+def test_so_many_proofs_are_remembered_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("averaging.discovery.gossip.certified_identity._MOST_KNOWN", 2)
+    reader = identity("192.0.2.1")
+    for name in "abc":
+        assert reader.verify("run", record(identity(name), f"{name}:1"))
+    assert len(reader._known) == 2
+
+
+def test_a_record_stays_below_a_kibibyte_and_a_half() -> None:
+    assert len(record(identity("a.example.org", "192.0.2.7", "2001:db8::7"), "a.example.org:1").signature) < 1024

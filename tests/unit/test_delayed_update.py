@@ -1,0 +1,88 @@
+"""What a late average does to second moments."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from averaging.strategies.delayed_update import DelayedUpdate, _add_to_moment, _moments
+
+
+@given(
+    before=st.floats(0, 1e6, width=32),
+    other=st.floats(0, 1e6, width=32),
+    gradients=st.lists(st.floats(-1e3, 1e3, width=32), max_size=8),
+    decay=st.floats(0, 1),
+)
+def test_a_second_moment_is_at_least_0_and_at_most_what_the_whole_change_makes_of_it(
+    before: float, other: float, gradients: list[float], decay: float
+) -> None:
+    sent = torch.tensor([before])
+    moment = sent.clone()
+    for gradient in gradients:
+        moment = decay * moment + (1 - decay) * gradient**2
+    change = (sent + other) / 2 - sent
+    result = moment.clone()
+    _add_to_moment(result, change, sent)
+    assert result >= 0
+    assert min(moment, moment + change) <= result + 1e-3
+    assert result <= max(moment, moment + change) + 1e-3
+
+
+def test_a_second_moment_that_has_only_decayed_is_the_mean_decayed() -> None:
+    sent = torch.tensor([4.0, 1.0, 0.0])
+    moment = 0.25 * sent
+    _add_to_moment(moment, torch.tensor([-3.0, 2.0, 0.0]), sent)
+    assert moment.tolist() == [0.25, 0.75, 0.0]
+
+
+def test_a_second_moment_of_which_too_much_is_taken_is_0() -> None:
+    moment = torch.tensor([0.5])
+    _add_to_moment(moment, torch.tensor([-1.5]), torch.tensor([1.0]))  # as lossy codes may make it
+    assert moment.tolist() == [0.0]
+
+
+def test_a_sum_of_squares_gets_the_whole_change() -> None:
+    sent, total = torch.tensor([4.0, 0.0]), torch.tensor([5.0, 1.0])
+    _add_to_moment(total, torch.tensor([-3.0, 2.0]), sent)
+    assert total.tolist() == [2.0, 3.0]
+
+
+def test_a_momentum_that_is_above_0_in_one_parameter_is_no_second_moment() -> None:
+    momentum = {"exp_avg/weight": torch.tensor([-1.0, 2.0]), "exp_avg/bias": torch.tensor(3.0)}
+    squares = {"exp_avg_sq/weight": torch.tensor([1.0, 4.0]), "exp_avg_sq/bias": torch.tensor(9.0)}
+    assert _moments([list(momentum), list(squares)], momentum | squares) == list(squares)
+
+
+def test_the_change_is_added_to_what_was_trained_meanwhile() -> None:
+    weight = torch.tensor([1.0, 2.0])
+    tensors = {
+        "weight": weight,
+        "tied": weight[:1],
+        "momentum": torch.tensor([-1.0, 3.0]),
+        "square": torch.tensor([9.0, 9.0]),
+        "reset": torch.tensor([1.0, 4.0]),
+    }
+    late = DelayedUpdate(tensors, {name: [name] for name in ("momentum", "square", "reset")})
+    tensors["square"].copy_(torch.tensor([4.0, 0.0]))
+    late.copy()
+    sent = {name: tensor.tolist() for name, tensor in tensors.items()}
+    weight.add_(1.0)
+    tensors["momentum"].zero_()
+    tensors["square"].mul_(0.25)
+    tensors["reset"].copy_(torch.tensor([-1.0, 1.0]))  # no second moment any more, so it gets the whole change
+    assert {name: copy.tolist() for name, copy in late.copies.items()} == sent
+    for name, change in (
+        ("weight", [10.0, -10.0]), ("tied", [10.0]), ("momentum", [-2.0, 2.0]), ("square", [-3.0, 0.0]),
+        ("reset", [1.0, 1.0]),
+    ):  # fmt: skip
+        late.copies[name].copy_(torch.tensor(change))
+    late.add()
+    assert {name: tensor.tolist() for name, tensor in tensors.items()} == {
+        "weight": [12.0, -7.0],
+        "tied": [12.0],
+        "momentum": [-2.0, 2.0],
+        "square": [0.25, 0.0],
+        "reset": [0.0, 2.0],
+    }

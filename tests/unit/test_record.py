@@ -1,0 +1,422 @@
+"""Records: what is acceptable, what is signed, and how tables merge."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from averaging.discovery.gossip.identity import Author, Ed25519Identity, UnsignedIdentity
+from averaging.discovery.gossip.record import (
+    LEAST_KEPT,
+    MAX_VERSION,
+    Limits,
+    Reason,
+    kept_until,
+    objection,
+    record_id,
+    signed_bytes,
+)
+from averaging.discovery.gossip.record_table import RecordTable
+from averaging.errors import DiscoveryError
+from averaging.protocol.messages import Record
+
+NOW = 1_700_000_000.0
+OWNERS = tuple(bytes([number]) * 32 for number in (1, 2, 3))
+LIMITS = Limits()
+
+
+def record(**fields: Any) -> Record:
+    defaults: dict[str, Any] = {
+        "key": "run.0b",
+        "subkey": "a:1",
+        "value": b"v",
+        "version": 10,
+        "claimed": 10,
+        "expiration": NOW + 10,
+        "owner": OWNERS[0],
+    }
+    return Record(**(defaults | fields))
+
+
+def table(limits: Limits = LIMITS) -> RecordTable:
+    return RecordTable(limits, lambda record: True)
+
+
+def withdrawal(of: Record, version: int) -> Record:
+    return replace(of, value=b"", version=version, withdrawn=True, expiration=of.expiration + 3)
+
+
+# How long it is kept
+
+
+@pytest.mark.parametrize(
+    ("ahead", "lifetime", "kept"),
+    [
+        (0.0, 30.0, 30.0),
+        (-20.0, 30.0, 10.0),  # the owner's clock is behind
+        (3.0, 30.0, 33.0),  # as far apart as clocks may be
+        (600.0, 30.0, 33.0),
+        (600.0, 5.0, LEAST_KEPT + 3),
+        (3000.0, 3600.0, 3603.0),
+    ],
+)
+def test_a_record_is_kept_for_the_lifetime_that_its_owner_meant(ahead: float, lifetime: float, kept: float) -> None:
+    written = NOW + ahead
+    one = record(version=int(written * 1e6), expiration=written + lifetime)
+    assert kept_until(one, NOW, LIMITS) - NOW == pytest.approx(kept, abs=1e-3)
+
+
+@pytest.mark.parametrize(("set_back", "kept"), [(10.0, 23.0), (25.0, LEAST_KEPT + 3), (600.0, 30.0)])
+def test_a_record_of_an_owner_whose_clock_was_set_back_stays_long_enough_to_be_renewed(
+    set_back: float, kept: float
+) -> None:
+    """Its versions go on from before, so they are ahead of its clock, and its expirations are not."""
+    one = record(version=int((NOW + set_back) * 1e6), expiration=NOW + 30)
+    assert kept_until(one, NOW, LIMITS) - NOW == pytest.approx(kept, abs=1e-3)
+
+
+def test_what_was_dropped_before_it_expired_does_not_come_back() -> None:
+    """Others received it later and still hold it; a newcomer may get it from them for a lifetime, and no longer."""
+    several, other = table(), table()
+    written = NOW + 600
+    one = record(version=int(written * 1e6), expiration=written + 30)
+    number = record_id(one.key, one.subkey, one.owner)
+    assert several.merge(one, NOW).news
+    assert other.merge(one, NOW + 20).news
+    assert several.next_end(one.key) == pytest.approx(NOW + 33)
+    assert several.expire(NOW + 32) == []
+    (change,) = several.expire(NOW + 34)
+    assert change.after is None
+    assert several.state_hash == table().state_hash
+    assert several.compare(other.versions().items()) == ([], [])
+    for version in (one.version, one.version - 1):
+        assert not several.merge(replace(one, version=version, claimed=1), NOW + 34).news
+    assert len(other.expire(NOW + 54)) == 1
+    newer = replace(one, version=one.version + 1_000_000)
+    assert several.compare([(number, newer.version)]) == ([], [number])
+    assert several.merge(newer, NOW + 35).news
+
+
+def test_what_was_dropped_early_is_forgotten_when_it_has_expired() -> None:
+    several = table(replace(LIMITS, records=100))
+    moment = NOW
+    for number in range(5000):
+        moment += 40
+        written = moment + 100
+        several.merge(record(subkey=f"a:{number}", version=int(written * 1e6), expiration=written + 10), moment)
+        several.expire(moment + 39)
+    assert len(several) == 0
+    assert len(several._dropped) <= 1025
+
+
+# What is acceptable
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({}, None),
+        ({"value": b"x" * 1024, "key": "k" * 256, "subkey": "s" * 256}, None),
+        ({"value": b"x" * 1025}, Reason.OVERSIZED),
+        ({"key": "k" * 257}, Reason.OVERSIZED),
+        ({"subkey": "é" * 129}, Reason.OVERSIZED),
+        ({"key": ""}, Reason.MALFORMED),
+        ({"subkey": ""}, Reason.MALFORMED),
+        ({"key": "\ud800"}, Reason.MALFORMED),
+        ({"owner": b"short"}, Reason.MALFORMED),
+        ({"version": 0, "claimed": 0}, Reason.MALFORMED),
+        ({"claimed": 11}, Reason.MALFORMED),
+        ({"version": 2**63 - 1}, None),
+        ({"version": 2**63}, Reason.MALFORMED),
+        ({"expiration": float("nan")}, Reason.MALFORMED),
+        ({"expiration": float("inf")}, Reason.MALFORMED),
+        ({"withdrawn": True}, Reason.MALFORMED),
+        ({"withdrawn": True, "value": b""}, None),
+        ({"expiration": NOW}, Reason.EXPIRED),
+        ({"expiration": NOW + 3606}, None),
+        ({"expiration": NOW + 3607}, Reason.TOO_FAR),
+    ],
+)
+def test_what_is_wrong_with_a_record_is_told(fields: dict[str, Any], reason: Reason | None) -> None:
+    assert objection(record(**fields), NOW, LIMITS) is reason
+    outcome = table().merge(record(**fields), NOW)
+    assert (outcome.news, outcome.reason) == (reason is None, reason)
+
+
+# What is signed
+
+
+def test_an_author_signs_what_others_can_check() -> None:
+    author = Author("run", Ed25519Identity(bytes(32)), LIMITS)
+    written = author.write("run.0b", "a:1", b"value", NOW + 5, NOW, None)
+    assert author.verify(written)
+    assert Author("run", Ed25519Identity(), LIMITS).verify(written)
+    assert not Author("another", Ed25519Identity(), LIMITS).verify(written)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"key": "run.0b1"},
+        {"subkey": "a:2"},
+        {"value": b"other"},
+        {"version": MAX_VERSION},
+        {"claimed": 1},
+        {"expiration": NOW + 6},
+        {"withdrawn": True, "value": b""},
+        {"owner": Ed25519Identity(b"\1" * 32).owner},
+        {"owner": b"\xff" * 32},
+        {"signature": b""},
+        {"signature": bytes(64)},
+    ],
+)
+def test_a_changed_record_is_forged(change: dict[str, Any]) -> None:
+    author = Author("run", Ed25519Identity(bytes(32)), LIMITS)
+    forged = replace(author.write("run.0b", "a:1", b"value", NOW + 5, NOW, None), **change)
+    assert RecordTable(LIMITS, author.verify).merge(forged, NOW).reason is Reason.FORGED
+
+
+names = st.text(st.characters(codec="utf-8"), max_size=4)
+
+
+@given(st.lists(st.tuples(names, names, names, st.binary(max_size=3)), min_size=2, max_size=2, unique=True))
+def test_different_records_are_signed_as_different_bytes(fields: list[tuple[str, str, str, bytes]]) -> None:
+    one, other = (signed_bytes(run, record(key=key, subkey=subkey, value=value)) for run, key, subkey, value in fields)
+    assert one != other
+
+
+@given(st.lists(st.tuples(names, names, st.sampled_from(OWNERS)), min_size=2, max_size=2, unique=True))
+def test_different_places_have_different_ids(fields: list[tuple[str, str, bytes]]) -> None:
+    assert record_id(*fields[0]) != record_id(*fields[1])
+
+
+def test_versions_go_forward_when_the_clock_does_not() -> None:
+    author = Author("run", UnsignedIdentity(random.Random(0)), LIMITS)
+    first = author.write("k", "s", b"", NOW + 5, NOW, None)
+    second = author.write("k", "s", b"", NOW + 5, NOW - 100, first)
+    assert first.version == int(NOW * 1e6)
+    assert second.version == first.version + 1
+    assert first.claimed == second.claimed == first.version
+
+
+def test_a_restarted_owner_goes_on_from_what_comes_back() -> None:
+    identity = UnsignedIdentity(random.Random(0))
+    before = Author("run", identity, LIMITS).write("k", "s", b"", NOW + 50, NOW + 40, None)
+    again = Author("run", identity, LIMITS)
+    again.observe(replace(before, owner=OWNERS[0], version=MAX_VERSION))  # somebody else's
+    again.observe(before)
+    assert again.write("k", "other", b"", NOW + 50, NOW, None).version == before.version + 1
+
+
+def test_a_withdrawal_outlives_everything_that_could_come_late() -> None:
+    author = Author("run", UnsignedIdentity(random.Random(0)), LIMITS)
+    first = author.write("k", "s", b"", NOW + 50, NOW, None)
+    second = author.write("k", "s", b"", NOW + 5, NOW, first)
+    taken_back = author.withdraw(second, NOW + 1)
+    assert taken_back.expiration == NOW + 53
+    assert (taken_back.withdrawn, taken_back.value) == (True, b"")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("k", "s", b"x" * 1025, NOW + 1),
+        ("k" * 257, "s", b"", NOW + 1),
+        ("k", "", b"", NOW + 1),
+        ("k", "s", b"", NOW),
+        ("k", "s", b"", NOW + 3601),
+        ("k", "s", b"", float("nan")),
+    ],
+)
+def test_nobody_writes_what_others_would_refuse(arguments: tuple[str, str, bytes, float]) -> None:
+    with pytest.raises(DiscoveryError, match="cannot store"):
+        Author("run", Ed25519Identity(), LIMITS).write(*arguments, NOW, None)
+
+
+# How tables merge
+
+
+def test_the_newest_version_counts_and_the_same_one_is_no_news() -> None:
+    t = table()
+    assert t.merge(record(version=10, value=b"old"), NOW).news
+    change = t.merge(record(version=11, value=b"new"), NOW).change
+    assert change is not None
+    assert change.after is not None
+    assert change.after.value == t.read("run.0b")["a:1"].value == b"new"
+    assert not t.merge(record(version=11, value=b"new"), NOW).news
+    assert not t.merge(record(version=10, value=b"old"), NOW).news
+    assert len(t) == 1
+
+
+def test_a_withdrawal_beats_a_late_old_record_until_that_expires() -> None:
+    t, old = table(), record()
+    assert t.merge(withdrawal(old, 11), NOW).news
+    assert not t.merge(old, NOW).news
+    assert t.read(old.key) == {}
+    assert not t.names(old.subkey)
+    assert t.expire(NOW + 12.9) == []
+    assert len(t) == 1
+    t.expire(NOW + 13)
+    assert len(t) == 0
+    assert t.state_hash == 0
+    assert t.merge(old, NOW + 13).reason is Reason.EXPIRED
+
+
+def test_the_first_owner_keeps_a_place_until_it_expires_and_the_next_one_follows_at_once() -> None:
+    t = table()
+    t.merge(record(claimed=10, expiration=NOW + 5), NOW)
+    foreign = t.merge(record(owner=OWNERS[1], version=99, claimed=20, value=b"foreign"), NOW)
+    assert (foreign.news, foreign.reason, foreign.change) == (True, Reason.FOREIGN, None)
+    assert t.read("run.0b")["a:1"].value == b"v"
+    (change,) = t.expire(NOW + 5)
+    assert change.after is not None
+    assert change.after.owner == OWNERS[1]
+    assert t.read("run.0b")["a:1"].value == b"foreign"
+
+
+def test_a_withdrawal_gives_the_place_to_the_next_owner() -> None:
+    t, mine = table(), record(claimed=10)
+    t.merge(mine, NOW)
+    t.merge(record(owner=OWNERS[1], version=20, claimed=20, value=b"foreign"), NOW)
+    t.merge(withdrawal(mine, 30), NOW)
+    assert t.read("run.0b")["a:1"].value == b"foreign"
+
+
+def test_nobody_withdraws_for_somebody_else() -> None:
+    t = table()
+    t.merge(record(), NOW)
+    t.merge(withdrawal(record(owner=OWNERS[1]), 99), NOW)
+    assert set(t.read("run.0b")) == {"a:1"}
+
+
+def test_a_full_table_takes_no_new_record_and_goes_on_updating() -> None:
+    t = table(Limits(records=2))
+    for number in range(2):
+        assert t.merge(record(subkey=f"{number}:1"), NOW).news
+    assert t.merge(record(subkey="3:1", expiration=NOW + 100), NOW).reason is Reason.FULL
+    assert t.merge(record(subkey="1:1", version=11), NOW).news
+    t.expire(NOW + 10)
+    assert t.merge(record(subkey="3:1", expiration=NOW + 100), NOW + 10).news
+
+
+def test_an_owner_may_have_so_many_records_and_no_more() -> None:
+    t = table(Limits(records_per_owner=2))
+    for number in range(2):
+        assert t.merge(record(subkey=f"{number}:1"), NOW).news
+    assert t.merge(record(subkey="2:1"), NOW).reason is Reason.OWNER_FULL
+    assert t.merge(record(subkey="2:1", owner=OWNERS[1]), NOW).news
+    t.expire(NOW + 10)
+    assert t.merge(record(subkey="2:1", expiration=NOW + 20), NOW + 10).news
+
+
+def test_a_record_with_the_id_of_another_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("averaging.discovery.gossip.record_table.record_id", lambda *_: 7)
+    held = table()
+    assert held.merge(record(), NOW).news
+    assert held.merge(record(subkey="b:1"), NOW).reason is Reason.CLASH
+    assert held.merge(record(version=11), NOW).news
+    assert set(held.read("run.0b")) == {"a:1"}
+
+
+def test_a_record_that_is_replaced_often_does_not_fill_the_memory() -> None:
+    t = table()
+    for version in range(10, 2000):
+        t.merge(record(version=version), NOW)
+    assert len(t._expirations) < 100
+    t.expire(NOW + 10)
+    assert len(t) == 0
+
+
+def test_tables_tell_each_other_what_they_lack() -> None:
+    here, there = table(), table()
+    both, only_here, newer_here, newer_there = (record(subkey=f"{name}:1") for name in "abcd")
+    for t in (here, there):
+        for one in (both, newer_here, newer_there):
+            t.merge(one, NOW)
+    here.merge(only_here, NOW)
+    here.merge(replace(newer_here, version=11), NOW)
+    there.merge(replace(newer_there, version=11), NOW)
+    lacking, wanted = here.compare(there.versions().items())
+    assert {one.subkey for one in lacking} == {"b:1", "c:1"}
+    assert [one.subkey for one in there.select([*wanted, 12345])] == ["d:1"]
+    for one in lacking:
+        there.merge(one, NOW)
+    for one in there.select(wanted):
+        here.merge(one, NOW)
+    assert here.state_hash == there.state_hash != 0
+    assert here.versions() == there.versions()
+
+
+records = st.builds(
+    lambda subkey, owner, version, claimed, life, withdrawn, value: Record(
+        key="run.0b",
+        subkey=subkey,
+        value=b"" if withdrawn else value,
+        version=version,
+        claimed=min(claimed, version),
+        expiration=NOW + life,
+        withdrawn=withdrawn,
+        owner=owner,
+    ),
+    st.sampled_from(["a:1", "b:1"]),
+    st.sampled_from(OWNERS),
+    st.integers(1, 6),
+    st.integers(1, 6),
+    st.integers(1, 4),
+    st.booleans(),
+    st.sampled_from([b"", b"x", b"y"]),
+)
+
+
+def reference(delivered: list[Record], now: float) -> dict[tuple[str, str], Record]:
+    """What is read, said in the dumbest way: (key, subkey) → record."""
+    newest: dict[tuple[str, str, bytes], Record] = {}
+    for one in sorted(delivered, key=lambda r: (r.version, r.withdrawn, r.value, r.expiration, r.claimed)):
+        newest[one.key, one.subkey, one.owner] = one
+    read: dict[tuple[str, str], Record] = {}
+    for one in sorted(newest.values(), key=lambda r: (r.claimed, r.owner), reverse=True):
+        if one.expiration > now and not one.withdrawn:
+            read[one.key, one.subkey] = one
+    return read
+
+
+@given(st.lists(records, max_size=12), st.randoms(use_true_random=False), st.sampled_from([NOW, NOW + 2, NOW + 3]))
+def test_any_order_of_delivery_gives_the_same_table(delivered: list[Record], rng: random.Random, then: float) -> None:
+    tables = []
+    for _ in range(2):
+        t = table()
+        again = delivered + rng.sample(delivered, len(delivered) // 2)
+        rng.shuffle(again)
+        for one in again:
+            t.merge(one, NOW)
+        t.expire(then)
+        tables.append(t)
+    assert tables[0].state_hash == tables[1].state_hash
+    assert tables[0].versions() == tables[1].versions()
+    expected = reference(delivered, then)
+    for t in tables:
+        assert {(one.key, one.subkey): one for one in t.listing("")} == expected
+        assert t.subkeys() == {subkey for _, subkey in expected}
+        assert set(t.read("run.0b")) == t.subkeys()
+        assert all(t.names(subkey) for subkey in t.subkeys())
+
+
+@given(st.lists(records, max_size=12), st.lists(st.integers(0, 4), min_size=12, max_size=12))
+def test_the_changes_told_add_up_to_what_is_read(delivered: list[Record], steps: list[int]) -> None:
+    t, seen, now = table(), dict[tuple[str, str], Record](), NOW
+    for one, step in zip(delivered, steps, strict=False):
+        now += step / 4
+        changes = [*t.expire(now), t.merge(one, now).change]
+        for change in changes:
+            if change is None:
+                continue
+            assert seen.get((change.key, change.subkey)) is not change.after
+            seen.pop((change.key, change.subkey), None)
+            if change.after is not None:
+                seen[change.key, change.subkey] = change.after
+        assert seen == {(one.key, one.subkey): one for one in t.listing("")}

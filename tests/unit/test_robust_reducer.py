@@ -1,0 +1,182 @@
+"""Robust aggregation against dumb references, and the bounds that its sources give."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from averaging.allreduce.robust_reducer import RobustReducer, aggregate, cap_weights, centered_clip, reducer_for
+from averaging.allreduce.shard_reducer import ShardReducer
+from averaging.protocol.aggregation import Aggregation, Kind, parse_aggregation
+
+RULES = ["median", "trimmed:1", "trimmed:3", "clip:0.5", "clip:10"]
+numbers = st.floats(-1e3, 1e3, width=32)
+matrices = st.integers(1, 7).flatmap(
+    lambda members: st.lists(st.lists(numbers, min_size=3, max_size=3), min_size=members, max_size=members)
+)
+
+
+def tensors(rows: list[list[float]]) -> list[torch.Tensor]:
+    return [torch.tensor(row, dtype=torch.float64) for row in rows]
+
+
+@given(matrices)
+def test_the_median_is_that_of_each_coordinate(rows: list[list[float]]) -> None:
+    result = aggregate(Aggregation(Kind.MEDIAN), tensors(rows), [1.0] * len(rows))
+    assert result.tolist() == pytest.approx([statistics.median(column) for column in zip(*rows, strict=True)], abs=1e-9)
+
+
+@given(matrices, st.integers(1, 4), st.data())
+def test_trimming_leaves_out_the_extremes_of_each_coordinate(
+    rows: list[list[float]], trim: int, data: st.DataObject
+) -> None:
+    weights = data.draw(st.lists(st.floats(0.1, 9), min_size=len(rows), max_size=len(rows)))
+    result = aggregate(Aggregation(Kind.TRIMMED, trim), tensors(rows), weights)
+    cap = sorted(weights)[(len(rows) - 1) // 2]
+    while 2 * trim >= len(rows):
+        trim -= 1
+    for coordinate, value in enumerate(result.tolist()):
+        ranked = sorted(range(len(rows)), key=lambda member: (rows[member][coordinate], member))
+        kept = ranked[trim : len(rows) - trim]
+        total = sum(min(weights[member], cap) for member in kept)
+        mean = sum(min(weights[member], cap) * rows[member][coordinate] for member in kept) / total
+        assert value == pytest.approx(mean, abs=1e-6)
+
+
+@given(matrices, st.sampled_from([0.5, 10.0]))
+def test_clipping_ends_where_the_pulls_balance(rows: list[list[float]], tau: float) -> None:
+    """Of the (convex) sum of Huber losses it is the least point: none near it is lower."""
+    values = tensors(rows)
+
+    def loss(point: torch.Tensor) -> float:
+        total = 0.0
+        for value in values:
+            distance = float(torch.linalg.vector_norm(value - point))
+            total += distance**2 / 2 if distance <= tau else tau * (distance - tau / 2)
+        return total
+
+    at_median = loss(aggregate(Aggregation(Kind.MEDIAN), values, [1.0] * len(rows)))
+    result = centered_clip(values, [1.0] * len(rows), tau)
+    least = loss(result)
+    assert least <= at_median + 1e-6
+    if sum(float(torch.linalg.vector_norm(value - result)) <= tau for value in values) > len(rows) / 2:
+        for axis in range(3):
+            for distance in (-1e-2, 1e-2):
+                moved = result.clone()
+                moved[axis] += distance
+                assert loss(moved) >= least - 1e-6 * tau * len(rows)
+
+
+@pytest.mark.parametrize("far", [1e3, 1e6, 1e15])
+@pytest.mark.parametrize(("count", "false", "tau"), [(16, 7, 10.0), (8, 2, 1.0), (5, 2, 3.0)])
+def test_the_bias_of_clipping_does_not_depend_on_how_far_the_false_ones_are(
+    count: int, false: int, tau: float, far: float
+) -> None:
+    values = [torch.tensor([far if member < false else 0.0]) for member in range(count)]
+    result = aggregate(Aggregation(Kind.CLIP, tau), values, [1.0] * count)
+    assert result.item() == pytest.approx(false * tau / (count - false), rel=1e-4)
+
+
+def test_seven_false_ones_of_sixteen_at_tau_ten_shift_it_by_7_778() -> None:
+    values = [torch.full((4,), 0.0) for _ in range(9)] + [torch.tensor([1e9, 0.0, 0.0, 0.0])] * 7
+    assert aggregate(Aggregation(Kind.CLIP, 10.0), values, [1.0] * 16).norm().item() == pytest.approx(7.778, abs=1e-3)
+
+
+@pytest.mark.parametrize("rule", ["median", "trimmed:3", "clip:1"])
+@given(
+    seed=st.integers(0, 2**32), false=st.sampled_from([1e6, -1e6, 3e38, float("inf"), float("nan")]),
+    claimed=st.sampled_from([5e-324, 1e-300, 1e-6, 1.0, 1e30]),
+)  # fmt: skip
+def test_three_false_ones_of_eight_move_nothing_far_whatever_they_send_and_claim(
+    rule: str, seed: int, false: float, claimed: float
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    honest = [torch.randn(6, generator=generator) for _ in range(5)]
+    values = [*honest, *[torch.full((6,), false)] * 3]
+    result = aggregate(parse_aggregation(rule), values, [1.0, 2.0, 3.0, 2.0, 1.0, *[claimed] * 3])
+    stacked = torch.stack(honest)
+    if rule == "clip:1":
+        # At most 3 of their weights against 5 of at least a third of theirs, all within the honest ones' spread.
+        assert (result - stacked.mean(dim=0)).norm() < 20
+    else:
+        assert ((stacked.amin(dim=0) - 1e-5 <= result) & (result <= stacked.amax(dim=0) + 1e-5)).all()
+
+
+@pytest.mark.parametrize("rule", RULES)
+@given(value=st.floats(-(2.0**100), 2.0**100, width=32), count=st.integers(1, 9))
+def test_equal_contributions_are_kept(rule: str, value: float, count: int) -> None:
+    result = aggregate(parse_aggregation(rule), [torch.full((3,), value)] * count, [1.0] * count)
+    assert result.dtype == torch.float32
+    assert result.tolist() == pytest.approx([value] * 3, rel=1e-6)
+
+
+def test_no_weight_counts_for_more_than_the_median_one() -> None:
+    assert cap_weights([1.0, 2.0, 4.0, 1e30, 1e-3]) == [0.5, 1.0, 1.0, 1.0, 5e-4]
+
+
+def test_who_is_left_after_trimming_has_a_say_however_small_a_weight_it_claims() -> None:
+    values = [torch.tensor([1.0, 9.0]), torch.tensor([2.0, 8.0]), torch.tensor([3.0, 7.0])]
+    result = aggregate(Aggregation(Kind.TRIMMED, 1.0), values, [1.0, 1e-300, 1.0])
+    assert result.tolist() == [2.0, 8.0]
+
+
+@pytest.mark.parametrize("tau", [1e-3, 1e-30])
+@pytest.mark.parametrize("weights", [[1.0, 1.0], [1e30, 1e-300]])
+def test_pulls_that_are_next_to_nothing_for_the_distance_are_no_error(tau: float, weights: list[float]) -> None:
+    result = aggregate(Aggregation(Kind.CLIP, tau), [torch.tensor([-1.0]), torch.tensor([3e38])], weights)
+    assert -1.0 <= result.item() <= 3e38
+
+
+def test_a_crowd_is_ordered_like_a_few() -> None:
+    values = [torch.tensor([float(member * 7 % 45)]) for member in range(45)]
+    assert aggregate(Aggregation(Kind.MEDIAN), values, [1.0] * 45).item() == 22.0
+
+
+def test_more_coordinates_than_are_sorted_at_once() -> None:
+    values = [torch.arange(200_000.0) + member for member in (5, 0, 1)]
+    assert torch.equal(aggregate(Aggregation(Kind.MEDIAN), values, [1.0] * 3), torch.arange(200_000.0) + 1)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_reducer_takes_who_delivered_and_forgets_the_part(rule: str) -> None:
+    reducer = reducer_for(parse_aggregation(rule), [2, 2], {"a": 1.0, "b": 1.0, "c": 0.0})
+    assert isinstance(reducer, RobustReducer)
+    for name, value in (("a", 1.0), ("b", 3.0), ("c", float("nan"))):
+        reducer.add(name, torch.full((2,), value, dtype=torch.float16))
+    reducer.drop("b")
+    assert list(reducer.take_complete()) == [0]
+    local = torch.tensor([9.0, 5.0])
+    expected = aggregate(parse_aggregation(rule), [torch.full((2,), 1.0), torch.full((2,), 3.0), local], [1.0] * 3)
+    assert expected.tolist() != [2.0, 2.0]  # as it were without this member's own
+    assert expected.equal(reducer.finish(0, local, 1.0))  # type: ignore[arg-type]
+    assert reducer.finish(0, None, 0.0) is None
+    for name in ("a", "c"):
+        reducer.add(name, torch.full((2,), 7.0))
+    assert list(reducer.take_complete()) == [1]
+    # An auxiliary's weight does not count, whatever it is.
+    assert torch.tensor([7.0, 7.0]).equal(reducer.finish(1, None, 5.0))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_float64_keeps_its_precision(rule: str) -> None:
+    reducer = reducer_for(parse_aggregation(rule), [1], {"a": 1.0})
+    reducer.add("a", torch.tensor([1.0 + 2**-50], dtype=torch.float64))
+    result = reducer.finish(0, None, 0.0)
+    assert result is not None
+    assert result.item() == 1.0 + 2**-50
+
+
+def test_the_mean_stays_a_sum() -> None:
+    assert type(reducer_for(Aggregation(), [1], {"a": 1.0})) is ShardReducer
+
+
+def test_torch_s_default_device_changes_nothing() -> None:
+    rows = tensors([[1.0, 5.0, 3.0], [2.0, 4.0, 9.0], [9.0, 0.0, 0.0]])
+    for rule in RULES:
+        expected = aggregate(parse_aggregation(rule), rows, [1.0, 2.0, 3.0])
+        with torch.device("meta"):
+            assert torch.equal(aggregate(parse_aggregation(rule), rows, [1.0, 2.0, 3.0]), expected)

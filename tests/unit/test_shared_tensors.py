@@ -1,0 +1,143 @@
+"""Writing to tensors that the application may hold."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+import torch
+
+from averaging.common.shared_tensors import SharedTensors, Write
+from averaging.errors import RoundError, TensorError
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"), [(Write.REPLACE, [0.0, 7.0, 8.0, 3.0]), (Write.ADD, [0.0, 8.0, 10.0, 3.0])]
+)
+def test_a_part_is_written_at_once(how: Write, expected: list[float]) -> None:
+    tensor = torch.arange(4.0)
+    assert SharedTensors([torch.zeros(2), tensor]).write_now(1, 1, torch.tensor([7.0, 8.0]), how)
+    assert tensor.tolist() == expected
+
+
+def test_nothing_is_written_while_the_application_holds_the_lock() -> None:
+    tensor = torch.zeros(2)
+    shared = SharedTensors([tensor])
+    with shared.locked():
+        assert not shared.write_now(0, 0, torch.ones(2), Write.REPLACE)
+        assert tensor.tolist() == [0.0, 0.0]
+    assert shared.write_now(0, 0, torch.ones(2), Write.REPLACE)
+
+
+def test_a_tensor_with_gaps_waits_for_the_whole_result() -> None:
+    tensor = torch.zeros(4, 4)[:, ::2]
+    assert not SharedTensors([tensor]).write_now(0, 0, torch.ones(2), Write.REPLACE)
+    assert not tensor.any()
+
+
+def test_what_may_not_be_written_yet_is_not() -> None:
+    tensor = torch.zeros(2)
+    shared = SharedTensors([tensor])
+    assert not shared.write_now(0, 0, torch.ones(2), Write.REPLACE, lambda: False)
+    assert tensor.tolist() == [0.0, 0.0]
+    assert shared.write_now(0, 0, torch.ones(2), Write.REPLACE)  # and the lock is free again
+
+
+@pytest.mark.asyncio
+async def test_nothing_is_done_without_the_lock_and_it_is_free_again() -> None:
+    shared, done = SharedTensors([torch.zeros(2)]), []
+    with shared.locked():
+        with pytest.raises(RoundError, match="held the tensors' lock"):
+            await shared.while_locked(lambda: done.append("without"), 0.01)
+        waiting = asyncio.create_task(shared.while_locked(lambda: done.append("later"), 60.0))
+        await asyncio.sleep(0)
+    await waiting
+    for _ in range(2):
+        await shared.while_locked(lambda: done.append("at once"), 0.01)
+    assert done == ["later", "at once", "at once"]
+
+
+@pytest.mark.asyncio
+async def test_what_was_cancelled_while_it_waited_for_the_lock_is_not_done() -> None:
+    shared, done = SharedTensors([torch.zeros(2)]), []
+    with shared.locked():
+        waiting = asyncio.create_task(shared.while_locked(lambda: done.append("late"), 600.0))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        # The thread ends though nobody releases the lock: an application that was interrupted under it may be closing.
+        await asyncio.get_running_loop().shutdown_default_executor()
+    assert done == []
+
+
+@pytest.mark.asyncio
+async def test_a_cancellation_waits_for_what_has_begun_under_the_lock() -> None:
+    """Else the tensors would be written while the application takes them for its own again."""
+    shared, begun, go_on = SharedTensors([torch.zeros(2)]), threading.Event(), threading.Event()
+    done: list[bool] = []
+
+    def action() -> None:
+        begun.set()
+        done.append(go_on.wait(60.0))
+
+    with shared.locked():
+        waiting = asyncio.create_task(shared.while_locked(action, 60.0))
+        await asyncio.sleep(0)
+    assert await asyncio.to_thread(begun.wait, 60.0)
+    try:
+        for _ in range(2):
+            waiting.cancel()
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert not waiting.done()
+    finally:
+        go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert done == [True]
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        (Write.REPLACE, [7.0, 8.0, 9.0, 3.0]),
+        (Write.ADD, [7.0, 9.0, 11.0, 3.0]),
+        (Write.DIFFERENCE, [7.0, 7.0, 7.0, 0.0]),
+        (Write.ONLY, [7.0, 8.0, 9.0, 0.0]),
+    ],
+)
+def test_tied_tensors_are_written_once(how: Write, expected: list[float]) -> None:
+    tensor = torch.arange(4.0)
+    values = torch.tensor([7.0, 8.0, 9.0])
+    SharedTensors([tensor, torch.zeros(2), tensor.view(2, 2)]).write([(0, 0, values), (2, 0, values)], how)
+    assert tensor.tolist() == expected
+
+
+def test_tied_tensors_with_gaps_are_written_once() -> None:
+    whole = torch.zeros(4, 4)
+    shared = SharedTensors([whole[:, ::2], whole[:, ::2]])
+    shared.write([(0, 0, torch.ones(8)), (1, 0, torch.ones(8))], Write.ADD)
+    assert whole.sum() == 8
+
+
+def test_what_different_pieces_of_tied_tensors_get_is_all_there() -> None:
+    tensor = torch.arange(4.0)
+    SharedTensors([tensor, tensor]).write([(0, 0, torch.ones(2)), (1, 2, torch.ones(2))], Write.ADD)
+    assert tensor.tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_a_tied_tensor_waits_until_the_other_one_has_been_sent() -> None:
+    whole = torch.zeros(6)
+    shared = SharedTensors([whole[:4], whole[2:], torch.zeros(2)])
+    assert not shared.write_now(0, 0, torch.ones(2), Write.REPLACE)
+    assert not shared.write_now(1, 0, torch.ones(2), Write.REPLACE)
+    assert shared.write_now(2, 0, torch.ones(2), Write.REPLACE)
+    beside = SharedTensors([whole[:2], whole[2:4], whole[4:]])
+    assert all(beside.write_now(index, 0, torch.ones(2), Write.REPLACE) for index in range(3))
+
+
+def test_there_must_be_something_to_average() -> None:
+    with pytest.raises(TensorError, match="there are no tensors to average"):
+        SharedTensors({})
