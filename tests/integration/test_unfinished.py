@@ -185,7 +185,9 @@ async def test_what_is_taken_is_not_held(few_bytes: None) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_connection_lasts_however_much_it_carries(few_bytes: None) -> None:
+async def test_a_connection_lasts_however_much_it_carries(monkeypatch: pytest.MonkeyPatch) -> None:
+    most = channel_options.WINDOW_BYTES + 4 * MIB  # a sender fills a window before its first part is read
+    monkeypatch.setattr(server, "held_limits", lambda _: Limits(most, most, most))
     async with serving(FakePeer(), FakeGossip()) as (_, endpoint), client() as caller, asyncio.timeout(PATIENCE):
         for _ in range(3):
             async with aclosing(caller.aggregate_part(endpoint, parts(16, MIB))) as replies:
