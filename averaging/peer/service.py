@@ -12,7 +12,7 @@ from averaging.config import PeerConfig
 from averaging.deadlines.fair_timeout import FairTimeout
 from averaging.deadlines.learned_deadlines import Deadline, Deadlines
 from averaging.discovery.base import Discovery
-from averaging.errors import BusyError, ProtocolViolationError, TransportError
+from averaging.errors import BusyError, ProtocolViolationError
 from averaging.matchmaking import Matchmaking
 from averaging.observe.receipt_book import ReceiptBook, Watched
 from averaging.observe.status import PeerStatus
@@ -28,9 +28,6 @@ SOFTWARE = f"averaging {metadata.version('averaging')}"
 
 MAX_DOWNLOADS, DOWNLOADS_PER_HOST = 16, 4
 """Concurrent downloads at one donor, in total and per host; further ones wait in a queue."""
-
-LINGER_SECONDS = 0.5
-"""Seconds for which a refused sender's stream is still read, since some clients lose the answer if a write fails."""
 
 
 class PeerService:
@@ -76,16 +73,7 @@ class PeerService:
                 yield reply
 
     async def aggregate_part(self, messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
-        """Serves one sender's stream in the all-reduce that it names."""
-        refused = False
-        async with aclosing(self._serve_sender(messages)) as replies:
-            async for reply in replies:
-                refused = reply.tensor_part is None
-                yield reply
-        if refused:
-            await _read_to_the_end(messages)
-
-    async def _serve_sender(self, messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
+        """Serves one sender's stream of the round it names."""
         try:
             # The all-reduce has deadlines for its senders; this timeout ends all other streams.
             async with self._stall_timeout(2):
@@ -186,13 +174,3 @@ class PeerService:
 
     def _is_current(self, group_id: bytes) -> bool:
         return self.round is not None and self.round.group.group_id == group_id
-
-
-async def _read_to_the_end(messages: AsyncIterator[AveragingData]) -> None:
-    """Discards what a refused sender sends, for `LINGER_SECONDS` at most."""
-    try:
-        async with asyncio.timeout(LINGER_SECONDS):
-            while await anext(messages, None) is not None:
-                pass
-    except (TimeoutError, TransportError, ProtocolViolationError):
-        return

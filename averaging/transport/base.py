@@ -39,7 +39,11 @@ class AveragingService(Protocol):
         ...
 
     def aggregate_part(self, messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
-        """Reads a sender's parts in order and yields their averages in the same order."""
+        """Reads a sender's parts in order and yields their averages in the same order.
+
+        It asks for a second message only after a round has accepted the sender. The transport relies on that: until
+        then it bounds what the sender can make it hold.
+        """
         ...
 
     def download_state(self, resume: Resume | None, caller: str) -> AsyncGenerator[DownloadData, None]:
