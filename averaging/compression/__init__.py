@@ -1,4 +1,4 @@
-"""Encodes and decodes tensors for the wire. One module per family of codecs; docs/reference/protocol.md has their layouts."""
+"""Encodes and decodes tensors for the wire. One module per family of codecs; docs/reference/protocol.md has layouts."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ Main = Callable[[list[str]], None]
         (digits.main, "--save .", "--save . is a folder; give the name of a file"),
         (digits.main, f"--save {'n' * 300}", "cannot be looked at (File name too long); give another name"),
         (digits.main, "--client-mode", "--client-mode needs --join"),
-        (digits.main, "--listen 0.0.0.0:0", "others cannot dial"),
+        (digits.main, "--listen 0.0.0.0:0", "other peers cannot dial"),
         (diloco.main, "--every 20 --fragments 3", "every must be a multiple of fragments"),
         (diloco.main, "--fragments 30 --every 30", "use at most 24"),
         (diloco.main, "--delay 20", "delay must be less"),

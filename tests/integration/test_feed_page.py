@@ -16,8 +16,9 @@ import pytest
 
 from averaging.feed import FeedServer
 from averaging.feed.routes import COUNTERS, GAUGES, READS
+from tests.integration.pages import Block, blocks_of
 from tests.integration.processes import DEADLINE
-from tests.integration.test_grpcurl_page import Block, agrees, blocks_of
+from tests.integration.test_grpcurl_page import agrees
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "feed.md").read_text()
 BLOCKS = blocks_of(PAGE)

@@ -108,11 +108,14 @@ def test_three_processes_average_and_strangers_get_nothing(directory: Path, star
     foreign = [word.replace("ca/", "foreign/") for word in files_of("a")]
     wrong = [word.replace("token", "wrong") if word == "token" else word for word in files_of("c")]
     no_token = [word for word in files_of("c") if word not in ("--token-file", "token")]
-    hung_up = "it hung up at once; do both use TLS"
+    hung_up = "it closed the connection at once; do both use TLS"
     definite = [
-        (foreign, "its certificate is not of an authority in --tls-ca"),
-        (wrong, "its run does not take this peer's token: make one of the run's tokens the first line of --token-file"),
-        (no_token, "its run wants a token, and this peer has none: give --token-file"),
+        (foreign, "its certificate was not issued by an authority in --tls-ca"),
+        (
+            wrong,
+            "its run does not accept this peer's token: make one of the run's tokens the first",
+        ),
+        (no_token, "its run requires a token, and this peer has none: give --token-file"),
     ]
     state = ("state", endpoint, "--output", "stolen.safetensors")
     peer = ("peer", "b.safetensors", *common, "--join", endpoint, "--join-timeout")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from averaging.discovery.base import Outlook, Sighting
+from averaging.discovery.base import Diagnosis, KnownPeer
 from averaging.errors import AveragingError, JoinRefusedError, NoSeedAnsweredError
 from averaging.matchmaking.no_group_reasons import explain_absence
 from averaging.security.ca import issue, make_authority
@@ -27,8 +27,8 @@ ENTRIES = dict(
     re.findall(r"^### ([^\n]*)\n\n```text\n([^`]*?)\n```\n\nCause: .*?\n\nRemedy: ", PAGE, re.DOTALL | re.MULTILINE)
 )
 MEANING = re.compile(
-    r"'\w+'|\b(?:token|certificate|authority|expired|not valid yet|clocks|host|TLS|hung up|refused|name|port|"
-    r"b\.example\.org|NTP|no other peer|none of them|did not answer|other machines)\b"
+    r"'\w+'|\b(?:token|certificate|authority|expired|not valid yet|clocks|host|TLS|closed the connection|refused|name|"
+    r"port|b\.example\.org|NTP|no other peer|none of them|did not answer|other machines)\b"
 )
 """What carries the meaning of a message."""
 
@@ -137,19 +137,19 @@ async def test_a_peer_does_not_start_as_the_page_says(entry: str, tmp_path: Path
 
 OTHER = "127.0.0.1:4222"
 
-OUTLOOKS = {
-    "Nobody else is there": Outlook({}),
-    "Others are there, and not ready": Outlook({OTHER: Sighting(0.0, {})}),
-    "Others do not answer": Outlook({}, silent={OTHER: "connection refused"}),
-    "Clocks are apart": Outlook({}, apart={OTHER: 40.0}),
+DIAGNOSES = {
+    "Nobody else is there": Diagnosis({}),
+    "Others are there, and not ready": Diagnosis({OTHER: KnownPeer(0.0, {})}),
+    "Others do not answer": Diagnosis({}, silent={OTHER: "connection refused"}),
+    "Clocks are apart": Diagnosis({}, clock_offsets={OTHER: 40.0}),
 }
 
 
-@pytest.mark.parametrize("entry", OUTLOOKS)
+@pytest.mark.parametrize("entry", DIAGNOSES)
 def test_a_search_ends_without_a_group_as_the_page_says(entry: str) -> None:
-    assert agree(ENTRIES[entry], explain_absence("run.0b", OUTLOOKS[entry]))
+    assert agree(ENTRIES[entry], explain_absence("run.0b", DIAGNOSES[entry]))
 
 
 def test_every_entry_is_provoked_and_has_message_cause_and_remedy() -> None:
-    assert set(ENTRIES) == {*JOINS, *ALONE, *OUTLOOKS}
+    assert set(ENTRIES) == {*JOINS, *ALONE, *DIAGNOSES}
     assert re.findall(r"^### (.*)$", PAGE, re.MULTILINE) == list(ENTRIES)

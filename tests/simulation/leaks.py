@@ -17,7 +17,7 @@ from averaging.deadlines.learned_deadlines import Deadlines
 from averaging.matchmaking import search_state
 from averaging.matchmaking.exclusions import Exclusions
 from averaging.matchmaking.response_history import ResponseHistory
-from averaging.peer.rounds import _Attempt
+from averaging.peer.rounds import _Round
 from averaging.state.assembler import StateAssembler
 from averaging.transport.memory import MemoryNetwork
 
@@ -28,7 +28,7 @@ PASSING = (
     SenderSide,
     WaitMonitor,
     search_state.SearchState,
-    _Attempt,
+    _Round,
     StateAssembler,
 )
 """Types whose objects must not outlive their round, search or download."""

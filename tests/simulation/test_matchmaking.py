@@ -115,7 +115,9 @@ def test_a_schema_difference_is_logged_once(caplog: pytest.LogCaptureFixture) ->
             for step in range(5):
                 await asyncio.gather(*(peer.average() for peer in peers))
                 phases = zip(peers, topics, strict=True)
-                await asyncio.gather(*(peer.average(topic, phase=f"{step}", patience=2.0) for peer, topic in phases))
+                await asyncio.gather(
+                    *(peer.average(topic, phase=f"{step}", search_timeout=2.0) for peer, topic in phases)
+                )
 
     swarm.simulate(main())
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
@@ -234,11 +236,11 @@ def test_no_peer_waits_for_one_that_has_left() -> None:
         async with first, second:
             async with leaves:
                 for peer in (first, second, leaves):
-                    peer.progress.tell(b"")
+                    peer.progress.announce(b"")
                 for peer in (first, second, leaves):
-                    assert await peer.progress.others_tell(2, 10.0)
+                    assert len(await peer.progress.until(lambda seen: len(seen) >= 2, 10.0)) >= 2
                 averaging = [
-                    asyncio.create_task(peer.average(enough=all_of(frozenset, peer.progress.told)))
+                    asyncio.create_task(peer.average(start_size=all_of(frozenset, peer.progress.announcements)))
                     for peer in (first, second)
                 ]
                 await asyncio.sleep(5.0)
@@ -260,12 +262,14 @@ def test_an_auxiliary_makes_a_group_begin_neither_later_nor_sooner(group_wait: f
     async def main() -> list[Receipt]:
         async with auxiliary, trains[0], trains[1]:
             for peer in trains:
-                peer.progress.tell(b"")
+                peer.progress.announce(b"")
             for peer in trains:
-                assert await peer.progress.others_tell(1, 10.0)
+                assert await peer.progress.until(bool, 10.0)
             averaging = [asyncio.create_task(auxiliary.average())]
             for peer in trains:
-                averaging.append(asyncio.create_task(peer.average(enough=all_of(frozenset, peer.progress.told))))
+                averaging.append(
+                    asyncio.create_task(peer.average(start_size=all_of(frozenset, peer.progress.announcements)))
+                )
                 await asyncio.sleep(3.0)
             return await asyncio.gather(*averaging)
 
@@ -364,7 +368,7 @@ def test_a_topic_of_its_own_for_every_average_leaves_little_behind(monkeypatch: 
         async with peer:
             before = leaks.sizes(peer)
             for number in range(50):
-                await peer.average(peer.topic(f"of{number}", {"w": torch.zeros(2)}), patience=0.0)
+                await peer.average(peer.topic(f"of{number}", {"w": torch.zeros(2)}), search_timeout=0.0)
             grown = leaks.sizes(peer) - before
         assert max(grown.values()) <= 8, grown
 

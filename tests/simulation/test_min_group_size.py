@@ -142,7 +142,7 @@ def test_a_member_leaves_a_group_that_is_too_small_and_the_receipt_says_why(size
     leader = next(one for one in rest if one.role == "leader")
     assert receipt.outcome is Outcome.FAILED
     assert receipt.reason == (
-        f"{leader.endpoint} began a group of {others + 1} members, and this peer takes part only in groups of at least "
+        f"{leader.endpoint} began a group of {others + 1} members, but this peer takes part only in groups of at least "
         f"{size} (min_group_size), so it left; give all peers of the run the same min_group_size"
     )
     assert (receipt.role, len(receipt.members)) == ("follower", others + 1)

@@ -163,7 +163,7 @@ def test_a_proof_is_valid_for_one_owner_and_one_run() -> None:
 
 
 def test_a_proof_by_ecdsa_is_in_der() -> None:
-    """As docs/reference/protocol.md says. The plain concatenation of the two numbers is not accepted."""
+    """As docs/reference/protocol.md says. The plain concatenation, which many libraries can write, is not accepted."""
     honest = record(identity("a"), "a:1")
     end = 66 + int.from_bytes(honest.signature[64:66], "little")
     numbers = decode_dss_signature(honest.signature[end:])

@@ -131,9 +131,9 @@ async def download(deadlines: Deadlines, donor: str, gaps: list[float]) -> float
 
     last = now()
     try:
-        async with DonorDeadlines(deadlines).silence(donor) as silence:
+        async with DonorDeadlines(deadlines).watch(donor) as watch:
             async for _ in messages():
-                silence.heard()
+                watch.message_received()
                 last = now()
     except TimeoutError:
         return now() - last
@@ -205,17 +205,17 @@ def test_a_donor_that_was_given_up_early_gets_the_longest_deadline_once() -> Non
         deadlines = Deadlines(LOWER, UPPER)
         for _ in range(MIN_WAITS):
             assert not await download(deadlines, "a:1", [0.1])
-        patience = DonorDeadlines(deadlines)
-        for seconds, owed in ((1.0, True), (10.0, False)):
+        donors = DonorDeadlines(deadlines)
+        for seconds, retry in ((1.0, True), (10.0, False)):
             began = now()
             with pytest.raises(TimeoutError):
-                async with patience.silence("a:1"):
+                async with donors.watch("a:1"):
                     await asyncio.sleep(60)
             assert now() - began == pytest.approx(seconds, abs=0.3)
-            assert patience.owes("a:1") is owed
+            assert donors.should_retry("a:1") is retry
         with pytest.raises(TimeoutError):
-            async with (unknown := DonorDeadlines(Deadlines(LOWER, UPPER))).silence("a:1"):
+            async with (unknown := DonorDeadlines(Deadlines(LOWER, UPPER))).watch("a:1"):
                 await asyncio.sleep(60)
-        assert not unknown.owes("a:1")  # it had the longest deadline from the start
+        assert not unknown.should_retry("a:1")  # it had the longest one at once
 
     simulate(main())

@@ -1,4 +1,4 @@
-"""The rules of docs/reference/protocol.md that implementations must compute exactly, compared with this implementation."""
+"""The rules of docs/reference/protocol.md that implementations must compute exactly, compared with this one."""
 
 from __future__ import annotations
 
