@@ -284,7 +284,7 @@ def _run(file: Path, output: Path | None, given: dict[str, Any], report: Command
     if session.unwritten:
         raise CommandError(session.unwritten)
     why_not = "no --output was given" if destination is None else "no round was done"
-    report.tell(
+    report.emit(
         json_events.done(session.rounds, session.output), console_text.finished(session.rounds, session.output, why_not)
     )
 
