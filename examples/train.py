@@ -1,8 +1,8 @@
 """One process of the demo: trains the language model on one part of the text, alone or averaged with other peers.
 
-It tells what it does as JSON lines on stdout, and leaves in order when its stdin ends. By hand, in four terminals:
+It reports events as JSON lines on stdout, and ends gracefully when its stdin ends. By hand, in four terminals:
 
-    python -m examples.train --part 1                             # starts a run and tells its endpoint
+    python -m examples.train --part 1                             # starts a run and prints its endpoint
     python -m examples.train --part 2 --join 127.0.0.1:PORT       # joins it; likewise --part 3 and --part 4
 """
 
@@ -27,19 +27,19 @@ from examples.language_model import LanguageModel, Size, read, windows
 from examples.sources import divide, standard_library
 
 PATIENCE = 60.0
-"""Seconds that peers wait for each other before the first step, and for an average of all after the last one."""
+"""Seconds for which peers wait for each other before the first step, and for a last average of all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How the model is trained; the same in all processes.
+    """The settings of the training; the same in all processes.
 
     Attributes:
-        size: of the model.
+        size: size of the model.
         batch: windows per step.
-        lr: highest learning rate.
-        watched: held-out windows on which progress is watched.
-        judged: held-out windows on which the result is judged.
+        lr: maximum learning rate.
+        watched: number of held-out windows for the progress.
+        judged: number of held-out windows for the result.
     """
 
     size: Size
@@ -56,12 +56,12 @@ RECIPES = {
 
 
 def main() -> None:
-    """Trains as the command line says."""
+    """Trains as configured on the command line."""
     options = parse_arguments()
     if not options.spare:
         end_with_stdin()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    # Several processes share few cores: more threads would only wait for each other.
+    # Several processes share few cores, so more threads would only wait for each other.
     torch.set_num_threads(1)
     torch.manual_seed(1000 * options.seed + options.part)
     training = Training(options)
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def train_with_others(training: Training, options: argparse.Namespace) -> None:
-    """Trains as a peer of the run; at the end all peers hold the same."""
+    """Trains as a peer of the run. At the end all peers hold the same model."""
     notes = Notes()
     logging.getLogger("averaging.peer").addHandler(notes)
     averager = DecentralizedAverager(
@@ -104,7 +104,7 @@ def train_with_others(training: Training, options: argparse.Namespace) -> None:
 
 
 def wait_for_others(opt: DecentralizedAverager, count: int) -> None:
-    """Waits until discovery knows that many peers, so that nobody trains a long way alone."""
+    """Waits until discovery knows this many peers, so that none trains alone for long."""
     deadline = time.monotonic() + PATIENCE
     while len(opt.peers) < count and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -115,7 +115,7 @@ class Training:
     """The model, its text, and the steps.
 
     Args:
-        options: the command line's.
+        options: options of the command line.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -128,7 +128,7 @@ class Training:
 
     @property
     def parameters(self) -> int:
-        """How many numbers the model has."""
+        """Number of parameters of the model."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def run(self, optimizer: torch.optim.Optimizer, first_step: int = 0) -> None:
@@ -151,7 +151,7 @@ class Training:
         return self.model.evaluate(windows(self.held_out, count, self.recipe.size.context, generator))
 
     def sha256(self) -> str:
-        """Of the bytes of all parameters."""
+        """SHA-256 of the bytes of all parameters."""
         digest = hashlib.sha256()
         for parameter in self.model.parameters():
             digest.update(parameter.detach().numpy().tobytes())
@@ -165,7 +165,7 @@ def schedule(step: int, steps: int) -> float:
 
 
 class Notes(logging.Handler):
-    """Keeps what the library logs while it starts, such as whose state was taken over."""
+    """Keeps the library's log messages of the start, such as the donor of a downloaded state."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -177,7 +177,7 @@ class Notes(logging.Handler):
 
 
 def tell_round(receipt: Receipt) -> None:
-    """Tells how a round ended."""
+    """Reports the outcome of a round."""
     tell(
         "round",
         outcome=receipt.outcome,
@@ -194,10 +194,10 @@ def tell(event: str, **fields: object) -> None:
 
 
 def end_with_stdin() -> None:
-    """Ends this process in order when its stdin ends, that is when whoever started it is gone or wants it to end."""
+    """Ends this process gracefully when its stdin ends, that is when its parent is gone or wants it to end."""
 
     def watch() -> None:
-        # Not through sys.stdin, whose lock a waiting thread would still hold when the interpreter ends.
+        # Not with sys.stdin, whose lock a waiting thread would still hold when the interpreter ends.
         while os.read(0, 4096):
             pass
         os.kill(os.getpid(), signal.SIGTERM)
@@ -210,16 +210,16 @@ def end_with_stdin() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m examples.train", description="One process of the demo.")
-    parser.add_argument("--part", type=int, default=1, help="which part of the text it trains on, from 1 (1)")
-    parser.add_argument("--peers", type=int, default=4, help="how many peers, and so how many parts (4)")
+    """Parses the command line."""
+    parser = argparse.ArgumentParser(prog="One process of the demo.", description="One process of the demo.")
+    parser.add_argument("--part", type=int, default=1, help="part of the text on which it trains, from 1 (1)")
+    parser.add_argument("--peers", type=int, default=4, help="number of peers, and so of parts (4)")
     parser.add_argument("--steps", type=int, default=700, help="steps of training (700)")
     parser.add_argument("--every", type=int, default=20, help="steps between two averages (20)")
     parser.add_argument("--seed", type=int, default=0, help="of the model and of the order of its text (0)")
     parser.add_argument("--recipe", choices=sorted(RECIPES), default="full", help="size of the model and so on (full)")
     parser.add_argument("--join", nargs="*", default=[], metavar="HOST:PORT", help="peers of the run; none starts one")
-    parser.add_argument("--spare", action="store_true", help="wait for a line of input that says which peers to join")
+    parser.add_argument("--spare", action="store_true", help="wait for a line of input that names the peers to join")
     parser.add_argument("--alone", action="store_true", help="average with nobody")
     options = parser.parse_args()
     if not 1 <= options.part <= options.peers:
