@@ -73,9 +73,11 @@ def say(name: str, what: str) -> None:
 
 def in_process(recipe: Recipe, name: str, case: Case, part: int, port: int) -> Trained:
     """Runs in each process of a case."""
-    tell = partial(say, name) if part == 0 else lambda _: None
+    progress = partial(say, name) if part == 0 else lambda _: None
     return (
-        train_alone(recipe, case, tell) if case.strategy is None else PeerProcess(recipe, case, part, port, tell).run()
+        train_alone(recipe, case, progress)
+        if case.strategy is None
+        else PeerProcess(recipe, case, part, port, progress).run()
     )
 
 

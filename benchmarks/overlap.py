@@ -117,7 +117,7 @@ def measure(width: int, every: int, rounds: int, blocks: int) -> list[dict[str, 
                     pipe.send(kind)
                 pair[kind] = [asdict(pipe.recv()) for pipe in pipes]
             results.append(pair)
-            print(f"  block {number} of {blocks}: {told(pair)}", file=sys.stderr, flush=True)
+            print(f"  block {number} of {blocks}: {summary(pair)}", file=sys.stderr, flush=True)
         for pipe in pipes:
             pipe.send("")
         for process in processes:
@@ -137,7 +137,7 @@ def slowdown(pair: dict[str, Any]) -> tuple[float, float]:
     return averaged / alone, 1 / (1 - taken / (cores * averaged / 2))
 
 
-def told(pair: dict[str, Any]) -> str:
+def summary(pair: dict[str, Any]) -> str:
     factor, explained = slowdown(pair)
     rounds = sum(one["rounds"] for one in pair["averaged"])
     return f"{factor:.3f} times as long, {explained:.3f} by its CPU, {factor / explained:.3f} beyond; {rounds} rounds"

@@ -106,7 +106,7 @@ class Process:
     def __init__(self, system: str, python: str, join: str, group_wait: float) -> None:
         self.started = time.time()
         self.events: list[dict[str, Any]] = []
-        self.told = asyncio.Event()
+        self.changed = asyncio.Event()
         self._ended = False
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - `kill` closes it
         arguments = ["--worker", system, "--join", join, "--group-wait", str(group_wait)]
@@ -132,9 +132,9 @@ class Process:
         async for line in lines:
             with suppress(json.JSONDecodeError):
                 self.events.append(json.loads(line))
-                self.told.set()
+                self.changed.set()
         self._ended = True
-        self.told.set()
+        self.changed.set()
 
     async def first(self, wanted: Any) -> dict[str, Any]:
         """Returns the first matching event, past or future.
@@ -154,8 +154,8 @@ class Process:
                     lines = self._errors.read().decode(errors="replace").split("\n")
                     raise EndedError(next((line for line in reversed(lines) if line.strip()), "it wrote nothing"))
                 place = len(self.events)
-                self.told.clear()
-                await self.told.wait()
+                self.changed.clear()
+                await self.changed.wait()
 
     async def kill(self) -> None:
         self._errors.close()
@@ -232,8 +232,8 @@ async def measure(system: str, python: str, kills: int, group_wait: float, seed:
             except EndedError as error:
                 done["failures"].append(f"kill {number}: no {doing}, because a process ended: {error}")
                 await run.end()
-            told = {name: [round(value, 2) for value in done[name]] for name in ROWS}
-            print(f"  {system}, after kill {number} of {kills}: {told}", file=sys.stderr, flush=True)
+            figures = {name: [round(value, 2) for value in done[name]] for name in ROWS}
+            print(f"  {system}, after kill {number} of {kills}: {figures}", file=sys.stderr, flush=True)
     finally:
         await run.end()
     return done
@@ -242,13 +242,13 @@ async def measure(system: str, python: str, kills: int, group_wait: float, seed:
 def table(systems: Mapping[str, Mapping[str, Sequence[Any]]], kills: int) -> str:
     """Returns the results in Markdown: a row per quantity, a column per system."""
     lines = ["| | " + " | ".join(systems) + " |", "|---|" + "---|" * len(systems)]
-    for name, words in ROWS.items():
+    for name, quantity in ROWS.items():
         cells = []
         for done in systems.values():
             values = sorted(done[name])
-            told = f"{statistics.median(values):.2f} ({values[0]:.2f} … {values[-1]:.2f})" if values else "never"
-            cells.append(told + (f", {len(values)} of {kills}" if len(values) < kills else ""))
-        lines.append(f"| {words} | " + " | ".join(cells) + " |")
+            cell = f"{statistics.median(values):.2f} ({values[0]:.2f} … {values[-1]:.2f})" if values else "never"
+            cells.append(cell + (f", {len(values)} of {kills}" if len(values) < kills else ""))
+        lines.append(f"| {quantity} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

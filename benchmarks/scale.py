@@ -40,11 +40,11 @@ from benchmarks.workers import ROOT, WorkerError, say
 REAL_GROUP, SIMULATED_GROUP = 4, 8
 
 MOST_REAL_MS = 50.0
-"""Limit in milliseconds from the last call until the last complete group of 4 has begun."""
+"""Limit in milliseconds from the last call until a group of all 4 peers has begun."""
 
 
 def simulations(options: argparse.Namespace) -> Iterator[tuple[int, bool, bool]]:
-    """Number of peers, whether discovery is gossip, whether all have one key."""
+    """Yields the number of peers, whether discovery is gossip, whether all have one key."""
     for one_key, sizes in ((False, options.simulate), (True, options.one_key)):
         yield from ((peers, True, one_key) for peers in sizes)
     for one_key, sizes in ((False, options.shared), (True, options.shared_one_key)):
@@ -76,8 +76,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def sizes(name: str, default: list[int], what: str) -> None:
-        told = " ".join(map(str, default))
-        parser.add_argument(name, type=int, nargs="*", metavar="N", default=default, help=f"{what} ({told})")
+        default_text = " ".join(map(str, default))
+        parser.add_argument(name, type=int, nargs="*", metavar="N", default=default, help=f"{what} ({default_text})")
 
     sizes("--real", [2, 4, 8, 16, 32, 64], "how many real peers")
     sizes("--simulate", [64, 128, 256, 512, 1024], "how many simulated ones with gossip in full, a key for each group")

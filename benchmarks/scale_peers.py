@@ -47,11 +47,11 @@ async def running(peers: int, group_size: int) -> AsyncIterator[list[Worker]]:
         endpoint = (await start(counts[0], 0, "")).started["endpoint"]
         firsts = [sum(counts[:number]) for number in range(len(counts))]
         await all_of([start(counts[n], firsts[n], endpoint) for n in range(1, len(counts))])
-        await tell(started.workers, do="settle", peers=peers)
+        await command_all(started.workers, do="settle", peers=peers)
         yield started.workers
 
 
-async def tell(workers: Sequence[Worker], **command: Any) -> list[dict[str, Any]]:
+async def command_all(workers: Sequence[Worker], **command: Any) -> list[dict[str, Any]]:
     """Sends a command to all workers; returns their answers."""
     return await all_of([worker.do(json.dumps(command), command["do"]) for worker in workers])
 
@@ -100,9 +100,9 @@ async def measure(peers: int, group_size: int, rounds: int, seconds: float) -> d
         await one_round(workers, counts, "last", rng)  # establishes the connections
         found: dict[str, Any] = {"peers": peers, "processes": len(counts), "group_size": group_size, "patterns": {}}
         for pattern in PATTERNS:
-            await tell(workers, do="count")
+            await command_all(workers, do="count")
             done = [await one_round(workers, counts, pattern, rng) for _ in range(rounds)]
-            calls = totals(await tell(workers, do="count"))
+            calls = totals(await command_all(workers, do="count"))
             found["patterns"][pattern] = {
                 "rounds": done,
                 "calls_per_peer_and_round": {name: count / peers / rounds for name, count in calls.items()},
@@ -112,11 +112,11 @@ async def measure(peers: int, group_size: int, rounds: int, seconds: float) -> d
             key = f"scale.fresh{number}"
             spreads.append(await spread(workers, key, rng))
         found["record_seconds"] = spreads
-        rested = await tell(workers, do="rest", seconds=seconds)
+        rested = await command_all(workers, do="rest", seconds=seconds)
         idle = totals(rested)
         found["idle_calls_per_peer_and_second"] = {name: count / peers / seconds for name, count in idle.items()}
         found["idle_cpu_per_peer"] = sum(one["cpu_seconds"] for one in rested) / seconds / peers
-        counted = await tell(workers, do="count")
+        counted = await command_all(workers, do="count")
         found["bytes_per_peer"] = statistics.median(one["bytes_per_peer"] for one in counted)
         return found
 
@@ -124,7 +124,7 @@ async def measure(peers: int, group_size: int, rounds: int, seconds: float) -> d
 async def spread(workers: Sequence[Worker], key: str, rng: random.Random) -> float:
     """Returns the seconds from storing a record at one peer until all peers of all processes read it."""
     stored = (await rng.choice(workers).do(json.dumps({"do": "store", "key": key}), "store"))["at"]
-    return float(max(one["at"] for one in await tell(workers, do="see", key=key)) - stored)
+    return float(max(one["at"] for one in await command_all(workers, do="see", key=key)) - stored)
 
 
 def totals(answers: Sequence[Mapping[str, Any]]) -> dict[str, int]:

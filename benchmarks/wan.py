@@ -60,7 +60,7 @@ BUSY_CORES = 0.2
 
 
 def idle_seconds() -> float:
-    """Returns the CPU seconds of all cores since the start, of all processes."""
+    """Returns the idle seconds of all cores since boot."""
     idle, waiting = Path("/proc/stat").read_text().split(maxsplit=6)[4:6]
     return (int(idle) + int(waiting)) / os.sysconf("SC_CLK_TCK")
 
@@ -72,23 +72,23 @@ class Entry:
     Attributes:
         system: averaging, gloo or raw.
         codec: compression of the values.
-        told: whether the peers set `bandwidth`.
+        states_bandwidth: whether the peers set `bandwidth`.
     """
 
     system: str
     codec: str
-    told: bool = False
+    states_bandwidth: bool = False
 
     def __str__(self) -> str:
         if self.system != "averaging":
             return self.system
-        return f"averaging {self.codec}" + (", bandwidth stated" if self.told else "")
+        return f"averaging {self.codec}" + (", bandwidth stated" if self.states_bandwidth else "")
 
 
 def entries(setting: Setting, codecs: Sequence[str]) -> list[Entry]:
     """Returns the systems to measure in a setting."""
     plain = [Entry("raw", "none", setting.uneven), Entry("gloo", "none")]
-    ours = [Entry("averaging", codec, told) for told in (False, True)[: 1 + setting.uneven] for codec in codecs]
+    ours = [Entry("averaging", codec, stated) for stated in (False, True)[: 1 + setting.uneven] for codec in codecs]
     return plain + ours
 
 
@@ -135,7 +135,7 @@ class Bench:
                 async def start(rank: int, join: str) -> Worker:
                     arguments = ["--peers", len(self.hosts), "--mib", mib, "--codec", entry.codec, "--join", join]
                     arguments += ["--parts", *parts]
-                    if entry.told:
+                    if entry.states_bandwidth:
                         arguments += ["--bandwidth", self.setting.mbits[rank] * 1e6 / 8]
                     return await started.start(*self._command(rank, "benchmarks.wan_worker", entry.system, *arguments))
 
@@ -158,12 +158,12 @@ class Bench:
                 say(f"  {entry} broke: {error}")
 
             for entry in listed:
-                parts = best if entry.told else equal_shares(len(self.hosts))
+                parts = best if entry.states_bandwidth else equal_shares(len(self.hosts))
                 nbytes = mib * MIB * WIRE[entry.codec]
                 found[str(entry)] = {
                     "system": entry.system,
                     "codec": entry.codec,
-                    "told": entry.told,
+                    "told": entry.states_bandwidth,
                     "limit_seconds": limit(nbytes, rates, parts, self.setting.rtt),
                     "optimum_seconds": limit(nbytes, rates, best, self.setting.rtt),
                     "versions": {},
@@ -217,7 +217,7 @@ async def run(options: argparse.Namespace, name: str, links: Links, results: dic
     await asyncio.sleep(1)
     others = CORES - (idle_seconds() - idle)
     if others > BUSY_CORES:
-        say(f"The machine is busy with something else, {others:.1f} of {CORES} cores: the figures will tell of that")
+        say(f"Other processes use {others:.1f} of {CORES} cores, which will affect the figures")
     say(f"{setting}: calibrating with plain TCP")
     one, everybody = await bench.calibrate(1), await bench.calibrate(len(bench.hosts))
     # All of it came from peer 0. A link is at least as fast alone as with all others; a lower value means that the

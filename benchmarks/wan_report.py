@@ -40,11 +40,11 @@ def verdicts(cases: Sequence[Mapping[str, Any]]) -> Iterator[Verdict]:
         if case["mib"] < LARGE_MIB:
             continue
         systems = case["systems"]
-        told = systems.get("averaging none, bandwidth stated")
+        stated = systems.get("averaging none, bandwidth stated")
         plain = systems.get("averaging none")
         if case["uneven"]:
-            if told and seconds(told):
-                over = statistics.median(seconds(told)) / told["optimum_seconds"]
+            if stated and seconds(stated):
+                over = statistics.median(seconds(stated)) / stated["optimum_seconds"]
                 wanted = f"{case['title']}: with bandwidth stated, within {UNEVEN_OVER - 1:.0%} of the optimum"
                 yield Verdict(wanted, f"{over - 1:+.0%}", over <= UNEVEN_OVER)
             continue

@@ -25,8 +25,8 @@ def parser_of(example: str, description: str) -> argparse.ArgumentParser:
         help="address to listen on (a free local port)",
     )
     parser.add_argument("--advertise", metavar="HOST:PORT", help="where other peers reach it, if that differs")
-    for option, told in (("ca", "certificate of the run's authority"), ("cert", "this peer's own"), ("key", "its key")):
-        parser.add_argument(f"--tls-{option}", metavar="FILE", help=f"{told}; `averaging ca` makes them")
+    for option, what in (("ca", "certificate of the run's authority"), ("cert", "this peer's own"), ("key", "its key")):
+        parser.add_argument(f"--tls-{option}", metavar="FILE", help=f"{what}; `averaging ca` makes them")
     parser.add_argument("--token-file", metavar="FILE", help="the run's tokens, one a line")
     parser.add_argument("--insecure", action="store_true", help="let other machines connect without TLS")
     parser.add_argument("--client-mode", action="store_true", help="accept no connections; needs --join")

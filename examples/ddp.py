@@ -25,7 +25,7 @@ from examples.command_line import in_order, parse, parser_of, positive, security
 BATCH = 64
 """Batch size of each process."""
 
-PATIENCE = 60.0
+WAIT_SECONDS = 60.0
 """Seconds for which machines wait for each other before the first step, and after the last one."""
 
 
@@ -68,9 +68,9 @@ def train(options: argparse.Namespace) -> None:
         )
     with opt or nullcontext():
         if opt:
-            print(f"Others come with --join {opt.endpoint}", flush=True)
-            if opt.local_step == 0 and not opt.wait_for_peers(options.wait_for, PATIENCE):
-                print(f"{options.wait_for} machines have not come within {PATIENCE:g} s.", flush=True)
+            print(f"Other peers join with --join {opt.endpoint}", flush=True)
+            if opt.local_step == 0 and not opt.wait_for_peers(options.wait_for, WAIT_SECONDS):
+                print(f"Fewer than {options.wait_for} machines after {WAIT_SECONDS:g} s.", flush=True)
         # Created after the averager, so that the other processes begin with a state that rank 0 may have downloaded.
         ddp = DistributedDataParallel(model)
         begin = torch.tensor(opt.local_step if opt else 0, device=device)
@@ -84,12 +84,12 @@ def train(options: argparse.Namespace) -> None:
                 opt.step()
                 if (step + 1) % 1000 == 0 or step + 1 == options.steps:
                     times, others = averaged.count(True), len(opt.peers) - 1
-                    told = f"loss {loss.item():.6f}, averaged {times} times, {others} other machines"
-                    print(f"step {step + 1}: {told}", flush=True)
+                    progress = f"loss {loss.item():.6f}, averaged {times} times, {others} other machines"
+                    print(f"step {step + 1}: {progress}", flush=True)
             for parameter in model.parameters():
                 dist.broadcast(parameter.detach(), 0)
         if opt:
-            print(f"Done: {opt.finish(PATIENCE)}", flush=True)
+            print(f"Done: {opt.finish(WAIT_SECONDS)}", flush=True)
         for parameter in model.parameters():
             dist.broadcast(parameter.detach(), 0)
     dist.barrier()  # rank 0 has left the run; torch's Gloo fails if some processes end long before the others

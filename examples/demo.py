@@ -74,8 +74,8 @@ def main() -> None:
             draw(record, plot)
             drawn = True
         except OSError as unwritten:  # the training is done, and its result does not depend on the plot
-            told = f"{plot} could not be written: {unwritten.strerror}; make room there"
-            console.print(told, style="red", markup=False, soft_wrap=True)
+            text = f"{plot} could not be written: {unwritten.strerror}; free disk space"
+            console.print(text, style="red", markup=False, soft_wrap=True)
     except KeyboardInterrupt:
         console.print("Stopped; all processes have ended.")
         sys.exit(130)
@@ -193,8 +193,8 @@ class Conductor:
                 event = json.loads(line)
             except ValueError:
                 continue  # an incomplete line of a killed process
-            if told := member.take(event):
-                self._view.say_of(member, self._record.explain(told, member))
+            if line := member.take(event):
+                self._view.say_of(member, self._record.explain(line, member))
             self._changed.set()
 
 
@@ -221,7 +221,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--peers", type=int, default=4, help="processes that average together, at least 2 (4)")
     parser.add_argument("--seed", type=int, default=0, help="of the models and of the order of their texts (0)")
     parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="folder for plot and logs (runs/demo)")
-    parser.add_argument("--no-kill", dest="kill", action="store_false", help="kill nobody")
+    parser.add_argument("--no-kill", dest="kill", action="store_false", help="kill no peer")
     options = parser.parse_args()
     if options.steps is None:
         options.steps = 400 if options.quick else 700

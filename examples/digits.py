@@ -38,7 +38,7 @@ from averaging import DecentralizedAverager, GradientAveraging
 from averaging.protocol.group import Mode
 from examples.command_line import in_order, parse, parser_of, positive, security_arguments, security_of
 
-PATIENCE = 60.0
+WAIT_SECONDS = 60.0
 """Seconds for which peers wait for each other before the first step and after the last one."""
 
 
@@ -95,10 +95,10 @@ def train(options: argparse.Namespace) -> None:
         if options.client_mode:
             say(f"In client mode, batches of {options.batch_size}.")
         else:
-            say(f"Batches of {options.batch_size}. Others come with --join {opt.endpoint}")
-        if strategy.global_step == 0 and not opt.wait_for_peers(options.wait_for, PATIENCE):
-            say(f"{options.wait_for} peers have not come within {PATIENCE:g} s; begins without them.")
-        samples, told = 0, strategy.global_step
+            say(f"Batches of {options.batch_size}. Other peers join with --join {opt.endpoint}")
+        if strategy.global_step == 0 and not opt.wait_for_peers(options.wait_for, WAIT_SECONDS):
+            say(f"Fewer than {options.wait_for} peers after {WAIT_SECONDS:g} s; training begins without the others.")
+        samples, reported = 0, strategy.global_step
         while strategy.global_step < options.steps:
             images, labels = digits.batch(options.batch_size)
             opt.zero_grad()
@@ -106,13 +106,13 @@ def train(options: argparse.Namespace) -> None:
             loss.backward()  # type: ignore[no-untyped-call]
             opt.step(batch_size=len(labels))
             samples += len(labels)
-            if strategy.global_step // 10 > told // 10 or strategy.global_step >= options.steps:
-                told = strategy.global_step
+            if strategy.global_step // 10 > reported // 10 or strategy.global_step >= options.steps:
+                reported = strategy.global_step
                 say(
-                    f"Global step {told}: {samples} samples of this peer's, loss {loss.item():.3f}, "
+                    f"Global step {reported}: {samples} samples of this peer's, loss {loss.item():.3f}, "
                     f"accuracy {digits.accuracy(model):.1%}, {len(opt.peers) - 1} other peers."
                 )
-        say(f"Done: {opt.finish(PATIENCE)}.")  # a peer that missed the last step catches up
+        say(f"Done: {opt.finish(WAIT_SECONDS)}.")  # a peer that missed the last step catches up
     if options.save:
         save(model.state_dict(), options.save, {"samples": str(samples)})
 

@@ -33,7 +33,7 @@ from examples.sources import divide, standard_library
 SIZE = Size(layers=2, width=128, heads=4, context=64)
 BATCH = 16
 
-PATIENCE = 60.0
+WAIT_SECONDS = 60.0
 """Seconds for which peers wait for each other before the first step, and after the last one."""
 
 
@@ -100,9 +100,9 @@ def train(options: argparse.Namespace) -> None:
         if options.client_mode:
             say("In client mode.")
         else:
-            say(f"Others come with --join {opt.endpoint}")
-        if opt.local_step == 0 and not opt.wait_for_peers(options.wait_for, PATIENCE):
-            say(f"{options.wait_for} peers have not come within {PATIENCE:g} s; begins without them.")
+            say(f"Other peers join with --join {opt.endpoint}")
+        if opt.local_step == 0 and not opt.wait_for_peers(options.wait_for, WAIT_SECONDS):
+            say(f"Fewer than {options.wait_for} peers after {WAIT_SECONDS:g} s; training begins without the others.")
         # A newcomer has downloaded the step counter with the model.
         for step in range(opt.local_step + 1, options.steps + 1):
             opt.zero_grad()
@@ -117,7 +117,7 @@ def train(options: argparse.Namespace) -> None:
                     f"step {step}: {loss.item():.2f} bits per byte, {evaluated:.2f} on held-out text; "
                     f"{strategy.global_step} outer steps so far."
                 )
-        finish = opt.finish(PATIENCE)  # the local steps since the last round go into a last outer step
+        finish = opt.finish(WAIT_SECONDS)  # the local steps since the last round go into a last outer step
     say(f"{finish}.")
     say(f"Done: {model.evaluate(watched):.3f} bits per byte on held-out text.")
 

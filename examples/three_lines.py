@@ -22,7 +22,7 @@ def train(steps: int, join: list[str]) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(1, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
     optimizer = DecentralizedAverager(adamw, run_id="sine", join=join, strategy=LocalSGD(every=50))  # (2)
-    print(f"Others come with --join {optimizer.endpoint}", flush=True)
+    print(f"Other peers join with --join {optimizer.endpoint}", flush=True)
 
     for step in range(optimizer.local_step, steps):  # (3) was range(steps); a newcomer begins at the run's present step
         x = 8 * torch.rand(64, 1) - 4
@@ -38,7 +38,9 @@ def train(steps: int, join: list[str]) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Trains as configured on the command line."""
     prog = "python -m examples.three_lines"
-    parser = argparse.ArgumentParser(prog=prog, usage=f"{prog} [options]", description="Learns a sine with others.")
+    parser = argparse.ArgumentParser(
+        prog=prog, usage=f"{prog} [options]", description="Learns a sine with other peers."
+    )
     parser.add_argument("--join", nargs="+", default=[], metavar="HOST:PORT", help="any peers of the run")
     parser.add_argument("--steps", type=positive, default=50_000, help="of training (50000)")
     options = parser.parse_args(arguments)

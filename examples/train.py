@@ -26,7 +26,7 @@ from averaging import DecentralizedAverager, LocalSGD, Receipt
 from examples.language_model import LanguageModel, Size, read, windows
 from examples.sources import divide, standard_library
 
-PATIENCE = 60.0
+WAIT_SECONDS = 60.0
 """Seconds for which peers wait for each other before the first step, and for a last average of all."""
 
 
@@ -71,11 +71,11 @@ def main() -> None:
             sys.exit("its input ended before it named peers to join")
         end_with_stdin()
     if options.alone:
-        tell("ready", parameters=training.parameters, step=0)
+        report("ready", parameters=training.parameters, step=0)
         training.run(training.optimizer)
     else:
         train_with_others(training, options)
-    tell("done", loss=training.evaluate(training.recipe.judged), sha256=training.sha256())
+    report("done", loss=training.evaluate(training.recipe.judged), sha256=training.sha256())
 
 
 def train_with_others(training: Training, options: argparse.Namespace) -> None:
@@ -95,20 +95,22 @@ def train_with_others(training: Training, options: argparse.Namespace) -> None:
     )
     logging.getLogger("averaging.peer").removeHandler(notes)
     with averager as opt:
-        tell("ready", parameters=training.parameters, step=opt.local_step, endpoint=opt.endpoint, notes=notes.told)
+        report(
+            "ready", parameters=training.parameters, step=opt.local_step, endpoint=opt.endpoint, notes=notes.messages
+        )
         if opt.local_step == 0:
             wait_for_others(opt, options.peers)
         training.run(opt, opt.local_step)
-        tell("finishing")
-        opt.finish(PATIENCE)
+        report("finishing")
+        opt.finish(WAIT_SECONDS)
 
 
 def wait_for_others(opt: DecentralizedAverager, count: int) -> None:
     """Waits until discovery knows this many peers, so that none trains alone for long."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + WAIT_SECONDS
     while len(opt.peers) < count and time.monotonic() < deadline:
         time.sleep(0.05)
-    tell("found", peers=sorted(opt.peers))
+    report("found", peers=sorted(opt.peers))
 
 
 class Training:
@@ -141,9 +143,9 @@ class Training:
             loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             optimizer.step()
-            tell("step", step=step + 1, loss=loss.item())
+            report("step", step=step + 1, loss=loss.item())
             if (step + 1) % self.every == 0:
-                tell("held_out", step=step + 1, loss=self.evaluate(self.recipe.watched))
+                report("held_out", step=step + 1, loss=self.evaluate(self.recipe.watched))
 
     def evaluate(self, count: int) -> float:
         """Loss in bits per byte on `count` windows of the held-out text, the same at each call in each process."""
@@ -169,16 +171,16 @@ class Notes(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
-        self.told: list[str] = []
+        self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keeps one message."""
-        self.told.append(record.getMessage())
+        self.messages.append(record.getMessage())
 
 
 def tell_round(receipt: Receipt) -> None:
     """Reports the outcome of a round."""
-    tell(
+    report(
         "round",
         outcome=receipt.outcome,
         reason=receipt.reason,
@@ -188,7 +190,7 @@ def tell_round(receipt: Receipt) -> None:
     )
 
 
-def tell(event: str, **fields: object) -> None:
+def report(event: str, **fields: object) -> None:
     """Prints one JSON line."""
     print(json.dumps({"event": event, **fields}), flush=True)
 
@@ -220,7 +222,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--recipe", choices=sorted(RECIPES), default="full", help="size of the model and so on (full)")
     parser.add_argument("--join", nargs="*", default=[], metavar="HOST:PORT", help="peers of the run; none starts one")
     parser.add_argument("--spare", action="store_true", help="wait for a line of input that names the peers to join")
-    parser.add_argument("--alone", action="store_true", help="average with nobody")
+    parser.add_argument("--alone", action="store_true", help="train without averaging")
     options = parser.parse_args()
     if not 1 <= options.part <= options.peers:
         parser.error(f"--part must be from 1 to --peers, which is {options.peers}")
