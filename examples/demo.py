@@ -193,8 +193,8 @@ class Conductor:
                 event = json.loads(line)
             except ValueError:
                 continue  # an incomplete line of a killed process
-            if line := member.take(event):
-                self._view.say_of(member, self._record.explain(line, member))
+            if note := member.take(event):
+                self._view.say_of(member, self._record.explain(note, member))
             self._changed.set()
 
 
