@@ -42,7 +42,7 @@ def watch_command(address: str, last: int, rounds: int | None, as_json: bool, **
       averaging watch 192.0.2.7:4222 --last 10
       averaging watch 192.0.2.7:4222 --json >> receipts.jsonl
 
-    A line of --json is a receipt as described in docs/operate/receipts.md, without the data that the applications gathered.
+    A line of --json is a receipt, see docs/operate/receipts.md, without the data that the applications gathered.
 
     Exit codes: 0 the peer has left, --rounds are done, or Ctrl+C; 1 the peer could not be reached, or the connection
     was lost; 2 wrong usage.
