@@ -281,7 +281,7 @@ def test_help_that_finds_no_room_is_one_line(command: list[str], unbuffered: str
         result = subprocess.run(
             line, stdout=full, stderr=subprocess.PIPE, env=environment, text=True, timeout=60, check=False
         )
-    told = "Error: cannot write this out: No space left on device; free space there\n"
+    told = "Error: cannot write this out: No space left on device; make room there\n"
     assert (result.returncode, result.stderr) == (1, told)
 
 
