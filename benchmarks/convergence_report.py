@@ -1,4 +1,4 @@
-"""The page and the curves of the convergence benchmark, from its raw results."""
+"""Writes the page and the curves of the convergence benchmark from its raw results."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Any
 
 import matplotlib as mpl
 
-mpl.use("Agg")  # before pyplot: there may be no display
+mpl.use("Agg")  # before pyplot, because there may be no display
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#B8A800", "#D55E00", "#E69F00", "#CC79A7", "#7F7F7F", "#8C510A")
-"""Distinct also to the colour-blind (Okabe and Ito, and some more)."""
+"""Distinguishable also by colour-blind readers (Okabe and Ito, and some more)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One demand, and whether it is met.
+    """One target, and whether it is met.
 
     Attributes:
-        wanted: in words.
-        measured: likewise.
-        met: whether the second is within the first.
+        wanted: the target as text.
+        measured: the measurement as text.
+        met: whether the measurement meets the target.
     """
 
     wanted: str
@@ -36,19 +36,19 @@ class Verdict:
 
 
 def bytes_per_step(case: Mapping[str, Any]) -> float:
-    """What a peer sends for each step of its optimizer: a global step with GradientAveraging, else a local one."""
+    """Bytes that a peer sends per step of its optimizer: a global step with GradientAveraging, else a local one."""
     steps = case["global_steps"] if case["counts_samples"] else statistics.mean(case["local_steps"])
     return float(statistics.mean(case["bytes_sent"]) / steps)
 
 
 def excess(case: Mapping[str, Any], single: Mapping[str, Any]) -> float:
-    """By what part of the single process's held-out loss this one's is above it."""
+    """Relative excess of this case's held-out loss over the single process's."""
     loss, base = float(case["loss"]), float(single["loss"])
     return loss / base - 1
 
 
 def verdicts(cases: Mapping[str, Mapping[str, Any]]) -> list[Verdict]:
-    """Of what is there, the demands."""
+    """Returns the targets for the available cases."""
     found = []
     single, gradients = cases.get("single"), cases.get("gradients")
     for name, most in (("gradients", 0.005), ("gradients-free", 0.005), ("diloco-50", 0.03)):
@@ -65,7 +65,7 @@ def verdicts(cases: Mapping[str, Mapping[str, Any]]) -> list[Verdict]:
 
 
 def page(results: Mapping[str, Any], folder: Path) -> str:
-    """The page in Markdown; `folder` holds the curves, and may hold more to show."""
+    """Returns the page in Markdown. `folder` has the curves."""
     recipe, cases = results["recipe"], results["cases"]
     size = recipe["size"]
     windows = recipe["steps"] * recipe["peers"] * recipe["batch"]
@@ -134,7 +134,7 @@ def page(results: Mapping[str, Any], folder: Path) -> str:
 
 
 def row(case: Mapping[str, Any], single: Mapping[str, Any] | None) -> Sequence[str]:
-    """A line of the large table."""
+    """Returns a row of the large table."""
     sent = statistics.mean(case["bytes_sent"])
     return (
         case["title"],
@@ -150,7 +150,7 @@ def row(case: Mapping[str, Any], single: Mapping[str, Any] | None) -> Sequence[s
 
 
 def tuning_row(run: Mapping[str, Any]) -> Sequence[str]:
-    """One run of the tuning; H = 0 is one process with the joined batch."""
+    """Returns a row about one run of the tuning. H = 0 is one process with the joined batch."""
     outer = (f"{run['every']}", f"{run['outer_lr']:g}", f"{run['momentum']:g}") if run["every"] else ("-", "-", "-")
     judged = f"{run['judged']:.4f}" if run["judged"] is not None else "-"
     chosen = f"{run['chosen']:.4f}"
@@ -161,13 +161,13 @@ def tuning_row(run: Mapping[str, Any]) -> Sequence[str]:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown."""
+    """Returns a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def draw(results: Mapping[str, Any], folder: Path) -> None:
-    """Draws the curves into `loss.png`, and the last loss over the bytes sent into `bytes.png`."""
+    """Draws the curves into `loss.png`, and the final loss over the bytes sent into `bytes.png`."""
     recipe, cases = results["recipe"], results["cases"]
     figure, (axes, late) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
     for part in (axes, late):
@@ -209,7 +209,7 @@ def draw(results: Mapping[str, Any], folder: Path) -> None:
 
 
 def line(name: str, place: int) -> dict[str, Any]:
-    """How a case's curve looks."""
+    """Returns the style of a case's curve."""
     if name == "single":
         return {"color": "black", "linestyle": "--", "linewidth": 2.0, "zorder": 3}
     return {"color": COLOURS[(place - 1) % len(COLOURS)], "linestyle": ":" if "int8" in name else "-"}

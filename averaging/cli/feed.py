@@ -117,7 +117,7 @@ def _run(listen: str, store: str, given: dict[str, Any], report: CommandOutput) 
         seconds=given.pop("request_timeout"),
     )
     told: dict[str, Any] = {
-        "on_event": lambda event: report.tell(event, WORDS[event["event"]].format_map(event)),
+        "on_event": lambda event: report.emit(event, WORDS[event["event"]].format_map(event)),
         "limits": limits,
     }
     ready = False
@@ -126,7 +126,7 @@ def _run(listen: str, store: str, given: dict[str, Any], report: CommandOutput) 
         nonlocal ready
         async with FeedServer(store, listen=listen, **given, **told) as server:
             ready = True
-            report.tell(
+            report.emit(
                 {"event": "ready", "url": server.url, "store": store},
                 f"serving at {server.url}, keeping the run in {shlex.quote(store)}; Ctrl+C ends this",
             )
@@ -139,4 +139,4 @@ def _run(listen: str, store: str, given: dict[str, Any], report: CommandOutput) 
             raise CommandError("stopped before it served", 128 + stop.number) from None
     except AveragingError as error:
         raise failure_of(error) from None
-    report.tell({"event": "done"}, "stopped")
+    report.emit({"event": "done"}, "stopped")

@@ -36,8 +36,7 @@ class MemoryRegistry:
         limits: Limits | None = None,
         rng: random.Random | None = None,
     ) -> None:
-        self.clock = clock
-        self.delay = delay
+        self.clock, self.delay = clock, delay
         self.limits = limits or Limits()
         self.rng = rng or random.Random()
         self._table = RecordTable(self.limits, lambda record: True)

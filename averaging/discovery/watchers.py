@@ -25,9 +25,7 @@ class Watchers:
         read: Callable[[str], Mapping[str, Entry]],
         next_expiration: Callable[[str], float | None],
     ) -> None:
-        self._clock = clock
-        self._read = read
-        self._next_expiration = next_expiration
+        self._clock, self._read, self._next_expiration = clock, read, next_expiration
         self._waiting: dict[str, dict[asyncio.Event, None]] = {}
         self._closed = False
 

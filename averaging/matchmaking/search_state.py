@@ -54,9 +54,7 @@ class SearchState:
     """
 
     def __init__(self, state: LeaderCandidate, gather: bytes, arrivals: Arrivals, rng: random.Random) -> None:
-        self.state = state
-        self.arrivals = arrivals
-        self.gather = gather
+        self.state, self.arrivals, self.gather = state, arrivals, gather
         self.group: Group | None = None
         self.open_requests: dict[str, OpenRequest] = {}
         self.leaders: dict[Declaration, OpenRequest] = {}

@@ -13,7 +13,7 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from averaging.common.addresses import covers
@@ -126,7 +126,7 @@ def read_tls(
     private = _parse(f"tls_key {key}", "key in PEM without a password", lambda: load_pem_private_key(key_pem, None))
     if not isinstance(private, EllipticCurvePrivateKey | RSAPrivateKey):
         raise ConfigError(f"tls_key {key} is neither an elliptic curve key nor RSA; peers accept no other")
-    if _public_bytes(private.public_key()) != _public_bytes(certificate.public_key()):
+    if private.public_key() != certificate.public_key():
         raise ConfigError(f"tls_key {key} is not the key of tls_cert {cert}; give two files that belong together")
     if not any(is_issued_by(certificate, authority) for authority in authorities):
         raise ConfigError(f"tls_cert {cert} was not issued by an authority in tls_ca {ca}; give the ca.pem of its run")
@@ -180,14 +180,7 @@ def is_issued_by(certificate: x509.Certificate, authority: x509.Certificate) -> 
     try:
         constraints = authority.extensions.get_extension_for_class(x509.BasicConstraints).value
         certificate.verify_directly_issued_by(authority)
-    except (
-        x509.ExtensionNotFound,
-        x509.DuplicateExtension,
-        ValueError,
-        TypeError,
-        InvalidSignature,
-        UnsupportedAlgorithm,
-    ):
+    except (*_UNREADABLE, TypeError, InvalidSignature, UnsupportedAlgorithm):
         return False
     return constraints.ca
 
@@ -207,11 +200,6 @@ def _may_be_used_for(certificate: x509.Certificate, usage: x509.ObjectIdentifier
         return usage in certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
     except x509.ExtensionNotFound:
         return True
-
-
-def _public_bytes(key: object) -> bytes:
-    encoded: bytes = key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)  # type: ignore[attr-defined]
-    return encoded
 
 
 def _read(option: str, file: FilePath) -> bytes:

@@ -16,7 +16,7 @@ from averaging.matchmaking.exclusions import Exclusions
 from averaging.matchmaking.rules import pack_looking
 from averaging.observe.receipts import DropCode, Outcome, Receipt
 from averaging.protocol.group import Mode, group_key, pack_gather
-from averaging.protocol.messages import AveragingData, CompressionType, JoinRequest, MessageCode, MessageFromLeader
+from averaging.protocol.messages import CompressionType, JoinRequest, MessageCode, MessageFromLeader
 from averaging.protocol.schema import Schema, TensorSpec
 from averaging.transport import virtual_time
 from averaging.transport.base import Transport
@@ -283,23 +283,3 @@ def test_another_schema_counts_only_from_a_peer_that_discovery_knows(named: bool
             return searching.exception()
 
     assert type(virtual_time.run(main())) is (SchemaMismatchError if named else NoGroupError)
-
-
-def test_the_messages_of_a_refused_sender_are_read_to_the_end() -> None:
-    """Some clients lose the answer if a write fails."""
-    swarm = Swarm(1)
-    sent = 0
-
-    async def messages() -> AsyncGenerator[AveragingData, None]:
-        nonlocal sent
-        for _ in range(20):
-            sent += 1
-            yield AveragingData(MessageCode.PART_FOR_AVERAGING, b"unknown", STRANGER)
-
-    async def main() -> list[MessageCode]:
-        async with swarm.peer("peer:1", scalars(1, 1)):
-            replies = swarm.network.transport(STRANGER).aggregate_part("peer:1", messages())
-            return [reply.code async for reply in replies]
-
-    assert swarm.simulate(main()) == [MessageCode.BAD_GROUP_ID]
-    assert sent == 20

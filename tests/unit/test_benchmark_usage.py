@@ -196,8 +196,8 @@ def test_a_process_that_trains_and_is_killed_is_told_in_one_line(
         convergence.main()
     assert caught.value.code == 2
     assert capsys.readouterr().err.splitlines()[1:] == [
-        "diloco-50: a process that trains was killed, as by the system when memory is out; "
-        "the same command goes on from here"
+        "diloco-50: a training process was killed, perhaps because memory ran out; run the same command again to "
+        "continue"
     ]
     assert multiprocessing.active_children() == []
 

@@ -150,7 +150,7 @@ def test_a_file_that_appears_after_the_check_is_not_overwritten(
     before = (directory / "a.key").read_bytes()
     result = ca("issue", "a", "--host", "x")
     assert result.exit_code == 2
-    assert "another command has just made" in result.stderr
+    assert "another command has just created" in result.stderr
     assert (directory / "a.key").read_bytes() == before
 
 
@@ -158,10 +158,10 @@ def test_a_file_that_appears_after_the_check_is_not_overwritten(
     ("arguments", "words"),
     [
         (["issue", "a"], "give --host for every host"),
-        (["issue", "a", "--host", "x", "--client-mode"], "or else --client-mode"),
-        (["issue", "ca", "--host", "x"], "and not 'ca'"),
-        (["issue", "../a", "--host", "x"], "must be of letters"),
-        (["issue", ".a", "--host", "x"], "must be of letters"),
+        (["issue", "a", "--host", "x", "--client-mode"], "or --client-mode"),
+        (["issue", "ca", "--host", "x"], "; not 'ca'"),
+        (["issue", "../a", "--host", "x"], "must consist of letters"),
+        (["issue", ".a", "--host", "x"], "must consist of letters"),
         (["issue", "a", "--host", "x:1"], "without a port"),
         (["issue", "a", "--host", "x", "--days", "1e-30"], "must be from 0.001 (a minute and a half) to 36500"),
         *(

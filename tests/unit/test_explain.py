@@ -225,7 +225,7 @@ def test_a_last_line_that_is_cut_off_is_passed_over(tmp_path: Path) -> None:
     result = run(file)
     assert result.exit_code == 0
     assert WELL in result.stdout
-    assert "a.jsonl: the last line is cut off" in result.stderr
+    assert "a.jsonl: the last line is incomplete" in result.stderr
 
 
 def test_bad_lines_are_told_with_their_numbers_and_the_rest_is_explained(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_bad_lines_are_told_with_their_numbers_and_the_rest_is_explained(tmp_pat
     assert "a.jsonl: line 2: it is not JSON" in result.stderr
     assert "line 6" in result.stderr
     assert "and 3 more lines" in result.stderr
-    assert "8 lines that cannot be read are left out above" in result.stderr
+    assert "8 lines that cannot be read are missing above" in result.stderr
     assert "\x1b" not in result.stderr
 
 

@@ -47,13 +47,8 @@ class AntiEntropy:
     ) -> None:
         self._run_id = run_id
         self._name = "" if endpoint.startswith(CLIENT_PREFIX) else endpoint
-        self._transport = transport
-        self._store = store
-        self._merge = merge
-        self._rumours = rumours
-        self._settings = settings
-        self._offsets = offsets
-        self._clock = clock
+        self._transport, self._store, self._merge, self._rumours = transport, store, merge, rumours
+        self._settings, self._offsets, self._clock = settings, offsets, clock
 
     def digest(self, *, complete: bool) -> Digest:
         """The digest of this peer's table; only its hash unless `complete`."""

@@ -68,11 +68,8 @@ class Bootstrap:
         hint: Callable[[], str],
         on_waiting: Callable[[Waiting], None] | None = None,
     ) -> None:
-        self._compare = compare
-        self._settings = settings
-        self._rng = rng
-        self._hint = hint
-        self._on_waiting = on_waiting
+        self._compare, self._settings, self._rng = compare, settings, rng
+        self._hint, self._on_waiting = hint, on_waiting
         self.joined_itself = False
         self._answered = False
         self._done = asyncio.Event()  # a seed has answered, or all refuse

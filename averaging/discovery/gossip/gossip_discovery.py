@@ -91,11 +91,8 @@ class GossipDiscovery:
             raise ConfigError(f"{endpoint!r} cannot be a peer's endpoint; give HOST:PORT or {CLIENT_PREFIX}<uuid4>")
         if self._is_client and not join:
             raise ConfigError("a client accepts no connections, so it needs a peer to join; give an endpoint in `join`")
-        self._run_id = run_id
-        self._endpoint = endpoint
-        self._transport = transport
-        self._join_timeout = join_timeout
-        self._clock = clock
+        self._run_id, self._endpoint = run_id, endpoint
+        self._join_timeout, self._clock = join_timeout, clock
         self._rng = rng = rng or random.Random()
         self._settings = settings = settings or GossipSettings()
         self._peers_key = peers_key(run_id)

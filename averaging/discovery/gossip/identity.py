@@ -91,9 +91,7 @@ class Author:
     """
 
     def __init__(self, run_id: str, identity: Identity, limits: Limits) -> None:
-        self._run_id = run_id
-        self._identity = identity
-        self._limits = limits
+        self._run_id, self._identity, self._limits = run_id, identity, limits
         self._last_version = 0
         self._latest: dict[tuple[str, str], float] = {}  # the latest expiration signed for each place
 

@@ -41,14 +41,9 @@ class Maintenance:
         *,
         on_answer: Callable[[], None],
     ) -> None:
-        self._transport = transport
-        self._members = members
-        self._anti_entropy = anti_entropy
-        self._merge = merge
-        self._settings = settings
-        self._clock = clock
-        self._rng = rng
-        self._on_answer = on_answer
+        self._transport, self._members, self._anti_entropy = transport, members, anti_entropy
+        self._merge, self._on_answer = merge, on_answer
+        self._settings, self._clock, self._rng = settings, clock, rng
 
     async def exchange(self) -> None:
         """Compares records with a random member every `exchange_interval`; the first time sooner."""

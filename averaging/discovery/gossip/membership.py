@@ -31,9 +31,7 @@ class Membership:
     ) -> None:
         self._endpoint = endpoint
         self._seeds = tuple(dict.fromkeys(seed for seed in seeds if seed != endpoint))
-        self._rng = rng
-        self._retry_lost = retry_lost
-        self._most_lost = max_lost
+        self._rng, self._retry_lost, self._max_lost = rng, retry_lost, max_lost
         self._ring = BroadcastRing()
         self._suspects: dict[str, None] = {}  # ordered, so that simulations are reproducible
         self._lost: dict[str, float] = {}
@@ -67,7 +65,7 @@ class Membership:
             self._failures.pop(endpoint, None)
         if known and expired:
             self._lost[endpoint] = now
-            if len(self._lost) > self._most_lost:
+            if len(self._lost) > self._max_lost:
                 del self._lost[next(iter(self._lost))]
 
     @property

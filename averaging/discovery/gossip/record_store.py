@@ -39,10 +39,8 @@ class RecordStore:
         clock: Callable[[], float],
         on_change: Callable[[Change, bool], None] | None = None,
     ) -> None:
-        self._author = author
-        self._limits = limits
-        self._clock = clock
-        self._on_change = on_change
+        self._author, self._limits = author, limits
+        self._clock, self._on_change = clock, on_change
         self._table = RecordTable(limits, author.verify)
         self._watchers = Watchers(
             clock, lambda key: self.table().read(key), lambda key: self.table().next_expiration(key)

@@ -56,12 +56,8 @@ class Rumours:
         clock: Callable[[], float],
         on_refused: Callable[[str, tuple[Refusal, ...]], None],
     ) -> None:
-        self._transport = transport
-        self._run_id = run_id
-        self._members = members
-        self._settings = settings
-        self._clock = clock
-        self._on_refused = on_refused
+        self._transport, self._run_id, self._members = transport, run_id, members
+        self._settings, self._clock, self._on_refused = settings, clock, on_refused
         self._outbox: dict[tuple[int, int], dict[_Place, Record]] = {}
         self._ready = asyncio.Event()
         self._queues: dict[str, _Queue] = {}
