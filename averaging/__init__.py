@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from averaging.protocol.group import Mode
     from averaging.protocol.messages import CompressionType
     from averaging.protocol.schema import ReplyForm
+    from averaging.rpc import RpcChannel, RpcHandler, RpcMethod, RpcServer, RpcService
     from averaging.state.packing import State
     from averaging.state.snapshots import Extras
     from averaging.strategies import DiLoCo, GradientAveraging, LocalSGD, Strategy
@@ -91,6 +92,11 @@ __all__ = [
     "ReplyForm",
     "Role",
     "RoundError",
+    "RpcChannel",
+    "RpcHandler",
+    "RpcMethod",
+    "RpcServer",
+    "RpcService",
     "SchemaMismatchError",
     "State",
     "StateError",
@@ -150,6 +156,11 @@ _HOMES = {
     "ReplyForm": "protocol.schema",
     "Role": "observe.receipts",
     "RoundError": "errors",
+    "RpcChannel": "rpc",
+    "RpcHandler": "rpc",
+    "RpcMethod": "rpc",
+    "RpcServer": "rpc",
+    "RpcService": "rpc",
     "SchemaMismatchError": "errors",
     "State": "state.packing",
     "StateError": "errors",

@@ -32,6 +32,7 @@ from averaging.state.packing import State
 from averaging.state.snapshots import Extras, Snapshots
 from averaging.transport.base import Transport
 from averaging.transport.grpc import GrpcTransport
+from averaging.transport.rpc_methods import RpcService
 
 logger = logging.getLogger("averaging.peer")
 
@@ -73,6 +74,8 @@ class Peer:
             them. What it raises comes out of the `average`, `download_state` or `commit` that asked; the tensors hold
             the result of that then, under the former version.
         transport: how peers reach each other; gRPC on sockets if not given.
+        services: further gRPC methods that this peer serves on its port, see `averaging.rpc`. Its tokens, certificates
+            and limits hold for them, too.
         discovery: how peers find each other; gossip between them if not given.
         clock: seconds since the epoch.
         rng: source of all random choices.
@@ -93,6 +96,7 @@ class Peer:
         config: PeerConfig | None = None,
         extra_state: Callable[[], Extras] | None = None,
         transport: Transport | None = None,
+        services: Sequence[RpcService] = (),
         discovery: DiscoveryFactory | None = None,
         clock: Callable[[], float] = time.time,
         rng: random.Random | None = None,
@@ -108,6 +112,8 @@ class Peer:
         is_client = self.config.mode is Mode.CLIENT
         shared = self.config.share_state and not is_client
         self._snapshots = Snapshots(self._tensors, extra_state, self.schema, shared=shared)
+        if services and transport is not None:
+            raise ConfigError("services are served over gRPC; give no transport beside them")
         self._transport = transport or GrpcTransport(
             None if is_client else self.config.listen,
             self.config.advertise,
@@ -115,6 +121,7 @@ class Peer:
             max_message_bytes=2 * self.config.part_size_bytes + (32 << 20),
             credentials=self._credentials,
             given=self.config.join,
+            services=services,
         )
         self._discovery = discovery
         self._on_joining = on_joining

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -26,6 +26,8 @@ from averaging.transport.grpc.authentication import Callers, TokenInterceptor, h
 from averaging.transport.grpc.channel_options import WRITE_BYTES_PER_SECOND, WRITE_SECONDS, server_options
 from averaging.transport.grpc.error_mapping import refuse
 from averaging.transport.grpc.methods import Method
+from averaging.transport.grpc.rpc_channel import method_of
+from averaging.transport.rpc_methods import RpcHandler
 
 logger = logging.getLogger("averaging.transport")
 
@@ -76,9 +78,13 @@ class Server:
             raise ListenError(f"cannot listen on {address}; choose another port, or port 0 for a free one")
         self._started = False
 
-    async def start(self, averaging: AveragingService, gossip: GossipService | None) -> None:
-        """Starts to answer calls."""
-        handlers = _averaging_handlers(averaging, self._callers)
+    async def start(
+        self, averaging: AveragingService | None, gossip: GossipService | None, rpcs: Sequence[RpcHandler] = ()
+    ) -> None:
+        """Starts to answer calls, those of `rpcs` beside a peer's own."""
+        handlers = _rpc_handlers(rpcs, self._callers)
+        if averaging is not None:
+            handlers |= _averaging_handlers(averaging, self._callers)
         if gossip is not None:
             handlers |= _gossip_handlers(gossip, self._callers)
         if self._credentials.inspection is Inspection.OFF:
@@ -171,6 +177,20 @@ def _gossip_handlers(service: GossipService, callers: Callers) -> Handlers:
         methods.SUBSCRIBE: _stream(methods.SUBSCRIBE, callers, service.subscribe),
         methods.LIST_RECORDS: _unary(methods.LIST_RECORDS, callers, list_records),
     }
+
+
+def _rpc_handlers(rpcs: Sequence[RpcHandler], callers: Callers) -> Handlers:
+    def handler(rpc: RpcHandler) -> tuple[Method[Any, Any], grpc.RpcMethodHandler[Any, Any]]:
+        method, answer = method_of(rpc.method), rpc.answer
+
+        async def one_reply(messages: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
+            yield await answer(messages)
+
+        if rpc.method.requests_stream:
+            return method, _both_ways(method, callers, answer if rpc.method.replies_stream else one_reply)
+        return method, (_stream if rpc.method.replies_stream else _unary)(method, callers, answer)
+
+    return dict(map(handler, rpcs))
 
 
 def _unary(
