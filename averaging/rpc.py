@@ -124,7 +124,7 @@ class RpcServer:
     async def __aenter__(self) -> Self:
         self._endpoint = await self._transport.bind()
         try:
-            await self._transport.serve(None, None)
+            await self._transport.serve_services()
         except BaseException:
             await self._transport.close()
             raise

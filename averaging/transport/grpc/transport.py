@@ -104,8 +104,15 @@ class GrpcTransport:
         self._server = Server(self._listen, self._max_message_bytes, self._credentials)
         return endpoint_of(self._listen, self._advertise, self._server.port)
 
-    async def serve(self, averaging: AveragingService | None, gossip: GossipService | None) -> None:
+    async def serve(self, averaging: AveragingService, gossip: GossipService | None) -> None:
         """Starts to answer calls, those of health, reflection and channelz included; a client has nothing to do."""
+        await self._start(averaging, gossip)
+
+    async def serve_services(self) -> None:
+        """Starts to answer the calls of `services` alone."""
+        await self._start(None, None)
+
+    async def _start(self, averaging: AveragingService | None, gossip: GossipService | None) -> None:
         if self._listen is None:
             return
         if self._server is None:
