@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 HIVEMIND := .venv-hivemind
+FEED := .venv-feed
 # This release first: the index's newest torch brings gigabytes of CUDA that the tests and the demo do not use.
 TORCH ?= torch==2.13.0
 
 # Tests of processes wait for each other much of the time: one more than there are cores.
 WORKERS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 1 )))
 
-.PHONY: help demo test test-long test-etcd test-integrations check lint bench proto soak clean
+.PHONY: help demo test test-long test-etcd test-integrations test-feed check lint docs reference dist bench bench-hivemind proto soak clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -17,8 +18,8 @@ help: ## what can be made
 demo: $(VENV)/installed ## real training averaged between four processes, one of them killed on the way
 	$(BIN)/python -m examples.demo
 
-test: $(VENV)/installed ## all tests but those of the next two
-	$(BIN)/python -m pytest -m "not long" --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+test: $(VENV)/installed ## all tests but those of the next three
+	$(BIN)/python -m pytest -m "not long and not interop" --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 test-long: $(VENV)/installed ## the tests that are too many for every day, some 15 minutes
 	$(BIN)/python -m pytest -m long --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
@@ -30,13 +31,27 @@ test-etcd: $(VENV)/installed ## the tests with a real etcd server (apt-get insta
 test-integrations: $(VENV)/integrations ## the tests in trainers and loggers, which it installs (300 MB), some 1 minute
 	$(BIN)/python -m pytest -m integrations tests/trainers $(PYTEST_ARGS)
 
+test-feed: $(VENV)/installed $(FEED)/installed ## the feed with the server, environments and trainer of atroposlib
+	FEED_PYTHON=$(CURDIR)/$(FEED)/bin/python $(BIN)/python -m pytest -m interop --numprocesses 2 tests/interop $(PYTEST_ARGS)
+
 lint: $(VENV)/installed ## style, types, import directions
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-check: lint test test-integrations ## what CI runs
+docs: $(VENV)/docs ## the site of the documentation, build/site/index.html; a broken link is an error
+	$(BIN)/python -m tools.site
+
+reference: $(VENV)/installed ## write docs/reference/options.md and cli.md again, after a change of an option
+	$(BIN)/python -m tools.reference
+
+dist: $(VENV)/installed ## a wheel and an sdist in dist/, checked
+	rm -rf dist
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check --strict dist/*
+
+check: lint docs dist test test-integrations ## what CI runs
 
 bench: $(VENV)/installed ## averaging's times beside Gloo's, the codes, discovery, training slowed by averaging
 	$(BIN)/python -m benchmarks.allreduce --peers 2 4 --mib 64 --tensors 4 --codecs none --output runs/benchmarks
@@ -48,27 +63,43 @@ bench-hivemind: $(VENV)/installed $(HIVEMIND)/installed ## the same beside hivem
 	$(BIN)/python -m benchmarks.allreduce --peers 2 4 --mib 64 --tensors 4 --codecs none fp16 \
 		--hivemind $(HIVEMIND)/bin/python --output runs/benchmarks
 
+bench-feed: $(VENV)/installed $(FEED)/installed ## the feed's server beside that of atroposlib
+	$(BIN)/python -m benchmarks.feed --atropos $(FEED)/bin/python --output runs/benchmarks
+
 proto: $(VENV)/installed ## compile protos/ again, after a change
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python hatch_build.py
 
 $(VENV)/installed: pyproject.toml hatch_build.py $(wildcard protos/averaging/wire/*.proto)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(BIN)/python -m pip install --quiet --group dev --editable .
 	touch $@
 
 $(VENV)/integrations: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet --editable '.[dev,integrations]'
+	$(BIN)/python -m pip install --quiet --group dev --editable '.[integrations]'
+	touch $@
+
+$(VENV)/docs: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --group docs
 	touch $@
 
 $(HIVEMIND)/installed: pyproject.toml
 	test -x $(HIVEMIND)/bin/python || $(PYTHON) -m venv $(HIVEMIND)
 	$(HIVEMIND)/bin/python -c 'import torch' 2>/dev/null || $(HIVEMIND)/bin/python -m pip install --quiet $(TORCH)
-	$(HIVEMIND)/bin/python -m pip install --quiet --editable '.[hivemind]'
+	$(HIVEMIND)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(HIVEMIND)/bin/python -m pip install --quiet --group hivemind --editable .
+	touch $@
+
+$(FEED)/installed: tests/interop/requirements.txt
+	test -x $(FEED)/bin/python || $(PYTHON) -m venv $(FEED)
+	$(FEED)/bin/python -c 'import torch' 2>/dev/null || $(FEED)/bin/python -m pip install --quiet $(TORCH)
+	$(FEED)/bin/python -m pip install --quiet --no-deps atroposlib==0.4.0
+	$(FEED)/bin/python -m pip install --quiet --requirement tests/interop/requirements.txt
 	touch $@
 
 soak: $(VENV)/installed ## eight peers under faults: MINUTES=2 SEED=1
 	$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),2) --seed $(or $(SEED),1)
 
 clean: ## remove what was made here
-	rm -rf $(VENV) $(HIVEMIND) build dist runs averaging/wire/*_pb2*
+	rm -rf $(VENV) $(HIVEMIND) $(FEED) build dist runs averaging/wire/*_pb2*

@@ -28,7 +28,7 @@ from averaging.strategies.run_end import RunEnd
 from averaging.strategies.run_start import RunStart
 from averaging.training import sigterm
 from averaging.training.event_loop_thread import EventLoopThread, on_loop
-from averaging.training.history import Stage, of_one_run
+from averaging.training.history import Stage, same_origin
 from averaging.training.named_tensors import named_buffers, named_parameters
 from averaging.training.optimizer_wrapper import OptimizerWrapper
 from averaging.training.scheduler import drive, make_scheduler
@@ -151,7 +151,7 @@ class DecentralizedAverager(OptimizerWrapper):
             parameters,
             averaged,
             self._peer,
-            note=self._note,
+            on_receipt=self._note,
             check=lambda user: self._training_state.check(user),
             take_over=lambda state: self._training_state.take_over(state),
         )
@@ -181,7 +181,7 @@ class DecentralizedAverager(OptimizerWrapper):
         except BaseException:
             self.close()
             raise
-        strategy.taken = True
+        strategy.attached = True
         _open_averagers.add(self)
 
     # As an optimizer
@@ -219,7 +219,7 @@ class DecentralizedAverager(OptimizerWrapper):
         self._thread.check()
         if self.strategy.stage is not Stage.TRAINING:
             raise RoundError("finish() was called, so the other peers expect no further step; make a new averager")
-        self._training.check_places()
+        self._training.check_tensors()
         try:
             with self._training.measuring():
                 loss = self.strategy.step(self._training, closure, batch_size)
@@ -294,18 +294,18 @@ class DecentralizedAverager(OptimizerWrapper):
         training, strategy = self._training, self.strategy
         end = training.monotonic() + timeout
 
-        def are_there(told: Mapping[str, bytes]) -> bool:
-            return 1 + len(of_one_run(strategy.announced(training), told)) >= count
+        def are_there(announcements: Mapping[str, bytes]) -> bool:
+            return 1 + len(same_origin(strategy.announced_history(training), announcements)) >= count
 
         while True:
-            told = training.told_until(
-                lambda told: are_there(told) or bool(strategy.others(training, told).ahead),
+            announcements = training.wait_for_announcements(
+                lambda announcements: are_there(announcements) or bool(strategy.others(training, announcements).ahead),
                 max(0.0, end - training.monotonic()),
             )
-            others, left = strategy.others(training, told), end - training.monotonic()
+            others, left = strategy.others(training, announcements), end - training.monotonic()
             if not others.ahead or left <= 0:
-                return are_there(told)
-            strategy.keep_up(training, others, left)
+                return are_there(announcements)
+            strategy.catch_up(training, others, left)
 
     def finish(self, timeout: float = 60.0) -> Finish:
         """Ends the training together with the other peers, and leaves the weights to export in the model.
@@ -381,7 +381,7 @@ class DecentralizedAverager(OptimizerWrapper):
             ClosedError: The averager was closed, or its thread has failed.
         """
         self._thread.check()
-        self._training.check_places()
+        self._training.check_tensors()
 
     def average_now(self, *, weight: float | None = None, gather: Any = None) -> Receipt:
         """Averages the parameters with a group now, with any strategy, and waits for the end of the round.
@@ -406,7 +406,11 @@ class DecentralizedAverager(OptimizerWrapper):
         if self._telling:
             raise RoundError("average_now() was called in on_round, before that round was over; call it after the step")
         config = self._peer.config
-        options: RoundOptions = {"gather": gather, "enough": config.group_size, "patience": config.round_timeout}
+        options: RoundOptions = {
+            "gather": gather,
+            "start_size": config.group_size,
+            "search_timeout": config.round_timeout,
+        }
         if weight is not None:
             options["weight"] = weight
         with self._training.measuring():
@@ -484,7 +488,7 @@ def close_all() -> None:
 def _check(strategy: object, optimizer: object) -> None:
     if not isinstance(strategy, Strategy):
         raise ConfigError(f"strategy must be a Strategy object, such as LocalSGD(every=50), not {strategy!r}")
-    if strategy.taken:
+    if strategy.attached:
         raise ConfigError(f"{strategy!r} belongs to another averager, open or closed; make a new one for each averager")
     if not hasattr(optimizer, "param_groups"):
         raise ConfigError(f"the first argument must be an optimizer, not {type(optimizer).__name__}")

@@ -28,7 +28,7 @@ from averaging.protocol.messages import CompressionType, parse_compression
 from averaging.protocol.schema import ReplyForm
 
 DEFAULT_PART_SIZE_BYTES = 1 << 20
-"""Smaller parts cost more per byte; larger ones gain nothing (docs/performance.md)."""
+"""Smaller parts cost more per byte; larger ones gain nothing (docs/design/performance.md)."""
 
 FilePath: TypeAlias = "str | os.PathLike[str]"
 
@@ -147,12 +147,12 @@ class PeerConfig:
         round_timeout: Seconds to find a group, and as many again for the all-reduce. The time that the bytes take at
             10 Mbit/s is added.
         stall_timeout: Upper bound in seconds of the learned timeout after which a member without progress is dropped
-            from a round (docs/reliability.md). One part in each direction for every other member must pass the link
-            within it.
+            from a round. One part in each direction for every other member must pass the link within it. See
+            docs/operate/reliability.md.
         min_stall_timeout: Lower bound of the learned timeout in seconds. `stall_timeout` wins if it is smaller.
 
         aggregation: How contributions become one: `mean`, or `median`, `trimmed:F` or `clip:TAU`, which bound what a
-            minority of false contributions can do (docs/robust.md). The same at all peers.
+            minority of false contributions can do (docs/operate/robust.md). The same at all peers.
         reply_form: Whether reducers answer with the average, or with the difference to what was sent (`delta`). The
             same at all peers.
         non_finite: What happens to NaN and infinity. Set it to the same value at all peers, since a peer that refuses
@@ -167,7 +167,8 @@ class PeerConfig:
 
         insecure: Whether other machines may connect although there is no TLS.
         inspection: Who may inspect this peer.
-        receipts: File to which the receipt of every round is appended, one line of JSON each (docs/receipts.md).
+        receipts: File to which the receipt of every round is appended, one line of JSON each. See
+            docs/operate/receipts.md.
 
     Raises:
         ConfigError: A value cannot work. The message names the option and the reason.

@@ -187,6 +187,40 @@ class ClosedError(AveragingError):
     """The peer is not running: it was not entered with `async with`, or has been closed."""
 
 
+class FeedError(AveragingError):
+    """A feed cannot go on: a registration does not fit, the server has forgotten a batch, a rank has died."""
+
+
+class FeedRefusedError(FeedError):
+    """The feed server refused a request, and would refuse it again.
+
+    Attributes:
+        status: the HTTP status, for example 422.
+    """
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class FeedBusyError(FeedError):
+    """The feed server cannot take this request now; the same request can succeed later.
+
+    Attributes:
+        status: the HTTP status, for example 503; 0 if no answer came.
+        retry_after: seconds to wait before the next try.
+    """
+
+    def __init__(self, status: int, message: str, retry_after: float = 0.0) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after = retry_after
+
+
+class FeedUnreachableError(FeedError):
+    """The feed server gave no usable answer for as long as the caller is willing to wait."""
+
+
 def _listed(reasons: Mapping[str, str]) -> str:
     return "; ".join(_of(seed, reason) for seed, reason in reasons.items())
 

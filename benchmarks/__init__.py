@@ -1,4 +1,4 @@
-"""What is measured. Ctrl+C ends each of the programs in one line, which says what is kept, and with exit status 130."""
+"""Benchmarks. Ctrl+C ends each program with exit status 130 and one line that names the results written so far."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 from types import TracebackType
 
 kept: dict[Path, None] = {}
-"""Where this process has written results, in order."""
+"""Files with results written by this process, in order."""
 
 
 def _end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Called with what nobody has caught, when all that was started has been ended on its way up."""
+    """Called with an uncaught exception, after all child processes have ended."""
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
         return
@@ -20,7 +20,7 @@ def _end(kind: type[BaseException], error: BaseException, trace: TracebackType |
     sys.exit(130)
 
 
-# So the program is called while Python looks for the module of `python -m benchmarks.NAME`, and only then. A main
-# function would come too late: seconds go by until torch is imported.
+# This module is imported while Python looks for the module of `python -m benchmarks.NAME`, and only then. A hook in
+# main() would be too late, because importing torch takes seconds.
 if sys.argv[0] == "-m":
     sys.excepthook = _end

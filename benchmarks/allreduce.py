@@ -1,18 +1,18 @@
-"""How fast tensors are averaged: this library beside Gloo and hivemind, in separate processes on loopback.
+"""Compares the all-reduce of this library with Gloo and hivemind, in separate processes on loopback.
 
-All systems of a case are up at once and take turns round by round, so that what else the machine does meets them alike.
-Every round starts with fresh numbers and its result is compared with the true mean. A round's seconds are those of its
-slowest peer, its CPU seconds those of all peers, its memory that of the largest; the first round is not counted.
-`in_place` is this library too, with that option: averages are written as they arrive. `bare` sends the same bytes over
-gRPC in the same pattern and sums them, without anything around it, which shows what gRPC itself takes.
+All systems of a case run at the same time and alternate round by round, so that other load on the machine affects them
+equally. Every round starts with new values, and its result is compared with the true mean. The seconds of a round are
+those of its slowest peer, CPU seconds those of all peers, memory that of the largest peer. The first round is not
+counted. `in_place` is this library with that option, which writes averages as they arrive. `bare` only sends the same
+bytes over gRPC in the same pattern and sums them, which shows the cost of gRPC itself.
 The results go to `allreduce.json` and `allreduce.png`. The exit code is 1 if any round failed or was wrong.
 
-hivemind wants an older numpy than the rest and runs in an environment of its own, with the extra of that name; without
-one its rows are left out. `make bench-hivemind` makes one in .venv-hivemind, and runs a part of this; or by hand:
+hivemind needs an older numpy and therefore an environment of its own, with the extra `hivemind`. Without one its rows
+are missing. `make bench-hivemind` creates one in .venv-hivemind and runs a part of this; or by hand:
 
     python3 -m venv /tmp/hivemind
     /tmp/hivemind/bin/pip install 'torch==2.13.0'
-    /tmp/hivemind/bin/pip install -e '.[hivemind]'
+    /tmp/hivemind/bin/pip install --group hivemind -e .
     python -m benchmarks.allreduce --hivemind /tmp/hivemind/bin/python
 """
 
@@ -42,7 +42,7 @@ HIVEMIND_CODECS = ("none", "fp16")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is averaged, by how many."""
+    """Number of peers, size, tensors and compression of one case."""
 
     peers: int
     mib: int
@@ -56,7 +56,7 @@ class Case:
 
 @asynccontextmanager
 async def system(name: str, case: Case, python: str) -> AsyncIterator[list[Worker]]:
-    """The peers of one system, each in a process, connected."""
+    """Starts the peers of one system, one process each, and connects them."""
     with tempfile.TemporaryDirectory() as scratch:
         async with crew() as started:
 
@@ -65,7 +65,7 @@ async def system(name: str, case: Case, python: str) -> AsyncIterator[list[Worke
                 arguments += ["--tensors", case.tensors, "--codec", case.codec, "--join", join]
                 return await started.start(python, "-m", "benchmarks.allreduce_worker", name, *arguments)
 
-            if name in ("bare", "gloo"):  # their peers meet in a file
+            if name in ("bare", "gloo"):  # their peers meet through a file
                 await all_of([start(rank, f"file://{scratch}/store") for rank in range(case.peers)])
             else:
                 address = (await start(0, "")).started["address"]
@@ -74,7 +74,7 @@ async def system(name: str, case: Case, python: str) -> AsyncIterator[list[Worke
 
 
 async def one_round(workers: Sequence[Worker], bound: float) -> dict[str, Any]:
-    """Fresh numbers, an average, and what it cost and was worth."""
+    """Runs one round with new values; returns its cost and its error."""
     await all_of([worker.do("fill", "filled") for worker in workers])
     averaged = await all_of([worker.do("average", "averaged") for worker in workers])
     checked = await all_of([worker.do("check", "checked") for worker in workers])
@@ -94,7 +94,7 @@ async def one_round(workers: Sequence[Worker], bound: float) -> dict[str, Any]:
 
 
 async def measure(case: Case, pythons: Mapping[str, str], rounds: int) -> dict[str, Any]:
-    """All systems of a case, in turns. One that breaks, or fails twice running, is left out from then on."""
+    """Runs all systems of a case alternately. A system that breaks, or fails twice in a row, is removed."""
     systems: dict[str, dict[str, Any]] = {name: {"versions": {}, "rounds": [], "broken": ""} for name in pythons}
     bound = error_bound(case.codec, case.peers)
     async with AsyncExitStack() as stack:
@@ -111,7 +111,7 @@ async def measure(case: Case, pythons: Mapping[str, str], rounds: int) -> dict[s
             except WorkerError as error:
                 broke(name, error)
         for number in range(rounds + 1):
-            # Nobody always follows the same one, which may go on with something when its round is over.
+            # In random order, because a system may go on working after its round and slow down the next system.
             for name in random.Random(number).sample(list(running), len(running)):
                 try:
                     done = await one_round(running[name], bound)
@@ -140,19 +140,23 @@ async def measure(case: Case, pythons: Mapping[str, str], rounds: int) -> dict[s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", type=int, nargs="+", default=[2, 4, 8], help="how many average together (2 4 8)")
+    parser.add_argument("--peers", type=int, nargs="+", default=[2, 4, 8], help="number of peers (2 4 8)")
     parser.add_argument("--mib", type=int, nargs="+", default=[64, 256], help="MiB of float32 at each peer (64 256)")
     parser.add_argument(
-        "--tensors", nargs="+", choices=["4", "gpt2"], default=["4", "gpt2"], help="how they are divided (4 gpt2)"
+        "--tensors",
+        nargs="+",
+        choices=["4", "gpt2"],
+        default=["4", "gpt2"],
+        help="division into tensors (4 gpt2)",
     )
     parser.add_argument(
         "--codecs",
         nargs="+",
         choices=["none", "fp16", "bf16", "int8"],
         default=["none", "fp16", "bf16", "int8"],
-        help="of this library and, where it has them, of hivemind; Gloo sends float32 always (none fp16 bf16 int8)",
+        help="of this library and, if supported, of hivemind; Gloo always sends float32 (none fp16 bf16 int8)",
     )
-    parser.add_argument("--rounds", type=int, default=7, help="after the warm-up (7)")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds after the warm-up (7)")
     parser.add_argument("--hivemind", metavar="PYTHON", help="interpreter of an environment with hivemind, see above")
     parser.add_argument(
         "--output", type=Path, default=Path("runs/benchmarks"), help="folder of the results (runs/benchmarks)"

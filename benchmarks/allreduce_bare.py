@@ -1,7 +1,7 @@
-"""A butterfly all-reduce over gRPC with nothing around it: what the messages themselves cost on a machine.
+"""A minimal butterfly all-reduce over gRPC: the cost of the messages themselves.
 
-Parts of 1 MiB go to their reducers in one stream each, are summed in place, and come back; a few are on their way at
-once. Nothing is checked, nobody may be lost or late, and who takes part is known beforehand.
+Parts of 1 MiB are sent to their reducers in one stream each, summed in place and sent back, a few of them in flight.
+Nothing is checked, no peer may fail or be late, and the members are fixed.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ import torch.distributed
 from benchmarks.allreduce_shapes import shapes
 
 PART = 1 << 18
-"""Elements."""
+"""Elements per part."""
 
 AHEAD = 4
-"""Parts of a stream on their way at once."""
+"""Parts in flight per stream."""
 
 METHOD = "/benchmarks.Bare/Exchange"
 
@@ -43,7 +43,7 @@ OPTIONS = [
 
 @dataclass(slots=True)
 class _Round:
-    """What a reducer knows of its parts in one round."""
+    """A reducer's view of its parts in one round."""
 
     left: list[int]
     ready: list[asyncio.Event]
@@ -52,7 +52,7 @@ class _Round:
 
 
 class Bare:
-    """See above. Its peers meet in a file, as Gloo's do."""
+    """The minimal all-reduce. Its peers meet through a file, as Gloo's do."""
 
     packages = ("grpcio",)
 
@@ -70,7 +70,7 @@ class Bare:
         return _Round([self._count - 1] * count, [asyncio.Event() for _ in range(count)])
 
     async def __aenter__(self) -> Self:
-        # Before the import, as averaging does it.
+        # before the import, as in averaging.transport.grpc
         os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener")
         import grpc
 
@@ -156,5 +156,5 @@ class Bare:
 
 def _values(message: bytes, offset: int) -> torch.Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that nobody may write to it
+        warnings.simplefilter("ignore")  # PyTorch warns that the buffer is not writable
         return torch.frombuffer(message, dtype=torch.float32, offset=offset)

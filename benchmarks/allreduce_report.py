@@ -1,4 +1,4 @@
-"""The table and the plot of the all-reduce benchmark, and on what machine it ran."""
+"""The table and the plot of the all-reduce benchmark, and the description of the machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import matplotlib as mpl
 
-mpl.use("Agg")  # before pyplot: there may be no display
+mpl.use("Agg")  # before pyplot, because there may be no display
 
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
@@ -28,7 +28,7 @@ MIB = 2**20
 
 
 def machine(root: Path) -> dict[str, Any]:
-    """Where, when and with which sources is measured."""
+    """Describes date, sources and machine of a measurement."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(root), *arguments]
@@ -50,12 +50,12 @@ def machine(root: Path) -> dict[str, Any]:
 
 
 def counted(system: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The rounds after the warm-up that averaged, and rightly."""
+    """Rounds after the warm-up with a correct average."""
     return [one for one in system["rounds"] if not one["warm_up"] and not one["failure"]]
 
 
 def ratio(case: Mapping[str, Any], system: Mapping[str, Any], figure: str) -> float | None:
-    """The median, over the rounds, of a system's seconds by those that Gloo took in the same round."""
+    """Median over the rounds of a system's seconds divided by Gloo's in the same round."""
     gloo = case["systems"]["gloo"]
     ratios = [
         one[figure] / other["seconds"]
@@ -66,7 +66,7 @@ def ratio(case: Mapping[str, Any], system: Mapping[str, Any], figure: str) -> fl
 
 
 def show(results: Mapping[str, Any]) -> bool:
-    """Prints the table; returns whether all rounds, warm-ups too, averaged rightly."""
+    """Prints the table. Returns whether all rounds, including the warm-up, had correct averages."""
     where, sound = results["machine"], True
     table = Table(
         "system",
@@ -88,7 +88,7 @@ def show(results: Mapping[str, Any]) -> bool:
             failures += [f"{case['title']}, {name}: broke: {system['broken']}"] if system["broken"] else []
             table.add_row("  " + name, *_row(case, name, system, good, results["rounds"]))
     console = Console()
-    console = console if console.is_terminal else Console(width=160)  # piped, nobody's width is known
+    console = console if console.is_terminal else Console(width=160)  # the width of a pipe is unknown
     console.print(table)
     for failure in failures:
         print(failure)
@@ -122,7 +122,7 @@ def _times(value: float | None) -> str:
 
 
 def draw(results: Mapping[str, Any], path: Path) -> None:
-    """Bars of the seconds per round: a panel for each load, a group for each case, the all-reduce within the step."""
+    """Draws the seconds per round as bars: one panel per load, one group per case, the all-reduce within the step."""
     panels: dict[str, list[Mapping[str, Any]]] = {}
     for case in results["cases"]:
         tensors = "4 tensors" if case["tensors"] == "4" else "the tensors of a GPT-2"

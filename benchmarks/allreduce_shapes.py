@@ -1,4 +1,4 @@
-"""What the all-reduce benchmark averages."""
+"""The tensors of the all-reduce benchmark."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ Shapes = list[tuple[int, ...]]
 
 
 def shapes(kind: str, mib: int) -> Shapes:
-    """What is averaged: so many MiB of float32 in 4 equal matrices, or in the 148 tensors of a GPT-2 of 12 layers.
+    """Returns shapes of `mib` MiB of float32: 4 equal matrices, or the 148 tensors of a GPT-2 with 12 layers.
 
-    GPT-2 small has 475 MiB; its width, context and vocabulary are scaled alike, and the vocabulary makes up the rest.
+    GPT-2 small has 475 MiB. Its width, context and vocabulary are scaled alike; the vocabulary takes the remainder.
     """
     if kind == "4":
         return [(mib * 64, 1024)] * 4

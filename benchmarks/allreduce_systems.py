@@ -1,4 +1,4 @@
-"""What the all-reduce benchmark compares, behind one interface; each library is imported only where it is measured."""
+"""The systems of the all-reduce benchmark behind one interface. Each library is imported only where it is measured."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from benchmarks.allreduce_bare import Bare
 from benchmarks.allreduce_shapes import shapes
 
 LIMIT = 120.0
-"""Seconds in which a system must have averaged."""
+"""Seconds within which a system must have averaged."""
 
 
 class System(Protocol):
-    """What is measured, entered as a context."""
+    """A measured system, an async context manager."""
 
     tensors: Sequence[torch.Tensor]
     address: str
-    """Where the others find rank 0."""
+    """Address at which the other ranks find rank 0."""
     packages: Sequence[str]
 
     async def __aenter__(self) -> Self: ...
@@ -38,16 +38,16 @@ class System(Protocol):
         ...
 
     async def average(self) -> float:
-        """Averages the tensors with all; returns the seconds of the all-reduce itself.
+        """Averages the tensors with all peers; returns the seconds of the all-reduce itself.
 
         Raises:
-            RuntimeError: it was no average of all.
+            RuntimeError: not all peers were averaged.
         """
         ...
 
 
 class Averaging:
-    """This library, with the options it has by itself and those that are given."""
+    """This library with its default options and the given ones."""
 
     packages = ("averaging", "grpcio", "protobuf")
 
@@ -55,7 +55,7 @@ class Averaging:
         from averaging.common.malloc import keep_freed_memory
         from averaging.peer.peer import Peer
 
-        keep_freed_memory()  # as `averaging peer` does it
+        keep_freed_memory()  # as `averaging peer` does
         self.tensors = [torch.empty(shape) for shape in shapes(options.tensors, options.mib)]
         self._count = options.peers
         self._peer = Peer(
@@ -87,14 +87,14 @@ class Averaging:
 
 
 class InPlace(Averaging):
-    """This library, with averages written as they arrive; nobody can download the state then."""
+    """This library with averages written as they arrive, which excludes sharing the state."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options, in_place=True, share_state=False)
 
 
 class Gloo:
-    """torch.distributed; all tensors at once, as its threads allow."""
+    """torch.distributed, with all tensors at once."""
 
     packages = ()
 
@@ -123,14 +123,14 @@ class Gloo:
 
 
 class Hivemind:
-    """hivemind 1.1.12: its averager and its DHT, each in a process of its own, beside its daemon."""
+    """hivemind 1.1.12: its averager and its DHT, each in a process of its own, and its daemon."""
 
     packages = ("hivemind", "numpy", "protobuf")
 
     def __init__(self, options: argparse.Namespace) -> None:
         if tuple(map(int, version("numpy").split(".")[:2])) >= (2, 4):
             raise RuntimeError(f"hivemind needs numpy < 2.4, not {version('numpy')}: its codecs fail silently with it")
-        # Not installed where types are checked: all of it is Any.
+        # not installed where types are checked, so everything is Any
         hivemind = importlib.import_module("hivemind")
         codecs = {"none": hivemind.compression.NoCompression, "fp16": hivemind.compression.Float16Compression}
         self._count = options.peers
@@ -165,7 +165,7 @@ class Hivemind:
 
     async def average(self) -> float:
         step = self._averager.step(timeout=LIMIT / 2, wait=False)
-        while not (step.began_allreduce or step.done()):  # noqa: ASYNC110 - it has no event for that
+        while not (step.began_allreduce or step.done()):  # noqa: ASYNC110 - hivemind has no event for this
             await asyncio.sleep(0.002)
         begun = time.perf_counter()
         members = step.result(LIMIT)

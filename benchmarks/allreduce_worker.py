@@ -1,7 +1,7 @@
-"""One peer in the all-reduce benchmark: a process of one system that does what `benchmarks.allreduce` tells it.
+"""One peer in the all-reduce benchmark: a process with one system, controlled by `benchmarks.allreduce`.
 
-It reads `fill`, `average` and `check` from stdin, a word a line, and answers each with a line of JSON; it leaves at the
-end of stdin. It runs in hivemind's environment too, and so must not import this library.
+It reads `fill`, `average` and `check` from stdin, one command per line, and answers each with a line of JSON. It leaves
+at the end of stdin. It also runs in hivemind's environment, so it must not import this library.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ import torch
 from benchmarks.allreduce_systems import LIMIT, SYSTEMS, System
 
 PERIOD = 262_147
-"""Elements after which the numbers repeat; a prime, so that a part in the wrong place does not go unnoticed."""
+"""Period of the values; a prime, so that a part in the wrong place is noticed."""
 
 LARGEST = 4.0
-"""Magnitude of these numbers. They are multiples of 1/1024, so that float32 adds those of all peers exactly."""
+"""Magnitude of the values. They are multiples of 1/1024, so that float32 adds those of all peers exactly."""
 
 
 def error_bound(codec: str, peers: int) -> float:
-    """The largest error that sums in float32 and the codec, on the way there and on the way back, may cause."""
+    """Returns the largest error that float32 sums and the compression, in both directions, may cause."""
     largest = LARGEST + peers - 1
     steps = {"none": 0.0, "fp16": 2**-11, "bf16": 2**-8, "int8": 1 / 254}
     return largest * (2 * steps[codec] * 1.01 + peers * 2**-23)
 
 
 class Truth:
-    """Numbers that every peer can tell: the same random ones everywhere, plus the peer's rank."""
+    """Values that every peer can compute: the same random ones everywhere, plus the peer's rank."""
 
     def __init__(self, peers: int) -> None:
         random = torch.Generator().manual_seed(0)
@@ -53,13 +53,13 @@ class Truth:
             torch.add(self._pattern[place], rank, out=piece)
 
     def error(self, tensors: Sequence[torch.Tensor]) -> float:
-        """The largest distance to the true mean; infinite if something is not a number."""
+        """Returns the largest distance to the true mean; infinite if a value is NaN."""
         errors = [(piece - self._mean[place]).abs_().max() for piece, place in _pieces(tensors) if piece.numel()]
         return float(torch.stack(errors).nan_to_num(nan=float("inf")).max())
 
 
 def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, slice]]:
-    """Views of the tensors' elements, in order, and where in the period each stands."""
+    """Returns views of the tensors' elements, in order, and the position of each in the period."""
     position = 0
     for tensor in tensors:
         flat = tensor.detach().view(-1)
@@ -72,7 +72,7 @@ def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, sli
 
 
 def process_tree() -> list[int]:
-    """This process and all that descend from it."""
+    """Returns this process and all its descendants."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -88,7 +88,7 @@ def process_tree() -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What the process and its descendants have used; bytes of memory count without files and shared memory."""
+    """Returns the CPU seconds and memory of the process and its descendants, without files and shared memory."""
 
     cpu_seconds: float
     held: int
@@ -96,13 +96,13 @@ class Usage:
 
     @classmethod
     def now(cls) -> Usage:
-        cpu_seconds, held, peak = time.process_time(), 0, 0  # first, since what follows costs something itself
+        cpu_seconds, held, peak = time.process_time(), 0, 0  # first, because the rest costs CPU time itself
         for pid in process_tree():
             if pid != os.getpid():
-                cpu_seconds += time.clock_gettime((~pid << 3) | 2)  # the number that clock_getcpuclockid(3) gives
+                cpu_seconds += time.clock_gettime((~pid << 3) | 2)  # the clock id of clock_getcpuclockid(3)
             status = Path(f"/proc/{pid}/status").read_text()
             kib = {name: int(size) for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", status, re.MULTILINE)}
-            if kib:  # one that has just ended holds none
+            if kib:  # a process that has just ended has none
                 held += kib["RssAnon"] * 1024
                 peak += (kib["VmHWM"] - kib["RssFile"] - kib["RssShmem"]) * 1024
         return cls(cpu_seconds, held, peak)
@@ -142,7 +142,7 @@ async def work(system: System, options: argparse.Namespace, out: TextIO) -> None
                         failure = f"{type(error).__name__}: {error}"
                     seconds = time.perf_counter() - begun
                     say(event="averaged", seconds=seconds, allreduce_seconds=allreduce_seconds, failure=failure)
-                case "check" if idle is not None:  # all peers have finished, so this is all that the round has cost
+                case "check" if idle is not None:  # all peers have finished, so this includes the whole round
                     after = Usage.now()
                     say(
                         event="checked",
@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--join", default="", help="address of rank 0; for Gloo the URL of a file")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    # Only the answers may be on stdout, whatever a library prints.
+    # Only answers may be on stdout; libraries may print there, too.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     make: Any = SYSTEMS[options.system]

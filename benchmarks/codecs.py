@@ -1,12 +1,13 @@
-"""How fast each code packs and unpacks, how much it loses, and up to which link speed it pays.
+"""Measures speed and error of each compression, and up to which link speed it pays.
 
-Speeds are GB of float32 per second, of the best of several passes over parts of the default size, as in a round. Errors
-are those of one trip, in units of the data's standard deviation: the largest, and the root of the mean square; the
-heavy-tailed numbers are of Student's t distribution with 3 degrees of freedom.
+Speeds are GB of float32 per second, the best of several passes over parts of the default size, as in a round. Errors
+are those of one encoding, in units of the data's standard deviation: the maximum, and the root mean square. The
+heavy-tailed values have Student's t distribution with 3 degrees of freedom.
 
-A code pays on links slower than two figures: "one after the other", where a part is packed, sent and unpacked before
-the next one begins, B < (1 - c/4) / (1/encode + 1/decode) with c bytes per element; "overlapped", where the processor
-works on one part while another is on its way, as in this library's rounds when cores are free, B < min(encode, decode).
+A compression pays on links slower than B. "One after the other" means that a part is encoded, sent and decoded before
+the next one begins: B < (1 - c/4) / (1/encode + 1/decode) with c bytes per element. "Overlapped" means that the
+processor works on one part while another is sent, as in this library's rounds if cores are free:
+B < min(encode, decode).
 
     python -m benchmarks.codecs            # a minute; the results go to codecs.json
 """
@@ -34,21 +35,21 @@ FLOAT_BYTES = 4
 
 
 def samples(count: int) -> dict[str, torch.Tensor]:
-    """Numbers to pack, by the name of their distribution."""
+    """Values to encode, by the name of their distribution."""
     generator = torch.Generator().manual_seed(0)
     normal = torch.randn(4, count, generator=generator)
     return {"gaussian": normal[0], "heavy-tailed": normal[0] / (normal[1:].square().sum(dim=0) / 3).sqrt()}
 
 
 def errors(values: torch.Tensor, decoded: torch.Tensor) -> tuple[float, float]:
-    """The largest and the root mean square error, in standard deviations of `values`."""
+    """Returns the maximum and the root mean square error, in standard deviations of `values`."""
     off = decoded.double() - values.double()
     std = values.double().std()
     return float(off.abs().max() / std), float(off.square().mean().sqrt() / std)
 
 
 def link_speeds(encode_speed: float, decode_speed: float, per_element: float) -> tuple[float, float]:
-    """Up to which speed of a link, in the unit of the other two, a code pays: one after the other, and overlapped."""
+    """Returns the link speeds up to which a compression pays, one after the other and overlapped."""
     saved = 1 - per_element / FLOAT_BYTES
     if saved <= 0:
         return 0.0, 0.0
@@ -56,7 +57,7 @@ def link_speeds(encode_speed: float, decode_speed: float, per_element: float) ->
 
 
 def best_seconds(work: Callable[[], object], passes: int) -> float:
-    """The least of several; the first, in which memory is taken, does not count."""
+    """Returns the minimum time of several passes. The first one, which allocates memory, does not count."""
     found = []
     for _ in range(passes + 1):
         begun = time.perf_counter()
@@ -66,7 +67,7 @@ def best_seconds(work: Callable[[], object], passes: int) -> float:
 
 
 def speeds(values: torch.Tensor, code: CompressionType, passes: int) -> tuple[float, float]:
-    """GB of float32 per second: encoding, decoding."""
+    """Returns GB of float32 per second for encoding and decoding."""
     size = DEFAULT_PART_SIZE_BYTES // bytes_per_element(code, values.dtype)
     parts = list(torch.split(values, size))
     packed = [encode(part, code) for part in parts]
@@ -77,7 +78,7 @@ def speeds(values: torch.Tensor, code: CompressionType, passes: int) -> tuple[fl
 
 
 def measure(code: CompressionType, threads: Sequence[int], mib: int, passes: int) -> dict[str, Any]:
-    """All figures of one code."""
+    """Returns all figures of one compression."""
     data = samples(mib << 18)
     per_element = bytes_per_element(code, torch.float32)
     found: dict[str, Any] = {"code": code.name, "bytes_per_element": per_element, "threads": {}, "errors": {}}
@@ -130,8 +131,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [code.name.lower() for code in CompressionType]
     parser.add_argument("--codes", nargs="+", choices=names, default=names, help="which ones (all)")
-    parser.add_argument("--mib", type=int, default=32, help="MiB of float32 to pack in one pass (32)")
-    parser.add_argument("--passes", type=int, default=5, help="of which the best counts (5)")
+    parser.add_argument("--mib", type=int, default=32, help="MiB of float32 to encode in one pass (32)")
+    parser.add_argument("--passes", type=int, default=5, help="passes, of which the best counts (5)")
     parser.add_argument(
         "--output", type=Path, default=Path("runs/benchmarks"), help="folder of the results (runs/benchmarks)"
     )

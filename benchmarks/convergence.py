@@ -1,9 +1,9 @@
-"""How well a language model learns with each strategy, at the same number of tokens in all.
+"""Compares how well a language model learns with each strategy, with the same total number of tokens.
 
 `python -m benchmarks.convergence` trains a small byte-level transformer on the Python standard library's sources: once
 in one process with the joined batch, else in four processes that average over loopback gRPC. It writes the raw results
-and the curves into a folder, and beside it the page. A case that is there already is not trained again, unless it is
-named: `--cases diloco-50,diloco-100`. The recorded results are renewed with `--output docs/results`.
+and the curves into a folder, and the page beside it. Existing cases are not trained again unless they are named:
+`--cases diloco-50,diloco-100`. Update the recorded results with `--output docs/design/results`.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from benchmarks.workers import WorkerError, without_interrupts
 from examples.language_model import read, windows
 
 CURVE, JUDGED = 256, 2048
-"""Held-out windows on which a curve is drawn, and on which the final model is judged."""
+"""Number of held-out windows for the curves, and for the final evaluation."""
 
 LR, LOCAL_LR, DILOCO_LR = 4e-3, 4e-3, 3e-3
-"""Highest inner learning rates: where steps have the joined batch, with LocalSGD, and with DiLoCo."""
+"""Maximum inner learning rates: for steps with the joined batch, for LocalSGD, and for DiLoCo."""
 
 INT8: dict[str, Any] = {"compression": CompressionType.BLOCKWISE_INT8, "error_feedback": True}
 STREAMING: dict[str, Any] = {"every": 100, "fragments": 4, "delay": 3, "alpha": 0.5}
 
 
 def cases(recipe: Recipe) -> dict[str, Case]:
-    """By name, in the page's order."""
+    """The cases by name, in the page's order."""
     gradients, local, diloco = GradientAveraging, LocalSGD, DiLoCo
     joined = recipe.peers * recipe.batch
     return {
         "single": Case("one process, joined batch", LR),
-        # A peer's own batch is enough for a step: each waits for all others and their one batch each.
+        # A peer's own batch is enough for a step, so each step waits for one batch of every peer.
         "gradients": Case("GradientAveraging, in step", LR, partial(gradients, recipe.batch)),
         "gradients-free": Case("GradientAveraging, target of 4 batches", LR, partial(gradients, joined)),
         "local-10": Case("LocalSGD, H=10", LOCAL_LR, partial(local, 10)),
@@ -72,18 +72,20 @@ def say(name: str, what: str) -> None:
 
 
 def in_process(recipe: Recipe, name: str, case: Case, part: int, port: int) -> Trained:
-    """What each process of a case does."""
-    tell = partial(say, name) if part == 0 else lambda _: None
+    """Runs in each process of a case."""
+    progress = partial(say, name) if part == 0 else lambda _: None
     return (
-        train_alone(recipe, case, tell) if case.strategy is None else PeerProcess(recipe, case, part, port, tell).run()
+        train_alone(recipe, case, progress)
+        if case.strategy is None
+        else PeerProcess(recipe, case, part, port, progress).run()
     )
 
 
 def train(recipe: Recipe, name: str, case: Case) -> list[Trained]:
-    """Trains a case in fresh processes; what each of them has done.
+    """Trains a case in new processes; returns the results of each.
 
     Raises:
-        WorkerError: one of them was killed.
+        WorkerError: a process was killed.
     """
     count = 1 if case.strategy is None else recipe.peers
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -93,16 +95,16 @@ def train(recipe: Recipe, name: str, case: Case) -> list[Trained]:
             with without_interrupts():
                 running = [pool.submit(in_process, recipe, name, case, part, port) for part in range(count)]
             return [process.result() for process in running]
-        except BrokenProcessPool:  # which has ended the others
-            raise WorkerError("a process that trains was killed, as by the system when memory is out") from None
-        except BaseException:  # such as Ctrl+C: the pool would wait until they have trained to the end
+        except BrokenProcessPool:  # the pool has ended the other processes
+            raise WorkerError("a training process was killed, perhaps because memory ran out") from None
+        except BaseException:  # such as Ctrl+C: the pool would wait for the end of the training
             for process in multiprocessing.active_children():
                 process.kill()
             raise
 
 
 def measure(recipe: Recipe, trained: list[Trained], text: torch.Tensor) -> dict[str, Any]:
-    """The numbers of a case: the loss of the mean of all peers' models, bytes, times."""
+    """Returns the figures of a case: loss of the mean of all peers' models, bytes, times."""
     model = new_model(recipe)
     random = torch.Generator().manual_seed(0)
     judged = windows(text, JUDGED, recipe.size.context, random)
@@ -113,7 +115,7 @@ def measure(recipe: Recipe, trained: list[Trained], text: torch.Tensor) -> dict[
 
     marks = list(trained[0].snapshots)
     if any(list(peer.snapshots) != marks for peer in trained):
-        raise RuntimeError("the peers have kept their models after different samples: they were not in step")
+        raise RuntimeError("the peers saved their models after different samples: they were not synchronous")
     at = [[peer.snapshots[mark] for peer in trained] for mark in marks]
     rounds = [peer.rounds for peer in trained]
     return {
@@ -136,7 +138,7 @@ def measure(recipe: Recipe, trained: list[Trained], text: torch.Tensor) -> dict[
 
 
 def provenance() -> dict[str, Any]:
-    """Where and with what a case was trained."""
+    """Describes where and with what a case was trained."""
     root = Path(__file__).parent.parent
     git = ["git", "-C", str(root)]
     log = subprocess.run([*git, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True, check=False)
@@ -153,15 +155,17 @@ def provenance() -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=1000, help="of a batch of each peer, in every case (1000)")
-    parser.add_argument("--cases", help="names with commas between, trained again if they are there; all that lack")
+    parser.add_argument("--steps", type=int, default=1000, help="steps of one batch per peer, in every case (1000)")
+    parser.add_argument(
+        "--cases", help="comma-separated names, trained again if they exist; by default all missing ones"
+    )
     parser.add_argument(
         "--output",
         type=Path,
         default=Path("runs/benchmarks/convergence"),
         help="folder; the page is beside it (runs/benchmarks/convergence)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the model and of the order of its text (0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the model and of the order of its text (0)")
     options = parser.parse_args()
     if options.steps < 1:
         parser.error("there must be at least 1 step")
@@ -186,7 +190,7 @@ def main() -> None:
         try:
             trained = train(recipe, name, case)
         except WorkerError as error:
-            say(name, f"{error}; the same command goes on from here")
+            say(name, f"{error}; run the same command again to continue")
             sys.exit(2)
         measured = measure(recipe, trained, text)
         results["cases"][name] = {"title": case.title, "lr": case.lr} | measured | provenance()

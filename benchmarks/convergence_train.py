@@ -1,4 +1,4 @@
-"""One case of the convergence benchmark: the model trained by one process, or by peers in processes of their own."""
+"""Trains one case of the convergence benchmark: the model in one process, or in one process per peer."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from examples.language_model import LanguageModel, Size, read, windows
 from examples.sources import divide, standard_library
 
 PATIENCE = 60.0
-"""Seconds that peers wait for each other before the first step."""
+"""Seconds for which peers wait for each other before the first step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What is the same in all cases.
+    """The settings common to all cases.
 
     Attributes:
-        steps: of a batch of each peer.
-        peers: how many.
-        batch: windows in a peer's batch; that of the single process has `peers` times as many.
-        size: of the model.
-        warm_up: the learning rate's share of the steps in which it rises.
-        max_norm: of the gradients that the inner optimizer uses.
-        snapshots: times at which the model is kept for evaluation.
-        seed: of the model and of the order of the text.
+        steps: number of steps of one batch per peer.
+        peers: number of peers.
+        batch: windows in a peer's batch; the single process's batch has `peers` times as many.
+        size: size of the model.
+        warm_up: fraction of the steps in which the learning rate rises.
+        max_norm: gradients of the inner optimizer are clipped to this norm.
+        snapshots: number of times that the model is saved for evaluation.
+        seed: seed of the model and of the order of the text.
     """
 
     steps: int = 1000
@@ -45,11 +45,11 @@ class Recipe:
 
     @property
     def samples(self) -> int:
-        """Windows that all peers together train on."""
+        """Number of windows on which all peers together train."""
         return self.steps * self.peers * self.batch
 
     def lr_factor(self, samples: float) -> float:
-        """Of the learning rate, after so many samples: a linear rise, then half a cosine down to a twentieth."""
+        """Factor of the learning rate after some samples: a linear rise, then half a cosine down to a twentieth."""
         done = min(1.0, samples / self.samples)
         rise = min(1.0, (samples + self.peers * self.batch) / (self.warm_up * self.samples))
         return rise * (0.05 + 0.95 * (1 + math.cos(math.pi * done)) / 2)
@@ -60,10 +60,10 @@ class Case:
     """One way to train.
 
     Attributes:
-        title: in the page.
-        lr: highest learning rate of the inner optimizer.
-        strategy: makes the peers' strategy; None is one process with the joined batch.
-        pieces: that a peer's batch is cut into, each an `opt.step()`; for GradientAveraging.
+        title: name in the page.
+        lr: maximum learning rate of the inner optimizer.
+        strategy: creates the peers' strategy; None is one process with the joined batch.
+        pieces: number of pieces into which a peer's batch is cut, each an `opt.step()`; for GradientAveraging.
     """
 
     title: str
@@ -74,7 +74,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One receipt in short."""
+    """A summary of one receipt."""
 
     samples: float
     complete: bool
@@ -86,14 +86,14 @@ class Round:
 
 @dataclass(slots=True)
 class Trained:
-    """What one process has done.
+    """The results of one process.
 
     Attributes:
-        seconds: from the first step to the end, the strategy's last result included.
-        snapshots: all parameters as one vector, by the samples that all peers together have trained on by then.
+        seconds: from the first step to the end, including the strategy's last result.
+        snapshots: all parameters as one vector, by the number of samples of all peers together.
         rounds: the receipts.
         local_steps: calls of `opt.step()`.
-        global_steps: of the strategy, if it counts them.
+        global_steps: global steps, if the strategy has them.
         counts_samples: whether a global step is a step of the inner optimizer, as with GradientAveraging.
     """
 
@@ -106,7 +106,7 @@ class Trained:
 
 
 class Text:
-    """The batches of one peer: random windows of its own part of the text, the same ones in every case."""
+    """The batches of one peer: random windows of its own part of the text, the same in every case."""
 
     def __init__(self, recipe: Recipe, part: int) -> None:
         self.recipe = recipe
@@ -114,24 +114,24 @@ class Text:
         self.random = torch.Generator().manual_seed(1000 * recipe.seed + part)
 
     def draw(self) -> torch.Tensor:
-        """The next batch, [batch, context + 1]."""
+        """Returns the next batch, [batch, context + 1]."""
         return windows(self.bytes, self.recipe.batch, self.recipe.size.context, self.random)
 
 
 def held_out() -> tuple[tuple[Path, ...], tuple[Path, ...]]:
-    """The files that nobody trains on: those on which learning rates are chosen, and those on which is judged."""
+    """Returns the held-out files: those for choosing learning rates, and those for the final evaluation."""
     files = divide(standard_library(), 1).held_out
     return files[0::2], files[1::2]
 
 
 def new_model(recipe: Recipe) -> LanguageModel:
-    """The same one each time."""
+    """Returns the same model each time."""
     torch.manual_seed(recipe.seed)
     return LanguageModel(recipe.size)
 
 
 def new_optimizer(recipe: Recipe, case: Case, model: LanguageModel) -> torch.optim.Optimizer:
-    """AdamW that clips the gradients it is about to use: with GradientAveraging, the averaged ones."""
+    """AdamW that clips its gradients: with GradientAveraging, the averaged ones."""
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=case.lr, betas=(0.9, 0.95))
 
     def clip(*_: object) -> None:
@@ -147,11 +147,11 @@ def backward(model: LanguageModel, optimizer: torch.optim.Optimizer, batch: torc
 
 
 class Snapshots:
-    """Keeps the model at even distances.
+    """Saves the model at regular distances.
 
     Args:
-        recipe: of all cases.
-        model: whose parameters are kept.
+        recipe: settings of all cases.
+        model: the model whose parameters are saved.
     """
 
     def __init__(self, recipe: Recipe, model: LanguageModel) -> None:
@@ -161,7 +161,7 @@ class Snapshots:
         self.taken: dict[int, torch.Tensor] = {}
 
     def at(self, before: float, now: float) -> None:
-        """Keeps the model if a mark was passed between `before` and `now` samples; the last one comes from `end`."""
+        """Saves the model if a mark lies between `before` and `now` samples. `end` saves the last one."""
         if now < self._last and int(now / self._every) > int(before / self._every):
             self._take(round(now))
 
@@ -173,7 +173,7 @@ class Snapshots:
 
 
 def train_alone(recipe: Recipe, case: Case, say: Callable[[str], None]) -> Trained:
-    """One process whose batches are all that the peers would draw."""
+    """Trains in one process with the batches of all peers."""
     torch.set_num_threads(1)
     model = new_model(recipe)
     optimizer = new_optimizer(recipe, case, model)
@@ -198,17 +198,17 @@ class PeerProcess:
     """One peer of a case.
 
     Args:
-        recipe: of all cases.
+        recipe: settings of all cases.
         case: how it trains.
         part: number of the peer and of its part of the text, from 0.
-        port: at which peer 0 listens.
-        say: tells how far it is.
+        port: port of peer 0.
+        say: reports progress.
     """
 
     def __init__(self, recipe: Recipe, case: Case, part: int, port: int, say: Callable[[str], None]) -> None:
         torch.set_num_threads(1)
         self.recipe, self.case, self.say = recipe, case, say
-        self.samples = 0.0  # that all peers have trained on, as far as this one knows
+        self.samples = 0.0  # of all peers, as far as this one knows
         self.trained = Trained()
         self.model = new_model(recipe)
         self.snapshots = Snapshots(recipe, self.model)
@@ -216,7 +216,7 @@ class PeerProcess:
         if case.strategy is None:
             raise ValueError("a case of one process has no peers")
         strategy = case.strategy()
-        # With GradientAveraging only the rounds tell a peer what the others have trained on.
+        # With GradientAveraging only receipts show how many samples the other peers had.
         self.trained.counts_samples = isinstance(strategy, GradientAveraging)
         first = f"127.0.0.1:{port}"
         self.opt = DecentralizedAverager(
@@ -235,7 +235,7 @@ class PeerProcess:
         )
 
     def note(self, receipt: Receipt) -> None:
-        """Keeps a receipt; with GradientAveraging it tells how many samples the step had."""
+        """Keeps a receipt. With GradientAveraging it has the number of samples of the step."""
         if self.trained.counts_samples and receipt.averaged:
             self.samples += sum(receipt.gathered[member]["samples"] for member in receipt.members)
         complete = receipt.averaged and not receipt.dropped
@@ -247,7 +247,7 @@ class PeerProcess:
         recipe, trained = self.recipe, self.trained
         joined = recipe.peers * recipe.batch
         with self.opt as opt:
-            # Nobody makes a step alone.
+            # no peer makes a step alone
             if not opt.wait_for_peers(recipe.peers, PATIENCE):
                 raise TimeoutError(f"only {len(opt.peers)} of {recipe.peers} peers have come")
             begun = time.perf_counter()
@@ -269,7 +269,7 @@ class PeerProcess:
         return trained
 
     def pieces(self) -> Iterator[torch.Tensor]:
-        """The batches, cut as the case says, until all peers together have trained on enough."""
+        """Yields the batches in the pieces of the case, until all peers together have trained on enough samples."""
         while True:
             for piece in self.text.draw().chunk(self.case.pieces):
                 if self.samples >= self.recipe.samples:

@@ -1,8 +1,8 @@
-"""DiLoCo and LocalSGD in one process, without the library: to choose learning rates, and to tell algorithm from code.
+"""DiLoCo and LocalSGD in one process without the library: to choose learning rates and to isolate bugs.
 
 `python -m benchmarks.convergence_tuning --every 50 --lr 2e-3 4e-3 --outer-lr 0.7` trains with each pair of the rates
-and prints the loss on the held-out text on which nothing is judged, and with `--judge` that on which the benchmark
-judges, too. `--every 0` is one process with the joined batch; `--outer-lr 1 --momentum 0` is LocalSGD.
+and prints the loss on the held-out text for choosing, with `--judge` also that on the text of the final evaluation.
+`--every 0` is one process with the joined batch; `--outer-lr 1 --momentum 0` is LocalSGD.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from examples.language_model import LanguageModel, read, windows
 
 @dataclass(frozen=True, slots=True)
 class Outer:
-    """What happens between local steps.
+    """The settings of the outer optimizer.
 
     Attributes:
-        every: local steps between two outer ones; 0 is one process with the joined batch.
-        lr: of the outer optimizer, SGD with Nesterov momentum.
-        momentum: of it; 0 is plain SGD.
-        begin: steps at the start after each of which the replicas are averaged, so that they begin as one process.
+        every: local steps between two outer steps; 0 is one process with the joined batch.
+        lr: learning rate of the outer optimizer, SGD with Nesterov momentum.
+        momentum: its momentum; 0 is plain SGD.
+        begin: number of first steps after each of which the replicas are averaged, so that they begin as one process.
     """
 
     every: int
@@ -40,7 +40,7 @@ class Outer:
 
 
 def train(recipe: Recipe, lr: float, outer: Outer, alike: bool) -> LanguageModel:
-    """Trains the peers' replicas in turn, on texts that are `alike` or each on its part; the model at the end."""
+    """Trains the peers' replicas, on the whole text if `alike`, else each on its part; returns the final model."""
     peers = recipe.peers if outer.every else 1
     texts = [Text(recipe, part) for part in range(recipe.peers)]
     if alike:
@@ -73,7 +73,7 @@ def train(recipe: Recipe, lr: float, outer: Outer, alike: bool) -> LanguageModel
 
 
 def evaluate(recipe: Recipe, model: LanguageModel, text: torch.Tensor) -> float:
-    """Held-out loss in bits per byte."""
+    """Returns the held-out loss in bits per byte."""
     return model.evaluate(windows(text, 2048, recipe.size.context, torch.Generator().manual_seed(0)))
 
 
@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--alike", action="store_true", help="all peers draw from the whole text")
     parser.add_argument("--judge", action="store_true")
     parser.add_argument(
-        "--output", type=Path, help="JSON to which the runs are added, such as docs/results/tuning.json"
+        "--output", type=Path, help="JSON to which the runs are added, such as docs/design/results/tuning.json"
     )
     options = parser.parse_args()
     if min(options.steps, options.batch) < 1 or options.every < 0:

@@ -1,7 +1,7 @@
-"""How fast a fresh record is everywhere, and what gossip costs.
+"""Measures how fast a fresh record spreads, and the cost of gossip.
 
-`python -m benchmarks.gossip` runs peers on loopback gRPC, all of them in this one process; `--simulate` runs them on
-the memory network in virtual time, where a message takes 20 to 80 ms, and counts messages and bytes.
+`python -m benchmarks.gossip` runs peers on loopback gRPC, all in this process. `--simulate` runs them on the in-memory
+network in virtual time, where a message takes 20 to 80 ms, and counts messages and bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KEY = f"{RUN}.0b"
 
 
 class NoAveraging:
-    """Answers no averaging call; nobody makes one here."""
+    """Refuses averaging calls, because this benchmark makes none."""
 
     def __getattr__(self, name: str) -> None:
         return None
@@ -41,7 +41,7 @@ NO_AVERAGING = cast(AveragingService, NoAveraging())
 
 
 class Host:
-    """One peer, in a task of its own."""
+    """One peer, in its own task."""
 
     def __init__(self, transport: Transport, make: Callable[[str], GossipDiscovery]) -> None:
         self.joined, self.leave = asyncio.Event(), asyncio.Event()
@@ -59,7 +59,7 @@ class Host:
             await transport.close()
 
     async def ready(self) -> None:
-        """Waits until it has joined, or raises why it has not."""
+        """Waits until it has joined, or raises the reason why it could not."""
         waiter = asyncio.create_task(self.joined.wait())
         await asyncio.wait([waiter, self.task], return_when=asyncio.FIRST_COMPLETED)
         waiter.cancel()
@@ -69,9 +69,10 @@ class Host:
 
 @asynccontextmanager
 async def hosting() -> AsyncIterator[list[Host]]:
-    """Nobody yet; all who are added inside have left in order outside.
+    """Yields an empty list of peers. Peers added inside have left the run on exit.
 
-    After Ctrl+C, too: else asyncio cancels their tasks together with gRPC's own, and calls of gRPC's then crash.
+    This holds also after Ctrl+C: otherwise asyncio would cancel their tasks together with gRPC's own, whose calls then
+    crash.
     """
     hosts: list[Host] = []
     try:
@@ -86,7 +87,7 @@ async def hosting() -> AsyncIterator[list[Host]]:
 
 
 async def sees(peer: GossipDiscovery, key: str, wanted: Callable[[set[str]], bool]) -> float:
-    """Waits until what `peer` reads under `key` is `wanted`; returns when that was."""
+    """Waits until `peer` reads `wanted` under `key`; returns the time."""
     async with aclosing(peer.watch(key)) as changes:
         async for entries in changes:
             if wanted(set(entries)):
@@ -97,7 +98,7 @@ async def sees(peer: GossipDiscovery, key: str, wanted: Callable[[set[str]], boo
 async def spread_times(
     peers: Sequence[GossipDiscovery], names: Sequence[str], rng: random.Random, pause: float
 ) -> list[float]:
-    """Stores records at random peers, one after the other; the seconds until each was at all."""
+    """Stores records at random peers, one after the other; returns the seconds until each had reached all peers."""
     times = []
     for name in names:
         key = f"{KEY}{name}"
@@ -147,7 +148,7 @@ async def _on_loopback(hosts: list[Host], count: int, records: int) -> None:
 
 
 class CountingTransport(MemoryTransport):
-    """Counts messages and the bytes they would have on the wire."""
+    """Counts messages and their bytes on the wire."""
 
     sent: ClassVar[Counter[str]] = Counter()
     sizes: ClassVar[dict[Record, int]] = {}
@@ -193,13 +194,13 @@ async def _in_simulation(hosts: list[Host], count: int, records: int, seconds: f
     await asyncio.gather(*(host.ready() for host in hosts))
     for host in hosts:
         await host.discovery.store(KEY, host.endpoint, bytes(1), virtual_time.clock() + 3600)
-    # Joining one by one would take most of the time: all start with all records.
+    # All start with all records, because joining one by one would take most of the time.
     everything = [record for host in hosts for record in host.discovery.list_records("")]
     for host in hosts:
         for record in everything:
-            host.discovery._take(record, "the start")
+            host.discovery._merge(record, "the start")
     peers = [host.discovery for host in hosts]
-    await asyncio.sleep(20.0)  # until the signs of life have lost their common rhythm
+    await asyncio.sleep(20.0)  # until heartbeats are no longer synchronous
     sent.clear()
     times, pushes = [], []
     for number in range(records):
@@ -221,7 +222,7 @@ async def _in_simulation(hosts: list[Host], count: int, records: int, seconds: f
 
 
 class SizedIdentity(UnsignedIdentity):
-    """Signatures of the right length, without the work."""
+    """Signatures of the right length without the computation."""
 
     def sign(self, run_id: str, record: Record) -> bytes:
         return bytes(64)
@@ -230,7 +231,7 @@ class SizedIdentity(UnsignedIdentity):
 def simulated(
     run_id: str, endpoint: str, transport: Transport, rng: random.Random, settings: GossipSettings | None = None
 ) -> GossipDiscovery:
-    """In virtual time, with signatures that cost nothing; everything random comes from `rng`."""
+    """Runs in virtual time, with free signatures; all randomness comes from `rng`."""
     return GossipDiscovery(
         run_id,
         endpoint,

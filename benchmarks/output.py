@@ -1,4 +1,4 @@
-"""Where benchmarks write: found out before anything is measured, and never at the cost of what was there."""
+"""The output folder of benchmarks, which is checked before anything is measured."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from averaging.cli.atomic_files import replaced_atomically
 
 
 def make_folder(parser: argparse.ArgumentParser, folder: Path) -> None:
-    """Makes a folder for results, and tries whether files can be made in it; wrong usage if not."""
+    """Creates a folder for results and checks that files can be written to it; else it is wrong usage."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -23,7 +23,7 @@ def make_folder(parser: argparse.ArgumentParser, folder: Path) -> None:
 
 
 def write(path: Path, results: Any) -> None:
-    """Writes JSON whole or not at all."""
+    """Writes a JSON file atomically."""
     with replaced_atomically(path) as temporary:
         temporary.write_text(json.dumps(results, indent=1) + "\n")
     benchmarks.kept[path] = None

@@ -1,8 +1,8 @@
-"""How much training slows down while averaging goes on in the background.
+"""Measures how much training slows down while averaging runs in the background.
 
 Two processes train the same model, one thread each, in blocks: `alone` with the plain optimizer, and `averaged` with
-`LocalSGD(overlap=True)` around it. Blocks alternate, so that what else the machine does meets both kinds alike. With as
-many training threads as cores, the CPU seconds of averaging are taken from training; that much is explained:
+`LocalSGD(overlap=True)` around it. Blocks alternate, so that other load on the machine affects both kinds equally. With
+as many training threads as cores, training loses the CPU seconds of averaging; that much is explained:
 
     factor = seconds of a step while averaging / seconds of a step alone
     explained = 1 / (1 - CPU seconds of averaging / (cores · seconds))
@@ -34,12 +34,12 @@ from benchmarks.workers import without_interrupts
 ROOT = Path(__file__).parent.parent
 
 TAIL = 5
-"""Steps of a block after its last round has begun, in which that round ends."""
+"""Steps at the end of a block, in which its last round ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What so many steps of one process took."""
+    """Cost of some steps of one process."""
 
     seconds: float
     training_cpu: float
@@ -50,7 +50,7 @@ class Block:
 
 
 def worker(pipe: Connection, join: str, width: int, every: int, rounds: int) -> None:
-    """Trains as it is told: a kind of block a message."""
+    """Runs blocks as commanded: one kind of block per message."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Tanh(), torch.nn.Linear(width, 1))
@@ -90,12 +90,12 @@ def worker(pipe: Connection, join: str, width: int, every: int, rounds: int) -> 
             )
         )
         if kind == "averaged":
-            steps(averager, every - TAIL)  # up to where the next block's first round begins as this one's did
+            steps(averager, every - TAIL)  # up to the step at which the next block's first round begins
     averager.close()
 
 
 def measure(width: int, every: int, rounds: int, blocks: int) -> list[dict[str, Any]]:
-    """Blocks of both kinds in turns; the first pair, a warm-up, is left out."""
+    """Runs blocks of both kinds alternately. The first pair is a warm-up and does not count."""
     spawn = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     join = ""
@@ -117,7 +117,7 @@ def measure(width: int, every: int, rounds: int, blocks: int) -> list[dict[str, 
                     pipe.send(kind)
                 pair[kind] = [asdict(pipe.recv()) for pipe in pipes]
             results.append(pair)
-            print(f"  block {number} of {blocks}: {told(pair)}", file=sys.stderr, flush=True)
+            print(f"  block {number} of {blocks}: {summary(pair)}", file=sys.stderr, flush=True)
         for pipe in pipes:
             pipe.send("")
         for process in processes:
@@ -129,7 +129,7 @@ def measure(width: int, every: int, rounds: int, blocks: int) -> list[dict[str, 
 
 
 def slowdown(pair: dict[str, Any]) -> tuple[float, float]:
-    """How many times as long a step takes while averaging goes on, and how much of it the CPU that takes explains."""
+    """Returns the factor by which steps are slower while averaging, and the factor that its CPU time explains."""
     alone = sum(one["seconds"] for one in pair["alone"])
     averaged = sum(one["seconds"] for one in pair["averaged"])
     taken = sum(one["other_cpu"] for one in pair["averaged"])
@@ -137,7 +137,7 @@ def slowdown(pair: dict[str, Any]) -> tuple[float, float]:
     return averaged / alone, 1 / (1 - taken / (cores * averaged / 2))
 
 
-def told(pair: dict[str, Any]) -> str:
+def summary(pair: dict[str, Any]) -> str:
     factor, explained = slowdown(pair)
     rounds = sum(one["rounds"] for one in pair["averaged"])
     return f"{factor:.3f} times as long, {explained:.3f} by its CPU, {factor / explained:.3f} beyond; {rounds} rounds"

@@ -1,12 +1,12 @@
-"""How long the others stand still when one of four peers is killed, and how soon a newcomer takes part.
+"""Measures the interruption after one of four peers is killed, and how soon a newcomer takes part.
 
-Four processes average 16 MiB again and again. One of them is killed (SIGKILL) at a random moment; measured is the time
-until each of the others has finished its next round. Then a new one is started; measured is the time until its first
-average, from the start of its process and from the moment at which it was up.
-Peers declare themselves for `--group-wait` seconds: so long a leader waits for a fourth member that is no more.
+Four processes average 16 MiB repeatedly. One of them is killed (SIGKILL) at a random moment, and the time until each of
+the others has finished its next round is measured. Then a new one is started, and the time until its first average is
+measured, from the start of its process and from the moment at which it was up.
+Peers declare themselves for `--group-wait` seconds: a leader waits that long for a fourth member that no longer exists.
 
-With `--hivemind PYTHON` (see `benchmarks.allreduce --help`) the same is done to hivemind 1.1.12. Where peers have not
-recovered after a minute, the next kill is of four new ones.
+With `--hivemind PYTHON` (see `benchmarks.allreduce --help`) the same is done with hivemind 1.1.12. If the peers have
+not recovered after a minute, the next kill uses four new ones.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from benchmarks.workers import ENVIRONMENT, ROOT
 ELEMENTS = 4 << 20
 PEERS = 4
 LIMIT = 60.0
-"""Seconds in which something must have happened."""
+"""Timeout of each phase in seconds."""
 
 ROWS = {
     "usual_round": "usual round of four, s",
@@ -43,7 +43,7 @@ ROWS = {
     "newcomer_from_start": "from the start of a newcomer's process to its first average, s",
     "newcomer_from_up": "from its being up, s",
 }
-"""What is measured: median, least and greatest, and of how many kills if not of all."""
+"""The measured quantities: median, minimum and maximum, and the number of kills if not all."""
 
 
 def say(**fields: Any) -> None:
@@ -73,7 +73,7 @@ async def averaging_worker(join: str, group_wait: float) -> None:
 def hivemind_worker(join: str, group_wait: float) -> None:
     import torch
 
-    # Not installed where types are checked: all of it is Any.
+    # not installed where types are checked, so everything is Any
     hivemind = importlib.import_module("hivemind")
     torch.set_num_threads(1)
     dht = hivemind.DHT(host_maddrs=["/ip4/127.0.0.1/tcp/0"], initial_peers=[join] if join else [], start=True)
@@ -97,16 +97,16 @@ def hivemind_worker(join: str, group_wait: float) -> None:
 
 
 class EndedError(Exception):
-    """A peer's process has ended by itself; the message is the last line it wrote."""
+    """A peer's process has ended unexpectedly. The message is the last line that it wrote."""
 
 
 class Process:
-    """A peer, and what it has told."""
+    """A peer process, and the events that it has reported."""
 
     def __init__(self, system: str, python: str, join: str, group_wait: float) -> None:
         self.started = time.time()
         self.events: list[dict[str, Any]] = []
-        self.told = asyncio.Event()
+        self.changed = asyncio.Event()
         self._ended = False
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - `kill` closes it
         arguments = ["--worker", system, "--join", join, "--group-wait", str(group_wait)]
@@ -115,7 +115,7 @@ class Process:
         self._reading: asyncio.Task[None] | None = None
 
     async def start(self) -> dict[str, Any]:
-        """Returns what it tells when it is up."""
+        """Waits until it is up; returns that event."""
         self._process = await asyncio.create_subprocess_exec(
             *self._command,
             cwd=ROOT,
@@ -132,16 +132,16 @@ class Process:
         async for line in lines:
             with suppress(json.JSONDecodeError):
                 self.events.append(json.loads(line))
-                self.told.set()
+                self.changed.set()
         self._ended = True
-        self.told.set()
+        self.changed.set()
 
     async def first(self, wanted: Any) -> dict[str, Any]:
-        """The first event, of those there are and those to come, that is wanted.
+        """Returns the first matching event, past or future.
 
         Raises:
-            TimeoutError: none came.
-            EndedError: none will come.
+            TimeoutError: none came in time.
+            EndedError: the process has ended.
         """
         place = 0
         async with asyncio.timeout(LIMIT):
@@ -154,12 +154,12 @@ class Process:
                     lines = self._errors.read().decode(errors="replace").split("\n")
                     raise EndedError(next((line for line in reversed(lines) if line.strip()), "it wrote nothing"))
                 place = len(self.events)
-                self.told.clear()
-                await self.told.wait()
+                self.changed.clear()
+                await self.changed.wait()
 
     async def kill(self) -> None:
         self._errors.close()
-        if self._process is None or self._reading is None:  # Ctrl+C came before it was there
+        if self._process is None or self._reading is None:  # Ctrl+C came before the process was started
             return
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -168,7 +168,7 @@ class Process:
 
 
 class Run:
-    """Four peers of one system, or those that are left of them."""
+    """The living peers of one system."""
 
     def __init__(self, system: str, python: str, group_wait: float) -> None:
         self._with = (system, python, group_wait)
@@ -176,7 +176,7 @@ class Run:
         self._first = ""
 
     async def add(self) -> tuple[Process, dict[str, Any]]:
-        """One more, and what it tells when it is up."""
+        """Starts another peer; returns its first event."""
         system, python, group_wait = self._with
         self.peers.append(Process(system, python, self._first, group_wait))
         up = await self.peers[-1].start()
@@ -184,13 +184,13 @@ class Run:
         return self.peers[-1], up
 
     async def averaged(self, since: float | None = None) -> float:
-        """Returns the seconds from `since`, or now, until each has finished a round; raises TimeoutError."""
+        """Returns the seconds from `since`, or now, until each peer has finished a round; raises TimeoutError."""
         began = time.time() if since is None else since
         ends = await asyncio.gather(*(peer.first(_averaged(began)) for peer in self.peers))
         return float(max(event["time"] for event in ends)) - began
 
     async def end(self) -> None:
-        """Kills all."""
+        """Kills all peers."""
         await asyncio.gather(*(peer.kill() for peer in self.peers))
         self.peers.clear()
         self._first = ""
@@ -201,7 +201,7 @@ def _averaged(since: float) -> Any:
 
 
 async def measure(system: str, python: str, kills: int, group_wait: float, seed: int) -> dict[str, Any]:
-    """Kills and starts in turns; begins anew with four new ones where that was not survived."""
+    """Kills and starts peers alternately. After a failure it starts four new ones."""
     rng = random.Random(seed)
     run = Run(system, python, group_wait)
     done: dict[str, list[Any]] = {name: [] for name in ROWS} | {"failures": []}
@@ -216,7 +216,7 @@ async def measure(system: str, python: str, kills: int, group_wait: float, seed:
                 usual = sum([await run.averaged() for _ in range(3)]) / 3
                 done["usual_round"].append(usual)
                 await asyncio.sleep(rng.random() * usual)
-                victim = run.peers.pop(rng.randrange(1, PEERS))  # not the first one, whom newcomers ask
+                victim = run.peers.pop(rng.randrange(1, PEERS))  # not the first one, which newcomers join
                 doing = "next round of all others"
                 killed = time.time()
                 await victim.kill()
@@ -232,23 +232,23 @@ async def measure(system: str, python: str, kills: int, group_wait: float, seed:
             except EndedError as error:
                 done["failures"].append(f"kill {number}: no {doing}, because a process ended: {error}")
                 await run.end()
-            told = {name: [round(value, 2) for value in done[name]] for name in ROWS}
-            print(f"  {system}, after kill {number} of {kills}: {told}", file=sys.stderr, flush=True)
+            figures = {name: [round(value, 2) for value in done[name]] for name in ROWS}
+            print(f"  {system}, after kill {number} of {kills}: {figures}", file=sys.stderr, flush=True)
     finally:
         await run.end()
     return done
 
 
 def table(systems: Mapping[str, Mapping[str, Sequence[Any]]], kills: int) -> str:
-    """The results in Markdown: a row per quantity, a column per system."""
+    """Returns the results in Markdown: a row per quantity, a column per system."""
     lines = ["| | " + " | ".join(systems) + " |", "|---|" + "---|" * len(systems)]
-    for name, words in ROWS.items():
+    for name, quantity in ROWS.items():
         cells = []
         for done in systems.values():
             values = sorted(done[name])
-            told = f"{statistics.median(values):.2f} ({values[0]:.2f} … {values[-1]:.2f})" if values else "never"
-            cells.append(told + (f", {len(values)} of {kills}" if len(values) < kills else ""))
-        lines.append(f"| {words} | " + " | ".join(cells) + " |")
+            cell = f"{statistics.median(values):.2f} ({values[0]:.2f} … {values[-1]:.2f})" if values else "never"
+            cells.append(cell + (f", {len(values)} of {kills}" if len(values) < kills else ""))
+        lines.append(f"| {quantity} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

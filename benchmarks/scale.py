@@ -1,20 +1,20 @@
-"""How matchmaking and discovery behave as there are more peers: seconds, messages and memory, and how they grow.
+"""Measures matchmaking and discovery with a growing number of peers: seconds, messages and memory.
 
 Three things are measured, in this order:
 
-  real       whole peers over gRPC on loopback, at most 8 processes, so several peers share a process beyond 8. They
-             average a tiny tensor in groups of 4 again and again. "ms to BEGIN" counts from the moment at which the
-             last of all peers calls average() to the one at which the last of all has its group.
-  simulated  whole peers in one process, in virtual time, in groups of 8, all calling at once. Discovery is gossip in
-             full, with every peer holding every record, or, for more peers than memory allows, one table that all share
-             (a record is at the others after 0.5 s); then only matchmaking and rounds are simulated.
-  rumours    how a fresh record travels among members that hold no other records.
+  real       whole peers over gRPC on loopback, in at most 8 processes, so beyond 8 several peers share a process. They
+             average a tiny tensor in groups of 4 repeatedly. "ms to BEGIN" is the time from the moment at which the
+             last of all peers calls average() to the moment at which the last of all has its group.
+  simulated  whole peers in one process, in virtual time, in groups of 8, all calling at once. Discovery is complete
+             gossip, with every record at every peer, or, for more peers than memory allows, one shared table (a record
+             reaches the others after 0.5 s); then only matchmaking and rounds are simulated.
+  rumours    how a fresh record spreads among members that have no other records.
 
-Every figure is followed by its factor per doubling of the peers: 1 does not grow, 2 grows as the run does. The results
-go to `scale.json` and `scale.png`; Ctrl+C ends all processes, and what was measured until then has been written.
+Every figure is followed by its factor per doubling of the peers: 1 means constant, 2 means linear. The results go to
+`scale.json` and `scale.png`. Ctrl+C ends all processes, and the results so far are kept.
 
-    python -m benchmarks.scale                          # all of it: a quarter of an hour and 4 GiB
-    python -m benchmarks.scale --real 2 4 8 --simulate  # a minute; an option without numbers leaves that part out
+    python -m benchmarks.scale                          # everything: a quarter of an hour and 4 GiB
+    python -m benchmarks.scale --real 2 4 8 --simulate  # a minute; an option without numbers omits that part
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from benchmarks.workers import ROOT, WorkerError, say
 REAL_GROUP, SIMULATED_GROUP = 4, 8
 
 MOST_REAL_MS = 50.0
-"""From the last one's call until a group of 4 that is all there has begun."""
+"""Limit in milliseconds from the last call until a group of all 4 peers has begun."""
 
 
 def simulations(options: argparse.Namespace) -> Iterator[tuple[int, bool, bool]]:
-    """Peers, whether discovery is gossip, whether all have one key."""
+    """Yields the number of peers, whether discovery is gossip, whether all have one key."""
     for one_key, sizes in ((False, options.simulate), (True, options.one_key)):
         yield from ((peers, True, one_key) for peers in sizes)
     for one_key, sizes in ((False, options.shared), (True, options.shared_one_key)):
@@ -76,8 +76,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def sizes(name: str, default: list[int], what: str) -> None:
-        told = " ".join(map(str, default))
-        parser.add_argument(name, type=int, nargs="*", metavar="N", default=default, help=f"{what} ({told})")
+        default_text = " ".join(map(str, default))
+        parser.add_argument(name, type=int, nargs="*", metavar="N", default=default, help=f"{what} ({default_text})")
 
     sizes("--real", [2, 4, 8, 16, 32, 64], "how many real peers")
     sizes("--simulate", [64, 128, 256, 512, 1024], "how many simulated ones with gossip in full, a key for each group")
@@ -114,7 +114,7 @@ def main() -> None:
 
 
 def median_ms(found: dict[str, Any]) -> float:
-    """From the last one's call until all have their group, in milliseconds."""
+    """Median milliseconds from the last call until all have their group."""
     return 1e3 * statistics.median(float(one["begun_seconds"]) for one in found["patterns"]["last"]["rounds"])
 
 

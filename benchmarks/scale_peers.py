@@ -1,4 +1,4 @@
-"""Real peers in separate processes on loopback: how fast groups come together, and what a peer costs as there are more.
+"""Real peers in separate processes on loopback: how fast groups form, and the cost of a peer.
 
 Part of `benchmarks.scale`.
 """
@@ -17,25 +17,26 @@ from typing import Any
 from benchmarks.workers import Worker, all_of, crew
 
 MOST_PROCESSES = 8
-"""Peers share processes beyond so many, since each takes some 200 MiB for torch and gRPC."""
+"""Maximum number of processes. More peers share processes, because each takes some 200 MiB for torch and gRPC."""
 
 LEAD, GAP = 0.15, 0.4
-"""Seconds from a command to the first call of a round, and from the calls of all others to the last one's."""
+"""Seconds from a command to the first call of a round, and from the calls of all others to the last one."""
 
 PATTERNS = ("last", "apart", "together")
-"""`last`: all others have been waiting for a while when the last calls. `apart`: at random within 0.1 s. `together`: at
-random within 10 ms."""
+"""Patterns of calls. `last`: the last peer calls when all others have waited for a while. `apart`: at random within
+0.1 s. `together`: at random within 10 ms.
+"""
 
 
 def divide(peers: int, processes: int = MOST_PROCESSES) -> list[int]:
-    """How many peers each process has; as equal as can be."""
+    """Returns the number of peers in each process, as equal as possible."""
     used = min(peers, processes)
     return [peers * (number + 1) // used - peers * number // used for number in range(used)]
 
 
 @asynccontextmanager
 async def running(peers: int, group_size: int) -> AsyncIterator[list[Worker]]:
-    """Processes with so many peers in all, connected."""
+    """Yields connected processes with this number of peers in total."""
     async with crew() as started:
 
         async def start(count: int, first: int, join: str) -> Worker:
@@ -46,17 +47,17 @@ async def running(peers: int, group_size: int) -> AsyncIterator[list[Worker]]:
         endpoint = (await start(counts[0], 0, "")).started["endpoint"]
         firsts = [sum(counts[:number]) for number in range(len(counts))]
         await all_of([start(counts[n], firsts[n], endpoint) for n in range(1, len(counts))])
-        await tell(started.workers, do="settle", peers=peers)
+        await command_all(started.workers, do="settle", peers=peers)
         yield started.workers
 
 
-async def tell(workers: Sequence[Worker], **command: Any) -> list[dict[str, Any]]:
-    """Gives all workers a command; their answers."""
+async def command_all(workers: Sequence[Worker], **command: Any) -> list[dict[str, Any]]:
+    """Sends a command to all workers; returns their answers."""
     return await all_of([worker.do(json.dumps(command), command["do"]) for worker in workers])
 
 
 def moments(pattern: str, peers: int, rng: random.Random) -> list[float]:
-    """When each peer calls, in seconds from the first call's earliest moment."""
+    """Returns when each peer calls, in seconds from the earliest possible call."""
     if pattern != "last":
         return [rng.uniform(0.0, 0.01 if pattern == "together" else 0.1) for _ in range(peers)]
     calls = [rng.uniform(0.0, 0.1) for _ in range(peers)]
@@ -65,7 +66,7 @@ def moments(pattern: str, peers: int, rng: random.Random) -> list[float]:
 
 
 async def one_round(workers: Sequence[Worker], counts: Sequence[int], pattern: str, rng: random.Random) -> Any:
-    """All peers average once; what the round took."""
+    """Runs one round of all peers; returns its durations."""
     start = time.monotonic() + LEAD
     at = [start + moment for moment in moments(pattern, sum(counts), rng)]
     cuts = [sum(counts[:number]) for number in range(len(counts) + 1)]
@@ -78,7 +79,7 @@ async def one_round(workers: Sequence[Worker], counts: Sequence[int], pattern: s
 
 
 def summary(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What one round of all peers comes to; seconds count from the last peer's call."""
+    """Summarizes one round of all peers. Seconds count from the last peer's call."""
     last = max(one["called"] for one in rounds)
     grouped = [one for one in rounds if one["members"]]
     sizes = {one["group"]: one["members"] for one in grouped}
@@ -92,16 +93,16 @@ def summary(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 async def measure(peers: int, group_size: int, rounds: int, seconds: float) -> dict[str, Any]:
-    """All that is measured of real peers in one size of run."""
+    """Runs all measurements of real peers with one number of peers."""
     rng = random.Random(peers)
     async with running(peers, group_size) as workers:
         counts = divide(peers)
-        await one_round(workers, counts, "last", rng)  # connections stand from here on
+        await one_round(workers, counts, "last", rng)  # establishes the connections
         found: dict[str, Any] = {"peers": peers, "processes": len(counts), "group_size": group_size, "patterns": {}}
         for pattern in PATTERNS:
-            await tell(workers, do="count")
+            await command_all(workers, do="count")
             done = [await one_round(workers, counts, pattern, rng) for _ in range(rounds)]
-            calls = totals(await tell(workers, do="count"))
+            calls = totals(await command_all(workers, do="count"))
             found["patterns"][pattern] = {
                 "rounds": done,
                 "calls_per_peer_and_round": {name: count / peers / rounds for name, count in calls.items()},
@@ -111,22 +112,22 @@ async def measure(peers: int, group_size: int, rounds: int, seconds: float) -> d
             key = f"scale.fresh{number}"
             spreads.append(await spread(workers, key, rng))
         found["record_seconds"] = spreads
-        rested = await tell(workers, do="rest", seconds=seconds)
+        rested = await command_all(workers, do="rest", seconds=seconds)
         idle = totals(rested)
         found["idle_calls_per_peer_and_second"] = {name: count / peers / seconds for name, count in idle.items()}
         found["idle_cpu_per_peer"] = sum(one["cpu_seconds"] for one in rested) / seconds / peers
-        counted = await tell(workers, do="count")
+        counted = await command_all(workers, do="count")
         found["bytes_per_peer"] = statistics.median(one["bytes_per_peer"] for one in counted)
         return found
 
 
 async def spread(workers: Sequence[Worker], key: str, rng: random.Random) -> float:
-    """Seconds from the storing of a record at one peer until all peers of all processes read it."""
+    """Returns the seconds from storing a record at one peer until all peers of all processes read it."""
     stored = (await rng.choice(workers).do(json.dumps({"do": "store", "key": key}), "store"))["at"]
-    return float(max(one["at"] for one in await tell(workers, do="see", key=key)) - stored)
+    return float(max(one["at"] for one in await command_all(workers, do="see", key=key)) - stored)
 
 
 def totals(answers: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Calls by method, of all peers."""
+    """Returns the number of calls of all peers by method."""
     names = sorted({name for answer in answers for name in answer["calls"]})
     return {name: sum(answer["calls"].get(name, 0) for answer in answers) for name in names}

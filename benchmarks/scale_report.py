@@ -11,7 +11,7 @@ from typing import Any
 
 import matplotlib as mpl
 
-mpl.use("Agg")  # before pyplot: there may be no display
+mpl.use("Agg")  # before pyplot, because there may be no display
 
 import matplotlib.pyplot as plt
 from rich.console import Console
@@ -23,9 +23,9 @@ Row = Mapping[str, Any]
 
 
 def growth(sizes: Sequence[int], values: Sequence[float | None]) -> list[float | None]:
-    """The factor per doubling of the size, from each to the next; None where it cannot be told.
+    """Returns the factor per doubling of the size between consecutive sizes; None where it is undefined.
 
-    1 means that it does not grow, 2 that it grows as the size does, 4 as its square.
+    1 means constant, 2 linear, 4 quadratic.
     """
     factors: list[float | None] = []
     for (size, value), (larger, after) in pairwise(zip(sizes, values, strict=True)):
@@ -35,7 +35,7 @@ def growth(sizes: Sequence[int], values: Sequence[float | None]) -> list[float |
 
 
 def caption(results: Row) -> str:
-    """On what machine and with which sources it was measured."""
+    """Describes the machine and the sources of the measurement."""
     where = results["machine"]
     return (
         f"{where['processor']}, {where['cores']} cores, {where['memory_gib']} GiB, {where['system']}; "
@@ -46,7 +46,7 @@ def caption(results: Row) -> str:
 def show(results: Row) -> None:
     """Prints the tables."""
     console = Console()
-    console = console if console.is_terminal else Console(width=180)  # piped, nobody's width is known
+    console = console if console.is_terminal else Console(width=180)  # the width of a pipe is unknown
     for title, rows, columns in tables(results):
         table = Table(title=title, caption=caption(results))
         for name in ("peers", *columns):
@@ -57,7 +57,7 @@ def show(results: Row) -> None:
 
 
 def tables(results: Row) -> list[tuple[str, list[Row], dict[str, Any]]]:
-    """Title, rows, and how to get each column's number from a row."""
+    """Yields title, rows, and a function per column that returns its number."""
     found: list[tuple[str, list[Row], dict[str, Any]]] = []
     if results["real"]:
         found.append(("Real peers on loopback, groups of 4", results["real"], REAL))
@@ -70,12 +70,12 @@ def tables(results: Row) -> list[tuple[str, list[Row], dict[str, Any]]]:
 
 
 def kind_of(row: Row) -> str:
-    """What is simulated, in words."""
+    """Describes a simulation as text."""
     return f"{row['discovery']}, {'one key for all' if row['keys'] == 1 else 'a key for each group'}"
 
 
 def cells_of(rows: Sequence[Row], columns: Mapping[str, Any]) -> list[list[str]]:
-    """The table's texts: each number with its factor per doubling."""
+    """Returns the texts of the table: each number with its factor per doubling."""
     sizes = [row["peers"] for row in rows]
     cells = [[f"{size:,}"] for size in sizes]
     for read in columns.values():
@@ -87,7 +87,7 @@ def cells_of(rows: Sequence[Row], columns: Mapping[str, Any]) -> list[list[str]]
 
 
 def number(value: float | None) -> str:
-    """Three digits, or as many as stand before the point."""
+    """Formats three digits, or as many as there are before the point."""
     if value is None or not math.isfinite(value):
         return "-"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
@@ -134,7 +134,7 @@ RUMOURS: dict[str, Any] = {
 
 
 def draw(results: Row, path: Path) -> None:
-    """Time to groups, calls per peer and memory per peer over the number of peers, each on logarithmic scales."""
+    """Plots time to groups, calls per peer and memory per peer over the number of peers, on logarithmic scales."""
     panels: list[tuple[str, dict[str, list[tuple[int, float]]]]] = [
         ("seconds until all are in a group", {}),
         ("requests to join, per peer and round", {}),
@@ -153,7 +153,7 @@ def draw(results: Row, path: Path) -> None:
         factors = (1e-3, 1.0, 1024.0) if real else (1.0, 1.0, 1.0)
         for (_, lines), name, factor in zip(panels, names, factors, strict=True):
             if "shared" in label and "KiB" in name:
-                continue  # a table that all share is nobody's memory
+                continue  # a shared table belongs to no peer
             lines[label] = [(row["peers"], factor * columns[name](row)) for row in rows]
     figure, grid = plt.subplots(1, 3, figsize=(15, 4), layout="constrained")
     labels = list(dict.fromkeys(label for _, lines in panels for label in lines))

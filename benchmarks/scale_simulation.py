@@ -1,7 +1,7 @@
-"""Whole peers on the memory network in virtual time: matchmaking and discovery in runs larger than a machine can hold.
+"""Simulates whole peers on the in-memory network in virtual time: matchmaking and discovery with many peers.
 
-Part of `benchmarks.scale`, which runs each simulation in a process of its own. A message takes 20 to 80 ms. Nothing is
-encoded or signed, and a record that many peers hold is one object, so that memory per peer is what its tables take.
+Part of `benchmarks.scale`, which runs each simulation in its own process. A message takes 20 to 80 ms. Nothing is
+encoded or signed, and a record at many peers is one object, so that memory per peer is that of its tables.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ from benchmarks.workers import ROOT, say, without_interrupts
 RUN = "scale"
 
 LATENCY = (0.02, 0.08)
-"""Seconds that a message takes, least and most."""
+"""Minimum and maximum seconds that a message takes."""
 
 SHARED_DELAY = 0.5
-"""Seconds until a record is at the others where discovery is one shared table; gossip takes 0.4 s among 1,024 peers."""
+"""Seconds until a record in a shared table reaches the other peers. Gossip takes 0.4 s among 1,024 peers."""
 
 SETTLING = 5.0
-"""Seconds until the signs of life have lost their common rhythm, somewhat."""
+"""Seconds until heartbeats are no longer synchronous."""
 
 QUIET = GossipSettings(leave_timeout=0.001, peer_refresh=3000.0, peer_lifetime=3500.0, exchange_interval=6000.0)
-"""Rumours alone: no sign of life and no exchange within the simulated time."""
+"""Intervals without any heartbeat or exchange within the simulated time, so that only rumours are sent."""
 
 
 def first_bits(number: int, peers: int, group_size: int) -> str:
-    """Group bits with which every key has `group_size` of `peers`, both powers of two, in this round and all others."""
+    """Returns group bits with which every key has `group_size` of `peers`, both powers of two, in every round."""
     digits = (peers // group_size).bit_length() - 1
     return format(number // group_size, f"0{digits}b") if digits > 0 else ""
 
 
 async def matchmaking(peers: int, group_size: int, rounds: int, *, gossip: bool, one_key: bool) -> dict[str, Any]:
-    """Peers that all call `average` at the same moment, `rounds` times.
+    """Simulates peers that all call `average` at the same moment, `rounds` times.
 
     Args:
-        gossip: discovery is gossip, in full; else one table that all share, with a delay.
-        one_key: all look for each other under one key; else the group bits give each key as many as a group has.
+        gossip: whether discovery is complete gossip, else one shared table with a delay.
+        one_key: whether all look for groups under one key; else group bits give each key as many peers as a group has.
     """
     rng = random.Random(peers)
     network = MemoryNetwork(rng, latency=LATENCY)
@@ -104,7 +104,7 @@ async def matchmaking(peers: int, group_size: int, rounds: int, *, gossip: bool,
             say(f"    round {number + 1} after {time.perf_counter() - real:.0f} s")
             await asyncio.sleep(1.0)
         held = resident_bytes() - before
-        network._serving.clear()  # they need not tell each other that they leave: that would take most of the time
+        network._serving.clear()  # without saying goodbye, which would take most of the time
     if network.errors:
         raise RuntimeError(f"a service raised {network.errors[0]!r}")
     return {
@@ -120,7 +120,7 @@ async def matchmaking(peers: int, group_size: int, rounds: int, *, gossip: bool,
 
 
 def summary(receipts: Sequence[Receipt], calls: Mapping[str, int]) -> dict[str, Any]:
-    """What one round of all peers comes to."""
+    """Summarizes one round of all peers."""
     seconds = sorted(one.seconds - one.allreduce_seconds for one in receipts if one.members)
     return {
         "seconds_median": statistics.median(seconds) if seconds else None,
@@ -133,18 +133,18 @@ def summary(receipts: Sequence[Receipt], calls: Mapping[str, int]) -> dict[str, 
 
 
 def _acquaint(discoveries: Sequence[Any]) -> None:
-    """Gives all peers the records of all: joining one by one would take most of the time."""
+    """Gives all peers the records of all, because joining one by one would take most of the time."""
     everything = [record for one in discoveries for record in one.list_records("")]
     for one in discoveries:
         for record in everything:
-            one._take(record, "the start")
+            one._merge(record, "the start")
 
 
 async def rumours(peers: int, records: int) -> dict[str, Any]:
-    """How long a fresh record takes to all members, and how many messages.
+    """Measures how long a fresh record takes to reach all members, and how many messages.
 
-    All peers know all members, but hold no other records than the fresh ones, since those of N peers at N peers are N²;
-    nobody compares tables meanwhile.
+    All peers know all members, but have only the fresh records, since complete tables of N peers have N² records. No
+    tables are compared meanwhile.
     """
     rng = random.Random(peers)
     network = MemoryNetwork(rng, latency=LATENCY)
@@ -157,7 +157,7 @@ async def rumours(peers: int, records: int) -> dict[str, Any]:
 
     hosts = [start(number) for number in range(peers)]
     await asyncio.gather(*(host.ready() for host in hosts))
-    await asyncio.sleep(1.0)  # the signs of life with which they entered are told, to nobody
+    await asyncio.sleep(1.0)  # until the heartbeats of joining have been sent
     places = sorted((peer_hash(host.endpoint), host.endpoint) for host in hosts)
     for host in hosts:
         ring = host.discovery._members._ring
@@ -186,7 +186,7 @@ async def rumours(peers: int, records: int) -> dict[str, Any]:
 
 
 def in_child(name: str, **arguments: Any) -> dict[str, Any]:
-    """Runs the simulation of that name in a process of its own, so that no other one's memory is counted."""
+    """Runs the named simulation in its own process, so that the memory of others does not count."""
     command = [sys.executable, "-m", "benchmarks.scale_simulation", json.dumps({"name": name, **arguments})]
     with without_interrupts():
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)

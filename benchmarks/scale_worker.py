@@ -1,8 +1,8 @@
-"""A process with one or several real peers, for `benchmarks.scale`: it does what it is told, a line of JSON at a time.
+"""A process with one or several real peers, controlled by `benchmarks.scale` with lines of JSON.
 
 Commands are {"do": "settle", "peers": N}, {"do": "average", "at": [moment per peer]}, {"do": "store", "key": K},
-{"do": "see", "key": K} and {"do": "rest", "seconds": S}; moments are of the clock that all processes of a machine
-share (CLOCK_MONOTONIC). Each is answered with a line of JSON. The process leaves at the end of stdin.
+{"do": "see", "key": K} and {"do": "rest", "seconds": S}. Moments are of the clock that all processes of a machine share
+(CLOCK_MONOTONIC). Each command is answered with a line of JSON. The process leaves at the end of stdin.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from averaging.transport.grpc import GrpcTransport
 RUN = "scale"
 
 LIMIT = 60.0
-"""Seconds for one command."""
+"""Timeout of one command in seconds."""
 
 
 class CountingTransport(GrpcTransport):
-    """gRPC that counts the calls it makes, by method."""
+    """A gRPC transport that counts its calls by method."""
 
     def __init__(self) -> None:
         super().__init__("127.0.0.1:0", max_message_bytes=34 << 20)
@@ -54,19 +54,19 @@ class CountingTransport(GrpcTransport):
 
 
 def resident_bytes() -> int:
-    """Memory of this process that no file backs."""
+    """Memory of this process without file mappings."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
 
 class Work:
-    """The peers of this process and the commands they know."""
+    """The peers of this process and the commands on them."""
 
     def __init__(self, peers: list[Peer], transports: list[CountingTransport]) -> None:
         self._peers, self._transports = peers, transports
 
     async def settle(self, peers: int) -> dict[str, Any]:
-        """Waits until all peers here know so many."""
+        """Waits until all peers here know this number of peers."""
         return {"at": await self._all_read(peers_key(RUN), peers)}
 
     async def average(self, at: list[float]) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class Work:
         return {"at": await self._all_read(key, 1)}
 
     async def _all_read(self, key: str, count: int) -> float:
-        """The moment at which all peers here read so many records under `key`."""
+        """Returns the moment at which all peers here read this number of records under `key`."""
 
         async def one(peer: Peer) -> float:
             async with aclosing(peer.discovery.watch(key)) as changes:
@@ -110,7 +110,7 @@ class Work:
         return max(await asyncio.gather(*map(one, self._peers)))
 
     async def rest(self, seconds: float) -> dict[str, Any]:
-        """Does nothing but what discovery does by itself; the calls of all peers here since the last time, and CPU."""
+        """Idles; returns the calls of all peers here since the last count, and the CPU time."""
         for transport in self._transports:
             transport.calls.clear()
         cpu = time.process_time()
@@ -118,7 +118,7 @@ class Work:
         return self.count() | {"cpu_seconds": time.process_time() - cpu}
 
     def count(self) -> dict[str, Any]:
-        """The calls of all peers here since they were last counted."""
+        """Returns the calls of all peers here since the last count."""
         calls: Counter[str] = Counter()
         for transport in self._transports:
             calls.update(transport.calls)
@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument("--join", default="", help="address of a peer of the run")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    # Only the answers may be on stdout, whatever a library prints.
+    # Only answers may be on stdout; libraries may print there, too.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     asyncio.run(work(options, out))

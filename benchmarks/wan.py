@@ -1,25 +1,27 @@
-"""How fast tensors are averaged over long and narrow links: this library beside Gloo and plain TCP.
+"""Compares averaging over slow links with long delays: this library, Gloo and plain TCP.
 
-The links are emulated on this machine: each peer is in a network namespace, its upload and download limited by `tbf`,
-and every packet is held back for half the round trip. It needs root, `ip` and `tc` (Debian: iproute2) and /dev/net/tun:
+The links are emulated on this machine: each peer is in a network namespace, its upload and download are limited by
+`tbf`, and every packet is delayed by half the round trip. This needs root, `ip` and `tc` (Debian: iproute2) and
+/dev/net/tun:
 
     sudo .venv/bin/python -m benchmarks.wan                              # all, about 25 minutes
     sudo .venv/bin/python -m benchmarks.wan --settings 100x40 --mib 16   # the shortest, 1 minute
 
-Settings, with four peers but for `pair`:
+Settings, with four peers except for `pair`:
     100x40     100 Mbit/s and 40 ms of round trip, 16 and 64 MiB
     300x50     300 Mbit/s and 50 ms, 64 MiB
-    1000x50    1 Gbit/s and 50 ms, 64 and 256 MiB; 4 Gbit/s in sum keep two cores busy: look at "machine s"
+    1000x50    1 Gbit/s and 50 ms, 64 and 256 MiB; 4 Gbit/s in total keep two cores busy: see "machine s"
     pair       the same between two peers, for which two cores may be enough
-    uneven     1 Gbit/s but one peer 100 Mbit/s, and 50 ms, 64 MiB; with and without `bandwidth=` stated
+    uneven     1 Gbit/s but one peer 100 Mbit/s, and 50 ms, 64 MiB; with and without `bandwidth=`
 
-First, plain TCP streams tell what one peer's link and all links at once carry. From the former follows the limit: the
-bytes that a butterfly all-reduce must send, 2·S·(n-1)/n, at that rate, and two round trips; with uneven links the best
-that any shares allow. Then all systems take turns round by round, `raw` among them: the same bytes over plain TCP
-connections that have been idle as long as the others', which shows what TCP's slow start takes. Every round has fresh
-numbers and is compared with the true mean; the first is not counted. A round's seconds are those of its slowest peer.
+First, plain TCP streams measure the rate of one peer's link alone and of all links at once. The limit is computed from
+the former: the bytes that a butterfly all-reduce must send, 2·S·(n-1)/n, at that rate, and two round trips; with uneven
+links the optimum over all shares. Then all systems alternate round by round. `raw` is one of them: it sends the same
+bytes over plain TCP connections that were idle as long as the others', which shows the cost of TCP's slow start. Every
+round has new values and is compared with the true mean; the first one is not counted. The seconds of a round are those
+of its slowest peer.
 
-The results go to `wan.json`. The exit code is 1 if any round failed or was wrong, 2 if the links cannot be had.
+The results go to `wan.json`. The exit code is 1 if any round failed or was wrong, 2 if the links cannot be set up.
 """
 
 from __future__ import annotations
@@ -54,44 +56,44 @@ CALIBRATION_SECONDS = 6.0
 CORES = os.cpu_count() or 1
 
 BUSY_CORES = 0.2
-"""So much used by others is worth a warning."""
+"""CPU use by other processes, in cores, from which on a warning is printed."""
 
 
 def idle_seconds() -> float:
-    """Of all cores since the start, whoever used them otherwise."""
+    """Returns the idle seconds of all cores since boot."""
     idle, waiting = Path("/proc/stat").read_text().split(maxsplit=6)[4:6]
     return (int(idle) + int(waiting)) / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What is measured: a system with its options.
+    """A measured system with its options.
 
     Attributes:
         system: averaging, gloo or raw.
-        codec: of the values on the wire.
-        told: whether the peers state their bandwidth.
+        codec: compression of the values.
+        states_bandwidth: whether the peers set `bandwidth`.
     """
 
     system: str
     codec: str
-    told: bool = False
+    states_bandwidth: bool = False
 
     def __str__(self) -> str:
         if self.system != "averaging":
             return self.system
-        return f"averaging {self.codec}" + (", bandwidth stated" if self.told else "")
+        return f"averaging {self.codec}" + (", bandwidth stated" if self.states_bandwidth else "")
 
 
 def entries(setting: Setting, codecs: Sequence[str]) -> list[Entry]:
-    """What is measured in a setting."""
+    """Returns the systems to measure in a setting."""
     plain = [Entry("raw", "none", setting.uneven), Entry("gloo", "none")]
-    ours = [Entry("averaging", codec, told) for told in (False, True)[: 1 + setting.uneven] for codec in codecs]
+    ours = [Entry("averaging", codec, stated) for stated in (False, True)[: 1 + setting.uneven] for codec in codecs]
     return plain + ours
 
 
 class Bench:
-    """The links of one setting and who runs on them."""
+    """The links of one setting, and the program that runs on them."""
 
     def __init__(self, setting: Setting, links: Links) -> None:
         self.setting, self._links = setting, links
@@ -102,7 +104,7 @@ class Bench:
         return [str(word) for word in (*command, "--hosts", *self.hosts)]
 
     async def calibrate(self, senders: int) -> list[float]:
-        """Bytes/s that each peer receives by plain TCP when the first so many send to all others."""
+        """Returns the bytes/s that each peer receives over plain TCP if the first `senders` peers send to all."""
         arguments = ("--senders", senders, "--seconds", CALIBRATION_SECONDS)
         processes = [
             await asyncio.create_subprocess_exec(
@@ -126,26 +128,26 @@ class Bench:
 
     @asynccontextmanager
     async def running(self, entry: Entry, mib: int, parts: Sequence[float]) -> AsyncIterator[list[Worker]]:
-        """The peers of one system, each in its namespace, connected."""
+        """Starts the peers of one system, each in its namespace, and connects them."""
         with tempfile.TemporaryDirectory() as scratch:
             async with crew(GLOO_SOCKET_IFNAME="eth0") as started:
 
                 async def start(rank: int, join: str) -> Worker:
                     arguments = ["--peers", len(self.hosts), "--mib", mib, "--codec", entry.codec, "--join", join]
                     arguments += ["--parts", *parts]
-                    if entry.told:
+                    if entry.states_bandwidth:
                         arguments += ["--bandwidth", self.setting.mbits[rank] * 1e6 / 8]
                     return await started.start(*self._command(rank, "benchmarks.wan_worker", entry.system, *arguments))
 
                 if entry.system == "averaging":
                     address = (await start(0, "")).started["address"]
                     await all_of([start(rank, address) for rank in range(1, len(self.hosts))])
-                else:  # Gloo's peers meet in a file
+                else:  # Gloo's peers meet through a file
                     await all_of([start(rank, f"file://{scratch}/store") for rank in range(len(self.hosts))])
                 yield started.workers
 
     async def measure(self, listed: Sequence[Entry], mib: int, rounds: int, rates: Sequence[float]) -> dict[str, Any]:
-        """All systems at one size, in turns. One that breaks is left out from then on, and says why."""
+        """Runs all systems at one size alternately. A system that breaks is removed and reports why."""
         best = best_shares(self.setting.mbits)
         found: dict[str, dict[str, Any]] = {}
         async with AsyncExitStack() as stack:
@@ -156,12 +158,12 @@ class Bench:
                 say(f"  {entry} broke: {error}")
 
             for entry in listed:
-                parts = best if entry.told else equal_shares(len(self.hosts))
+                parts = best if entry.states_bandwidth else equal_shares(len(self.hosts))
                 nbytes = mib * MIB * WIRE[entry.codec]
                 found[str(entry)] = {
                     "system": entry.system,
                     "codec": entry.codec,
-                    "told": entry.told,
+                    "told": entry.states_bandwidth,
                     "limit_seconds": limit(nbytes, rates, parts, self.setting.rtt),
                     "optimum_seconds": limit(nbytes, rates, best, self.setting.rtt),
                     "versions": {},
@@ -175,7 +177,7 @@ class Bench:
                     broke(entry, error)
             for number in range(rounds + 1):
                 turn = number % max(1, len(running))
-                for entry in [*running][turn:] + [*running][:turn]:  # nobody always follows the same one
+                for entry in [*running][turn:] + [*running][:turn]:  # rotated
                     try:
                         done = await self._one_round(entry, running[entry])
                     except WorkerError as error:
@@ -191,7 +193,7 @@ class Bench:
 
     async def _one_round(self, entry: Entry, workers: Sequence[Worker]) -> dict[str, Any]:
         before, idle, begun = self._links.relay(), idle_seconds(), time.monotonic()
-        if entry.system == "raw":  # it averages nothing that could be checked
+        if entry.system == "raw":  # it has no average to check
             averaged = await all_of([worker.do("average", "averaged") for worker in workers])
             failure = next((one["failure"] for one in averaged if one["failure"]), "")
             seconds = max(one["allreduce_seconds"] for one in averaged)
@@ -202,24 +204,24 @@ class Bench:
         return done | {
             "relay_late_ms": after["late_ms"],
             "relay_cpu_seconds": after["cpu_seconds"] - before["cpu_seconds"],
-            # With what it takes to fill and check the tensors, which is outside of the round's seconds.
+            # includes filling and checking the tensors, which a round's seconds do not
             "machine_busy_seconds": (time.monotonic() - begun) * CORES - (idle_seconds() - idle),
         }
 
 
 async def run(options: argparse.Namespace, name: str, links: Links, results: dict[str, Any]) -> None:
-    """One setting: calibration, then each size."""
+    """Runs one setting: calibration, then each size."""
     setting = SETTINGS[name]
     bench = Bench(setting, links)
     idle = idle_seconds()
     await asyncio.sleep(1)
     others = CORES - (idle_seconds() - idle)
     if others > BUSY_CORES:
-        say(f"The machine is busy with something else, {others:.1f} of {CORES} cores: the figures will tell of that")
+        say(f"Other processes use {others:.1f} of {CORES} cores, which will affect the figures")
     say(f"{setting}: calibrating with plain TCP")
     one, everybody = await bench.calibrate(1), await bench.calibrate(len(bench.hosts))
-    # All of it came from peer 0. What a link carries beside all others, it carries alone; if less was seen, something
-    # held the machine up.
+    # All of it came from peer 0. A link is at least as fast alone as with all others; a lower value means that the
+    # machine was busy.
     link = max(sum(one), *everybody)
     efficiency = link / (setting.mbits[0] * 1e6 / 8)
     rates = [mbit * 1e6 / 8 * efficiency for mbit in setting.mbits]
@@ -246,7 +248,7 @@ def main() -> None:
     parser.add_argument(
         "--codecs", nargs="+", choices=WIRE, default=list(WIRE), help="of this library (none fp16 int8)"
     )
-    parser.add_argument("--rounds", type=int, default=5, help="after the warm-up (5)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds after the warm-up (5)")
     parser.add_argument(
         "--congestion", metavar="NAME", help="TCP's congestion control at the peers, as cubic or bbr (the machine's)"
     )
@@ -256,7 +258,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.rounds < 1 or min(options.mib or [1]) < 1:
         parser.error("there must be at least 1 MiB and 1 round")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl+C: what was set up is removed
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl+C, so that the links are removed
     try:
         check_tools()
         make_folder(parser, options.output)

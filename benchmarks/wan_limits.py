@@ -1,4 +1,4 @@
-"""What the links of the WAN benchmark allow, in seconds, and the settings that are measured."""
+"""The limits in seconds that the links of the WAN benchmark allow, and the settings."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from averaging.protocol.group import Member
 MIB = 2**20
 
 WIRE = {"none": 1.0, "fp16": 1 / 2, "int8": 1 / 4}
-"""Bytes on the wire by bytes of float32."""
+"""Bytes on the wire per byte of float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Links that are emulated.
+    """Emulated links.
 
     Attributes:
-        name: on the command line.
-        mbits: of each peer's link, in each direction.
-        rtt: seconds there and back between any two.
-        mib: sizes measured unless others are asked for.
+        name: name on the command line.
+        mbits: rate of each peer's link, in each direction, in Mbit/s.
+        rtt: round trip between any two peers, in seconds.
+        mib: default sizes.
     """
 
     name: str
@@ -58,36 +58,36 @@ def equal_shares(peers: int) -> list[float]:
 
 
 def best_shares(rates: Sequence[float]) -> list[float]:
-    """What the library gives peers that state these rates; they sum to 1."""
+    """Returns the shares that the library gives to peers with these bandwidths; they sum to 1."""
     members = [Member(f"peer{rank}:1", bandwidth=rate) for rank, rate in enumerate(rates)]
     found = shares(members)
     return [share / sum(found) for share in found]
 
 
 def transfer(nbytes: float, rates: Sequence[float], parts: Sequence[float]) -> float:
-    """Seconds in which the slowest link carries its part of a butterfly all-reduce, each direction for itself.
+    """Returns the seconds in which the slowest link carries its part of a butterfly all-reduce, per direction.
 
-    Peer i sends the others what they reduce and each of them the average of its own share s_i, and receives as much:
+    Peer i sends the other peers their parts, and each of them the average of its own share s_i, and receives as much:
     nbytes · (1 - s_i + (n - 1) · s_i). With equal shares that is 2 · nbytes · (n - 1) / n.
 
     Args:
-        nbytes: of all tensors as they are on the wire.
-        rates: of each peer's link in bytes/s.
-        parts: share of the total that each reduces; they sum to 1.
+        nbytes: size of all tensors on the wire.
+        rates: rate of each peer's link in bytes/s.
+        parts: share of each peer; they sum to 1.
     """
     return max(nbytes * (1 + (len(rates) - 2) * part) / rate for part, rate in zip(parts, rates, strict=True))
 
 
 def limit(nbytes: float, rates: Sequence[float], parts: Sequence[float], rtt: float) -> float:
-    """`transfer` and two round trips: the first part must go there, and the last average come back."""
+    """Returns `transfer` plus two round trips, for the first part and the last average."""
     return transfer(nbytes, rates, parts) + 2 * rtt
 
 
 def queue_bytes(mbit: float, rtt: float) -> tuple[int, int]:
-    """Burst and length of a link's queue for `tbf`.
+    """Returns the burst and the queue length of a link for `tbf`.
 
-    The burst must hold the largest batch of packets that the kernel hands over at once, 64 KiB and their headers, and
-    2 ms of the link, since the machine may not come sooner to look after it. The queue is one round trip of the link.
+    The burst must hold the kernel's largest batch of packets, 64 KiB and their headers, and 2 ms of the link, because
+    the machine may not serve it more often. The queue is one round trip of the link.
     """
     rate = mbit * 1e6 / 8
     return max(72_000, round(rate * 0.002)), max(150_000, round(rate * rtt))

@@ -1,8 +1,8 @@
-"""Emulated links between peers, each in a network namespace: rate by the kernel's `tbf`, delay by a relay of our own.
+"""Emulated links between peers, each in a network namespace: rate by the kernel's `tbf`, delay by our own relay.
 
-Peer i is 198.18.i.2 (addresses set aside for benchmarks, RFC 2544) on a veth pair whose other end is in a hub. Its
-upload is limited at its own end, like a machine's on its own card; then the hub routes everything through the relay's
-device (`benchmarks.wan_relay`), which delays it by half a round trip; then the download is limited at the hub's end.
+Peer i is 198.18.i.2 (addresses reserved for benchmarks, RFC 2544) on a veth pair whose other end is in a hub. Its
+upload is limited at its own end, like a machine's on its network card. The hub then routes everything through the
+relay's device (`benchmarks.wan_relay`), which delays it by half a round trip. The download is limited at the hub's end.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from benchmarks.workers import ROOT
 
 PREFIX = "wan-benchmark"
 DELAYED = "100"
-"""Number of the hub's routing table for what has not been delayed yet."""
+"""Number of the hub's routing table for packets that were not delayed yet."""
 
 
 class LinkError(Exception):
-    """The links cannot be set up here; the message says why and what to do."""
+    """The links cannot be set up here. The message has the reason and the remedy."""
 
 
 def check_tools() -> None:
-    """Whether this machine and user can emulate links.
+    """Checks that this machine and user can emulate links.
 
     Raises:
-        LinkError: not.
+        LinkError: they cannot.
     """
     if not sys.platform.startswith("linux"):
         raise LinkError("network namespaces are Linux's; run this on Linux, a virtual machine will do")
@@ -51,7 +51,7 @@ def check_tools() -> None:
 
 
 class Links:
-    """The namespaces of a setting, entered as a context; none of them is left when it ends.
+    """The namespaces of a setting, a context manager that removes them at its end.
 
     Args:
         congestion: TCP's congestion control at the peers; None leaves the machine's.
@@ -80,7 +80,7 @@ class Links:
         self._stack.close()
 
     def command(self, rank: int) -> list[str]:
-        """What must stand before a command that is to run at that peer."""
+        """Returns the prefix for a command that runs at that peer."""
         return _inside(self._peers[rank])
 
     @staticmethod
@@ -88,7 +88,7 @@ class Links:
         return f"198.18.{rank}.2"
 
     def relay(self) -> dict[str, float]:
-        """The relay's `cpu_seconds` so far, and `late_ms`, by how much it was late at worst since the last call."""
+        """Returns the relay's `cpu_seconds` so far, and its maximum delay `late_ms` since the last call."""
         assert self._relay is not None
         assert self._relay.stdin is not None
         assert self._relay.stdout is not None
@@ -98,7 +98,7 @@ class Links:
         return answer
 
     def tcp(self) -> dict[str, str]:
-        """What the peers' TCP is told."""
+        """Returns the TCP settings of the peers."""
         names = ("tcp_congestion_control", "tcp_slow_start_after_idle", "tcp_rmem", "tcp_wmem")
         keys = [f"net.ipv4.{name}" for name in names]
         values = _run(*self.command(0), "sysctl", "-n", *keys).splitlines()
@@ -110,7 +110,7 @@ class Links:
             _run("ip", "netns", "add", name)
         _run(*_inside(self._hub), "sysctl", "-qw", "net.ipv4.ip_forward=1", "net.ipv4.conf.all.rp_filter=0")
         self._relay = stack.enter_context(_relay(_inside(self._hub), self._setting.rtt / 2))
-        # The relay's device must never be what drops something.
+        # The relay's device must never drop packets.
         _run("ip", "-n", self._hub, "link", "set", "delay0", "txqueuelen", "20000", "up")
         _run("ip", "-n", self._hub, "route", "add", "default", "dev", "delay0", "table", DELAYED)
         for rank, (name, mbit) in enumerate(zip(self._peers, self._setting.mbits, strict=True)):
@@ -162,7 +162,7 @@ def _inside(name: str) -> list[str]:
 
 
 def _run(*command: str) -> str:
-    # A session of its own, so that Ctrl+C does not stop what is cleaning up.
+    # In its own session, so that Ctrl+C does not stop the clean-up.
     done = subprocess.run(command, capture_output=True, text=True, check=False, start_new_session=True)
     if done.returncode:
         raise LinkError(f"`{' '.join(command)}` failed: {(done.stderr or done.stdout).strip()}")
@@ -170,7 +170,7 @@ def _run(*command: str) -> str:
 
 
 def _remove(name: str) -> None:
-    """Ends what still runs in a namespace, and removes it with its links."""
+    """Ends the processes in a namespace, and removes it with its links."""
     if not Path("/run/netns", name).exists():
         return
     for pid in _run("ip", "netns", "pids", name).split():
@@ -179,7 +179,7 @@ def _remove(name: str) -> None:
 
 
 def _remove_left_over() -> None:
-    """The namespaces of runs that were killed too hard to remove them."""
+    """Returns the namespaces left behind by killed benchmarks."""
     for name in _run("ip", "netns", "list").splitlines():
         found = re.match(rf"({PREFIX}-(\d+)-\w+)", name)
         if found and not Path("/proc", found[2]).exists():

@@ -1,7 +1,7 @@
-"""Plain TCP between the peers of the WAN benchmark: what the emulated links give without any library.
+"""Plain TCP between the peers of the WAN benchmark: the rate of the emulated links without any library.
 
-`Raw` sends, in an all-reduce's pattern, the bytes that one has to send; it is measured in turns with the libraries.
-`calibrate` is a program of its own: it sends as much as it can to all others for some seconds.
+`Raw` sends the bytes of an all-reduce in its pattern; it alternates with the libraries. `calibrate` is a program of its
+own that sends as much as possible to all others for some seconds.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ CHUNK = bytes(1 << 18)
 CONNECT_LIMIT = 60.0
 
 STREAMS = 3
-"""To and from each peer at least, in a calibration: one alone may be held back by the system's largest window."""
+"""Minimum connections to and from each peer in a calibration, because the system's largest window may limit one."""
 
 
 def connect(
     rank: int, hosts: Sequence[str], port: int = PORT
 ) -> tuple[dict[int, socket.socket], dict[int, socket.socket]]:
-    """One connection from this peer to each of the others, and one from each of them."""
+    """Opens one connection from this peer to each other peer, and accepts one from each of them."""
     others = [other for other in range(len(hosts)) if other != rank]
     with socket.create_server((hosts[rank], port)) as server, ThreadPoolExecutor(1) as pool:
         server.settimeout(CONNECT_LIMIT)
@@ -55,7 +55,7 @@ def connect(
 
 
 def _dial(host: str, port: int) -> socket.socket:
-    """Tries until the other peer listens."""
+    """Retries until the other peer listens."""
     end = time.monotonic() + CONNECT_LIMIT
     while True:
         try:
@@ -67,7 +67,7 @@ def _dial(host: str, port: int) -> socket.socket:
 
 
 class Raw:
-    """A `System` of benchmarks.allreduce_systems that sums nothing."""
+    """A `System` of benchmarks.allreduce_systems that does not sum."""
 
     packages = ()
     address = ""
@@ -115,7 +115,7 @@ def _receive(source: socket.socket, nbytes: int) -> None:
 
 
 def calibrate(rank: int, hosts: Sequence[str], senders: int, seconds: float) -> float:
-    """Bytes/s that this peer receives in the second half of `seconds`, when TCP has found its rate."""
+    """Returns the bytes/s that this peer receives in the second half of `seconds`, when TCP has reached its rate."""
     lines = [connect(rank, hosts, PORT + number) for number in range(ceil(STREAMS / (len(hosts) - 1)))]
     outgoing = [one for line, _ in lines for one in line.values()]
     incoming = [one for _, line in lines for one in line.values()]

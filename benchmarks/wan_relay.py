@@ -1,12 +1,11 @@
-"""Delay for an emulated long link: a TUN device whose every packet comes back out of it a fixed time after it went in.
+"""Delay for an emulated long link: a TUN device that returns every packet after a fixed time.
 
-The kernel's own delay (`netem`) is not in every kernel, and this needs none. It works on packets, so that it delays any
-protocol alike, and it neither limits the rate nor reorders. Packets come as the kernel has batched them (up to 64 KiB
-for TCP, with their checksums left open as on a real offloading card), which is what makes it fast enough.
+The kernel's own delay (`netem`) is not in every kernel, and this needs none. It works on packets, so it delays any
+protocol, does not limit the rate and does not reorder. It is fast enough because packets come as batched by the kernel
+(up to 64 KiB for TCP, with open checksums as on a real offloading card).
 
-Run in a network namespace that routes into the device what is to be delayed. It says `ready` on stdout when the device
-is there and, for each line on stdin, what it has cost so far and by how much it was late at worst since the last one;
-it leaves at the end of stdin.
+Run it in a network namespace that routes traffic into the device. It prints `ready` when the device exists and, for
+each line on stdin, its cost so far and its maximum lateness since the last one. It ends at the end of stdin.
 """
 
 from __future__ import annotations
@@ -25,27 +24,27 @@ from collections import deque
 TUNSETIFF, TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 IFF_TUN, IFF_NO_PI, IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
 OFFLOADS = 0x01 | 0x02 | 0x04 | 0x08
-"""TUN_F_CSUM, TUN_F_TSO4, TUN_F_TSO6, TUN_F_TSO_ECN: packets may be read and written before TCP has cut them."""
+"""TUN_F_CSUM, TUN_F_TSO4, TUN_F_TSO6, TUN_F_TSO_ECN: packets are read and written before TCP segments them."""
 
 LARGEST = 66_000
-"""Bytes of a read: the largest IP packet, which a batch is for the device, and the header that says how it is cut."""
+"""Bytes per read: the largest IP packet, which is a batch to the device, and its segmentation header."""
 
 AT_ONCE = 64
-"""Packets that are read before those that are due are looked at again."""
+"""Packets to read before due packets are checked again."""
 
 
 class DelayQueue:
-    """Holds packets back for a fixed time, in order.
+    """Delays packets by a fixed time, in order.
 
     Args:
-        delay: seconds from when a packet is put in until it is due.
+        delay: seconds until a packet is due.
     """
 
     def __init__(self, delay: float) -> None:
         self._delay = delay
         self._packets: deque[tuple[float, bytes]] = deque()
         self.late = 0.0
-        """The longest time by which a packet was taken out after it was due, in seconds."""
+        """Maximum time between a packet's due time and its removal, in seconds."""
 
     def __len__(self) -> int:
         return len(self._packets)
@@ -54,7 +53,7 @@ class DelayQueue:
         self._packets.append((now + self._delay, packet))
 
     def take(self, now: float) -> bytes | None:
-        """The first packet, if it is due."""
+        """Returns the first packet if it is due."""
         if not self._packets or self._packets[0][0] > now:
             return None
         due, packet = self._packets.popleft()
@@ -62,12 +61,12 @@ class DelayQueue:
         return packet
 
     def wait(self, now: float) -> float | None:
-        """Seconds until the first packet is due; None if there is none."""
+        """Returns the seconds until the first packet is due; None if there is none."""
         return max(0.0, self._packets[0][0] - now) if self._packets else None
 
 
 def open_tun(name: str) -> int:
-    """Makes the device and returns its file, which does not block."""
+    """Creates the device and returns its non-blocking file."""
     file = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(file, TUNSETIFF, struct.pack("16sH22x", name.encode(), IFF_TUN | IFF_NO_PI | IFF_VNET_HDR))
     fcntl.ioctl(file, TUNSETOFFLOAD, OFFLOADS)
@@ -75,7 +74,7 @@ def open_tun(name: str) -> int:
 
 
 def relay(tun: int, queue: DelayQueue) -> None:
-    """Until stdin ends."""
+    """Runs until stdin ends."""
     clock = time.monotonic
     while True:
         readable, _, _ = select.select([tun, 0], [], [], queue.wait(clock()))
@@ -95,7 +94,7 @@ def relay(tun: int, queue: DelayQueue) -> None:
         while (due := queue.take(now)) is not None:
             try:
                 os.write(tun, due)
-            except OSError:  # the device is down, or the packet was one that cannot come back: lost
+            except OSError:  # the device is down, or the packet cannot be returned: it is lost
                 print("a packet was lost", file=sys.stderr)
 
 
@@ -104,9 +103,9 @@ def main() -> None:
     parser.add_argument("--device", default="delay0", help="name of the TUN device (delay0)")
     parser.add_argument("--delay", type=float, required=True, help="seconds, one way")
     options = parser.parse_args()
-    # Before all else on the machine: what the peers compute must not lengthen the link.
+    # Highest priority, because the computation of the peers must not add to the delay.
     os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
-    gc.disable()  # nothing here refers in circles
+    gc.disable()  # there are no reference cycles here
     tun = open_tun(options.device)
     print("ready", flush=True)
     relay(tun, DelayQueue(options.delay))

@@ -13,19 +13,19 @@ from benchmarks.allreduce_report import counted
 from benchmarks.convergence_report import Verdict
 
 LARGE_MIB = 64
-"""From this size on the targets hold."""
+"""Minimum size in MiB to which the targets apply."""
 
 OF_LIMIT, UNEVEN_OVER = 0.90, 1.15
 SPEEDUPS = {"fp16": 1.8, "int8": 3.3}
 
 
 def seconds(system: Mapping[str, Any]) -> list[float]:
-    """Of the all-reduce, round by round."""
+    """Seconds of the all-reduce, by round."""
     return [one["allreduce_seconds"] for one in counted(system)]
 
 
 def times(system: Mapping[str, Any], other: Mapping[str, Any]) -> float | None:
-    """How many times as fast as another: the median of the ratios round by round."""
+    """Speed-up over another system: the median of the ratios round by round."""
     ratios = [
         theirs["allreduce_seconds"] / ours["allreduce_seconds"]
         for ours, theirs in zip(system["rounds"], other["rounds"], strict=False)
@@ -35,16 +35,16 @@ def times(system: Mapping[str, Any], other: Mapping[str, Any]) -> float | None:
 
 
 def verdicts(cases: Sequence[Mapping[str, Any]]) -> Iterator[Verdict]:
-    """Of what was measured, the targets."""
+    """Returns the targets for the measurements."""
     for case in cases:
         if case["mib"] < LARGE_MIB:
             continue
         systems = case["systems"]
-        told = systems.get("averaging none, bandwidth stated")
+        stated = systems.get("averaging none, bandwidth stated")
         plain = systems.get("averaging none")
         if case["uneven"]:
-            if told and seconds(told):
-                over = statistics.median(seconds(told)) / told["optimum_seconds"]
+            if stated and seconds(stated):
+                over = statistics.median(seconds(stated)) / stated["optimum_seconds"]
                 wanted = f"{case['title']}: with bandwidth stated, within {UNEVEN_OVER - 1:.0%} of the optimum"
                 yield Verdict(wanted, f"{over - 1:+.0%}", over <= UNEVEN_OVER)
             continue
@@ -60,7 +60,7 @@ def verdicts(cases: Sequence[Mapping[str, Any]]) -> Iterator[Verdict]:
 
 
 def show(results: Mapping[str, Any]) -> bool:
-    """Prints the tables; returns whether all rounds, warm-ups too, averaged rightly."""
+    """Prints the tables. Returns whether all rounds, including the warm-up, had correct averages."""
     where, sound, failures = results["machine"], True, []
     table = Table(
         "system",
@@ -96,7 +96,7 @@ def show(results: Mapping[str, Any]) -> bool:
             failures += [f"{case['title']}, {name}: broke: {system['broken']}"] if system["broken"] else []
             table.add_row("  " + name, *_row(case, system, results["rounds"]))
     console = Console()
-    console = console if console.is_terminal else Console(width=170)  # piped, nobody's width is known
+    console = console if console.is_terminal else Console(width=170)  # the width of a pipe is unknown
     console.print(table)
     for verdict in verdicts(results["cases"]):
         console.print(f"{'met   ' if verdict.met else 'MISSED'}  {verdict.wanted}: {verdict.measured}")

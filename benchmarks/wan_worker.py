@@ -15,7 +15,7 @@ from benchmarks.wan_raw import Raw
 
 
 def make(options: argparse.Namespace) -> Any:
-    """The `System` of that name."""
+    """Creates the `System` with that name."""
     match options.system:
         case "averaging":
             listen = f"{options.hosts[options.rank]}:0"
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", type=float, help="of the bytes that each peer reduces, for raw")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    # Only the answers may be on stdout, whatever a library prints.
+    # Only answers may be on stdout; libraries may print there, too.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     asyncio.run(work(make(options), options, out))

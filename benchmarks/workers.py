@@ -1,4 +1,4 @@
-"""Processes that benchmarks measure: started, told what to do a line at a time, and ended whatever happens."""
+"""Worker processes of benchmarks: started, controlled line by line, and always ended."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 ROOT = Path(__file__).parent.parent
 
 START_LIMIT, STEP_LIMIT, GRACE = 180.0, 240.0, 15.0
-"""Seconds for a peer to start, to answer a command, and to end in order."""
+"""Seconds for a peer to start, to answer a command, and to end."""
 
 ENVIRONMENT = {
     **os.environ,
@@ -43,7 +43,7 @@ class Worker:
     started: dict[str, Any] = field(default_factory=dict)
 
     async def expect(self, event: str, limit: float) -> dict[str, Any]:
-        """The answer with that name, which must be the next."""
+        """Returns the next answer, which must have that name."""
         assert self.process.stdout is not None
         try:
             async with asyncio.timeout(limit):
@@ -55,7 +55,7 @@ class Worker:
                 async with asyncio.timeout(GRACE):
                     await self.process.wait()
             killed = self.process.returncode == -signal.SIGKILL
-            how = ", killed by the system, as when memory is out" if killed else ""
+            how = ", killed by the system, perhaps because memory ran out" if killed else ""
             raise WorkerError(f"ended without {event!r}{how}; {self._told()}")
         answer: dict[str, Any] = json.loads(line)
         if answer["event"] != event:
@@ -63,13 +63,13 @@ class Worker:
         return answer
 
     async def do(self, command: str, event: str) -> dict[str, Any]:
-        """Tells it something; the answer."""
+        """Sends a command; returns the answer."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{command}\n".encode())
         return await self.expect(event, STEP_LIMIT)
 
     async def end(self) -> None:
-        """Lets it leave in order, then kills what is left, its descendants too."""
+        """Lets it end gracefully, then kills it and its descendants."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         with suppress(TimeoutError):
@@ -86,7 +86,7 @@ class Worker:
 
 
 async def all_of(steps: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Their results; the first failure, once all have ended."""
+    """Awaits all; returns their results, or raises the first failure after all have ended."""
     results = await asyncio.gather(*steps, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):
@@ -95,7 +95,7 @@ async def all_of(steps: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 class Crew:
-    """Workers that end together, with the environment they are given."""
+    """Workers that end together, with a common environment."""
 
     def __init__(self, new_file: Callable[[], IO[bytes]], environment: Mapping[str, str]) -> None:
         self.workers: list[Worker] = []
@@ -121,7 +121,7 @@ class Crew:
 
 @asynccontextmanager
 async def crew(**environment: str) -> AsyncIterator[Crew]:
-    """Nobody yet; all who are started inside have ended outside."""
+    """Yields an empty crew. All processes started inside have ended on exit."""
     with ExitStack() as files:
         started = Crew(lambda: files.enter_context(tempfile.TemporaryFile()), ENVIRONMENT | environment)
         try:
@@ -132,7 +132,7 @@ async def crew(**environment: str) -> AsyncIterator[Crew]:
 
 @contextmanager
 def without_interrupts() -> Iterator[None]:
-    """Processes started inside do not hear Ctrl+C, which goes to all of a terminal: who starts them ends them."""
+    """Runs processes without Ctrl+C, which a terminal sends to all of its processes: their parent ends them."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield

@@ -1,1 +1,1 @@
-"""Runnable examples; `python -m examples.demo` is the first to try."""
+"""Runnable examples. Start with `python -m examples.demo`."""

@@ -1,4 +1,4 @@
-"""What the examples' command lines have in common: how a peer is found, and how everything ends in order."""
+"""Common parts of the examples' command lines: how peers find each other, and error handling."""
 
 from __future__ import annotations
 
@@ -13,36 +13,43 @@ from averaging.errors import ConfigError
 
 
 def parser_of(example: str, description: str) -> argparse.ArgumentParser:
-    """A parser with the options that every peer has."""
+    """Returns a parser with the options that every peer has."""
     prog = f"python -m examples.{example}"
     parser = argparse.ArgumentParser(prog=prog, usage=f"{prog} [options]", description=description)
-    parser.add_argument("--run-id", default=example, help=f"peers with the same one train together ({example})")
+    parser.add_argument("--run-id", default=example, help=f"peers with the same run id train together ({example})")
     parser.add_argument("--join", nargs="+", default=[], metavar="HOST:PORT", help="any peers of the run")
     parser.add_argument(
-        "--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="where it listens (a free port of this machine)"
+        "--listen",
+        default="127.0.0.1:0",
+        metavar="HOST:PORT",
+        help="address to listen on (a free local port)",
     )
-    parser.add_argument("--advertise", metavar="HOST:PORT", help="where others reach it, if that is another address")
-    for option, told in (("ca", "certificate of the run's authority"), ("cert", "this peer's own"), ("key", "its key")):
-        parser.add_argument(f"--tls-{option}", metavar="FILE", help=f"{told}; `averaging ca` makes them")
+    parser.add_argument("--advertise", metavar="HOST:PORT", help="where other peers reach it, if that differs")
+    for option, what in (("ca", "certificate of the run's authority"), ("cert", "this peer's own"), ("key", "its key")):
+        parser.add_argument(f"--tls-{option}", metavar="FILE", help=f"{what}; `averaging ca` makes them")
     parser.add_argument("--token-file", metavar="FILE", help="the run's tokens, one a line")
     parser.add_argument("--insecure", action="store_true", help="let other machines connect without TLS")
-    parser.add_argument("--client-mode", action="store_true", help="accept no connection; needs --join")
+    parser.add_argument("--client-mode", action="store_true", help="accept no connections; needs --join")
     parser.add_argument(
-        "--wait-for", type=positive, default=1, metavar="N", help="wait a minute for N peers before the first step (1)"
+        "--wait-for",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="wait at most a minute for N peers at the start (1)",
     )
     return parser
 
 
 def parse(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
-    """Reads the command line; what cannot work ends the process with exit code 2."""
+    """Reads the command line. Invalid options end the process with exit code 2."""
     options = parser.parse_args(arguments)
     if options.client_mode and not options.join:
-        parser.error("--client-mode needs --join: nobody can join a peer that accepts no connection")
+        parser.error("--client-mode needs --join: no peer can join a peer that accepts no connections")
     return options
 
 
 class Security(TypedDict):
-    """Options of `PeerConfig`."""
+    """Returns the options of `PeerConfig`."""
 
     tls_ca: str | None
     tls_cert: str | None
@@ -52,7 +59,7 @@ class Security(TypedDict):
 
 
 def security_of(options: argparse.Namespace) -> Security:
-    """What the command line says of security, for the averager."""
+    """Returns the security options of the command line, for the averager."""
     return {
         "tls_ca": options.tls_ca,
         "tls_cert": options.tls_cert,
@@ -63,14 +70,14 @@ def security_of(options: argparse.Namespace) -> Security:
 
 
 def security_arguments(options: argparse.Namespace) -> list[str]:
-    """The same for the command line of another peer."""
+    """Returns the security options for the command line of another peer."""
     files = (("--tls-ca", options.tls_ca), ("--tls-cert", options.tls_cert), ("--tls-key", options.tls_key))
     given = [f"{name}={file}" for name, file in (*files, ("--token-file", options.token_file)) if file]
     return [*given, *["--insecure"] * options.insecure]
 
 
 def positive(text: str) -> int:
-    """A type for whole numbers above 0."""
+    """Parses a whole number above 0."""
     if not (text.isascii() and text.isdecimal()) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number above 0, not {text!r}")
     return int(text)
@@ -78,7 +85,7 @@ def positive(text: str) -> int:
 
 @contextmanager
 def in_order(parser: argparse.ArgumentParser) -> Iterator[None]:
-    """Around everything that an example does: one clear line instead of a traceback, and the exit code for it."""
+    """Wraps an example: errors print one clear line instead of a traceback, and set the exit code."""
     try:
         yield
     except KeyboardInterrupt:

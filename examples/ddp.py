@@ -1,11 +1,11 @@
-"""Machines of several GPUs each: DistributedDataParallel inside a machine, averaging between the machines.
+"""Machines with several GPUs each: DistributedDataParallel inside a machine, averaging between the machines.
 
-    torchrun --standalone --nproc-per-node 2 -m examples.ddp                     # it tells where it listens
+    torchrun --standalone --nproc-per-node 2 -m examples.ddp                     # it prints where it listens
     torchrun --standalone --nproc-per-node 2 -m examples.ddp --join HOST:PORT    # another machine, or terminal
 
-To the run a machine is one peer: its first process, which alone has an optimizer. What steps and rounds make of the
-parameters goes from there to the machine's other processes, so any strategy will do, and the optimizer's state takes
-memory once a machine. Without GPUs the processes use the CPU.
+Each machine is one peer of the run: its first process, which alone has an optimizer. The parameters after each step or
+round are broadcast from there to the machine's other processes, so any strategy works, and the optimizer's state takes
+memory once per machine. Without GPUs the processes use the CPU.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from averaging.protocol.group import Mode
 from examples.command_line import in_order, parse, parser_of, positive, security_of
 
 BATCH = 64
-"""Of each process."""
+"""Batch size of each process."""
 
-PATIENCE = 60.0
-"""Seconds that machines wait for each other before the first step, and after the last one."""
+WAIT_SECONDS = 60.0
+"""Seconds for which machines wait for each other before the first step, and after the last one."""
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Trains as the command line says."""
+    """Trains as configured on the command line."""
     parser = parser_of("ddp", "Learns a sine with DDP inside a machine and averaging between machines.")
     parser.add_argument("--steps", type=positive, default=20_000, help="of training (20000)")
     parser.add_argument(
@@ -64,14 +64,14 @@ def train(options: argparse.Namespace) -> None:
             mode=Mode.CLIENT if options.client_mode else Mode.NODE,
             strategy=LocalSGD(every=options.every),
             on_round=lambda receipt: averaged.append(receipt.averaged),
-            weight=dist.get_world_size(),  # a machine counts for as many samples as it has computed
+            weight=dist.get_world_size(),  # a machine counts as many samples as all its processes
         )
     with opt or nullcontext():
         if opt:
-            print(f"Others come with --join {opt.endpoint}", flush=True)
-            if opt.local_step == 0 and not opt.wait_for_peers(options.wait_for, PATIENCE):
-                print(f"{options.wait_for} machines have not come within {PATIENCE:g} s.", flush=True)
-        # Made after the averager: the others begin with what rank 0 may have downloaded.
+            print(f"Other peers join with --join {opt.endpoint}", flush=True)
+            if opt.local_step == 0 and not opt.wait_for_peers(options.wait_for, WAIT_SECONDS):
+                print(f"Fewer than {options.wait_for} machines after {WAIT_SECONDS:g} s.", flush=True)
+        # Created after the averager, so that the other processes begin with a state that rank 0 may have downloaded.
         ddp = DistributedDataParallel(model)
         begin = torch.tensor(opt.local_step if opt else 0, device=device)
         dist.broadcast(begin, 0)
@@ -84,15 +84,15 @@ def train(options: argparse.Namespace) -> None:
                 opt.step()
                 if (step + 1) % 1000 == 0 or step + 1 == options.steps:
                     times, others = averaged.count(True), len(opt.peers) - 1
-                    told = f"loss {loss.item():.6f}, averaged {times} times, {others} other machines"
-                    print(f"step {step + 1}: {told}", flush=True)
+                    progress = f"loss {loss.item():.6f}, averaged {times} times, {others} other machines"
+                    print(f"step {step + 1}: {progress}", flush=True)
             for parameter in model.parameters():
                 dist.broadcast(parameter.detach(), 0)
         if opt:
-            print(f"Done: {opt.finish(PATIENCE)}", flush=True)
+            print(f"Done: {opt.finish(WAIT_SECONDS)}", flush=True)
         for parameter in model.parameters():
             dist.broadcast(parameter.detach(), 0)
-    dist.barrier()  # rank 0 has left the run; torch's Gloo does not take it well if some end long before the others
+    dist.barrier()  # rank 0 has left the run; torch's Gloo fails if some processes end long before the others
     dist.destroy_process_group()
 
 

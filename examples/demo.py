@@ -1,10 +1,10 @@
-"""The demo: real training averaged between processes that find each other; one is killed, a new one comes.
+"""The demo: real training averaged between processes that find each other; one is killed, and a new one joins.
 
     python -m examples.demo
 
-Each peer trains a small language model on another part of the Python standard library's sources; a process of its own
-trains the same model alone, on one part. The first peer, through which the others joined, is killed on the way, and a
-newcomer takes over the state of the run. What is printed at the end was measured.
+Each peer trains a small language model on another part of the Python standard library's sources. A separate process
+trains the same model alone, on one part. The first peer, through which the others joined, is killed during the
+training, and a newcomer downloads the state of the run. The final results are measured.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from examples.sources import describe, divide, standard_library
 ROOT = Path(__file__).parent.parent
 
 KILLED_AFTER = 0.27
-"""The first peer is killed when all have made this share of the steps."""
+"""Fraction of the steps after which the first peer is killed."""
 
 MOURNING = 1.0
 """Seconds from the kill until the newcomer joins."""
 
 GRACE = 10.0
-"""Seconds that a process gets to end in order."""
+"""Seconds within which a process must end gracefully."""
 
 
 ENOUGH_FILES = 100
-"""Files of text below which there is nothing to learn: some Pythons come without their library's sources."""
+"""Minimum number of source files. Some Pythons have no library sources."""
 
 
 class ProcessError(Exception):
@@ -46,10 +46,10 @@ class ProcessError(Exception):
 
 
 def main() -> None:
-    """Runs the demo; exits with 1 unless the averaged model is better and all peers hold the same bytes."""
+    """Runs the demo. Exits with 1 unless the averaged model is better and all peers hold the same bytes."""
     options = parse_arguments()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # not every terminal's encoding has "…"
+        sys.stdout.reconfigure(errors="backslashreplace")  # some terminals' encodings lack "…"
     files = standard_library()
     if len(files) < ENOUGH_FILES:
         sys.exit(
@@ -59,7 +59,7 @@ def main() -> None:
         options.output.mkdir(parents=True, exist_ok=True)
     except OSError as unmade:
         sys.exit(f"{options.output} cannot be made: {unmade.strerror}; give --output another folder")
-    # Piped, nobody's width is known: lines and tables are as long as they are.
+    # The width of a pipe is unknown, so lines and tables are not wrapped.
     console = Console(width=None if sys.stdout.isatty() else 100)
     parts = divide(files, options.peers).parts
     if not all(parts):
@@ -73,9 +73,9 @@ def main() -> None:
         try:
             draw(record, plot)
             drawn = True
-        except OSError as unwritten:  # the training is done, and the verdict does not hang on the picture
-            told = f"{plot} could not be written: {unwritten.strerror}; make room there"
-            console.print(told, style="red", markup=False, soft_wrap=True)
+        except OSError as unwritten:  # the training is done, and its result does not depend on the plot
+            text = f"{plot} could not be written: {unwritten.strerror}; free disk space"
+            console.print(text, style="red", markup=False, soft_wrap=True)
     except KeyboardInterrupt:
         console.print("Stopped; all processes have ended.")
         sys.exit(130)
@@ -103,10 +103,10 @@ class Conductor:
         self._changed = asyncio.Event()
 
     async def conduct(self) -> None:
-        """From the first process to the end of the last.
+        """Runs from the first process to the end of the last.
 
         Raises:
-            ExceptionGroup: of ProcessError, if one failed.
+            ExceptionGroup: of ProcessError, if a process failed.
         """
         options, record, view = self._options, self._record, self._view
         async with view.progress(), asyncio.TaskGroup() as tasks:
@@ -127,7 +127,7 @@ class Conductor:
             for member in others:
                 start(member, "--join", founder.endpoint)
             if options.kill:
-                # Its interpreter and its imports would take longer than a quick training.
+                # Its start and its imports would take longer than a quick training.
                 newcomer = Member(f"peer {options.peers + 1}", part=founder.part, newcomer=True)
                 tasks.create_task(self._run(newcomer, "--spare"))
                 await self._until(lambda: min(peer.step for peer in record.peers) >= KILLED_AFTER * options.steps)
@@ -152,7 +152,7 @@ class Conductor:
         pipe.write(f"{line}\n".encode())
 
     async def _run(self, member: Member, *arguments: str) -> None:
-        """One process from start to end; if this is cancelled, it ends."""
+        """Runs one process from start to end. Cancelling this ends the process."""
         options = self._options
         common = {"part": member.part, "peers": options.peers, "steps": options.steps, "every": options.every}
         common |= {"seed": options.seed, "recipe": "quick" if options.quick else "full"}
@@ -170,7 +170,7 @@ class Conductor:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=stderr,
                 cwd=ROOT,
-                start_new_session=True,  # so that Ctrl+C comes to the conductor alone
+                start_new_session=True,  # so that only the conductor gets Ctrl+C
             )
         self._processes[member.name] = process
         try:
@@ -192,14 +192,14 @@ class Conductor:
             try:
                 event = json.loads(line)
             except ValueError:
-                continue  # half a line of a killed process
-            if told := member.take(event):
-                self._view.say_of(member, self._record.explain(told, member))
+                continue  # an incomplete line of a killed process
+            if note := member.take(event):
+                self._view.say_of(member, self._record.explain(note, member))
             self._changed.set()
 
 
 async def end(process: asyncio.subprocess.Process) -> None:
-    """Ends a process in order, or kills it if it does not."""
+    """Ends a process gracefully, or kills it."""
     if process.stdin is not None:
         process.stdin.close()
     try:
@@ -213,7 +213,7 @@ async def end(process: asyncio.subprocess.Process) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Of the command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(prog="python -m examples.demo", description="Training averaged between processes.")
     parser.add_argument("--quick", action="store_true", help="a tiny model for a few seconds")
     parser.add_argument("--steps", type=int, help="steps of training (700; quick: 400)")
@@ -221,7 +221,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--peers", type=int, default=4, help="processes that average together, at least 2 (4)")
     parser.add_argument("--seed", type=int, default=0, help="of the models and of the order of their texts (0)")
     parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="folder for plot and logs (runs/demo)")
-    parser.add_argument("--no-kill", dest="kill", action="store_false", help="kill nobody")
+    parser.add_argument("--no-kill", dest="kill", action="store_false", help="kill no peer")
     options = parser.parse_args()
     if options.steps is None:
         options.steps = 400 if options.quick else 700

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import matplotlib as mpl
 
-mpl.use("Agg")  # before pyplot: there may be no display
+mpl.use("Agg")  # before pyplot, because there may be no display
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
@@ -15,11 +15,11 @@ from matplotlib.axes import Axes
 from examples.demo_record import SMOOTHED, Member, Record
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7F7F7F", "#B8A800")
-"""Distinct also to the colour-blind (Okabe and Ito)."""
+"""Distinguishable also by colour-blind readers (Okabe and Ito)."""
 
 
 def draw(record: Record, path: Path) -> None:
-    """Draws the losses of all processes over their steps, and when one was killed and one came, into a PNG."""
+    """Draws the losses of all processes over their steps, and the kill and the newcomer, into a PNG."""
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(10, 9), sharex=True, layout="constrained")
     figure.suptitle("Language model averaged between peers, and the same model trained alone on one part of the text")
     for axes, title in (
@@ -33,7 +33,7 @@ def draw(record: Record, path: Path) -> None:
     bottom.set_xlim(0, record.steps * 1.01)
     for place, peer in enumerate(record.peers):
         colour = COLOURS[place % len(COLOURS)]
-        # The peers' curves coincide after an average: the later ones are thinner, so that all can be seen.
+        # The peers' curves coincide after an average, so later ones are thinner to keep all visible.
         width = max(1.0, 6.0 - 1.1 * place)
         top.plot(*points(peer.held_out.items()), color=colour, linewidth=width, label=label(peer))
         bottom.plot(*points(smooth(peer)), color=colour, linewidth=1.3)
@@ -48,12 +48,12 @@ def draw(record: Record, path: Path) -> None:
 
 
 def label(member: Member) -> str:
-    """A line of the legend."""
+    """Returns the legend entry of a process."""
     return f"{member.name}, part {member.part}"
 
 
 def mark(axes: Axes, peer: Member, curve: list[tuple[int, float]], colour: str) -> None:
-    """Marks where a peer was killed, and where one came."""
+    """Marks where a peer was killed, and where one joined."""
     if peer.killed_at is not None and curve:
         axes.plot(*curve[-1], "X", color=colour, markeredgecolor="white", markersize=12, zorder=3)
     if peer.newcomer and curve:
@@ -65,7 +65,7 @@ def mark(axes: Axes, peer: Member, curve: list[tuple[int, float]], colour: str) 
                 f"{peer.name} {word}",
                 (step, 1.0),
                 xycoords=("data", "axes fraction"),
-                xytext=(4 if word == "joins" else -4, -6),
+                xytext=(4, -20) if word == "joins" else (-4, -6),  # they may be close to each other
                 textcoords="offset points",
                 horizontalalignment="left" if word == "joins" else "right",
                 verticalalignment="top",
@@ -74,13 +74,13 @@ def mark(axes: Axes, peer: Member, curve: list[tuple[int, float]], colour: str) 
 
 
 def smooth(member: Member) -> list[tuple[int, float]]:
-    """Means of the training loss over `SMOOTHED` steps, at their last steps."""
+    """Returns means of the training loss over `SMOOTHED` steps, at their last steps."""
     steps = list(member.training.items())
     pieces = [steps[start : start + SMOOTHED] for start in range(0, len(steps), SMOOTHED)]
     return [(piece[-1][0], sum(loss for _, loss in piece) / len(piece)) for piece in pieces]
 
 
 def points(pairs: Iterable[tuple[int, float]]) -> tuple[list[int], list[float]]:
-    """The x and the y of a curve."""
+    """Returns the x and y values of a curve."""
     listed = list(pairs)
     return [x for x, _ in listed], [y for _, y in listed]

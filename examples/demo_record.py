@@ -1,4 +1,4 @@
-"""What the demo knows of its processes, and what it concludes at the end. Nothing here waits or prints."""
+"""The demo's record of its processes, and the verdict at the end. Nothing here waits or prints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SMOOTHED = 20
-"""Steps over which training losses are averaged for display: a single batch's loss says little."""
+"""Steps over which training losses are averaged for display, because the loss of a single batch is noisy."""
 
 
 @dataclass(slots=True)
@@ -16,22 +16,22 @@ class Member:
     """One process: a peer, or the model that is trained alone.
 
     Attributes:
-        name: for people.
-        part: which part of the text it trains on, from 1.
-        alone: whether it averages with nobody.
-        newcomer: whether it came after the kill.
-        state: what it is doing, in a word or two.
-        endpoint: of a peer; empty until it is known.
-        first_step: where it began: 0, or the step of the state that it took over.
-        step: steps made so far, `first_step` included.
+        name: display name.
+        part: part of the text on which it trains, from 1.
+        alone: whether it trains without averaging.
+        newcomer: whether it joined after the kill.
+        state: what it is doing, as short text.
+        endpoint: endpoint of a peer; empty until it is known.
+        first_step: first step: 0, or the step of the downloaded state.
+        step: steps made so far, including `first_step`.
         training: loss of each step on its own text, in bits per byte, by step.
         held_out: loss on held-out text after each average, in bits per byte, by step.
-        rounds: averages it took part in.
-        seconds: how long the last of them took.
+        rounds: number of averages in which it took part.
+        seconds: duration of the last one.
         members: endpoints of the last round's members.
-        killed_at: the step it had made when it was killed; None if it was not.
-        result: loss on held-out text at the end, in bits per byte.
-        sha256: of its parameters at the end.
+        killed_at: step at which it was killed; None if it was not.
+        result: final loss on held-out text, in bits per byte.
+        sha256: digest of its final parameters.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Member:
     sha256: str = ""
 
     def take(self, event: Mapping[str, Any]) -> str | None:
-        """Takes in what the process told; returns a line for the viewer if it is worth one."""
+        """Processes an event of the process; returns a line to display, if any."""
         if self.killed_at is not None:
             return None  # a line that was still in the pipe
         match event:
@@ -84,7 +84,7 @@ class Member:
         return None
 
     def killed(self) -> None:
-        """It was killed just now."""
+        """Records that the process was killed now."""
         self.state, self.killed_at = "KILLED", self.step
 
     @property
@@ -104,7 +104,7 @@ class Record:
     """All processes, in the order of their start.
 
     Attributes:
-        steps: that each makes.
+        steps: number of steps of each process.
         members: the peers and the model trained alone.
     """
 
@@ -113,7 +113,7 @@ class Record:
 
     @property
     def peers(self) -> list[Member]:
-        """Those that average, killed ones included."""
+        """The peers, including killed ones."""
         return [member for member in self.members if not member.alone]
 
     @property
@@ -123,29 +123,29 @@ class Record:
 
     @property
     def alone(self) -> Member:
-        """The model that is trained alone."""
+        """The process that trains alone."""
         return next(member for member in self.members if member.alone)
 
     def explain(self, line: str, speaker: Member) -> str:
-        """Adds to each endpoint in a line whose it is, but for the speaker's own."""
+        """Adds the name to each endpoint in a line, except for the peer's own."""
         for peer in self.peers:
             if peer.endpoint and peer is not speaker:
                 line = re.sub(rf"{re.escape(peer.endpoint)}\b", f"{peer.name} ({peer.endpoint})", line)
         return line
 
     def names(self, endpoints: Sequence[str]) -> list[str]:
-        """What the peers of these endpoints are called, sorted; the endpoint itself of one that is not known."""
+        """Returns the names of the peers with these endpoints, sorted; the endpoint itself if it is unknown."""
         known = {peer.endpoint: peer.name for peer in self.peers}
         return sorted(known.get(endpoint, endpoint) for endpoint in endpoints)
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What was measured, and what follows.
+    """The measured results and the verdict.
 
     Attributes:
         averaged: loss of the averaged model on held-out text in bits per byte; of the worst peer, if they differ.
-        alone: of the model that was trained alone.
+        alone: loss of the model that was trained alone.
         same_bytes: whether all living peers ended with the same parameters, byte for byte.
     """
 
@@ -155,7 +155,7 @@ class Verdict:
 
     @property
     def good(self) -> bool:
-        """Whether averaging kept its promise."""
+        """Whether averaging was better and consistent."""
         return self.same_bytes and self.averaged < self.alone
 
     def __str__(self) -> str:
@@ -170,14 +170,14 @@ class Verdict:
 
 
 def judge(record: Record) -> Verdict:
-    """Concludes from the results.
+    """Computes the verdict.
 
     Raises:
-        ValueError: somebody has no result.
+        ValueError: a process has no result.
     """
     results = [peer.result for peer in record.living]
     alone = record.alone.result
     if alone is None or not results or None in results:
-        raise ValueError("a process ended without telling its result")
+        raise ValueError("a process ended without a result")
     digests = {peer.sha256 for peer in record.living}
     return Verdict(max(result for result in results if result is not None), alone, len(digests) == 1)

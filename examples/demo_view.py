@@ -1,4 +1,4 @@
-"""How the demo shows itself: a live table on a terminal, plain lines elsewhere, and the summary at the end."""
+"""The demo's output: a live table on a terminal, plain lines elsewhere, and the summary."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from rich.text import Text
 from examples.demo_record import Member, Record, Verdict
 
 REDRAWN, REPEATED = 0.25, 10.0
-"""Seconds between two pictures of the table, and between two plain lines of progress."""
+"""Seconds between updates of the table, and between plain lines of progress."""
 
 STYLES = {"KILLED": "bold red", "training": "green", "finishing": "cyan", "done": "bold green"}
 
 
 class View:
-    """Prints what happens.
+    """Prints the progress of the demo.
 
     Args:
-        record: what there is to show.
-        console: where to.
+        record: the processes to show.
+        console: the console to print to.
     """
 
     def __init__(self, record: Record, console: Console) -> None:
@@ -44,12 +44,12 @@ class View:
         self._print(f"{self.elapsed}  {line}", style)
 
     def say_of(self, member: Member, line: str, style: str = "") -> None:
-        """Prints what a process did."""
+        """Prints an event of a process."""
         self.say(f"{member.name}: {line}", style)
 
     @asynccontextmanager
     async def progress(self) -> AsyncIterator[None]:
-        """Shows progress meanwhile."""
+        """Shows progress inside the context."""
         show = asyncio.create_task(self._redraw() if self._console.is_terminal else self._repeat())
         try:
             yield
@@ -103,7 +103,7 @@ class View:
         return table
 
     def summarise(self, verdict: Verdict, plot: str | None) -> None:
-        """Prints the results, what follows from them, and where the curves are, if they could be drawn."""
+        """Prints the results, the verdict, and the path of the plot, if it could be written."""
         record, console = self._record, self._console
         table = Table(title="Loss on held-out text, in bits per byte", title_justify="left")
         table.add_column("process", no_wrap=True)
@@ -135,10 +135,10 @@ class View:
         self._print(f"Took {self.elapsed} min.")
 
     def _print(self, line: str, style: str = "") -> None:
-        """Wraps long lines on a terminal; what is piped stays one line."""
+        """Wraps long lines on a terminal, but not in a pipe."""
         self._console.print(Text(line, style=style), soft_wrap=not self._console.is_terminal)
 
 
 def number(loss: float | None) -> str:
-    """A loss for people; empty if there is none."""
+    """Formats a loss; empty if there is none."""
     return "" if loss is None else f"{loss:.3f}"

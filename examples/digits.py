@@ -1,15 +1,15 @@
-"""An image classifier with BatchNorm, trained by unequal peers that gather one large batch together.
+"""An image classifier with BatchNorm, trained by unequal peers that share one large batch.
 
     python -m examples.digits --peers 4                       # four processes on this machine, a table at the end
 
 Or one peer in each terminal, on one machine or on several:
 
-    python -m examples.digits --wait-for 2                    # starts a run and tells where it listens
+    python -m examples.digits --wait-for 2                    # starts a run and prints where it listens
     python -m examples.digits --join HOST:PORT --batch-size 8
 
-Each peer draws batches of its own size. Once all of them together have gathered 256 samples or more, they average their
-gradients and the running statistics of the BatchNorm layers, weighted by samples, and make the same step: a slow peer
-contributes less, but holds nobody up, and in the end all have the same model.
+Each peer draws batches of its own size. When all of them together have 256 samples or more, they average their
+gradients and the running statistics of the BatchNorm layers, weighted by samples, and make the same step. A slow peer
+contributes less but delays no other peer, and in the end all have the same model.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ from averaging import DecentralizedAverager, GradientAveraging
 from averaging.protocol.group import Mode
 from examples.command_line import in_order, parse, parser_of, positive, security_arguments, security_of
 
-PATIENCE = 60.0
-"""Seconds that peers wait for each other before the first step and after the last one."""
+WAIT_SECONDS = 60.0
+"""Seconds for which peers wait for each other before the first step and after the last one."""
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Trains as the command line says."""
+    """Trains as configured on the command line."""
     parser = parser_of("digits", "Handwritten digits, learnt by unequal peers with one large batch.")
     parser.add_argument("--peers", type=positive, metavar="N", help="start N unequal peers and compare their models")
     parser.add_argument("--batch-size", type=positive, default=64, help="of this peer, or of the fastest of N (64)")
     parser.add_argument("--target-batch-size", type=positive, default=256, help="of all peers together (256)")
-    parser.add_argument("--steps", type=positive, default=60, help="global steps: those of all peers together (60)")
+    parser.add_argument("--steps", type=positive, default=60, help="global steps of the run (60)")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the model here at the end (safetensors)")
     options = parse(parser, arguments)
     if options.peers and (options.join or options.save or options.advertise):
-        parser.error("--peers starts peers that find each other here: leave --join, --advertise and --save out")
+        parser.error("--peers starts peers that find each other here: remove --join, --advertise and --save")
     try:
         if options.save and not options.save.parent.is_dir():
             parser.error(f"there is no folder {options.save.parent} to save the model in")
         if options.save and options.save.is_dir():
             parser.error(f"--save {options.save} is a folder; give the name of a file")
-    except OSError as error:  # no permission, or too long a name
+    except OSError as error:  # no permission, or the name is too long
         parser.error(f"--save {options.save} cannot be looked at ({error.strerror}); give another name")
     with in_order(parser):
         if options.peers:
@@ -95,10 +95,10 @@ def train(options: argparse.Namespace) -> None:
         if options.client_mode:
             say(f"In client mode, batches of {options.batch_size}.")
         else:
-            say(f"Batches of {options.batch_size}. Others come with --join {opt.endpoint}")
-        if strategy.global_step == 0 and not opt.wait_for_peers(options.wait_for, PATIENCE):
-            say(f"{options.wait_for} peers have not come within {PATIENCE:g} s; begins without them.")
-        samples, told = 0, strategy.global_step
+            say(f"Batches of {options.batch_size}. Other peers join with --join {opt.endpoint}")
+        if strategy.global_step == 0 and not opt.wait_for_peers(options.wait_for, WAIT_SECONDS):
+            say(f"Fewer than {options.wait_for} peers after {WAIT_SECONDS:g} s; training begins without the others.")
+        samples, reported = 0, strategy.global_step
         while strategy.global_step < options.steps:
             images, labels = digits.batch(options.batch_size)
             opt.zero_grad()
@@ -106,26 +106,26 @@ def train(options: argparse.Namespace) -> None:
             loss.backward()  # type: ignore[no-untyped-call]
             opt.step(batch_size=len(labels))
             samples += len(labels)
-            if strategy.global_step // 10 > told // 10 or strategy.global_step >= options.steps:
-                told = strategy.global_step
+            if strategy.global_step // 10 > reported // 10 or strategy.global_step >= options.steps:
+                reported = strategy.global_step
                 say(
-                    f"Global step {told}: {samples} samples of this peer's, loss {loss.item():.3f}, "
+                    f"Global step {reported}: {samples} samples of this peer's, loss {loss.item():.3f}, "
                     f"accuracy {digits.accuracy(model):.1%}, {len(opt.peers) - 1} other peers."
                 )
-        say(f"Done: {opt.finish(PATIENCE)}.")  # who has missed the last step catches up
+        say(f"Done: {opt.finish(WAIT_SECONDS)}.")  # a peer that missed the last step catches up
     if options.save:
         save(model.state_dict(), options.save, {"samples": str(samples)})
 
 
 def save(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """Writes beside `path` and moves the file there when it is whole: a full disk spoils nothing that was there."""
+    """Writes a temporary file and moves it to `path` when it is complete, so that a full disk destroys nothing."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         save_file(tensors, temporary, metadata)
         temporary.replace(path)
     except (OSError, SafetensorError) as error:
         temporary.unlink(missing_ok=True)
-        sys.exit(f"{path} could not be written: {error}. Make room there, or give --save another place")
+        sys.exit(f"{path} could not be written: {error}. Free disk space, or give another --save")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class Digits:
 
     @classmethod
     def load(cls) -> Digits:
-        """From scikit-learn, every fifth held out."""
+        """Loads them from scikit-learn, with every fifth held out."""
         try:
             from sklearn.datasets import load_digits
         except ImportError:
@@ -156,7 +156,7 @@ class Digits:
 
     @torch.no_grad()
     def accuracy(self, model: nn.Module) -> float:
-        """The share of the held-out digits that the model knows."""
+        """Returns the fraction of held-out digits that the model classifies correctly."""
         model.eval()
         right = model(self.held_out_images).argmax(1) == self.held_out_labels
         model.train()
@@ -173,7 +173,7 @@ def make_model() -> nn.Module:
 
 
 def say(text: str) -> None:
-    """Prints a line at once, also into a pipe."""
+    """Prints a line without buffering."""
     print(text, flush=True)
 
 
@@ -181,7 +181,7 @@ def say(text: str) -> None:
 
 
 def start_peers(options: argparse.Namespace) -> None:
-    """Runs N peers from start to end and compares what they have learnt; exits with 1 if anything differs."""
+    """Runs N peers to the end and compares their models. Exits with 1 if they differ."""
     digits = Digits.load()
     with tempfile.TemporaryDirectory() as folder:
         peers = [
@@ -206,7 +206,7 @@ def start_peers(options: argparse.Namespace) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """One of several peers, in a process of its own."""
+    """One of several peers, in its own process."""
 
     number: int
     batch_size: int
@@ -232,14 +232,14 @@ async def run_all(peers: list[Child], options: argparse.Namespace) -> None:
 
 
 async def run_child(peer: Child, arguments: list[str], endpoint: asyncio.Future[str] | None = None) -> None:
-    """Runs one peer and prints what it prints; if this is cancelled, the peer leaves in order."""
+    """Runs one peer and prints its output. Cancelling this lets the peer leave gracefully."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "examples.digits", *arguments),
         *(f"--batch-size={peer.batch_size}", f"--save={peer.saved}", *["--client-mode"] * peer.client_mode),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         cwd=Path(__file__).parent.parent,
-        start_new_session=True,  # so that Ctrl+C comes here alone
+        start_new_session=True,  # so that only this process gets Ctrl+C
     )
     if process.stdout is None:
         raise ValueError("started without a pipe")
@@ -258,7 +258,7 @@ async def run_child(peer: Child, arguments: list[str], endpoint: asyncio.Future[
 
 
 def compare(peers: list[Child], digits: Digits) -> bool:
-    """Shows how well each peer's model does, and whether all of them are the same bytes; returns that."""
+    """Prints the accuracy of each peer's model; returns whether all models are the same bytes."""
     model = make_model()
     table = Table("peer", "batch size", "mode", "its samples", "accuracy", "sha256 of its model")
     digests = set()
@@ -267,7 +267,7 @@ def compare(peers: list[Child], digits: Digits) -> bool:
             samples = file.metadata()["samples"]
         state = load_file(peer.saved)
         model.load_state_dict(state)
-        # BatchNorm's count of batches is each peer's own; everything else is averaged.
+        # BatchNorm's count of batches differs between peers; everything else is averaged.
         averaged = [tensor.numpy().tobytes() for _, tensor in sorted(state.items()) if tensor.is_floating_point()]
         digests.add(digest := hashlib.sha256(b"".join(averaged)).hexdigest())
         table.add_row(

@@ -1,12 +1,12 @@
-"""A language model trained with DiLoCo: many local steps, then one outer step for all that they have changed.
+"""A language model trained with DiLoCo: many local steps, then one outer step with all that they changed.
 
-    python -m examples.diloco --wait-for 2                # in one terminal; it tells where it listens
+    python -m examples.diloco --wait-for 2                # in one terminal; it prints where it listens
     python -m examples.diloco --join HOST:PORT            # in another one, or on another machine, and so on
 
-Each peer draws other windows from the Python standard library's sources. Every 20 steps the peers average what these
-steps have changed, an outer optimizer makes its step with that, and all go on from the same model: a twentieth of the
-traffic of averaging every gradient. `--fragments 4 --delay 2` sends a quarter of the model at a time while training
-goes on; `--compression int8` makes that a quarter again.
+Each peer draws other windows from the Python standard library's sources. Every 20 steps the peers average the changes
+of these steps, an outer optimizer makes a step with the average, and all continue from the same model: a twentieth of
+the traffic of averaging every gradient. `--fragments 4 --delay 2` sends a quarter of the model at a time while training
+continues; `--compression int8` divides the traffic by four again.
 """
 
 from __future__ import annotations
@@ -33,26 +33,29 @@ from examples.sources import divide, standard_library
 SIZE = Size(layers=2, width=128, heads=4, context=64)
 BATCH = 16
 
-PATIENCE = 60.0
-"""Seconds that peers wait for each other before the first step, and after the last one."""
+WAIT_SECONDS = 60.0
+"""Seconds for which peers wait for each other before the first step, and after the last one."""
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Trains as the command line says."""
+    """Trains as configured on the command line."""
     parser = parser_of("diloco", "A small language model, trained with many local steps between two averages.")
     parser.add_argument(
-        "--steps", type=positive, default=600, help="local steps; a newcomer begins at those of the run (600)"
+        "--steps",
+        type=positive,
+        default=600,
+        help="local steps; a newcomer begins at those of the run (600)",
     )
     parser.add_argument("--every", type=int, default=20, help="local steps between two outer steps (20)")
-    parser.add_argument("--fragments", type=int, default=1, help="pieces in which the model is averaged in turn (1)")
+    parser.add_argument("--fragments", type=int, default=1, help="pieces of the model, averaged in rotation (1)")
     parser.add_argument("--delay", type=int, default=0, help="local steps made while a round is in progress (0)")
-    parser.add_argument("--alpha", type=float, default=0.0, help="share of the local model that stays, 0 to 1 (0)")
+    parser.add_argument("--alpha", type=float, default=0.0, help="fraction of the local model that is kept, 0 to 1 (0)")
     parser.add_argument(
         "--compression",
         choices=COMPRESSIONS,
         default="none",
         metavar="CODE",
-        help="of what is sent, the same at all peers: %(choices)s (none)",
+        help="compression, the same at all peers: %(choices)s (none)",
     )
     parser.add_argument("--tensorboard", type=Path, metavar="DIR", help="write losses and rounds here")
     options = parse(parser, arguments)
@@ -90,17 +93,17 @@ def train(options: argparse.Namespace) -> None:
         strategy=strategy,
         scheduler=partial(LinearLR, start_factor=0.05, total_iters=20),
         on_round=board.note_round,
-        group_wait=10.0,  # so long the faster ones wait for the slower ones
+        group_wait=10.0,  # how long faster peers wait for slower ones
     )
     board.follow(averager)
     with closing(board), averager as opt:
         if options.client_mode:
             say("In client mode.")
         else:
-            say(f"Others come with --join {opt.endpoint}")
-        if opt.local_step == 0 and not opt.wait_for_peers(options.wait_for, PATIENCE):
-            say(f"{options.wait_for} peers have not come within {PATIENCE:g} s; begins without them.")
-        # A newcomer has taken over the step counter along with the model.
+            say(f"Other peers join with --join {opt.endpoint}")
+        if opt.local_step == 0 and not opt.wait_for_peers(options.wait_for, WAIT_SECONDS):
+            say(f"Fewer than {options.wait_for} peers after {WAIT_SECONDS:g} s; training begins without the others.")
+        # A newcomer has downloaded the step counter with the model.
         for step in range(opt.local_step + 1, options.steps + 1):
             opt.zero_grad()
             loss = model.loss(windows(text, BATCH, SIZE.context, random))
@@ -114,16 +117,16 @@ def train(options: argparse.Namespace) -> None:
                     f"step {step}: {loss.item():.2f} bits per byte, {evaluated:.2f} on held-out text; "
                     f"{strategy.global_step} outer steps so far."
                 )
-        finish = opt.finish(PATIENCE)  # the local steps since the last round go into a last outer step
+        finish = opt.finish(WAIT_SECONDS)  # the local steps since the last round go into a last outer step
     say(f"{finish}.")
     say(f"Done: {model.evaluate(watched):.3f} bits per byte on held-out text.")
 
 
 class Board:
-    """Prints how each round went, and writes that and the losses for TensorBoard if there is a folder for it.
+    """Prints the outcome of each round, and writes it and the losses for TensorBoard if a folder is given.
 
     Args:
-        folder: of all peers; each writes into one of its own there.
+        folder: folder of all peers; each writes to a subfolder.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -134,10 +137,10 @@ class Board:
             except ImportError as error:
                 sys.exit(str(error))
             except OSError as error:
-                sys.exit(f"nothing can be written to {folder}: {error.strerror}; give --tensorboard another folder")
+                sys.exit(f"cannot write to {folder}: {error.strerror}; give another --tensorboard folder")
 
     def follow(self, averager: DecentralizedAverager) -> None:
-        """Notes the averager's steps with each round, too."""
+        """Also writes the averager's status with each round."""
         if self._rounds is not None:
             self._rounds.follow(averager)
 
@@ -148,18 +151,18 @@ class Board:
             self._rounds(receipt)
 
     def note_loss(self, of: str, step: int, loss: float) -> None:
-        """Notes a loss in bits per byte."""
+        """Writes a loss in bits per byte."""
         if self._rounds is not None:
             self._rounds.writer.add_scalar(f"loss/{of}", loss, step)
 
     def close(self) -> None:
-        """Writes what is still to be written."""
+        """Writes buffered data."""
         if self._rounds is not None:
             self._rounds.writer.close()
 
 
 def say(text: str) -> None:
-    """Prints a line at once, also into a pipe."""
+    """Prints a line without buffering."""
     print(text, flush=True)
 
 

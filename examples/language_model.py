@@ -1,4 +1,4 @@
-"""A small byte-level transformer, and how text becomes its input."""
+"""A small byte-level transformer, and its input from text."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.nn import functional
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How large the model is.
+    """Size of the model.
 
     Attributes:
-        layers: transformer blocks.
-        width: of the embedding; a multiple of `heads`.
-        heads: attention heads.
-        context: bytes that the model sees at once.
+        layers: number of transformer blocks.
+        width: width of the embedding; a multiple of `heads`.
+        heads: number of attention heads.
+        context: number of bytes that the model sees at once.
     """
 
     layers: int
@@ -29,7 +29,7 @@ class Size:
 
 
 class Block(nn.Module):
-    """Causal self-attention and a feed-forward layer, each after a normalisation and added to its input."""
+    """Causal self-attention and a feed-forward layer, each with pre-normalisation and a residual connection."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Block(nn.Module):
             nn.init.normal_(last.weight, std=0.02 / math.sqrt(2 * size.layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """From and to [batch, length, width]."""
+        """Maps [batch, length, width] to the same shape."""
         batch, length, width = x.shape
         qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
@@ -54,7 +54,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Predicts each byte of a text from those before it."""
+    """Predicts each byte of a text from the bytes before it."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class LanguageModel(nn.Module):
             nn.init.normal_(embedding.weight, std=0.1)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        """From bytes [batch, length] to logits [batch, length, 256]."""
+        """Maps bytes [batch, length] to logits [batch, length, 256]."""
         x = self.bytes(text) + self.positions.weight[: text.shape[1]]
         logits: torch.Tensor = self.norm(self.blocks(x)) @ self.bytes.weight.T
         return logits
@@ -78,17 +78,17 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def evaluate(self, windows: torch.Tensor) -> float:
-        """The same, a few windows at a time."""
+        """Like `loss`, for a few windows at a time."""
         chunks = torch.split(windows, 32)
         return sum(self.loss(chunk).item() * len(chunk) for chunk in chunks) / len(windows)
 
 
 def read(files: tuple[Path, ...]) -> torch.Tensor:
-    """All bytes of the files, one after the other, as uint8 [bytes]."""
+    """Returns all bytes of the files, concatenated, as uint8 [bytes]."""
     return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in files)), dtype=torch.uint8)
 
 
 def windows(text: torch.Tensor, count: int, context: int, generator: torch.Generator) -> torch.Tensor:
-    """Random pieces of the text, [count, context + 1]."""
+    """Returns random windows of the text, [count, context + 1]."""
     starts = torch.randint(len(text) - context, (count, 1), generator=generator)
     return text[starts + torch.arange(context + 1)].long()

@@ -1,4 +1,4 @@
-"""The text that the demo learns: the Python standard library's own sources, in disjoint parts."""
+"""The text of the demo: the Python standard library's own sources, in disjoint parts."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data", "lib2to3"}
-"""Directories that are no part of the text: tests, what is installed besides, and long generated tables."""
+"""Directories that are excluded: tests, installed packages, and long generated tables."""
 
 HELD_OUT_EVERY = 8
-"""Of the sorted files every eighth is held out: the held-out text is about everything that all parts are about."""
+"""Every eighth of the sorted files is held out, so that the held-out text covers the topics of all parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +18,8 @@ class Sources:
     """The files of the text, in disjoint sets.
 
     Attributes:
-        parts: neighbours in the alphabet, of about equally many bytes: each part is about other things.
-        held_out: seen by nobody in training.
+        parts: blocks of consecutive files with about equally many bytes, so that each part has other topics.
+        held_out: not used in training.
     """
 
     parts: tuple[tuple[Path, ...], ...]
@@ -27,19 +27,19 @@ class Sources:
 
 
 def standard_library() -> list[Path]:
-    """The sources of the running Python's standard library, sorted by name."""
+    """Returns the sources of the running Python's standard library, sorted by name."""
     root = Path(sysconfig.get_path("stdlib"))
     return sorted(path for path in root.rglob("*.py") if not LEFT_OUT & set(path.relative_to(root).parts))
 
 
 def describe(files: tuple[Path, ...]) -> str:
-    """The first and the last of some files."""
+    """Describes files by the first and the last one."""
     root = Path(sysconfig.get_path("stdlib"))
     return f"{files[0].relative_to(root)} … {files[-1].relative_to(root)}"
 
 
 def divide(files: list[Path], parts: int) -> Sources:
-    """Sets files aside as held-out, and cuts the others into `parts` blocks of neighbours."""
+    """Sets files aside as held-out, and divides the others into `parts` blocks of consecutive files."""
     held_out = files[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
     others = [path for number, path in enumerate(files, 1) if number % HELD_OUT_EVERY]
     total = sum(path.stat().st_size for path in others)

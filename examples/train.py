@@ -1,8 +1,8 @@
 """One process of the demo: trains the language model on one part of the text, alone or averaged with other peers.
 
-It tells what it does as JSON lines on stdout, and leaves in order when its stdin ends. By hand, in four terminals:
+It reports events as JSON lines on stdout, and ends gracefully when its stdin ends. By hand, in four terminals:
 
-    python -m examples.train --part 1                             # starts a run and tells its endpoint
+    python -m examples.train --part 1                             # starts a run and prints its endpoint
     python -m examples.train --part 2 --join 127.0.0.1:PORT       # joins it; likewise --part 3 and --part 4
 """
 
@@ -26,20 +26,20 @@ from averaging import DecentralizedAverager, LocalSGD, Receipt
 from examples.language_model import LanguageModel, Size, read, windows
 from examples.sources import divide, standard_library
 
-PATIENCE = 60.0
-"""Seconds that peers wait for each other before the first step, and for an average of all after the last one."""
+WAIT_SECONDS = 60.0
+"""Seconds for which peers wait for each other before the first step, and for a last average of all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How the model is trained; the same in all processes.
+    """The settings of the training; the same in all processes.
 
     Attributes:
-        size: of the model.
+        size: size of the model.
         batch: windows per step.
-        lr: highest learning rate.
-        watched: held-out windows on which progress is watched.
-        judged: held-out windows on which the result is judged.
+        lr: maximum learning rate.
+        watched: number of held-out windows for the progress.
+        judged: number of held-out windows for the result.
     """
 
     size: Size
@@ -56,12 +56,12 @@ RECIPES = {
 
 
 def main() -> None:
-    """Trains as the command line says."""
+    """Trains as configured on the command line."""
     options = parse_arguments()
     if not options.spare:
         end_with_stdin()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    # Several processes share few cores: more threads would only wait for each other.
+    # Several processes share few cores, so more threads would only wait for each other.
     torch.set_num_threads(1)
     torch.manual_seed(1000 * options.seed + options.part)
     training = Training(options)
@@ -71,15 +71,15 @@ def main() -> None:
             sys.exit("its input ended before it named peers to join")
         end_with_stdin()
     if options.alone:
-        tell("ready", parameters=training.parameters, step=0)
+        report("ready", parameters=training.parameters, step=0)
         training.run(training.optimizer)
     else:
         train_with_others(training, options)
-    tell("done", loss=training.evaluate(training.recipe.judged), sha256=training.sha256())
+    report("done", loss=training.evaluate(training.recipe.judged), sha256=training.sha256())
 
 
 def train_with_others(training: Training, options: argparse.Namespace) -> None:
-    """Trains as a peer of the run; at the end all peers hold the same."""
+    """Trains as a peer of the run. At the end all peers hold the same model."""
     notes = Notes()
     logging.getLogger("averaging.peer").addHandler(notes)
     averager = DecentralizedAverager(
@@ -95,27 +95,29 @@ def train_with_others(training: Training, options: argparse.Namespace) -> None:
     )
     logging.getLogger("averaging.peer").removeHandler(notes)
     with averager as opt:
-        tell("ready", parameters=training.parameters, step=opt.local_step, endpoint=opt.endpoint, notes=notes.told)
+        report(
+            "ready", parameters=training.parameters, step=opt.local_step, endpoint=opt.endpoint, notes=notes.messages
+        )
         if opt.local_step == 0:
             wait_for_others(opt, options.peers)
         training.run(opt, opt.local_step)
-        tell("finishing")
-        opt.finish(PATIENCE)
+        report("finishing")
+        opt.finish(WAIT_SECONDS)
 
 
 def wait_for_others(opt: DecentralizedAverager, count: int) -> None:
-    """Waits until discovery knows that many peers, so that nobody trains a long way alone."""
-    deadline = time.monotonic() + PATIENCE
+    """Waits until discovery knows this many peers, so that none trains alone for long."""
+    deadline = time.monotonic() + WAIT_SECONDS
     while len(opt.peers) < count and time.monotonic() < deadline:
         time.sleep(0.05)
-    tell("found", peers=sorted(opt.peers))
+    report("found", peers=sorted(opt.peers))
 
 
 class Training:
     """The model, its text, and the steps.
 
     Args:
-        options: the command line's.
+        options: options of the command line.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -128,7 +130,7 @@ class Training:
 
     @property
     def parameters(self) -> int:
-        """How many numbers the model has."""
+        """Number of parameters of the model."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def run(self, optimizer: torch.optim.Optimizer, first_step: int = 0) -> None:
@@ -141,9 +143,9 @@ class Training:
             loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             optimizer.step()
-            tell("step", step=step + 1, loss=loss.item())
+            report("step", step=step + 1, loss=loss.item())
             if (step + 1) % self.every == 0:
-                tell("held_out", step=step + 1, loss=self.evaluate(self.recipe.watched))
+                report("held_out", step=step + 1, loss=self.evaluate(self.recipe.watched))
 
     def evaluate(self, count: int) -> float:
         """Loss in bits per byte on `count` windows of the held-out text, the same at each call in each process."""
@@ -151,7 +153,7 @@ class Training:
         return self.model.evaluate(windows(self.held_out, count, self.recipe.size.context, generator))
 
     def sha256(self) -> str:
-        """Of the bytes of all parameters."""
+        """SHA-256 of the bytes of all parameters."""
         digest = hashlib.sha256()
         for parameter in self.model.parameters():
             digest.update(parameter.detach().numpy().tobytes())
@@ -165,20 +167,20 @@ def schedule(step: int, steps: int) -> float:
 
 
 class Notes(logging.Handler):
-    """Keeps what the library logs while it starts, such as whose state was taken over."""
+    """Keeps the library's log messages of the start, such as the donor of a downloaded state."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
-        self.told: list[str] = []
+        self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keeps one message."""
-        self.told.append(record.getMessage())
+        self.messages.append(record.getMessage())
 
 
 def tell_round(receipt: Receipt) -> None:
-    """Tells how a round ended."""
-    tell(
+    """Reports the outcome of a round."""
+    report(
         "round",
         outcome=receipt.outcome,
         reason=receipt.reason,
@@ -188,16 +190,16 @@ def tell_round(receipt: Receipt) -> None:
     )
 
 
-def tell(event: str, **fields: object) -> None:
+def report(event: str, **fields: object) -> None:
     """Prints one JSON line."""
     print(json.dumps({"event": event, **fields}), flush=True)
 
 
 def end_with_stdin() -> None:
-    """Ends this process in order when its stdin ends, that is when whoever started it is gone or wants it to end."""
+    """Ends this process gracefully when its stdin ends, that is when its parent is gone or wants it to end."""
 
     def watch() -> None:
-        # Not through sys.stdin, whose lock a waiting thread would still hold when the interpreter ends.
+        # Not with sys.stdin, whose lock a waiting thread would still hold when the interpreter ends.
         while os.read(0, 4096):
             pass
         os.kill(os.getpid(), signal.SIGTERM)
@@ -210,17 +212,17 @@ def end_with_stdin() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m examples.train", description="One process of the demo.")
-    parser.add_argument("--part", type=int, default=1, help="which part of the text it trains on, from 1 (1)")
-    parser.add_argument("--peers", type=int, default=4, help="how many peers, and so how many parts (4)")
+    """Parses the command line."""
+    parser = argparse.ArgumentParser(prog="One process of the demo.", description="One process of the demo.")
+    parser.add_argument("--part", type=int, default=1, help="part of the text on which it trains, from 1 (1)")
+    parser.add_argument("--peers", type=int, default=4, help="number of peers, and so of parts (4)")
     parser.add_argument("--steps", type=int, default=700, help="steps of training (700)")
     parser.add_argument("--every", type=int, default=20, help="steps between two averages (20)")
     parser.add_argument("--seed", type=int, default=0, help="of the model and of the order of its text (0)")
     parser.add_argument("--recipe", choices=sorted(RECIPES), default="full", help="size of the model and so on (full)")
     parser.add_argument("--join", nargs="*", default=[], metavar="HOST:PORT", help="peers of the run; none starts one")
-    parser.add_argument("--spare", action="store_true", help="wait for a line of input that says which peers to join")
-    parser.add_argument("--alone", action="store_true", help="average with nobody")
+    parser.add_argument("--spare", action="store_true", help="wait for a line of input that names the peers to join")
+    parser.add_argument("--alone", action="store_true", help="train without averaging")
     options = parser.parse_args()
     if not 1 <= options.part <= options.peers:
         parser.error(f"--part must be from 1 to --peers, which is {options.peers}")

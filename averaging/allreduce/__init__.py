@@ -1,7 +1,7 @@
 """One butterfly all-reduce of a group: every member sends each reducer its parts and gets their averages back.
 
-In the order in which a tensor meets them: `partition` (who reduces what), `sending` (parts out, averages in),
-`reducing` (parts in, averages out), `reducer` (the sums), `tally` (what came of it), `round` (all of it in time).
+Read in this order: `partition` (who reduces what), `sender_side` (parts out, averages in), `reducer_side` (parts in,
+averages out), `shard_reducer` (the sums), `round_account` (the results), `round` (both sides, with their deadlines).
 """
 
 from averaging.allreduce.round import AllReduce

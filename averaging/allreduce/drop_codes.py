@@ -1,4 +1,4 @@
-"""What an answer or an error of another member means for the receipt. Pure."""
+"""Maps answers and errors of other members to the drop codes of receipts. Pure."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ ANSWERS = {
     MessageCode.BAD_GROUP_ID: DropCode.REFUSED,
     MessageCode.PROTOCOL_VIOLATION: DropCode.REFUSED,
 }
-"""What a member is dropped for that sends one of these codes instead of a part or an average."""
+"""The drop code of a member that sends one of these messages instead of a part or an average."""
 
 
 def code_of(error: AveragingError) -> DropCode:
-    """What a member is dropped for if this was raised while it was sent to or read from."""
+    """The drop code of a member if `error` was raised while this peer sent to it or read from it."""
     match error:
         case PeerUnreachableError():
             return DropCode.CONNECTION_LOST

@@ -1,6 +1,6 @@
-"""Who reduces how much of the tensors, and which parts those are.
+"""Divides the tensors into parts and assigns each part to the member that reduces it.
 
-Every member of a group computes this for itself, from the same inputs, and all must get the same.
+Every member of a group computes the same assignment from the same inputs.
 
 Pure.
 """
@@ -24,8 +24,8 @@ class Part(NamedTuple):
     """A piece of one tensor.
 
     Attributes:
-        tensor: its place in the schema.
-        start: first element, counted in the flattened tensor.
+        tensor: index of the tensor in the schema.
+        start: first element in the flattened tensor.
         stop: one past the last element.
     """
 
@@ -40,19 +40,19 @@ class Part(NamedTuple):
 
 
 def shares(members: Sequence[Member]) -> list[float]:
-    """How much of the total each member reduces, in proportion; not normalised. Members that cannot reduce have 0.
+    """The share of each member, not normalised; 0 for a member that cannot reduce.
 
-    The shares minimise the time of the slowest member, max (1 + (g-2)·s_i) / b_i with g the number of all members: each
-    sends what others reduce, 1 - s_i of the total, and receives its own share from the g-1 others. A bandwidth that was
-    not told counts as the median of those that were, no matter by whom: clients' count too. If nobody told one, or none
-    of the reducing members has more than 0, the shares are equal.
+    The shares minimise the time of the slowest member, max (1 + (g-2)·s_i) / b_i with g members. Each member sends the
+    shards of the others, 1 - s_i of the total, and receives its own share from each of the g-1 others. A member without
+    an announced bandwidth counts with the median of the announced ones, clients included. If no bandwidth is announced,
+    or all reducing members announced 0, the shares are equal.
 
     Raises:
         RoundError: no member can reduce.
     """
     reducers = [index for index, member in enumerate(members) if member.reduces]
     if not reducers:
-        raise RoundError("nobody in the group can reduce: all are clients; add a peer that accepts connections")
+        raise RoundError("no member of the group can reduce: all are clients; add a peer that accepts connections")
     bandwidths = _bandwidths(members)
     others = len(members) - 2
     if not any(bandwidths):
@@ -60,7 +60,7 @@ def shares(members: Sequence[Member]) -> list[float]:
     elif others <= 0:
         proportions = bandwidths
     else:
-        time = _slowest(bandwidths, others)
+        time = _balanced_time(bandwidths, others)
         proportions = [max(0.0, (time * bandwidth - 1) / others) for bandwidth in bandwidths]
     result = [0.0] * len(members)
     for index, proportion in zip(reducers, proportions, strict=True):
@@ -69,25 +69,25 @@ def shares(members: Sequence[Member]) -> list[float]:
 
 
 def busiest_link(shares: Sequence[float], nbytes: int) -> float:
-    """Bytes that the member whose link has to carry most sends, or receives, in a round.
+    """Bytes that the member with the busiest link sends, and receives, in a round.
 
     Args:
-        shares: of the members, see the function `shares`.
-        nbytes: of all tensors on the wire.
+        shares: one per member, as `shares()` returns them.
+        nbytes: size of all tensors on the wire.
     """
     return nbytes * (1 + max(0, len(shares) - 2) * max(shares) / sum(shares))
 
 
 def partition(schema: Schema, shares: Sequence[float]) -> list[list[Part]]:
-    """The parts that each member reduces, in order.
+    """The shard of each member: its parts, in order.
 
-    Each tensor is cut into parts of `part_size_bytes` on the wire. The elements of all tensors in a row are divided
-    between the members in proportion to `shares`, and a part belongs to whoever has most of its elements, the first
-    of several. A member with share 0 has none.
+    Each tensor is cut into parts of `part_size_bytes` on the wire. The concatenated elements of all tensors are divided
+    between the members in proportion to `shares`. A part belongs to the first member with the most of its elements.
+    A member with share 0 gets no part.
 
     Raises:
-        RoundError: the shares are not finite numbers of at least 0 with at least one above 0.
-        ConfigError: not even one element fits into a part.
+        RoundError: a share is negative or not finite, or all are 0.
+        ConfigError: an element is larger than a part.
     """
     total = sum(spec.numel for spec in schema.tensors)
     reducers = [index for index, share in enumerate(shares) if share > 0]
@@ -97,7 +97,11 @@ def partition(schema: Schema, shares: Sequence[float]) -> list[list[Part]]:
     result: list[list[Part]] = [[] for _ in shares]
     first = offset = 0
     for number, spec in enumerate(schema.tensors):
-        length = _part_length(schema, spec)
+        length = schema.part_size_bytes // _per_element(spec)
+        if length < 1:
+            raise ConfigError(
+                f"an element of {spec} exceeds a part of {schema.part_size_bytes} bytes; make parts larger"
+            )
         for start in range(0, spec.numel, length):
             stop = min(start + length, spec.numel)
             begin, end = offset + start, offset + stop
@@ -116,33 +120,33 @@ def partition(schema: Schema, shares: Sequence[float]) -> list[list[Part]]:
 
 
 def packed_sizes(schema: Schema, parts: Sequence[Part]) -> list[int]:
-    """Bytes of each part's values on the wire, in round numbers."""
+    """Bytes of each part's values on the wire, without per-block overhead of the compression."""
     per_element = [_per_element(spec) for spec in schema.tensors]
     return [part.numel * per_element[part.tensor] for part in parts]
 
 
 def packed_size(schema: Schema) -> int:
-    """Bytes of all tensors' values on the wire, in round numbers."""
+    """Bytes of all tensors' values on the wire, without per-block overhead of the compression."""
     return sum(spec.numel * _per_element(spec) for spec in schema.tensors)
 
 
 def _bandwidths(members: Sequence[Member]) -> list[float]:
-    """The bandwidths of the reducing members, unknown ones filled in, scaled to below 1; all 0 if nobody told one.
+    """The bandwidths of the reducing members, unknown ones filled in, scaled to below 1; all 0 if none is announced.
 
-    Scaling by powers of two changes no digit of the shares, and no sum can overflow.
+    Scaling by a power of two prevents overflow of the sums and leaves the digits of the shares unchanged.
     """
-    told = [member.bandwidth for member in members if member.bandwidth is not None]
-    median = 2 * statistics.median(bandwidth / 2 for bandwidth in told) if told else 0.0
-    known = [median if member.bandwidth is None else member.bandwidth for member in members if member.reduces]
-    _, exponent = math.frexp(max(known))
-    return [math.ldexp(bandwidth, -exponent) for bandwidth in known]
+    announced = [member.bandwidth for member in members if member.bandwidth is not None]
+    median = 2 * statistics.median(bandwidth / 2 for bandwidth in announced) if announced else 0.0
+    filled = [median if member.bandwidth is None else member.bandwidth for member in members if member.reduces]
+    _, exponent = math.frexp(max(filled))
+    return [math.ldexp(bandwidth, -exponent) for bandwidth in filled]
 
 
-def _slowest(bandwidths: Sequence[float], others: int) -> float:
+def _balanced_time(bandwidths: Sequence[float], others: int) -> float:
     """The time T at which the shares max(0, (T·b - 1) / others) sum to 1; at least one bandwidth is above 0.
 
-    If the k fastest have a share, T = (others + k) / (sum of their b), and the next one has none if T·b ≤ 1
-    (water-filling, as in Boyd and Vandenberghe, Convex Optimization, 2004, 5.5.3).
+    If the k fastest members have a share, T = (others + k) / (sum of their b). The next one has no share if T·b ≤ 1.
+    This is water-filling (Boyd and Vandenberghe, Convex Optimization, 2004, 5.5.3).
     """
     time = math.inf
     total = 0.0
@@ -155,7 +159,7 @@ def _slowest(bandwidths: Sequence[float], others: int) -> float:
 
 
 def _ends(shares: Sequence[float], total: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Where each member's interval of the `total` elements ends."""
+    """The end of each member's interval of the `total` elements."""
     proportions = np.asarray(shares, dtype=np.float64)
     whole = np.sum(proportions)
     if not (np.all(proportions >= 0) and 0 < whole < math.inf):
@@ -165,14 +169,6 @@ def _ends(shares: Sequence[float], total: int) -> np.ndarray[tuple[int], np.dtyp
     return ends
 
 
-def _part_length(schema: Schema, spec: TensorSpec) -> int:
-    """Elements of a part of this tensor."""
-    length = schema.part_size_bytes // _per_element(spec)
-    if length < 1:
-        raise ConfigError(f"no element of {spec} fits into a part of {schema.part_size_bytes} bytes; make parts larger")
-    return length
-
-
 def _per_element(spec: TensorSpec) -> int:
-    """Bytes on the wire."""
+    """Bytes per element on the wire."""
     return bytes_per_element(spec.compression, spec.torch_dtype)

@@ -1,4 +1,4 @@
-"""How long a reducer may be silent. It may itself be waiting for a sender, so it is asked before it is given up."""
+"""How long a sender waits for a reducer, which may wait for another sender and is pinged before it is dropped."""
 
 from __future__ import annotations
 
@@ -12,108 +12,107 @@ from averaging.transport.base import Transport, is_alive
 
 
 class ReducerLiveness:
-    """Keeps the deadline of one reducer's replies; a context manager around the reading of them.
+    """Enforces the deadline of one reducer's replies; a context manager around the reading of them.
 
-    Near a learned deadline the reducer is asked whether it lives; while it answers, it is waited for up to two
-    stall_timeouts, since it waits up to one for somebody else. While nobody is known yet, it is asked after a third
-    of stall_timeout and has two thirds to answer: on a narrow link the question waits behind a part.
+    The reducer is pinged shortly before its learned deadline. While it answers, the sender waits for up to twice
+    `stall_timeout` without progress, because the reducer may wait for another sender. If nothing is learned yet, the
+    reducer is pinged after a third of `stall_timeout` and has the rest to answer: the ping may queue behind a part.
 
     Args:
         name: the reducer.
         transport: this member's.
-        watch: the round's.
-        limit: expires when it is to be given up.
+        monitor: the round's.
+        limit: expires when the reducer is given up.
 
     Attributes:
-        deed: what it did when it was given up.
-        seconds: for which there had been no progress then.
-        deadline: of that, in seconds, and its basis.
+        symptom: what was missing when the reducer was given up.
+        seconds: how long there had been no progress then.
+        deadline: seconds of the deadline that passed, and its basis.
     """
 
-    def __init__(self, name: str, transport: Transport, watch: WaitMonitor, limit: asyncio.Timeout) -> None:
-        self._name, self._transport, self._watch, self._limit = name, transport, watch, limit
-        self._passed: asyncio.Queue[tuple[int, float]] = asyncio.Queue()  # at which step, and seconds waited
-        self._steps = 0
-        self.deed, self.seconds, self.deadline = "no reply", 0.0, (0.0, "")
+    def __init__(self, name: str, transport: Transport, monitor: WaitMonitor, limit: asyncio.Timeout) -> None:
+        self._name, self._transport, self._monitor, self._limit = name, transport, monitor, limit
+        # Waits that passed their deadline: progress count at the time, and seconds waited.
+        self._overdue: asyncio.Queue[tuple[int, float]] = asyncio.Queue()
+        self._progressed = 0
+        self.symptom, self.seconds, self.deadline = "no reply", 0.0, (0.0, "")
 
     async def __aenter__(self) -> Self:
-        deadlines = self._watch.deadlines
-        self._learned, self._answer = self._watch.deadline(self._name, Phase.REPLY), deadlines.shortest
+        deadlines = self._monitor.deadlines
+        self._learned, self._ping_deadline = self._monitor.deadline(self._name, Phase.REPLY), deadlines.shortest
         if self._learned.seconds >= deadlines.upper:
-            self._answer = Deadline(max(deadlines.lower, 2 / 3 * deadlines.upper), "2/3 × stall_timeout")
-        # The answer is to be there by the deadline.
-        early = max(deadlines.lower, self._learned.seconds - self._answer.seconds)
-        self._until_asked = Deadline(early, self._learned.basis)
+            self._ping_deadline = Deadline(max(deadlines.lower, 2 / 3 * deadlines.upper), "2/3 × stall_timeout")
+        # Early enough that the answer to the ping is due at the learned deadline.
+        early = max(deadlines.lower, self._learned.seconds - self._ping_deadline.seconds)
+        self._until_ping = Deadline(early, self._learned.basis)
         self.progress()
-        self._guarding = asyncio.create_task(self._guard())
+        self._watching = asyncio.create_task(self._watch())
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._watch.forget(self._name, Phase.REPLY, Phase.ANSWER)
-        self._guarding.cancel()
-        await asyncio.gather(self._guarding, return_exceptions=True)
+        self._monitor.forget(self._name, Phase.REPLY, Phase.ANSWER)
+        self._watching.cancel()
+        await asyncio.gather(self._watching, return_exceptions=True)
 
     def progress(self) -> None:
-        """The reducer took a part, or answered one."""
-        if self._steps:
-            self._watch.end(self._name, Phase.REPLY)
-        self._steps += 1
+        """Records that the reducer took a part or answered one, and starts the next wait."""
+        if self._progressed:
+            self._monitor.end(self._name, Phase.REPLY)
+        self._progressed += 1
         self.seconds = 0.0
-        self._wait(self._until_asked)
+        self._wait(self._until_ping)
 
     def answered_all(self) -> None:
-        """Only the end of its stream is still to come. One that never ends it holds nobody up for longer than this."""
-        self._watch.begin(self._name, Phase.REPLY, lambda *_: self._expire(), self._watch.deadlines.shortest)
-
-    def _expire(self) -> None:
-        self._limit.reschedule(asyncio.get_running_loop().time())
+        """Waits only for the end of the stream from now on, and no longer than the shortest deadline."""
+        self._monitor.begin(self._name, Phase.REPLY, lambda *_: _expire(self._limit), self._monitor.deadlines.shortest)
 
     def _wait(self, deadline: Deadline) -> None:
-        """Waits, or waits on: what is learned is the whole time without progress, however often it is asked."""
-        self._watch.begin(self._name, Phase.REPLY, self._overdue, deadline, waited=self.seconds)
+        """Starts or continues a wait. What is learned from it is the whole time without progress, pings included."""
 
-    def _overdue(self, waited: float, _: Deadline) -> None:
-        self._passed.put_nowait((self._steps, waited))
+        def overdue(waited: float, _: Deadline) -> None:
+            self._overdue.put_nowait((self._progressed, waited))
 
-    async def _guard(self) -> None:
+        self._monitor.begin(self._name, Phase.REPLY, overdue, deadline, waited=self.seconds)
+
+    async def _watch(self) -> None:
         now = asyncio.get_running_loop().time
-        longest = Deadline(2 * self._watch.deadlines.upper, "2 × stall_timeout")
+        longest = Deadline(2 * self._monitor.deadlines.upper, "2 × stall_timeout")
         while True:
-            steps, waited = await self._passed.get()
-            if steps != self._steps:
+            progressed, waited = await self._overdue.get()
+            if progressed != self._progressed:
                 continue
             self.seconds = waited
             if waited >= longest.seconds:
                 self.deadline = longest.seconds, longest.basis
                 break
             self._wait(longest)
-            asked = now()
-            lives = await self._lives()
-            if steps != self._steps:
+            pinged = now()
+            alive = await self._is_alive()
+            if progressed != self._progressed:
                 continue
-            self.seconds += now() - asked
-            if not lives:
-                self.deed = "no reply, nor an answer when asked whether it lives,"
+            self.seconds += now() - pinged
+            if not alive:
+                self.symptom = "no reply and no answer to a ping"
                 self.deadline = self._learned.seconds, self._learned.basis
                 break
-            again = min(self.seconds + self._until_asked.seconds, longest.seconds)
+            again = min(self.seconds + self._until_ping.seconds, longest.seconds)
             self._wait(Deadline(again, longest.basis))
-        self._watch.missed(self._name, Phase.REPLY)
-        self._expire()
+        self._monitor.record_miss(self._name, Phase.REPLY)
+        _expire(self._limit)
 
-    async def _lives(self) -> bool:
-        """Whether it answers anything in time."""
+    async def _is_alive(self) -> bool:
+        """Whether the reducer answers a ping in time."""
         try:
             async with asyncio.timeout(None) as limit:
-
-                def overdue(waited: float, deadline: Deadline) -> None:
-                    limit.reschedule(asyncio.get_running_loop().time())
-
-                self._watch.begin(self._name, Phase.ANSWER, overdue, self._answer)
+                self._monitor.begin(self._name, Phase.ANSWER, lambda *_: _expire(limit), self._ping_deadline)
                 return await is_alive(self._transport, self._name)
         except TimeoutError:
             return False
         finally:
-            self._watch.forget(self._name, Phase.ANSWER)
+            self._monitor.forget(self._name, Phase.ANSWER)
+
+
+def _expire(limit: asyncio.Timeout) -> None:
+    limit.reschedule(asyncio.get_running_loop().time())

@@ -1,10 +1,10 @@
-"""Averages of a part that a minority of false contributions cannot carry away.
+"""Robust averages of a part, on which a minority of false contributions has a bounded effect.
 
-Unlike a sum these need all contributions to a part at once, so each is kept until its part is complete. Senders run
-ahead by a bounded number of parts, which bounds what is kept.
+Unlike a sum, a robust average needs all contributions to a part at once, so they are kept until the part is complete.
+The send window bounds how many parts are kept.
 
-A weight is a member's own claim. So the ranks of `median` and `trimmed` count members, and where weights count, none is
-taken for more than the median of the contributors' weights. A member of weight 0 has no say.
+A weight is a member's own claim. Therefore the ranks of `median` and `trimmed` count members, and weights are capped
+at the median of the contributors' weights. A member of weight 0 has no influence.
 
 Pure.
 """
@@ -19,25 +19,27 @@ import torch
 from averaging.allreduce.shard_reducer import ShardReducer
 from averaging.protocol.aggregation import Aggregation, Kind
 
-_COLUMNS = 1 << 16  # coordinates that are sorted at a time, which bounds the memory for it
+_COLUMNS = 1 << 16  # coordinates sorted at a time, to bound the memory
 
-_FEW = 32  # members
+_MAX_NETWORK = 32  # members up to which rows are sorted by a sorting network
 
-_LEAST = 2.0**-64  # of the median weight; less would be 0 in float32, and who is left after trimming has a say
+_MIN_WEIGHT = (
+    2.0**-64
+)  # relative to the median; smaller weights would be 0 in float32, and could sum to 0 after trimming
 
 _CLIP_STEPS = 30
 _CLIP_PRECISION = 1e-5  # of tau
 
 
 def reducer_for(aggregation: Aggregation, sizes: list[int], weights: Mapping[str, float]) -> ShardReducer:
-    """The reducer of a shard under a rule; see `ShardReducer` for the arguments."""
+    """The reducer of a shard for an aggregation rule; see `ShardReducer` for the other arguments."""
     if aggregation.kind is Kind.MEAN:
         return ShardReducer(sizes, weights)
     return RobustReducer(aggregation, sizes, weights)
 
 
 class RobustReducer(ShardReducer):
-    """Keeps the contributions to each part, and aggregates them when it is complete."""
+    """Keeps the contributions to each part and aggregates them when the part is complete."""
 
     def __init__(self, aggregation: Aggregation, sizes: list[int], weights: Mapping[str, float]) -> None:
         super().__init__(sizes, weights)
@@ -55,7 +57,7 @@ class RobustReducer(ShardReducer):
 
     def _add(self, number: int, values: torch.Tensor, weight: float) -> None:
         if weight == 0:
-            return  # not even its NaN counts
+            return  # 0 times NaN would be NaN
         values = values if values.dtype == torch.float64 else values.to(torch.float32)
         self._kept.setdefault(number, []).append((weight, values))
 
@@ -64,8 +66,8 @@ def aggregate(aggregation: Aggregation, values: Sequence[torch.Tensor], weights:
     """One robust aggregate of a part.
 
     Args:
-        aggregation: any but the mean.
-        values: of at least one member; 1-D, of one size, float32 or float64 each.
+        aggregation: any rule but the mean.
+        values: one tensor per contributing member, at least one: 1-D, of one size, float32 or float64.
         weights: of those members, above 0.
 
     Returns:
@@ -80,21 +82,21 @@ def aggregate(aggregation: Aggregation, values: Sequence[torch.Tensor], weights:
 
 
 def cap_weights(weights: Sequence[float]) -> list[float]:
-    """Weights as they count: relative to their (lower) median, none above it, and none so small that it vanishes.
+    """The weights relative to their (lower) median, capped at it, and at least `_MIN_WEIGHT`.
 
-    As long as the false ones are a minority, that median is not above the largest honest weight.
+    While false weights are a minority, the median is at most the largest honest weight.
     """
     median = sorted(weights)[(len(weights) - 1) // 2]
-    return [max(_LEAST, min(weight, median) / median) for weight in weights]
+    return [max(_MIN_WEIGHT, min(weight, median) / median) for weight in weights]
 
 
 def centered_clip(values: Sequence[torch.Tensor], weights: Sequence[float], tau: float) -> torch.Tensor:
     """The point v at which the pulls `w_i * (x_i - v) * min(1, tau / |x_i - v|)` cancel out.
 
-    That is the fixed point of CenteredClip, whose steps from the median on are lengthened here to those of a weighted
-    mean with the weights `w_i * min(1, tau / |x_i - v|)`, so that a few are enough. With b of n members far away and
-    the others at one point it is b * tau / (n - b) off that point, however far they are. Norms are over the part. A
-    contribution whose distance is not finite does not pull.
+    This is the fixed point of CenteredClip. The iteration starts at the median. Its steps are those of a weighted mean
+    with the weights `w_i * min(1, tau / |x_i - v|)`, which are longer than the published ones and converge sooner. If b
+    of n members are far away and the others at one point, the result is b * tau / (n - b) off that point, whatever the
+    distance. Norms are taken over the part. A contribution at a distance that is not finite is ignored.
 
     Source:
         Karimireddy, He, Jaggi: Learning from history for Byzantine robust optimization, arXiv:2012.10333.
@@ -113,7 +115,7 @@ def centered_clip(values: Sequence[torch.Tensor], weights: Sequence[float], tau:
                 step.add_(pull, alpha=share)
                 total += share
         if not center.new_tensor(total):
-            break  # nobody pulls, as far as the dtype can tell
+            break  # all weights are 0 in this dtype
         settled = float(torch.linalg.vector_norm(step)) <= _CLIP_PRECISION * tau * total
         center.add_(step.div_(total))  # 1 / total can be more than float32 holds
         if settled:
@@ -124,15 +126,15 @@ def centered_clip(values: Sequence[torch.Tensor], weights: Sequence[float], tau:
 def _trimmed(columns: torch.Tensor, weights: Sequence[float], trim: int) -> torch.Tensor:
     """The weighted mean of each column (members in dim 0) without its `trim` smallest and largest values.
 
-    At least one value of an odd number of members is left, two of an even number: then it is the median. NaN counts as
-    an infinite value.
+    At least one value is left for an odd number of members, at least two for an even number; that is the median. NaN
+    counts as +infinity.
     """
     count = len(columns)
     trim = min(trim, (count - 1) // 2)
     columns = columns.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
     if len(set(weights)) == 1:
         kept = _ordered(columns)[trim : count - trim]
-        # Divided before they are added: the sum of two large numbers may be infinite, their mean is not.
+        # Divide before the sum, which could overflow.
         return (kept / len(kept)).sum(dim=0)
     ordered, ranks = torch.sort(columns, dim=0, stable=True)
     shares = torch.tensor(weights, dtype=columns.dtype, device="cpu")[ranks[trim : count - trim]]
@@ -140,24 +142,21 @@ def _trimmed(columns: torch.Tensor, weights: Sequence[float], trim: int) -> torc
 
 
 def _ordered(columns: torch.Tensor) -> torch.Tensor:
-    """Each column in order. For few members comparing whole rows is many times faster than a sort of every column."""
-    if len(columns) > _FEW:
+    """Each column sorted. For few members, comparing whole rows is many times faster than `torch.sort`."""
+    if len(columns) > _MAX_NETWORK:
         return torch.sort(columns, dim=0).values
     rows = list(columns)
-    for turn in range(len(rows)):  # odd-even transposition
-        for low in range(turn % 2, len(rows) - 1, 2):
+    for stage in range(len(rows)):  # odd-even transposition
+        for low in range(stage % 2, len(rows) - 1, 2):
             rows[low], rows[low + 1] = torch.minimum(rows[low], rows[low + 1]), torch.maximum(rows[low], rows[low + 1])
     return torch.stack(rows)
 
 
 def _by_columns(values: Sequence[torch.Tensor], rule: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Applies a rule for coordinates to a bounded number of them at a time."""
-    result = torch.empty_like(values[0], dtype=_widest(values))
+    """Applies a coordinate-wise rule to a bounded number of coordinates at a time."""
+    is_wide = any(one.dtype == torch.float64 for one in values)
+    result = torch.empty_like(values[0], dtype=torch.float64 if is_wide else torch.float32)
     for start in range(0, len(result), _COLUMNS):
         end = start + _COLUMNS
         result[start:end] = rule(torch.stack([one[start:end].to(result.dtype) for one in values]))
     return result
-
-
-def _widest(values: Sequence[torch.Tensor]) -> torch.dtype:
-    return torch.float64 if any(one.dtype == torch.float64 for one in values) else torch.float32

@@ -1,7 +1,7 @@
-"""One round of a group as a whole: both sides at once, within its deadline, and a farewell if it is given up.
+"""One all-reduce of a group: the sender's and the reducer's side at once, with a deadline for the whole.
 
-Members that die, go silent or break the protocol are dropped and named, and the round goes on without them. Nothing is
-written to the tensors here: the result is handed over.
+Members that die, go silent or break the protocol are dropped, and the round goes on without them. The result is
+returned; this module writes nothing to the tensors.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 
 from averaging.allreduce.partition import Part, busiest_link, packed_size, packed_sizes, partition, shares
 from averaging.allreduce.reducer_side import ReducerSide
-from averaging.allreduce.round_account import Adopting, RoundAccount, RoundResult
-from averaging.allreduce.send_window import bytes_ahead, reach
+from averaging.allreduce.round_account import AdoptPart, RoundAccount, RoundResult
+from averaging.allreduce.send_window import send_limits, window_bytes
 from averaging.allreduce.sender_side import SenderSide
 from averaging.allreduce.wait_monitor import WaitMonitor
 from averaging.config import NonFinite
@@ -31,21 +31,20 @@ from averaging.transport.base import Transport
 
 Prepare: TypeAlias = "Callable[[], Awaitable[Sequence[torch.Tensor]]]"
 
-FAREWELL_SECONDS = 1.0
-"""How long a member that gives up tries to tell the others."""
+LEAVE_NOTICE_SECONDS = 1.0
+"""Limit for the announcement of a member that leaves the round."""
 
 
 class AllReduce:
-    """One round of `group` at the member `endpoint`.
+    """One all-reduce of `group` at the member `endpoint`.
 
     Args:
-        deadlines: after so long without progress a member is given up; learned further here.
-        adopt: see `RoundAccount`; it may write a part's average over that part of the tensors, which is not read
-            afterwards.
+        deadlines: limits for members without progress; updated by the round.
+        adopt: see `RoundAccount`. It may overwrite a part of the tensors with its average; that part is not read again.
         proven: see `ReducerSide`.
 
     Raises:
-        RoundError: the weights sum to zero, or nobody can reduce.
+        RoundError: the weights sum to zero, or no member can reduce.
     """
 
     def __init__(
@@ -57,74 +56,81 @@ class AllReduce:
         *,
         deadlines: Deadlines,
         non_finite: NonFinite = NonFinite.REFUSE,
-        adopt: Adopting | None = None,
+        adopt: AdoptPart | None = None,
         proven: Callable[[str], bool] = lambda _: False,
     ) -> None:
         if group.total_weight <= 0:
-            raise RoundError(f"the weights of all {len(group.members)} members sum to zero; give somebody a weight")
+            raise RoundError(f"the weights of all {len(group.members)} members sum to zero; give one a weight above 0")
         self.group = group
         me = group.members[group.index(endpoint)]
         reduced = shares(group.members)
         parts_of = dict(zip(group.endpoints, partition(schema, reduced), strict=True))
-        # This is always allowed, so that users need not guess how long large tensors take.
-        self._at_slow_links = busiest_link(reduced, packed_size(schema)) / SLOW_LINK
+        # Added to `round_timeout`, so that users need not raise it for large tensors.
+        self._transfer_seconds = busiest_link(reduced, packed_size(schema)) / SLOW_LINK
         own = parts_of[endpoint]
         self._reducers = {name: parts for name, parts in parts_of.items() if me.sends and parts and name != endpoint}
-        ahead = bytes_ahead(schema.part_size_bytes, sum(map(bool, parts_of.values())) - 1)
-        own_reach = reach(packed_sizes(schema, own), ahead)
-        alike = schema.reply is ReplyForm.AVERAGE
+        window = window_bytes(schema.part_size_bytes, sum(map(bool, parts_of.values())) - 1)
+        limits = send_limits(packed_sizes(schema, own), window)
+        identical = schema.reply is ReplyForm.AVERAGE
         self._schema = schema
-        # Where it may turn out that members were announced different groups, nothing is adopted before the end.
+        # If the leader could have announced different groups, nothing is adopted before the end.
         early = adopt if group.committed else None
-        self._tally = RoundAccount(group, endpoint, parts_of, reach=own_reach, alike=alike, adopt=early)
+        self._account = RoundAccount(group, endpoint, parts_of, send_limits=limits, identical=identical, adopt=early)
         senders = [member for member in group.members if own and member.sends and member is not me]
-        self._watch = WaitMonitor(deadlines, size_class(packed_size(schema), len(group.members)), len(senders))
+        self._monitor = WaitMonitor(deadlines, size_class(packed_size(schema), len(group.members)), len(senders))
         self._sending = SenderSide(
-            endpoint, group, schema, transport, self._tally, watch=self._watch, ahead=ahead, non_finite=non_finite
+            endpoint,
+            group,
+            schema,
+            transport,
+            self._account,
+            monitor=self._monitor,
+            window=window,
+            non_finite=non_finite,
         )
         self._reducing = ReducerSide(
             me,
             senders,
             own,
             schema,
-            self._tally,
-            watch=self._watch,
-            reach=own_reach,
+            self._account,
+            monitor=self._monitor,
+            send_limits=limits,
             non_finite=non_finite,
             proven=proven,
         )
 
     async def run(self, prepare: Prepare, timeout: float) -> RoundResult:
-        """Runs the round until every part is in or given up. Cancelling it tells the others that this member leaves.
+        """Runs the round until every part is averaged or given up. A cancellation is announced to the others.
 
         Args:
-            prepare: makes what this member contributes: flat CPU tensors, one per tensor of the schema; read until the
-                end of the round, never written here. The others' parts are taken in meanwhile.
-            timeout: seconds after which it ends at the latest, besides those that it takes on slow links and those in
-                which this member itself stood still.
+            prepare: returns this member's contribution: flat CPU tensors, one per tensor of the schema. They are read
+                until the end of the round and never written. Parts of other members are accepted while it runs.
+            timeout: seconds for the whole round, plus the transfer time of its bytes at 10 Mbit/s. Seconds in which
+                this process was stopped or busy do not count.
 
         Raises:
-            LyingLeaderError: the leader has announced another group to another member.
+            LyingLeaderError: the leader announced another group to another member.
         """
-        self._tally.begin()
-        seconds = timeout + self._at_slow_links
+        self._account.begin()
+        seconds = timeout + self._transfer_seconds
         try:
-            async with FairTimeout(Deadline(seconds, "the round's"), seconds), self._watch.running():
+            async with FairTimeout(Deadline(seconds, "the round's"), seconds), self._monitor.running():
                 self._reducing.begin()
                 tensors = await prepare()
-                self._tally.ready()
+                self._account.ready()
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(self._reducing.run(tensors))
                     for name, parts in self._reducers.items():
                         tasks.create_task(self._exchange(name, parts, tensors))
         except TimeoutError:
-            told = f"round_timeout + {self._at_slow_links:.1f} s for its bytes at 10 Mbit/s"
-            whole = f"the round's deadline of {seconds:.1f} s = {told} passed before"
-            self._reducing.drop_unfinished(f"{whole} it was done")
+            basis = f"round_timeout + {self._transfer_seconds:.1f} s for its bytes at 10 Mbit/s"
+            expired = f"the round's deadline of {seconds:.1f} s = {basis} passed before"
+            self._reducing.drop_unfinished(f"{expired} it was done")
             for name, parts in self._reducers.items():
-                if any(part not in self._tally.arrived for part in parts):
-                    reason = f"{whole} its last average came"
-                    self._tally.lose(Dropped(name, reason, DropCode.ROUND_DEADLINE))
+                if any(part not in self._account.arrived for part in parts):
+                    reason = f"{expired} its last average came"
+                    self._account.drop(Dropped(name, reason, DropCode.ROUND_DEADLINE))
         except BaseExceptionGroup as group:
             lies, others = group.split(LyingLeaderError)
             if lies is None or others is not None:
@@ -139,35 +145,34 @@ class AllReduce:
         return self.result()
 
     async def leave(self) -> None:
-        """Takes no part in the round, instead of `run`, and tells the others so that they do not wait."""
+        """Called instead of `run`: announces to the others that this member leaves, so that they do not wait for it."""
         await self._end(asyncio.CancelledError())
 
     async def _end(self, error: BaseException) -> None:
-        """Gives the round up, and tells the others."""
+        """Gives up the round and announces that to the others."""
         leaves = isinstance(error, asyncio.CancelledError | LyingLeaderError)
         code = MessageCode.CANCELLED if leaves else MessageCode.INTERNAL_ERROR
         self._reducing.close(code)
-        await self._sending.say_farewell(list(self._reducers), code, FAREWELL_SECONDS)
+        await self._sending.announce_leave(list(self._reducers), code, LEAVE_NOTICE_SECONDS)
 
     async def _exchange(self, name: str, parts: Sequence[Part], tensors: Sequence[torch.Tensor]) -> None:
-        lost = await self._sending.send_to(name, parts, tensors)
-        if lost is None:
-            self._reducing.hasten(name, sum(packed_sizes(self._schema, parts)))
+        dropped = await self._sending.send_to(name, parts, tensors)
+        if dropped is None:
+            self._reducing.reducer_finished(name, sum(packed_sizes(self._schema, parts)))
         else:
-            self._reducing.doubt(lost)
+            self._reducing.suspect(dropped)
 
     def result(self) -> RoundResult:
-        """What has come of the round so far."""
-        return self._tally.result()
+        """The result so far."""
+        return self._account.result()
 
     def aggregate_part(
         self, first: AveragingData, messages: AsyncIterator[AveragingData]
     ) -> AsyncGenerator[AveragingData, None]:
-        """Serves one sender's stream, of which `first` has been read already."""
+        """Serves one sender's stream, whose message `first` has been read already."""
         return self._reducing.serve(first, messages)
 
 
 def _first(errors: BaseExceptionGroup[LyingLeaderError]) -> LyingLeaderError:
-    """Of errors that all say the same."""
     error = errors.exceptions[0]
     return _first(error) if isinstance(error, BaseExceptionGroup) else error

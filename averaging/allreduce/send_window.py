@@ -1,7 +1,7 @@
-"""How far a member runs ahead of the averages of its parts.
+"""The send window: how many parts a member sends before their averages arrive.
 
-The transport's back-pressure alone would let it fill every buffer between itself and a reducer that waits for somebody
-else, and its faster streams take the link from its slower ones, for which all wait in the end.
+With the transport's flow control alone, a member would fill every buffer on the path to a reducer that waits for
+another sender. Its faster streams would also take bandwidth from its slower ones, which determine the round's duration.
 """
 
 from __future__ import annotations
@@ -11,74 +11,69 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
-AHEAD_BYTES = 8 << 20
-"""Bytes of parts that one member may have sent before their averages come, to all reducers together: a link of
-1 Gbit/s and 50 ms holds 6 MiB."""
+WINDOW_BYTES = 8 << 20
+"""Window of one member over all its reducers; a link of 1 Gbit/s and 50 ms holds 6 MiB."""
 
-LEAST_PARTS = 3
-"""Whole parts that each reducer gets in any case: one on its way there, one that is averaged, and one whose average is
-on its way back."""
+MIN_PARTS = 3
+"""Minimum window per reducer, in parts: one in transit, one that is averaged, and one whose average is in transit."""
 
-PATIENCE_SECONDS = 1.0
-"""A part that was held back for so long is sent all the same, even if others were answered meanwhile, and so are all
-after it: a reducer may answer only when it has all parts, or give up a sender that delivers nothing."""
+MAX_HOLD_SECONDS = 1.0
+"""After a part has waited for this long, the window is abandoned: the reducer's software may answer only when it has
+all parts, or drop a sender that delivers nothing."""
 
 
-def bytes_ahead(part_bytes: int, reducers: int) -> int:
-    """How many bytes of parts without an average may be between a member and one reducer; both compute the same.
+def window_bytes(part_bytes: int, reducers: int) -> int:
+    """The window in bytes between a member and one reducer; both compute the same.
 
     Args:
         part_bytes: the largest size of a part on the wire.
-        reducers: of the group, but for one: a member that reduces sends to no more. One that does not, a client for
-            example, sends to one more, and has up to twice `AHEAD_BYTES` under way.
+        reducers: number of reducers in the group minus one, which is to how many a reducing member sends. A client
+            sends to one more and has up to twice `WINDOW_BYTES` in transit.
     """
-    return max(LEAST_PARTS * part_bytes, AHEAD_BYTES // max(1, reducers))
+    return max(MIN_PARTS * part_bytes, WINDOW_BYTES // max(1, reducers))
 
 
-def reach(sizes: Sequence[int], nbytes: int) -> list[int]:
-    """For each number of parts that are answered, how many may be sent.
+def send_limits(sizes: Sequence[int], nbytes: int) -> list[int]:
+    """For each number of answered parts, from 0 to all, how many parts may be sent.
 
     Args:
-        sizes: of a shard's parts on the wire, in order; none above `nbytes`.
-        nbytes: how many bytes may await their averages, see `bytes_ahead`.
-
-    Returns:
-        One more than there are parts; the last is the number of parts.
+        sizes: sizes of a shard's parts on the wire, in order; none above `nbytes`.
+        nbytes: the window, see `window_bytes`.
     """
     ends = [0, *accumulate(sizes)]
     return [bisect_right(ends, done + nbytes) - 1 for done in ends]
 
 
 class SendWindow:
-    """Holds one stream of parts back, at its sender or where it is read.
+    """Limits one stream of parts, at its sender or at its reader.
 
     Args:
-        reach: for each number of parts that are answered, how many may go on, see the function `reach`.
-        patience: seconds for which one part is held back at most, and then no other any longer; None for ever.
+        send_limits: see the function `send_limits`.
+        max_hold: seconds that one part waits at most; then the window is no longer enforced. None: no limit.
     """
 
-    def __init__(self, reach: Sequence[int], patience: float | None = None) -> None:
-        self._reach, self._patience = reach, patience
+    def __init__(self, send_limits: Sequence[int], max_hold: float | None = None) -> None:
+        self._send_limits, self._max_hold = send_limits, max_hold
         self._answered = 0
         self._moved = asyncio.Event()
-        self._kept = True
+        self._enforced = True
 
     async def wait(self, number: int) -> None:
-        """Returns when the part with that number may go on."""
+        """Returns when part `number` may be sent or read."""
         if not self._holds(number):
             return
         try:
-            async with asyncio.timeout(self._patience):
+            async with asyncio.timeout(self._max_hold):
                 while self._holds(number):
                     self._moved.clear()
                     await self._moved.wait()
         except TimeoutError:
-            self._kept = False
+            self._enforced = False
 
     def _holds(self, number: int) -> bool:
-        return self._kept and number >= self._reach[self._answered]
+        return self._enforced and number >= self._send_limits[self._answered]
 
     def answered(self) -> None:
-        """One more part has its average."""
+        """Records that one more part has its average."""
         self._answered += 1
         self._moved.set()

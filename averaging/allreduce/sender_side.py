@@ -1,4 +1,4 @@
-"""The sender's side of a round: this member's parts to their reducer, and their averages back."""
+"""The sender's side of a round: it sends this member's parts to their reducers and receives the averages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from averaging.allreduce.drop_codes import ANSWERS, code_of
 from averaging.allreduce.partition import Part, packed_sizes
 from averaging.allreduce.reducer_liveness import ReducerLiveness
 from averaging.allreduce.round_account import RoundAccount
-from averaging.allreduce.send_window import PATIENCE_SECONDS, SendWindow, reach
+from averaging.allreduce.send_window import MAX_HOLD_SECONDS, SendWindow, send_limits
 from averaging.allreduce.wait_monitor import WaitMonitor
 from averaging.common.shared_tensors import finite_as
 from averaging.compression import decode_as, encode
@@ -33,9 +33,9 @@ class SenderSide:
     """One member's streams to the reducers of its group.
 
     Args:
-        tally: where averages, bytes and losses are noted.
-        watch: keeps the deadlines.
-        ahead: see `pace.bytes_ahead`.
+        account: records averages, bytes and dropped members.
+        monitor: enforces the deadlines.
+        window: bytes, see `send_window.window_bytes`.
     """
 
     def __init__(
@@ -44,33 +44,33 @@ class SenderSide:
         group: Group,
         schema: Schema,
         transport: Transport,
-        tally: RoundAccount,
+        account: RoundAccount,
         *,
-        watch: WaitMonitor,
-        ahead: int,
+        monitor: WaitMonitor,
+        window: int,
         non_finite: NonFinite,
     ) -> None:
         self._endpoint, self._group = endpoint, group
         self._schema = schema
         self._transport = transport
-        self._tally = tally
-        self._watch = watch
-        self._ahead = ahead
+        self._account = account
+        self._monitor = monitor
+        self._window = window
         self._non_finite = non_finite
 
     async def send_to(self, name: str, parts: Sequence[Part], tensors: Sequence[torch.Tensor]) -> Dropped | None:
-        """Sends `name` its parts and collects their averages, until all are in or it is lost.
+        """Sends a reducer its parts and collects their averages, until all have arrived or it is dropped.
 
         Args:
-            name: a reducer.
+            name: the reducer.
             parts: its shard, in order.
-            tensors: what they are parts of: flat, on the CPU, one per tensor of the schema; read, never written.
+            tensors: this member's: flat, on the CPU, one per tensor of the schema; read, never written.
 
         Returns:
-            Why it was lost, if it was.
+            The reason if the reducer was dropped, else None.
         """
         received = 0
-        pace = SendWindow(reach(packed_sizes(self._schema, parts), self._ahead), PATIENCE_SECONDS)
+        window = SendWindow(send_limits(packed_sizes(self._schema, parts), self._window), MAX_HOLD_SECONDS)
         answer = MessageCode.AVERAGED_PART
 
         def done() -> str:
@@ -79,59 +79,59 @@ class SenderSide:
         try:
             async with (
                 asyncio.timeout(None) as limit,
-                ReducerLiveness(name, self._transport, self._watch, limit) as silence,
+                ReducerLiveness(name, self._transport, self._monitor, limit) as liveness,
             ):
-                outgoing = self._messages(name, parts, tensors, pace, silence.progress)
+                outgoing = self._messages(name, parts, tensors, window, liveness.progress)
                 async with aclosing(self._transport.aggregate_part(name, outgoing)) as replies:
-                    # Read on after the last reply, to the end of the stream: closing it early would look like a loss.
+                    # Read to the end of the stream: closing it early would look like a lost connection.
                     async for reply in replies:
                         if received == len(parts):
-                            raise ProtocolViolationError("sent more replies than it was sent parts")
+                            raise ProtocolViolationError("sent more replies than it got parts")
                         answer = reply.code
-                        self._tally.compare(name, reply.metadata)
+                        self._account.compare(name, reply.metadata)
                         self._read(name, parts[received], reply, tensors)
                         received += 1
-                        pace.answered()
-                        silence.progress()
+                        window.answered()
+                        liveness.progress()
                         if received == len(parts):
-                            silence.answered_all()
-            lost = Dropped(name, f"ended its stream after {done()}", DropCode.CONNECTION_LOST)
+                            liveness.answered_all()
+            dropped = Dropped(name, f"ended its stream after {done()}", DropCode.CONNECTION_LOST)
         except TimeoutError:
-            lost = Dropped.overdue(name, silence.deed, silence.seconds, *silence.deadline, after=done())
+            dropped = Dropped.overdue(name, liveness.symptom, liveness.seconds, *liveness.deadline, after=done())
         except TransportError as error:
-            lost = Dropped(name, f"{error.reason} after {done()}", code_of(error))
+            dropped = Dropped(name, f"{error.reason} after {done()}", code_of(error))
         except ProtocolViolationError as error:
-            lost = Dropped(name, f"{error} after {done()}", ANSWERS.get(answer, code_of(error)))
+            dropped = Dropped(name, f"{error} after {done()}", ANSWERS.get(answer, code_of(error)))
         if received == len(parts):
-            self._watch.done(name, Phase.REPLY)
+            self._monitor.done(name, Phase.REPLY)
             return None
-        self._tally.lose(lost)
-        return lost
+        self._account.drop(dropped)
+        return dropped
 
     async def _messages(
         self,
         name: str,
         parts: Sequence[Part],
         tensors: Sequence[torch.Tensor],
-        pace: SendWindow,
+        window: SendWindow,
         progress: Callable[[], None],
     ) -> AsyncGenerator[AveragingData, None]:
-        """One stream to a reducer; only its first message says who sends what."""
+        """The messages of one stream to a reducer; only the first names the group and the sender."""
         for number, part in enumerate(parts):
-            await pace.wait(number)
+            await window.wait(number)
             progress()
             values = tensors[part.tensor][part.start : part.stop]
             wire = encode(values, self._schema.tensors[part.tensor].compression)
-            self._tally.sent(name, len(wire.buffer))
+            self._account.sent(name, len(wire.buffer))
             if number == 0:
                 code, group = MessageCode.PART_FOR_AVERAGING, self._group
-                yield AveragingData(code, group.group_id, self._endpoint, wire, self._tally.metadata)
+                yield AveragingData(code, group.group_id, self._endpoint, wire, self._account.metadata)
             else:
                 yield AveragingData(tensor_part=wire)
 
     def _read(self, name: str, part: Part, reply: AveragingData, tensors: Sequence[torch.Tensor]) -> None:
         if reply.code is MessageCode.CANCELLED:
-            raise ProtocolViolationError("left the round, or gave this peer up (CANCELLED)")
+            raise ProtocolViolationError("left the round or dropped this peer (CANCELLED)")
         if reply.code is not MessageCode.AVERAGED_PART or reply.tensor_part is None:
             raise ProtocolViolationError(f"answered with {reply.code.name}")
         dtype = self._schema.tensors[part.tensor].torch_dtype
@@ -143,14 +143,14 @@ class SenderSide:
             kept = tensors[part.tensor][part.start : part.stop] + values.to(dtype) if is_delta else values
             if not finite_as(kept, dtype):
                 raise NonFiniteError("answered with NaN or infinity")
-        self._tally.received_average(name, part, values, reply.tensor_part.buffer)
+        self._account.received_average(name, part, values, reply.tensor_part.buffer)
 
-    async def say_farewell(self, names: Sequence[str], code: MessageCode, seconds: float) -> None:
-        """Tells reducers that this member leaves, so that none waits for its parts; tries for so many seconds."""
-        group_id, metadata = self._group.group_id, self._tally.metadata if self._tally.heard_another else b""
+    async def announce_leave(self, names: Sequence[str], code: MessageCode, seconds: float) -> None:
+        """Announces to reducers that this member leaves, so that none waits for its parts. Gives up after `seconds`."""
+        group_id, metadata = self._group.group_id, self._account.metadata if self._account.saw_conflict else b""
         message = AveragingData(code=code, group_id=group_id, endpoint=self._endpoint, metadata=metadata)
 
-        async def tell(name: str) -> None:
+        async def announce(name: str) -> None:
             async def once() -> AsyncGenerator[AveragingData, None]:
                 yield message
 
@@ -159,11 +159,11 @@ class SenderSide:
                     async for _ in replies:
                         break
             except AveragingError as error:
-                logger.debug("could not tell %s that this member leaves: %s", name, error)
+                logger.debug("could not announce to %s that this member leaves: %s", name, error)
 
         try:
             async with asyncio.timeout(seconds), asyncio.TaskGroup() as tasks:
                 for name in names:
-                    tasks.create_task(tell(name))
+                    tasks.create_task(announce(name))
         except TimeoutError:
-            logger.debug("not every member could be told that this one leaves")
+            logger.debug("could not announce to every member within %g s that this one leaves", seconds)

@@ -1,7 +1,7 @@
-"""A fingerprint of the averages of a shard, by which members see whether they got the same.
+"""A digest of the averages of a shard, with which members check that they received the same.
 
-It finds errors and disagreement, not forgery: a cryptographic hash, at 0.6 to 1.5 GB/s on one core, would cost a good
-part of what averaging itself does. XXH3 takes bytes as fast as memory gives them.
+It detects errors, not forgery. XXH3 runs at memory speed; a cryptographic hash, at 0.6 to 1.5 GB/s on one core, would
+slow down averaging.
 
 Pure.
 """
@@ -16,10 +16,10 @@ from averaging.protocol.messages import Buffer
 
 
 class ShardDigest:
-    """The fingerprint of a shard's averages, 16 hex digits, taken in order as they are on the wire.
+    """The digest of a shard's averages as encoded on the wire, in order. `str()` gives 16 hex digits.
 
     Attributes:
-        parts: how many were taken.
+        parts: number of averages added.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class ShardDigest:
         self._hash = xxhash.xxh3_64()
 
     def add(self, buffer: Buffer) -> None:
-        """Takes the next part's average."""
+        """Adds the next part's average."""
         self._hash.update(buffer)
         self.parts += 1
 
@@ -36,5 +36,5 @@ class ShardDigest:
 
 
 def digest_of(shards: Iterable[str]) -> str:
-    """One fingerprint, 16 hex digits, of those of all shards in the group's order."""
+    """One digest, 16 hex digits, over the digests of all shards in the group's order."""
     return xxhash.xxh3_64_hexdigest(" ".join(shards).encode())

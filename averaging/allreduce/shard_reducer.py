@@ -1,4 +1,4 @@
-"""The weighted average of one member's shard, part by part, from senders that may be lost on the way. Pure."""
+"""The weighted average of one member's shard, part by part, from senders that may be dropped. Pure."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from averaging.errors import ProtocolViolationError
 
 
 class ShardReducer:
-    """Sums the parts of a shard as they arrive. No I/O, no clock.
+    """Sums the parts of a shard as they arrive.
 
-    A part is complete as soon as every sender that is still expected has delivered it. A sender that is dropped stays
-    in the parts it has delivered and is left out of the others.
+    A part is complete when every sender that is not dropped has delivered it. A dropped sender stays in the parts it
+    has delivered and is left out of the others.
 
     Args:
         sizes: number of elements of each part, in order.
-        weights: of every sender whose parts come over the network, by name.
+        weights: weight of every sender whose parts come over the network, by name.
     """
 
     def __init__(self, sizes: list[int], weights: Mapping[str, float]) -> None:
         self._sizes = sizes
         self._weights = dict(weights)
-        self._next = dict.fromkeys(weights, 0)  # the part each expected sender delivers next
+        self._next = dict.fromkeys(weights, 0)  # number of the part that each sender delivers next
         self._sums: dict[int, torch.Tensor] = {}
-        self._borrowed: set[int] = set()  # parts of which a single sender's own values are the sum so far
-        # Of those who delivered the part: the largest weight, and the sum of all weights relative to it. A weight is a
-        # member's word, so nothing is formed relative to one whose part may never come, or is far below the others.
+        self._borrowed: set[int] = set()  # parts whose sum is still one sender's own tensor
+        # Per part, of its contributors so far: the largest weight, and the sum of all weights relative to it. Weights
+        # are claims of the members, so this must not depend on the weight of a member that has delivered nothing.
         self._units: dict[int, float] = {}
-        self._arrived: dict[int, float] = {}
+        self._relative_weights: dict[int, float] = {}
         self._completed = 0
 
     def add(self, sender: str, values: torch.Tensor) -> None:
-        """Takes the next part of `sender`.
+        """Adds the next part of `sender`.
 
         Args:
-            sender: one of the names in `weights` that has not been dropped.
-            values: 1-D, of the part's size; any floating-point dtype. Kept until the part's next sender or its end, so
-                nobody may write to it until then; never written.
+            sender: a name in `weights` that has not been dropped.
+            values: 1-D, of the part's size; any floating-point dtype. The reducer may keep a reference until the part
+                is finished, so the caller must not write to it. The reducer does not write to it either.
 
         Raises:
-            ProtocolViolationError: wrong shape, or more parts than there are.
+            ProtocolViolationError: the shape is wrong, or the shard has no further part.
         """
         number = self._next[sender]
         if number >= len(self._sizes):
@@ -54,31 +54,31 @@ class ShardReducer:
         self._add(number, values, self._weights[sender])
 
     def drop(self, sender: str) -> None:
-        """No further part of `sender` is waited for."""
+        """Stops waiting for `sender`."""
         self._next.pop(sender, None)
 
     def take_complete(self) -> range:
         """The parts that have become complete since the last call, in order."""
-        # Senders deliver in order, so the slowest one tells how far the shard is.
+        # Senders deliver in order.
         reached = min(self._next.values(), default=len(self._sizes))
         complete = range(self._completed, reached)
         self._completed = reached
         return complete
 
     def finish(self, number: int, local: torch.Tensor | None, local_weight: float) -> torch.Tensor | None:
-        """The average of a complete part; forgets it.
+        """Returns the average of a complete part and releases it.
 
         Args:
-            number: of the part, from `take_complete`.
-            local: what this member contributes itself, 1-D; None if nothing.
+            number: the part, from `take_complete`.
+            local: this member's own contribution, 1-D; None if it has none.
             local_weight: its weight.
 
         Returns:
-            1-D, float32 or float64; None if nobody with a weight above 0 contributed.
+            1-D, float32 or float64; None if no member with a weight above 0 contributed.
         """
         if local is not None:
             self._add(number, local, local_weight)
-        weight = self._arrived.pop(number, None)
+        weight = self._relative_weights.pop(number, None)
         self._units.pop(number, None)
         total = self._sums.pop(number, None)
         borrowed = number in self._borrowed
@@ -89,20 +89,21 @@ class ShardReducer:
 
     def _add(self, number: int, values: torch.Tensor, weight: float) -> None:
         if weight == 0:
-            return  # not even its NaN counts
+            return  # 0 times NaN would be NaN
         if values.dtype not in (torch.float32, torch.float64):
             values = values.to(torch.float32)
         total = self._sums.get(number)
         if total is None:
-            self._sums[number], self._units[number], self._arrived[number] = values, weight, 1.0
-            self._borrowed.add(number)  # the first addition makes a sum of it, without a copy before
+            self._sums[number], self._units[number], self._relative_weights[number] = values, weight, 1.0
+            self._borrowed.add(number)  # the next addition allocates the sum, which saves a copy here
             return
         out = None if number in self._borrowed else total
         self._borrowed.discard(number)
         unit = self._units[number]
-        if weight <= unit:  # equal weights of any size are plain sums
+        if weight <= unit:
             self._sums[number] = torch.add(total, values, alpha=weight / unit, out=out)
-            self._arrived[number] += weight / unit
+            self._relative_weights[number] += weight / unit
         else:
             self._sums[number] = torch.add(values, total, alpha=unit / weight, out=out)
-            self._units[number], self._arrived[number] = weight, 1.0 + self._arrived[number] * (unit / weight)
+            self._relative_weights[number] = 1.0 + self._relative_weights[number] * (unit / weight)
+            self._units[number] = weight

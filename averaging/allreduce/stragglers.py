@@ -1,7 +1,7 @@
-"""Who held a round back. Pure.
+"""Finds the member that the others had to wait for in a round. Pure.
 
-The last one to deliver is not yet a straggler: senders are held back by flow control, so that they arrive nearly
-together even if one of them sets the pace for all. What tells is how long everybody else was done or far ahead.
+The last member to deliver is not necessarily a straggler: the send window makes all members finish at nearly the same
+time, even if one of them limits the rate. The measure is how long all others were done or at the end of their window.
 """
 
 from __future__ import annotations
@@ -10,59 +10,59 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from averaging.observe.receipts import Straggler
 
-STANDS_OUT_SECONDS = 0.1
-"""Nobody is named who held the others back for less."""
+MIN_LAG_SECONDS = 0.1
+"""A member that the others waited for less than this is not a straggler."""
 
-STANDS_OUT_FRACTION = 0.25
-"""Nor anybody who held them back for a smaller fraction of the round."""
+MIN_LAG_FRACTION = 0.25
+"""A member that the others waited for a smaller fraction of the round than this is not a straggler."""
 
 
 class Lag:
-    """For how long a shard's senders waited for one of them.
+    """Measures how long a shard's senders waited for one of them.
 
     Args:
-        senders: by name.
-        reach: how far a sender of the shard may get while another one has delivered so many parts, see `pace.reach`.
-            Each delivers all of them in order.
+        senders: their names. Each delivers all parts in order.
+        send_limits: how many parts a sender may deliver, by how many the slowest one has delivered, see
+            `send_window.send_limits`.
 
     Attributes:
-        seconds: by sender, for so long all others were done or as far ahead of it as they may be.
+        seconds: by sender, how long all others were done or at the end of their window because of it.
     """
 
-    def __init__(self, senders: Iterable[str], reach: Sequence[int]) -> None:
+    def __init__(self, senders: Iterable[str], send_limits: Sequence[int]) -> None:
         self._next = dict.fromkeys(senders, 0)
-        self._reach = reach
+        self._send_limits = send_limits
         self._slowest, self._since = "", 0.0
         self.seconds: dict[str, float] = {}
 
     def ready(self, now: float) -> None:
-        """This member can answer from now on; before, nobody held the others back but itself."""
+        """Restarts the measurement when this member can answer; until then the others waited for it."""
         self.seconds.clear()
         self._since = now
 
     def delivered(self, name: str, now: float) -> None:
-        """A part of a sender is in; of one that was dropped it does not count."""
+        """Records a part of a sender; ignored if the sender was dropped."""
         if name in self._next:
             self._next[name] += 1
-            self._turn(now)
+            self._update(now)
 
     def dropped(self, name: str, now: float) -> None:
-        """A sender is waited for no longer."""
+        """Stops counting a sender."""
         if self._next.pop(name, None) is not None:
-            self._turn(now)
+            self._update(now)
 
-    def _turn(self, now: float) -> None:
+    def _update(self, now: float) -> None:
         if self._slowest:
             self.seconds[self._slowest] = self.seconds.get(self._slowest, 0.0) + now - self._since
         self._slowest, self._since = self._find(), now
 
     def _find(self) -> str:
         if len(self._next) < 2:
-            return ""  # ahead of nobody
+            return ""
         name = min(self._next, key=lambda name: self._next[name])
         at = self._next[name]
-        waits = at < self._reach[-1] and all(
-            reached >= self._reach[at] for other, reached in self._next.items() if other != name
+        waits = at < self._send_limits[-1] and all(
+            reached >= self._send_limits[at] for other, reached in self._next.items() if other != name
         )
         return name if waits else ""
 
@@ -74,23 +74,23 @@ def find_straggler(
     seconds: float,
     dropped: Collection[str],
 ) -> Straggler | None:
-    """The member that stands out, as one member saw the round.
+    """The straggler of a round as one member observed it; None if there is none.
 
     Args:
-        lag: seconds for which each sender held the others back, where there are several.
-        parts_in: when the last part of each sender was in.
-        averages_in: when the last average of each reducer was in.
-        seconds: of the whole round.
-        dropped: who is named already.
+        lag: `Lag.seconds`; empty with fewer than two senders.
+        parts_in: when the last part of each sender arrived.
+        averages_in: when the last average of each reducer arrived.
+        seconds: duration of the round.
+        dropped: members that were dropped, which are not named again.
     """
-    bound = max(STANDS_OUT_SECONDS, STANDS_OUT_FRACTION * seconds)
-    held = {name: value for name, value in lag.items() if name not in dropped}
-    if not held and len(parts_in) == 1 and parts_in.keys() == averages_in.keys():
-        # Two peers: the other one had answered all before its own last part came.
-        held = {name: parts_in[name] - averages_in[name] for name in parts_in if name not in dropped}
-    slowest = max(held, key=lambda name: held[name], default="")
-    if slowest and held[slowest] >= bound:
-        return Straggler(slowest, held[slowest], "parts")
+    bound = max(MIN_LAG_SECONDS, MIN_LAG_FRACTION * seconds)
+    waited = {name: value for name, value in lag.items() if name not in dropped}
+    if not waited and len(parts_in) == 1 and parts_in.keys() == averages_in.keys():
+        # Two peers: the other one had returned all averages before its own last part arrived.
+        waited = {name: parts_in[name] - averages_in[name] for name in parts_in if name not in dropped}
+    slowest = max(waited, key=lambda name: waited[name], default="")
+    if slowest and waited[slowest] >= bound:
+        return Straggler(slowest, waited[slowest], "parts")
     order = sorted((moment, name) for name, moment in averages_in.items() if name not in dropped)
     if len(order) >= 2:
         (before, _), (last, name) = order[-2:]

@@ -1,4 +1,4 @@
-"""All waits of one round: whom, since when, for how long at most; what was seen is learned from."""
+"""Enforces the deadlines of all waits of one round and learns from how long they took."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from averaging.deadlines.learned_deadlines import Deadline, Deadlines, Guesses, 
 
 _OF_SENDERS = (Phase.OPENING, Phase.PART)
 
-_ALIKE = {Phase.TAKING: (Phase.TAKING, Phase.PART)}
-"""Flow control hides how long a reply takes until many are under way, so the time of a part is allowed in any case."""
+_SIMILAR = {Phase.TAKING: (Phase.TAKING, Phase.PART)}
+"""Phases whose longest deadline is used. Transport buffers hide how long a reply takes until they are full, so a reply
+is allowed at least the time of a part."""
 
-LAGGING = 8
-"""One that has done one thing may take so many times as long for another. With the usual `min_stall_timeout` that is
-enough to look up a name, and to connect where the first packets are lost."""
+FOLLOW_UP_FACTOR = 8
+"""A member that has completed one action may take this many times as long for another one. With the default
+`min_stall_timeout` this suffices for a name lookup and for a connection whose first packets are lost."""
 
 Overdue = Callable[[float, Deadline], None]
-"""Told how many seconds were waited, and the deadline."""
+"""Called with the seconds waited and the deadline that passed."""
 
 
 @dataclass(slots=True)
@@ -31,29 +32,30 @@ class _Wait:
 
 
 class WaitMonitor:
-    """The waits of one round, by the running loop's time but fair, see `FairClock`.
+    """The waits of one round, measured in fair seconds of the running loop's time, see `FairClock`.
 
     Args:
-        deadlines: learned so far, and learned further here.
-        size: class of the size of the round.
-        senders: how many are waited for as senders.
+        deadlines: the learned deadlines, updated here.
+        size: size class of the round.
+        senders: how many members send to this one.
     """
 
     def __init__(self, deadlines: Deadlines, size: int, senders: int) -> None:
         self.deadlines = deadlines
         self._size, self._senders = size, senders
         self._interval = interval_of(deadlines.lower)
-        self._clock: FairClock | None = None  # not before the round has begun
+        self._clock: FairClock | None = None  # None until `running`
         self._waits: dict[tuple[str, Phase], _Wait] = {}
         self._longest: dict[tuple[str, Phase], float] = {}
-        self._learned: dict[tuple[str, Phase], Deadline] = {}  # nothing is learned of a member before it is done
-        self._guesses: dict[Phase, Guesses] = {}  # of all that is known, so not for every member anew
-        self._heard = False
+        # Cached: they do not change during the round, and guesses scan everything that was learned.
+        self._learned: dict[tuple[str, Phase], Deadline] = {}
+        self._guesses: dict[Phase, Guesses] = {}
+        self._any_received = False
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None, None]:
-        """Deadlines are kept inside."""
-        failure: Exception | None = None  # raised as it is, not in a group of errors
+        """Enforces deadlines inside the context."""
+        failure: Exception | None = None  # raised outside the task group, which would wrap it
         async with asyncio.TaskGroup() as tasks:
             ticking = tasks.create_task(self._tick(FairClock(self._interval, _now())))
             try:
@@ -68,40 +70,40 @@ class WaitMonitor:
     def begin(
         self, name: str, phase: Phase, overdue: Overdue, deadline: Deadline | None = None, *, waited: float = 0.0
     ) -> None:
-        """A wait begins, begins anew, or goes on.
+        """Begins, restarts or continues a wait.
 
         Args:
-            name: who is waited for.
-            phase: what for.
+            name: the member that is waited for.
+            phase: what it must do.
             overdue: called once if the deadline passes.
-            deadline: the one that was learned if None.
-            waited: seconds for which it has been waited already.
+            deadline: None: the learned one.
+            waited: seconds that count as waited already.
         """
         self._waits[name, phase] = _Wait(self._fair() - waited, deadline or self.deadline(name, phase), overdue)
 
-    def hasten(self, name: str, phase: Phase, sign: str, times: float) -> None:
-        """It gets `LAGGING` times as long as another `sign` of it took, or as the shortest deadline, if it is awaited.
+    def shorten(self, name: str, phase: Phase, action: str, size_ratio: float) -> None:
+        """Limits a wait to `FOLLOW_UP_FACTOR` times the duration of another action, which the member has completed.
 
         Args:
-            name: who is waited for.
-            phase: what for.
-            sign: of life, which has come.
-            times: what is waited for is so many times as large as the sign.
+            name: the member that is waited for.
+            phase: what it must do.
+            action: what it has completed, for the text.
+            size_ratio: size of what is still awaited, relative to that action.
         """
         wait = self._waits.get((name, phase))
         if wait is None:
             return
         waited, shortest = self._fair() - wait.since, self.deadlines.shortest
         unit, basis = (waited, f"{waited:.2g} s") if waited > shortest.seconds else (shortest.seconds, shortest.basis)
-        factor = LAGGING * max(1.0, times)
+        factor = FOLLOW_UP_FACTOR * max(1.0, size_ratio)
         if waited + factor * unit < wait.deadline.seconds:
-            wait.deadline = Deadline(waited + factor * unit, f"{factor:.3g} × {basis} after {sign}")
+            wait.deadline = Deadline(waited + factor * unit, f"{factor:.3g} × {basis} after {action}")
 
     def deadline(self, name: str, phase: Phase) -> Deadline:
-        """What was learned before this round. Waits begin with every part; it need not be looked up so often."""
+        """The deadline learned before this round."""
         found = self._learned.get((name, phase))
         if found is None:
-            learned = [self._look_up(name, one) for one in _ALIKE.get(phase, (phase,))]
+            learned = [self._look_up(name, one) for one in _SIMILAR.get(phase, (phase,))]
             found = self._learned[name, phase] = max(learned, key=lambda one: one.seconds)
         return found
 
@@ -110,39 +112,39 @@ class WaitMonitor:
             self._guesses[phase] = self.deadlines.guesses(phase, self._size)
         return self.deadlines.of(name, phase, self._size, _now(), self._guesses[phase])
 
-    def end(self, name: str, phase: Phase, *, heard: bool = True) -> None:
-        """It is over; `heard`: since what was waited for has come."""
+    def end(self, name: str, phase: Phase, *, received: bool = True) -> None:
+        """Ends a wait. `received` is False if it ended without what was waited for."""
         wait = self._waits.pop((name, phase), None)
-        if heard:
-            self._heard = True
+        if received:
+            self._any_received = True
             waited = self._fair() - wait.since if wait else 0.0
             self._longest[name, phase] = max(waited, self._longest.get((name, phase), 0.0))
 
     def forget(self, name: str, *phases: Phase) -> None:
-        """It is given up: nothing is waited for any longer."""
+        """Cancels waits for a member without learning from them."""
         for phase in phases:
             self._waits.pop((name, phase), None)
 
     def done(self, name: str, *phases: Phase) -> None:
-        """It has done all of that in this round: the longest wait of each is learned."""
+        """Records that a member has completed these phases in this round; learns the longest wait of each."""
         for phase in phases:
             self._waits.pop((name, phase), None)
             longest = self._longest.pop((name, phase), None)
             if longest is not None:
-                self.deadlines.saw(name, phase, self._size, longest, _now())
+                self.deadlines.record(name, phase, self._size, longest, _now())
 
-    def missed(self, name: str, phase: Phase) -> None:
-        """It is given up at a deadline."""
-        self.deadlines.missed(name, phase, self._size, _now())
+    def record_miss(self, name: str, phase: Phase) -> None:
+        """Records that a member missed its deadline."""
+        self.deadlines.record_miss(name, phase, self._size, _now())
 
     def _fair(self) -> float:
         return self._clock.at(_now()) if self._clock else 0.0
 
-    def _look(self, clock: FairClock) -> None:
-        awaited = {name for name, phase in self._waits if phase in _OF_SENDERS}
-        deaf = not self._heard and len(awaited) >= 2 and 2 * len(awaited) > self._senders
-        self._heard = False
-        now = clock.tick(_now(), deaf=deaf)
+    def _check(self, clock: FairClock) -> None:
+        pending = {name for name, phase in self._waits if phase in _OF_SENDERS}
+        isolated = not self._any_received and len(pending) >= 2 and 2 * len(pending) > self._senders
+        self._any_received = False
+        now = clock.tick(_now(), isolated=isolated)
         for key, wait in list(self._waits.items()):
             waited = now - wait.since
             if waited >= wait.deadline.seconds and self._waits.get(key) is wait:
@@ -153,7 +155,7 @@ class WaitMonitor:
         self._clock = clock
         while True:
             await asyncio.sleep(self._interval)
-            self._look(clock)
+            self._check(clock)
 
 
 def _now() -> float:

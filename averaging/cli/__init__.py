@@ -1,4 +1,4 @@
-"""The command line: `averaging peer`, `state`, `watch`, `explain`, `register` and `ca`.
+"""The command line: `averaging peer`, `state`, `watch`, `explain`, `feed`, `register` and `ca`.
 
 Nothing here imports torch or grpc before a command runs, so that `--help` answers at once.
 """
@@ -19,6 +19,7 @@ import click
 from averaging.cli.ca import ca_group
 from averaging.cli.error_reporting import DEFAULTS, NOT_DONE, starting
 from averaging.cli.explain import explain_command
+from averaging.cli.feed import feed_command
 from averaging.cli.peer import peer_command
 from averaging.cli.register import register_command
 from averaging.cli.state import state_command
@@ -103,6 +104,7 @@ main.add_command(peer_command)
 main.add_command(state_command)
 main.add_command(watch_command)
 main.add_command(explain_command)
+main.add_command(feed_command)
 main.add_command(register_command)
 main.add_command(ca_group)
 

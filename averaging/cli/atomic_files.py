@@ -1,4 +1,4 @@
-"""Files that are replaced whole: after a full disk or a crash at any moment there is the old one or the new one."""
+"""Files that are replaced atomically: after a full disk or a crash there is either the old file or the new one."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 
 
 def beside(path: Path) -> Path:
-    """A new name in the same directory."""
+    """Returns the path of a temporary file in the same directory."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
 
 
 @contextmanager
 def replaced_atomically(path: Path) -> Iterator[Path]:
-    """Where to write inside; outside it is on the disk and at `path`, or, after an error, gone.
+    """Yields a temporary path to write to. On exit it is synced and moved to `path`, or removed after an error.
 
     Raises:
-        OSError: it cannot be moved there.
+        OSError: the file cannot be moved.
     """
     temporary = beside(path)
     try:
@@ -32,7 +32,7 @@ def replaced_atomically(path: Path) -> Iterator[Path]:
 
 
 def _sync(path: Path) -> None:
-    """Waits until a file or a directory is on the disk."""
+    """Syncs a file or a directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

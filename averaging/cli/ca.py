@@ -1,4 +1,4 @@
-"""`averaging ca`: the certificates by which the peers of a run know each other."""
+"""`averaging ca`: certificates with which the peers of a run authenticate each other."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
     from averaging.security.ca import Issued
 
 CA_DAYS, PEER_DAYS = 3650, 365
-"""For how long certificates are valid by default."""
+"""Default validity of certificates."""
 
 AUTHORITY = "ca"
-"""The name of the authority's own files."""
+"""Name of the authority's own files."""
 
 SECRET_MODE, PUBLIC_MODE = 0o600, 0o644
 
-LEAST_DAYS, MOST_DAYS = 0.001, 36500
+MIN_DAYS, MAX_DAYS = 0.001, 36500
 
 
 def lifetime(value: str | float) -> float:
-    """A type for days: enough to do something with the certificate, and at most a hundred years."""
+    """Parses a validity in days, up to a hundred years."""
     try:
         days = float(value)
     except ValueError:
         raise click.BadParameter(f"{value!r} is not a number.") from None
-    if not LEAST_DAYS <= days <= MOST_DAYS:  # nor is NaN
+    if not MIN_DAYS <= days <= MAX_DAYS:  # also refuses NaN
         raise click.BadParameter(
-            f"{value!r} must be from {LEAST_DAYS} (a minute and a half) to {MOST_DAYS} (a hundred years)."
+            f"{value!r} must be from {MIN_DAYS} (a minute and a half) to {MAX_DAYS} (a hundred years)."
         )
     return days
 
@@ -50,12 +50,11 @@ DIRECTORY = click.Path(path_type=Path, file_okay=False)
 def ca_group() -> None:
     r"""Makes a run's own certificate authority, and the certificates of its peers.
 
-    A peer believes whoever has a certificate of its run's authority, and lets it call itself by the hosts that are in
-    that certificate, and by no others. The authority's key (ca.key) is needed to issue certificates and for nothing
-    else: keep it on a machine where no peer runs.
+    A peer accepts every peer that has a certificate of its run's authority, under the hosts in that certificate and no
+    others. The authority's key (ca.key) is needed only to issue certificates: keep it on a machine where no peer runs.
 
     \b
-    Make an authority, and certificates for a peer that others reach at a.example.org and for one behind a firewall:
+    Make an authority, a certificate for a peer at a.example.org, and one for a peer behind a firewall:
       averaging ca init
       averaging ca issue a --host a.example.org --host 192.0.2.7
       averaging ca issue b --client-mode
@@ -65,10 +64,12 @@ def ca_group() -> None:
 
 
 @ca_group.command("init")
-@click.option("--directory", default=AUTHORITY, type=DIRECTORY, metavar="DIR", help="Where to write; made if needed.")
-@click.option("--name", default="averaging run", metavar="NAME", help="Told in the certificate, for people.")
-@click.option("--days", default=CA_DAYS, type=lifetime, metavar="DAYS", help="How long the authority is valid.")
-@click.option("--force", is_flag=True, help="Replace an authority: certificates that it has issued end with it.")
+@click.option(
+    "--directory", default=AUTHORITY, type=DIRECTORY, metavar="DIR", help="Where to write; created if needed."
+)
+@click.option("--name", default="averaging run", metavar="NAME", help="Name of the authority in its certificate.")
+@click.option("--days", default=CA_DAYS, type=lifetime, metavar="DAYS", help="Validity of the authority.")
+@click.option("--force", is_flag=True, help="Replace the authority; the certificates that it issued become useless.")
 def init_command(directory: Path, name: str, days: float, force: bool) -> None:
     r"""Makes an authority: DIR/ca.pem, which every peer gets, and DIR/ca.key, which stays here.
 
@@ -88,10 +89,11 @@ def init_command(directory: Path, name: str, days: float, force: bool) -> None:
             raise failure_of(error) from None
         certificate, key = _write(directory, AUTHORITY, made, force=force)
         where = "" if directory == Path(AUTHORITY) else f" --directory {shlex.quote(str(directory))}"
-        _tell(
-            f"wrote {certificate}: the authority's certificate, until {made.expires:%Y-%m-%d}; every peer needs it\n"
-            f"wrote {key}: its private key; whoever has it can join the run under any name, so keep it here\n"
-            "next, for each peer, with every host at which others reach it:\n"
+        _report(
+            f"wrote {certificate}: the authority's certificate, valid until {made.expires:%Y-%m-%d}; every peer needs "
+            "it\n"
+            f"wrote {key}: its private key; anyone who has it can join the run under any name, so keep it here\n"
+            "next, for each peer, with every host at which other peers reach it:\n"
             f"  averaging ca issue NAME{where} --host HOST"
         )
 
@@ -103,11 +105,11 @@ def init_command(directory: Path, name: str, days: float, force: bool) -> None:
     "hosts",
     multiple=True,
     metavar="HOST",
-    help="Name or address, without a port, at which others reach the peer; may be given several times.",
+    help="Host name or address, without a port, at which other peers reach the peer; may be given several times.",
 )
-@click.option("--client-mode", is_flag=True, help="For a peer in client mode, which nobody reaches.")
+@click.option("--client-mode", is_flag=True, help="For a peer in client mode, which accepts no connections.")
 @click.option("--directory", default=AUTHORITY, type=DIRECTORY, metavar="DIR", help="Where the authority is.")
-@click.option("--days", default=PEER_DAYS, type=lifetime, metavar="DAYS", help="How long the certificate is valid.")
+@click.option("--days", default=PEER_DAYS, type=lifetime, metavar="DAYS", help="Validity of the certificate.")
 @click.option("--force", is_flag=True, help="Replace NAME's files if they exist; the old certificate stays valid.")
 def issue_command(
     name: str, hosts: tuple[str, ...], client_mode: bool, directory: Path, days: float, force: bool
@@ -115,7 +117,7 @@ def issue_command(
     r"""Issues a certificate for the peer NAME: DIR/NAME.pem and DIR/NAME.key.
 
     \b
-    For a peer that others reach at two addresses, and for one in client mode:
+    For a peer with two addresses, and for one in client mode:
       averaging ca issue a --host a.example.org --host 192.0.2.7
       averaging ca issue b --client-mode
 
@@ -123,9 +125,9 @@ def issue_command(
     and --force was not given.
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name) or name.lower() == AUTHORITY:
-        raise click.UsageError(f"NAME {name!r} must be of letters, digits, '.', '_' and '-', and not {AUTHORITY!r}.")
+        raise click.UsageError(f"NAME {name!r} must consist of letters, digits, '.', '_', '-'; not {AUTHORITY!r}.")
     if bool(hosts) == client_mode:
-        raise click.UsageError("give --host for every host at which others reach the peer, or else --client-mode.")
+        raise click.UsageError("give --host for every host at which other peers reach the peer, or --client-mode.")
     with starting():
         from averaging.errors import AveragingError
         from averaging.security.ca import issue
@@ -136,24 +138,24 @@ def issue_command(
         except AveragingError as error:
             raise failure_of(error) from None
         certificate, key = _write(directory, name, made, force=force)
-        stands_for = ", ".join(hosts) or "a peer in client mode"
+        subject = ", ".join(hosts) or "a peer in client mode"
         options = ["--tls-ca", directory / f"{AUTHORITY}.pem", "--tls-cert", certificate, "--tls-key", key]
         place = "--mode client --join HOST:PORT"
         if hosts:
             host = _in_url(next((host for host in hosts if "*" not in host), "HOST"))
-            everywhere = "[::]" if host.startswith("[") else "0.0.0.0"  # noqa: S104 - only told
+            everywhere = "[::]" if host.startswith("[") else "0.0.0.0"  # noqa: S104 - only printed
             place = shlex.join(["--listen", f"{everywhere}:4222", "--advertise", f"{host}:4222"])
-        _tell(
-            f"wrote {certificate}: certificate for {stands_for}, valid until {made.expires:%Y-%m-%d}\n"
+        _report(
+            f"wrote {certificate}: certificate for {subject}, valid until {made.expires:%Y-%m-%d}\n"
             f"wrote {key}: its private key; only that peer may have it\n"
             f"next: copy these two and {directory / f'{AUTHORITY}.pem'} to the machine of {name}, and start it there:\n"
             f"  averaging peer FILE.safetensors --run-id RUN {place} {shlex.join(map(str, options))}"
         )
 
 
-def _tell(told: str) -> None:
-    """Tells what was done; that it cannot be told undoes nothing."""
-    if why_not := write_line(told):
+def _report(text: str) -> None:
+    """Prints what was done. The files stay if that fails."""
+    if why_not := write_line(text):
         click.echo(f"{why_not}; the files are written", err=True)
 
 
@@ -171,7 +173,7 @@ def _read_authority(directory: Path) -> Issued:
         ) from None
     except OSError as error:
         raise CommandError(
-            f"{error.filename} cannot be read: {error.strerror}; make it readable, or do this as the user who made it",
+            f"{error.filename} cannot be read: {error.strerror}; make it readable, or run this as its owner",
             NOT_DONE,
         ) from None
 
@@ -185,10 +187,10 @@ def _paths(directory: Path, name: str) -> tuple[Path, Path]:
 
 
 def _write(directory: Path, name: str, made: Issued, *, force: bool) -> tuple[Path, Path]:
-    """Writes a certificate and its key, both or, if one of them exists, none.
+    """Writes a certificate and its key: both, or none if one of them exists.
 
     Raises:
-        Failure: a file exists and may not be replaced, or cannot be written.
+        CommandError: a file exists and `force` is not set, or a file cannot be written.
     """
     certificate, key = _paths(directory, name)
     another = "directory" if name == AUTHORITY else "name"
@@ -199,29 +201,29 @@ def _write(directory: Path, name: str, made: Issued, *, force: bool) -> tuple[Pa
                 f"{' and '.join(present)} exist; give --force to replace, or another {another}", WRONG_USAGE
             )
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with nullcontext() if force else _taken(key, another):
+        with nullcontext() if force else _reserved(key, another):
             _replace({key: (made.key, SECRET_MODE), certificate: (made.certificate, PUBLIC_MODE)})
     except OSError as error:
         raise CommandError(
-            f"{error.filename or directory} cannot be written: {error.strerror}; nothing was replaced. Make room "
-            "there, or give --directory another place",
+            f"{error.filename or directory} cannot be written: {error.strerror}; nothing was replaced. Free disk "
+            "space, or give another --directory",
             NOT_DONE,
         ) from None
     return certificate, key
 
 
 @contextmanager
-def _taken(path: Path, another: str) -> Iterator[None]:
-    """Takes the place of a file that is about to be written, so that of two commands at once only one goes on.
+def _reserved(path: Path, another: str) -> Iterator[None]:
+    """Creates a file that is about to be written, so that only one of two concurrent commands goes on.
 
     Raises:
-        Failure: the other one was first.
+        CommandError: the other command was first.
     """
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, SECRET_MODE))
     except FileExistsError:
         raise CommandError(
-            f"another command has just made {path}; give --force to replace it, or another {another}", WRONG_USAGE
+            f"another command has just created {path}; give --force to replace it, or another {another}", WRONG_USAGE
         ) from None
     try:
         yield
@@ -231,7 +233,7 @@ def _taken(path: Path, another: str) -> Iterator[None]:
 
 
 def _replace(contents: Mapping[Path, tuple[bytes, int]]) -> None:
-    """Writes each file beside its place, with its mode from the first byte on, and moves all when all are whole."""
+    """Writes temporary files, with their modes from the first byte on, and moves them when all are complete."""
     with ExitStack() as stack:
         for path, (content, mode) in contents.items():
             temporary = stack.enter_context(replaced_atomically(path))
@@ -239,4 +241,4 @@ def _replace(contents: Mapping[Path, tuple[bytes, int]]) -> None:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(content)
                 file.flush()
-                os.fsync(descriptor)  # before any is moved
+                os.fsync(descriptor)  # before any file is moved

@@ -1,4 +1,4 @@
-"""Where a command's news go: JSON lines for programs, or lines for people with a spinner on a terminal."""
+"""The output of a command: JSON lines, or text lines with a spinner on a terminal."""
 
 from __future__ import annotations
 
@@ -25,45 +25,45 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class CommandOutput:
-    """Tells everything once, on stdout: as an event if `as_json`, else in words."""
+    """Writes each item to stdout: as a JSON event if `as_json`, else as text."""
 
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json
         self._stderr = _Stderr()
         self._stdout = cast(IO[str], _Stdout(self._stderr))
-        # Lines are for copying: never wrapped, never coloured by guesses about their content.
+        # Lines are meant to be copied, so they are not wrapped or highlighted.
         self._console = Console(file=self._stdout, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
-    def tell(self, event: json_events.Event, words: str) -> None:
-        """Tells one thing, at once. A stdout that is a full disk or pipe, or a closed terminal, stops nothing."""
+    def emit(self, event: json_events.Event, text: str) -> None:
+        """Writes one item at once. A full disk or pipe, or a closed terminal, does not stop the command."""
         if self._as_json:
             click.echo(json_events.dumps(event), file=self._stdout)
         else:
-            self._console.print(words)
+            self._console.print(text)
 
-    def note(self, event: json_events.Event, words: str) -> None:
-        """Tells what is no result: as an event if `as_json`, else on stderr unless -v has the log there."""
+    def note(self, event: json_events.Event, text: str) -> None:
+        """Writes progress: as an event if `as_json`, else to stderr, unless -v logs it there."""
         if self._as_json:
-            self.tell(event, "")
+            self.emit(event, "")
         elif not logging.getLogger("averaging").isEnabledFor(logging.INFO):
-            self._stderr.tell(words)
+            self._stderr.write_line(text)
 
     @contextmanager
     def failures(self) -> Iterator[None]:
-        """Tells programs why the command ends; click tells people, on stderr."""
+        """Writes an error event if `as_json`. In any case click prints the error to stderr."""
         try:
             yield
         except CommandError as failure:
             if self._as_json:
-                self.tell(json_events.error(failure.message), "")
+                self.emit(json_events.error(failure.message), "")
             raise
 
     @asynccontextmanager
     async def waiting(self, describe: Callable[[], str]) -> AsyncIterator[None]:
-        """Shows what is being waited for: on a terminal with a spinner, kept up to date, elsewhere once."""
+        """Shows what the command waits for: a spinner with updates on a terminal, else one line."""
         if self._as_json or not self._console.is_terminal or self._console.is_dumb_terminal:
             if not self._as_json:
-                self.tell({}, describe())
+                self.emit({}, describe())
             yield
             return
         spinner = Spinner("dots" if self._console.encoding.startswith("utf") else "line", Text(describe()))
@@ -83,7 +83,7 @@ class CommandOutput:
 
     @contextmanager
     def transfer(self, what: str) -> Iterator[Callable[[int, int], None]]:
-        """Yields what is to be told how many bytes are there, and of how many; a terminal shows it as a bar."""
+        """Yields a callback for the received and the total bytes, which a terminal shows as a progress bar."""
         if self._as_json or not self._console.is_terminal:
             yield lambda received, total: None
             return
@@ -97,7 +97,7 @@ class CommandOutput:
 
     @contextmanager
     def logging(self, verbose: int) -> Iterator[None]:
-        """Sends the library's log to stderr: warnings, with `verbose` 1 what happens, with 2 everything."""
+        """Sends the library's log to stderr: from level WARNING, with `verbose` 1 INFO, with 2 DEBUG."""
         logger, handler = logging.getLogger("averaging"), _StderrHandler(self._console, self._stderr)
         handler.setFormatter(logging.Formatter(LOG_FORMAT))
         before = logger.level
@@ -110,14 +110,14 @@ class CommandOutput:
             logger.setLevel(before)
 
 
-def _why(error: OSError) -> str:
+def _reason(error: OSError) -> str:
     if isinstance(error, BrokenPipeError):
-        return "nobody reads it any more; the command goes on, Ctrl+C ends it"
-    return f"{error.strerror}; the command goes on. Make room there"
+        return "its reader has closed it; the command continues, Ctrl+C ends it"
+    return f"{error.strerror}; the command continues. Free space there"
 
 
 class _Stdout:
-    """Standard output whose failures end nothing, also where rich's spinners write to it; the first one is told."""
+    """Standard output whose errors do not end the command, also inside rich. The first error is printed to stderr."""
 
     def __init__(self, stderr: _Stderr) -> None:
         self._outlet = NonblockingOutput()
@@ -128,28 +128,28 @@ class _Stdout:
         return getattr(sys.stdout, name)
 
     def write(self, text: str) -> int:
-        """Takes the text, whether or not it can be written."""
+        """Writes the text if possible."""
         try:
-            if sys.stdout is not None:  # closed by whoever started the command
+            if sys.stdout is not None:  # it was closed when the command was started
                 self._outlet.write(sys.stdout, text)
         except OSError as error:
             if not self._warned:
                 self._warned = True
-                self._stderr.tell(f"cannot write to stdout: {_why(error)}")
+                self._stderr.write_line(f"cannot write to stdout: {_reason(error)}")
         return len(text)
 
     def flush(self) -> None:
-        """Nothing waits."""
+        """Does nothing, because nothing is buffered."""
 
 
 class _Stderr:
-    """Standard error; if that cannot be written either, the work is more than the word."""
+    """Standard error whose errors are ignored."""
 
     def __init__(self) -> None:
         self._outlet = NonblockingOutput()
 
-    def tell(self, line: str) -> None:
-        """Writes a line, if that can be done."""
+    def write_line(self, line: str) -> None:
+        """Writes a line if possible."""
         try:
             if sys.stderr is not None:
                 self._outlet.write(sys.stderr, f"{line}\n")
@@ -158,7 +158,7 @@ class _Stderr:
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to stderr; through the console if both are one terminal, so that a spinner is not written over."""
+    """Logs to stderr, or through the console if it is a terminal, so that a spinner is not overwritten."""
 
     def __init__(self, console: Console, stderr: _Stderr) -> None:
         super().__init__()
@@ -169,4 +169,4 @@ class _StderrHandler(logging.Handler):
         if self._console.is_terminal and sys.stderr.isatty():
             self._console.print(line)
         else:
-            self._stderr.tell(line)
+            self._stderr.write_line(line)

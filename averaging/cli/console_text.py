@@ -1,4 +1,4 @@
-"""What a command tells people. Pure."""
+"""The texts that commands print. Pure."""
 
 from __future__ import annotations
 
@@ -16,58 +16,58 @@ from averaging.protocol.schema import Schema
 
 
 def round_name(number: int, rounds: int | None) -> str:
-    """`round 1 of 3`; `number` counts from 1."""
+    """Returns for example `round 1 of 3`; `number` counts from 1."""
     return f"round {number}" + (f" of {rounds}" if rounds and number <= rounds else "")
 
 
 def joining(waiting: Waiting) -> str:
-    """The peer still waits for one of --join to answer."""
-    return f"joining: {printable(str(waiting))}; --join-timeout changes that"
+    """The peer still waits for an answer from one of --join."""
+    return f"joining: {printable(str(waiting))}; --join-timeout limits this"
 
 
 def ready(endpoint: str, run_id: str, schema: Schema, join_command: Sequence[str]) -> str:
-    """Who this peer is, and how others join it."""
+    """The peer is up; how other peers join it."""
     first = (
         f"{endpoint} is up in run {printable(run_id)}: "
         f"{counted(len(schema.tensors), 'tensor')}, {size(schema.nbytes)}, schema {schema.hash.hex()[:8]}"
     )
     if endpoint.startswith(CLIENT_PREFIX):
-        return f"{first}\nothers cannot join through it: it is a client"
+        return f"{first}\nother peers cannot join through it: it is a client"
     if is_loopback(parse_address(endpoint)[0]):
-        where = "in another terminal of this machine (for other machines, --listen on an address they reach)"
+        where = "in another terminal of this machine (for other machines, --listen on an address that they can reach)"
     else:
-        where = "with --listen on an address that others reach, or with --mode client"
+        where = "with --listen on an address that other peers can reach, or with --mode client"
     return f"{first}\njoin it {where}:\n  {shlex.join(join_command)}"
 
 
 def looking(name: str, known: int) -> str:
-    """The peer waits for others; `known` counts those that discovery names."""
+    """The peer looks for a group; `known` is the number of other peers in discovery."""
     return f"{name}: looking for a group, {known} other {'peer' if known == 1 else 'peers'} seen"
 
 
 def averaged(name: str, endpoint: str, receipt: Receipt, gathered: Mapping[str, object]) -> str:
-    """A round is done."""
+    """A round averaged."""
     others = listed([printable(member) for member in receipt.members if member != endpoint])
     lines = [
         f"{name}: averaged with {others} in {duration(receipt.seconds)} "
         f"(all-reduce {duration(receipt.allreduce_seconds)}, {size(receipt.bytes_sent)} sent, "
         f"{size(receipt.bytes_received)} received)"
     ]
-    lines += [f"  {printable(who)} says {printable(str(said))}" for who, said in gathered.items() if said is not None]
+    lines += [f"  {printable(who)} sent {printable(str(data))}" for who, data in gathered.items() if data is not None]
     lines += [f"  lost {printable(dropped.endpoint)}: {printable(dropped.reason)}" for dropped in receipt.dropped]
     if receipt.kept_local:
-        lines.append(f"  {counted(receipt.kept_local, 'element')} kept the own value, because their reducer was lost")
+        lines.append(f"  {counted(receipt.kept_local, 'element')} kept the local value, because their reducer was lost")
     return "\n".join(lines)
 
 
 def not_averaged(name: str, receipt: Receipt) -> str:
-    """An attempt came to nothing."""
+    """A round did not average."""
     reason = printable(receipt.reason)
     if receipt.outcome is Outcome.NO_GROUP:
-        return f"{name}: no group came together within {receipt.seconds:.1f} s: {reason}"
+        return f"{name}: no group within {receipt.seconds:.1f} s: {reason}"
     return f"{name}: failed after {receipt.seconds:.1f} s: {reason}"
 
 
 def finished(rounds: int, output: str | None, why_not: str) -> str:
-    """The last line."""
+    """The last line of the output."""
     return f"done: {counted(rounds, 'round')}, " + (f"wrote {output}" if output else f"nothing written: {why_not}")

@@ -1,4 +1,4 @@
-"""How a command fails: in one line that says what to do, with an exit code, and never with a traceback."""
+"""Errors of commands: one line that says what to do, an exit code, and no traceback."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from averaging.errors import AveragingError
 
 NOT_DONE, WRONG_USAGE, SIGNALLED = 1, 2, 128
-"""Exit codes; a command that a signal ends early exits with `SIGNALLED` plus the signal's number."""
+"""Exit codes. A command that a signal ends early exits with `SIGNALLED` plus the signal's number."""
 
 WITHOUT_REMEDY = frozenset(
     {"connection refused", "unknown host", "no answer to the connection", "no route to the host", "network unreachable"}
 )
-"""Reasons of the transport that do not say themselves what to do."""
+"""Reasons of the transport that name no remedy."""
 
 BEFORE = " before it began; nothing was written"
 
@@ -29,18 +29,18 @@ CHECK_ADDRESS = "check the address, and that a peer is up there"
 
 
 class CommandError(click.ClickException):
-    """Ends a command: click prints the message to stderr and exits with `exit_code`."""
+    """Ends a command. Click prints the message to stderr and exits with `exit_code`."""
 
     def __init__(self, message: str, exit_code: int = NOT_DONE) -> None:
         super().__init__(message)
         self.exit_code = exit_code  # type: ignore[misc] # click's own are of the class
 
 
-class Stopped(Exception):  # noqa: N818 - it is no error
-    """A signal ended the command in order.
+class Stopped(Exception):  # noqa: N818 - not an error
+    """A signal ended the command gracefully.
 
     Attributes:
-        number: of the signal.
+        number: number of the signal.
     """
 
     def __init__(self, number: int) -> None:
@@ -49,45 +49,45 @@ class Stopped(Exception):  # noqa: N818 - it is no error
 
 
 class Interrupted(KeyboardInterrupt):
-    """Is raised by a signal.
+    """Raised by a signal.
 
-    Not KeyboardInterrupt itself: when that has left an `exec`, as those of dataclasses, `python -m` ends by SIGINT
-    whatever the exit code.
+    It is a subclass, because a KeyboardInterrupt that has left an `exec`, such as those of dataclasses, makes
+    `python -m` end by SIGINT regardless of the exit code.
     """
 
 
 class Interrupt:
-    """What SIGINT and SIGTERM do before the command takes care of signals itself.
+    """The handler of SIGINT and SIGTERM before the command installs its own handlers.
 
-    An exception may be lost in the middle of an import: callbacks and C code pass over it. So it is noted as well.
-    SIGTERM is taken, too, since it would do nothing to the first process of a container, which has no default for it.
+    The number is also stored, because callbacks and C code may swallow an exception during an import. SIGTERM needs a
+    handler because the first process of a container ignores it by default.
 
     Attributes:
-        number: of the signal that came; 0 if there was none.
+        number: number of the signal; 0 before any.
     """
 
     def __init__(self) -> None:
         self.number = 0
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Takes the signal."""
+        """Handles the signal."""
         self.number = number
         raise Interrupted
 
 
 DEFAULTS: Mapping[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-"""The signals that end a command, and what they do in a Python that nobody has told anything else."""
+"""The signals that end a command, with Python's default handlers."""
 
 
 def interrupted() -> int:
-    """The number of a signal that has come while the command did not take care of signals itself, or else 0."""
+    """Returns the number of a signal that `Interrupt` has handled, else 0."""
     handlers = [signal.getsignal(number) for number in DEFAULTS]
     return next((handler.number for handler in handlers if isinstance(handler, Interrupt)), 0)
 
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """Turns a signal that comes while the command does not take care of signals itself into a `CommandError`."""
+    """Converts a signal into a `CommandError` while the command has no handlers of its own."""
     interrupt, ours = Interrupt(), []
     if threading.current_thread() is threading.main_thread():
         ours = [number for number, default in DEFAULTS.items() if signal.getsignal(number) is default]
@@ -96,13 +96,13 @@ def starting() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        # asyncio, which took care of signals, leaves Python's own handler behind.
+        # If the event loop handled signals before, asyncio has restored Python's default handler.
         ended = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         raise stopped(interrupted() or signal.SIGINT, " as it ended" if ended else BEFORE) from None
     except ImportError:
         if not (came := interrupted()):
             raise
-        # C code that is imported makes an error of its own of it.
+        # Imported C code converts the exception into an ImportError.
         raise stopped(came, BEFORE) from None
     finally:
         for number in ours:
@@ -110,23 +110,23 @@ def starting() -> Iterator[None]:
 
 
 def stopped(number: int, when: str) -> CommandError:
-    """The end of a command that a signal ended early."""
+    """Returns the error of a command that a signal ended early."""
     return CommandError(f"stopped by {signal.Signals(number).name}{when}", SIGNALLED + number)
 
 
 def write_line(line: str) -> str:
-    """Writes to stdout; returns why that could not be done, as on a full disk, and nothing if it could."""
+    """Writes a line to stdout. Returns the reason if that fails, as on a full disk, else an empty string."""
     try:
         click.echo(line)
     except BrokenPipeError:
-        raise  # nobody reads on: click ends the command
+        raise  # the reader has closed it; click ends the command
     except OSError as error:
         return f"cannot write to stdout: {error.strerror}"
     return ""
 
 
 def failure_of(error: AveragingError) -> CommandError:
-    """What an error of the library means on the command line: exit code 2 if the user's arguments are wrong, else 1."""
+    """Converts an error of the library. The exit code is 2 if the user's arguments are wrong, else 1."""
     from averaging.errors import ConfigError, JoinRefusedError, TensorError
 
     wrong_usage = isinstance(error, ConfigError | TensorError | JoinRefusedError)
@@ -134,7 +134,7 @@ def failure_of(error: AveragingError) -> CommandError:
 
 
 def name_options(message: str) -> str:
-    """Writes the library's options as those of the command line: `group_size` as --group-size."""
+    """Replaces the library's options in a message by those of the command line: `group_size` by --group-size."""
     from averaging.config import option_names
 
     for ours, option in (("non_finite='allow'", "non-finite allow"), ("insecure=True", "insecure"), ("`join`", "join")):

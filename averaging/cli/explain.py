@@ -1,4 +1,4 @@
-"""`averaging explain`: receipts in words."""
+"""`averaging explain`: explains receipts as text."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ if TYPE_CHECKING:
     from averaging.observe.receipt_log import Recorded
 
 MAX_BAD_LINES = 5
-"""More bad lines of a file are counted, not told."""
+"""Number of bad lines per file that are printed. Further ones are counted."""
 
 
 @click.command("explain")
 @click.argument(
     "files", nargs=-1, required=True, type=click.Path(path_type=Path, allow_dash=True), metavar="RECEIPTS.jsonl..."
 )
-@click.option("--summary", is_flag=True, help="Only what the rounds come to, not a line for each.")
+@click.option("--summary", is_flag=True, help="Print only the summary, not a line for each round.")
 def explain_command(files: Sequence[Path], summary: bool) -> None:
-    r"""Tells receipts in words: what became of each round, who was dropped and why, and who was slow.
+    r"""Explains receipts: the outcome of each round, which peers were dropped and why, and which peers were slow.
 
     Receipts are written by `averaging peer --receipts FILE`, by `Peer(receipts=FILE)` and `DecentralizedAverager`, and
-    by `averaging watch --json`; - reads them from stdin. Files of several peers of a run are put together: what they
-    tell of the same round is one line, which also says whether all got the same averages.
+    by `averaging watch --json`; - reads them from stdin. Files of several peers of a run are merged: there is one line
+    per round, which also says whether all peers got the same averages.
 
     \b
-    What one peer saw, and what all of them saw:
+    Explain the receipts of one peer, and of three peers together:
       averaging explain a.jsonl
       averaging explain a.jsonl b.jsonl c.jsonl
 
     \b
     Of a line
       round 17: 3 of 4 in 4.92 s (all-reduce 4.21 s); 10.0.0.7:5001 dropped, sent nothing for 4.1 s, deadline 4.0 s ...
-    this is told:
-      round 17     the number of the attempt, from 1; 3/17 if the peers count differently; "of" what, if not the model
+    the parts mean:
+      round 17     the number of the round, from 1; 3/17 if the peers count differently; "of" what, if not the model
       3 of 4       members that were not dropped
-      dropped      why, with figures; "by" whom, if not by all whose receipts are there
+      dropped      why, with figures; "by" which members, if not by all with receipts
       arrived      the member for which the group waited before the all-reduce began
-      waited for   a member that held the others back, while they had all they could have of each other
-      kept         elements without an average, because who had to reduce them was dropped
-      all 3 agree  the members whose receipts are there got the same averages, or else DIFFERENT AVERAGES
+      waited       how long the other members waited for one member alone in the all-reduce
+      kept         elements without an average, because their reducer was dropped
+      all 3 agree  the members with receipts got the same averages; else DIFFERENT AVERAGES
 
-    The last line of a file may be cut off, as it is when its peer was killed; it is passed over. Other lines that
-    cannot be read are told with their numbers on stderr, the rest is explained, and the exit code is 2.
+    The last line of a file may be incomplete, if its peer was killed; it is ignored. Other lines that cannot be read
+    are reported with their numbers on stderr, the rest is explained, and the exit code is 2.
 
     Exit codes: 0 done; 1 stdout cannot be written; 2 wrong usage, or a file or a line that cannot be read.
     """
@@ -58,18 +58,18 @@ def explain_command(files: Sequence[Path], summary: bool) -> None:
         recorded = [(file, _read(file)) for file in files]
         for line in explain([one for _, found in recorded for one in found.receipts], summary_only=summary):
             if why_not := write_line(line):
-                raise CommandError(f"{why_not}; make room there")
-        bad = sum([_tell_bad_lines(file, found) for file, found in recorded])
+                raise CommandError(f"{why_not}; free space there")
+        bad = sum([_report_bad_lines(file, found) for file, found in recorded])
     if bad:
         what = "1 line that cannot be read is" if bad == 1 else f"{bad} lines that cannot be read are"
-        raise CommandError(f"{what} left out above", WRONG_USAGE)
+        raise CommandError(f"{what} missing above", WRONG_USAGE)
 
 
 def _read(path: Path) -> Recorded:
     """Reads a file.
 
     Raises:
-        Failure: with exit code 2, if that cannot be done, or nothing in it is a receipt.
+        CommandError: exit code 2: the file cannot be read or contains no receipts.
     """
     from averaging.observe.receipt_log import read
 
@@ -86,14 +86,14 @@ def _read(path: Path) -> Recorded:
     if found.bad and not found.receipts:
         number, why = next(iter(found.bad.items()))
         raise CommandError(
-            f"{path} is not a file of receipts: line {number}: {why}. Give one that --receipts has written",
+            f"{path} is not a file of receipts: line {number}: {why}. Give one written by --receipts",
             WRONG_USAGE,
         )
     return found
 
 
-def _tell_bad_lines(path: Path, found: Recorded) -> int:
-    """Tells what is left out; returns how many lines that is, a last one that is cut off apart."""
+def _report_bad_lines(path: Path, found: Recorded) -> int:
+    """Prints the lines that cannot be read. Returns their number, without an incomplete last line."""
     from averaging.errors import printable
 
     for number, why in list(found.bad.items())[:MAX_BAD_LINES]:
@@ -101,5 +101,7 @@ def _tell_bad_lines(path: Path, found: Recorded) -> int:
     if len(found.bad) > MAX_BAD_LINES:
         click.echo(f"{path}: and {len(found.bad) - MAX_BAD_LINES} more lines", err=True)
     if found.cut_off:
-        click.echo(f"{path}: the last line is cut off and left out; its peer was killed, or the disk is full", err=True)
+        click.echo(
+            f"{path}: the last line is incomplete and ignored; its peer was killed, or the disk is full", err=True
+        )
     return len(found.bad)

@@ -1,4 +1,4 @@
-"""What a command tells programs: one JSON object per event. Pure."""
+"""The events of --json: one JSON object per event. Pure."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Event = Mapping[str, Any]
 
 
 def dumps(event: Event) -> str:
-    """One line of ASCII, whatever strangers put into it."""
+    """Returns one line of ASCII."""
     return json.dumps(event, allow_nan=False)
 
 
 def joining(waiting: Waiting) -> Event:
-    """The peer still waits for one of --join to answer."""
+    """The peer still waits for an answer from one of --join."""
     return {
         "event": "joining",
         "seconds": round(waiting.seconds, 3),
@@ -31,7 +31,7 @@ def joining(waiting: Waiting) -> Event:
 
 
 def ready(endpoint: str, run_id: str, mode: str, schema: Schema) -> Event:
-    """The peer can be reached, and is part of its run."""
+    """The peer serves and is part of its run."""
     return {
         "event": "ready",
         "endpoint": endpoint,
@@ -45,7 +45,7 @@ def ready(endpoint: str, run_id: str, mode: str, schema: Schema) -> Event:
 
 
 def averaged(number: int, receipt: Receipt) -> Event:
-    """Round `number`, counted from 1, is done."""
+    """Round `number`, counted from 1, averaged."""
     return {
         "event": "round",
         "round": number,
@@ -62,7 +62,7 @@ def averaged(number: int, receipt: Receipt) -> Event:
 
 
 def retry(number: int, receipt: Receipt) -> Event:
-    """An attempt at round `number` came to nothing and is made again."""
+    """Round `number` did not average and is tried again."""
     return {
         "event": "retry",
         "round": number,
@@ -74,33 +74,33 @@ def retry(number: int, receipt: Receipt) -> Event:
 
 
 def unwritten(number: int, output: str, message: str) -> Event:
-    """The result of round `number` could not be written; the peer goes on."""
+    """The result of round `number` could not be written. The peer continues."""
     return {"event": "unwritten", "round": number, "output": output, "message": message}
 
 
 def serving(rounds: int, output: str | None) -> Event:
-    """The rounds that were asked for are done; the peer stays."""
+    """All requested rounds are done. The peer keeps serving."""
     return {"event": "serving", "rounds": rounds, "output": output}
 
 
 def done(rounds: int, output: str | None) -> Event:
-    """The command ends well."""
+    """The command succeeds."""
     return {"event": "done", "rounds": rounds, "output": output}
 
 
 def started(version: int, tensors: int, nbytes: int) -> Event:
-    """A download has begun; what it announces."""
+    """A download has begun; the fields are as announced."""
     return {"event": "started", "version": version, "tensors": tensors, "bytes": nbytes}
 
 
 def downloaded(version: int, tensors: int, nbytes: int, user: Mapping[str, Any], output: str) -> Event:
-    """A download has been verified and written."""
-    told = {"version": version, "tensors": tensors, "bytes": nbytes, "user": plain(user), "output": output}
-    return {"event": "done", **told}
+    """A download was verified and written."""
+    fields = {"version": version, "tensors": tensors, "bytes": nbytes, "user": plain(user), "output": output}
+    return {"event": "done", **fields}
 
 
 def error(message: str) -> Event:
-    """The command ends badly."""
+    """The command fails."""
     return {"event": "error", "message": message}
 
 

@@ -1,4 +1,4 @@
-"""Writing where nobody may read: a full pipe or a terminal that is stopped holds up no peer, and no signal to it."""
+"""Output that never blocks the event loop, even if a pipe is full or a terminal is stopped."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import threading
 from concurrent.futures import Future
 from typing import TextIO
 
-PATIENCE = 1.0
-"""Seconds for which a reader that lags behind is waited for."""
+TIMEOUT = 1.0
+"""Seconds to wait for a slow reader."""
 
 
 class NonblockingOutput:
-    """Writes to one of the standard streams, whether or not anybody reads.
+    """Writes to one of the standard streams with a timeout.
 
-    What is under way when patience ends is still there for a reader that comes later; what follows meanwhile is lost.
+    A write that has timed out continues in the background. Until it is done, further text is lost.
     """
 
     def __init__(self) -> None:
@@ -24,29 +24,29 @@ class NonblockingOutput:
         self._written: Future[None] | None = None
 
     def write(self, stream: TextIO, text: str) -> None:
-        """Writes at once.
+        """Writes the text.
 
         Raises:
-            OSError: it could not be written, or nobody took it.
+            OSError: the write failed or timed out.
         """
         with self._lock:
-            patience = 0.0
+            timeout = 0.0
             if self._written is None or self._written.done():
-                self._written, patience = begin(stream, text), PATIENCE
+                self._written, timeout = begin(stream, text), TIMEOUT
             try:
-                self._written.result(patience)
+                self._written.result(timeout)
             except TimeoutError:
-                raise TimeoutError(errno.ETIMEDOUT, "it is full, and nobody reads it") from None
+                raise TimeoutError(errno.ETIMEDOUT, "it is full and is not read") from None
 
 
 def begin(stream: TextIO, text: str) -> Future[None]:
-    """Writes without the stream's buffer, in a thread of its own: nothing else ends a write that waits.
+    """Begins an unbuffered write in a thread of its own, because a blocked write cannot be interrupted.
 
     Returns:
-        Is done when all is written; raises OSError if that could not be.
+        A future that is done when all is written, or raises the OSError.
     """
     written: Future[None] = Future()
-    written.set_running_or_notify_cancel()  # who waits may go away, but that ends no write
+    written.set_running_or_notify_cancel()  # a cancelled wait must not cancel the write
 
     def write() -> None:
         try:
@@ -57,8 +57,8 @@ def begin(stream: TextIO, text: str) -> Future[None]:
             written.set_result(None)
 
     try:
-        threading.Thread(target=write, daemon=True).start()  # a daemon, so that the command ends all the same
-    except RuntimeError:  # no more threads may be started
+        threading.Thread(target=write, daemon=True).start()  # a daemon, so that the command can end
+    except RuntimeError:  # no more threads can be started
         write()
     return written
 
@@ -66,7 +66,7 @@ def begin(stream: TextIO, text: str) -> Future[None]:
 def _write(stream: TextIO, text: str) -> None:
     try:
         descriptor = stream.fileno()
-    except OSError:  # no real file
+    except OSError:  # not a real file
         stream.write(text)
         stream.flush()
         return
@@ -74,5 +74,5 @@ def _write(stream: TextIO, text: str) -> None:
     while data:
         try:
             data = data[os.write(descriptor, data) :]
-        except BlockingIOError:  # whoever shares the stream has made it so
+        except BlockingIOError:  # another process that shares the stream has made it non-blocking
             select.select((), (descriptor,), ())

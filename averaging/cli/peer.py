@@ -145,7 +145,7 @@ def _run(file: Path, output: Path | None, config: PeerConfig, given: dict[str, A
     if session.unwritten:
         raise CommandError(session.unwritten)
     why_not = "no --output was given" if destination is None else "no round was done"
-    report.tell(
+    report.emit(
         json_events.done(session.rounds, session.output), console_text.finished(session.rounds, session.output, why_not)
     )
 

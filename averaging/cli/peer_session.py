@@ -1,4 +1,4 @@
-"""What `averaging peer` does once its arguments are known to make sense: rounds, and serving, until it is done."""
+"""The session of `averaging peer` after its arguments were checked: rounds and serving until it is done."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ from averaging.observe.receipts import Outcome, Receipt
 from averaging.peer.peer import Peer
 
 RETRY_PAUSE = 1.0
-"""Seconds between a failed attempt and the next one."""
+"""Seconds between a failed round and the next one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What the command line asks for.
+    """The options of the command line about rounds.
 
     Attributes:
-        rounds: how many must be done; None = without end.
-        serve: whether to stay after them until a signal comes, and never to give up.
-        retries: how many failed rounds in a row are tried again.
-        interval: seconds to pause after each round.
-        join_command: what to type elsewhere to join this peer, but for `--join` and its value.
+        rounds: number of rounds; None for no limit.
+        serve: whether to keep serving after them until a signal, and to retry rounds forever.
+        retries: number of failed rounds in a row that are tried again.
+        interval: pause after each round, in seconds.
+        weight: weight of this peer's tensors.
+        gather: data to send to the other members.
+        join_command: the command with which another peer joins this one, without `--join` and its value.
     """
 
     rounds: int | None
@@ -41,17 +43,17 @@ class Plan:
     join_command: Sequence[str]
 
     def is_done(self, rounds: int) -> bool:
-        """Whether the command ends after so many rounds."""
+        """Whether the command ends after this number of rounds."""
         return not self.serve and self.rounds is not None and rounds >= self.rounds
 
 
 class Session:
-    """One run of the command.
+    """One invocation of the command.
 
     Attributes:
-        rounds: how many rounds are done.
-        written: whether the output holds the present result.
-        unwritten: why it does not, if it was tried.
+        rounds: number of rounds that averaged.
+        written: whether the output has the present result.
+        unwritten: why it could not be written; empty if it was not tried or succeeded.
     """
 
     def __init__(
@@ -67,15 +69,15 @@ class Session:
 
     @property
     def output(self) -> str | None:
-        """The name of what has been written, if it is the present result."""
+        """Path of the output if it has the present result, else None."""
         return str(self._output.path) if self._output and self.written else None
 
     async def run(self, stop: Stop) -> None:
-        """Joins, averages, writes, leaves.
+        """Joins the run, averages, writes the output, and leaves.
 
         Raises:
-            Failure: a round could not be done, or the output not be written.
-            Stopped: a signal came before everything was done.
+            CommandError: a round failed, or the output could not be written.
+            Stopped: a signal ended the command early.
         """
         peer, plan = self._peer, self._plan
         try:
@@ -83,17 +85,17 @@ class Session:
                 stop.wait = self._must_finish
                 command = [*plan.join_command, "--join", peer.endpoint]
                 mode = peer.config.mode.name.lower()
-                self._report.tell(
+                self._report.emit(
                     json_events.ready(peer.endpoint, peer.run_id, mode, peer.schema),
                     console_text.ready(peer.endpoint, peer.run_id, peer.schema, command),
                 )
                 await self._average_until_done(stop)
-                stop.wait = lambda: True  # leaving takes a second at most
+                stop.wait = lambda: True  # leaving takes at most a second
         except AveragingError as error:
             raise failure_of(error) from None
 
     def _must_finish(self) -> bool:
-        """Whether a signal waits: leaving in the middle of a round would spoil it for the others."""
+        """Whether a signal is delayed, because leaving during an all-reduce would harm the other members."""
         return self._writing or bool(self._peer.status.group_id)
 
     async def _average_until_done(self, stop: Stop) -> None:
@@ -105,10 +107,10 @@ class Session:
                 await self._finish_round(receipt)
             elif plan.serve or (receipt.outcome is Outcome.FAILED and failures < plan.retries):
                 failures += 1
-                told = name_options(console_text.not_averaged(self._name, receipt))
-                self._report.tell(json_events.retry(self.rounds + 1, receipt), told)
+                text = name_options(console_text.not_averaged(self._name, receipt))
+                self._report.emit(json_events.retry(self.rounds + 1, receipt), text)
             else:
-                raise CommandError(self._why_given_up(receipt))
+                raise CommandError(self._failure_text(receipt))
             if plan.is_done(self.rounds):
                 break
             if stop.number:
@@ -133,20 +135,20 @@ class Session:
         name = self._name
         self.rounds += 1
         event = json_events.averaged(self.rounds, receipt)
-        self._report.tell(event, console_text.averaged(name, self._peer.endpoint, receipt, event["gathered"]))
+        self._report.emit(event, console_text.averaged(name, self._peer.endpoint, receipt, event["gathered"]))
         reached = self.rounds == self._plan.rounds
         if self._plan.serve or reached:
             await self._write()
         if self._plan.serve and reached:
-            self._report.tell(
+            self._report.emit(
                 json_events.serving(self.rounds, self.output),
-                f"{console_text.counted(self.rounds, 'round')} done, going on until Ctrl+C",
+                f"{console_text.counted(self.rounds, 'round')} done, continuing until Ctrl+C",
             )
 
     async def _write(self) -> None:
         if self._output is None:
             return
-        # Nobody else writes the tensors between two rounds, so they need no lock.
+        # The tensors are written only in rounds, so they need no lock here.
         self._writing = True
         self.written, self.unwritten = False, ""
         write = asyncio.to_thread(self._output.write, self._document.tensors, self._document.metadata)
@@ -158,26 +160,24 @@ class Session:
         except NotWrittenError as error:
             if not self._plan.serve:
                 raise
-            # The others go on averaging with this peer, and the disk may be freed before the next round.
+            # Other peers depend on this peer, and the disk may have space again after the next round.
             self.unwritten = error.message
-            told = f"{error.message}; averaging goes on, and it is tried again after the next round"
-            self._report.tell(json_events.unwritten(self.rounds - 1, str(self._output.path), error.message), told)
+            text = f"{error.message}; averaging continues, and the file is tried again after the next round"
+            self._report.emit(json_events.unwritten(self.rounds - 1, str(self._output.path), error.message), text)
         finally:
             self._writing = False
         if cancelled:
             raise asyncio.CancelledError
 
-    def _why_given_up(self, receipt: Receipt) -> str:
-        told = name_options(console_text.not_averaged(self._name, receipt))
+    def _failure_text(self, receipt: Receipt) -> str:
+        text = name_options(console_text.not_averaged(self._name, receipt))
         if receipt.outcome is Outcome.FAILED:
-            told += (
-                f" ({console_text.counted(self._plan.retries + 1, 'attempt')} failed in a row; --retries allows more)"
-            )
-        return f"{told}. Nothing was written"
+            text += f" ({console_text.counted(self._plan.retries + 1, 'round')} failed in a row; --retries allows more)"
+        return f"{text}. Nothing was written"
 
 
 async def _until_done(task: asyncio.Task[None]) -> bool:
-    """Waits for what goes on in a thread, where no cancellation reaches it; returns whether there was one meanwhile."""
+    """Waits for a task in a thread, which cannot be cancelled. Returns whether this wait was cancelled meanwhile."""
     cancelled = False
     while not task.done():
         try:

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM end a command in order, and a second one at once."""
+"""SIGINT and SIGTERM end a command gracefully. A second signal ends it at once."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ T = TypeVar("T")
 
 
 class Stop:
-    """Whether a signal has asked the command to end.
+    """The request of a signal to end the command.
 
     Attributes:
-        number: of the first signal; 0 if there was none.
-        wait: asked when the first signal comes; True = the command looks at `number` by itself soon, False = whatever
-            it is waiting for is cancelled. A second signal cancels in any case.
+        number: number of the first signal; 0 before any.
+        wait: called at the first signal. True: the command will check `number` soon. False: its task is cancelled. A
+            second signal always cancels it.
     """
 
     def __init__(self, task: asyncio.Task[object]) -> None:
@@ -27,17 +27,17 @@ class Stop:
         self.wait: Callable[[], bool] = lambda: False
 
     def request(self, number: int) -> None:
-        """Takes a signal."""
+        """Handles a signal."""
         again, self.number = bool(self.number), self.number or number
         if again or not self.wait():
             self._task.cancel()
 
 
 def run(main: Callable[[Stop], Awaitable[T]]) -> T:
-    """Runs `main` on an event loop of its own; it is cancelled by signals as `Stop` says.
+    """Runs `main` on a new event loop. Signals cancel it, see `Stop`.
 
     Raises:
-        Stopped: it was.
+        Stopped: a signal cancelled it.
     """
     return asyncio.run(_run(main))
 
@@ -60,4 +60,4 @@ async def _run(main: Callable[[Stop], Awaitable[T]]) -> T:
     finally:
         for number in DEFAULTS:
             loop.remove_signal_handler(number)
-        signal.signal(signal.SIGTERM, before)  # asyncio leaves the default, with an exit code of its own
+        signal.signal(signal.SIGTERM, before)  # asyncio restores the default, which has another exit code

@@ -1,4 +1,4 @@
-"""`averaging state`: downloads what a peer holds."""
+"""`averaging state`: downloads the state of a peer."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from averaging.state.packing import State
 
 MAX_MESSAGE_BYTES = 64 << 20
-"""Peers send a state in chunks of 1 MiB, and its metadata of at most 16 MiB."""
+"""Chunks of a state have at most 1 MiB, and its metadata at most 16 MiB."""
 
 VERSION_KEY, USER_KEY, PACKED_USER_KEY = "averaging.version", "averaging.user", "averaging.user.msgpack"
-"""Where the file's metadata holds the version, the user dict in JSON, or else in msgpack and base64."""
+"""Keys in the file's metadata: the version, the user dict as JSON, or else as msgpack in base64."""
 
 
 @click.command("state")
@@ -42,39 +42,37 @@ VERSION_KEY, USER_KEY, PACKED_USER_KEY = "averaging.version", "averaging.user", 
     default=10.0,
     type=finite(above=0),
     metavar="SECONDS",
-    help="Give up if nothing comes for so long, 10 times as long if the peer is there and may prepare a large state.",
+    help="Give up a silent peer after this time; after 10 times this if it is alive and may prepare a large state.",
 )
 @click.option(
     "--max-bytes",
     default=16 << 30,
     type=click.IntRange(min=1),
     metavar="BYTES",
-    help="Refuse a larger state; it is held in memory.",
+    help="Refuse a larger state, because it is kept in memory.",
 )
 @click.option(
     "--verify-donors",
     default=1,
     type=click.IntRange(1, 16),
     metavar="K",
-    help="Of several addresses so many must announce the same version and digests.",
+    help="Number of the addresses that must announce the same version and digests.",
 )
 @security_options
-@click.option("--json", "as_json", is_flag=True, help="Tell every event as one JSON object a line.")
-@click.option(
-    "-v", "--verbose", count=True, show_default=False, help="Log to stderr what happens; -vv logs everything."
-)
+@click.option("--json", "as_json", is_flag=True, help="Print events as one JSON object per line.")
+@click.option("-v", "--verbose", count=True, show_default=False, help="Log more to stderr; -vv logs everything.")
 def state_command(addresses: tuple[str, ...], output: Path, *, as_json: bool, verbose: int, **given: Any) -> None:
     r"""Downloads the state of the peer at HOST:PORT and writes it to a safetensors file.
 
-    That is what the peer committed last: its averaged tensors, and whatever its application adds. Every tensor is
-    compared with its digest; a download that is not whole writes nothing. The file's metadata holds the state's
-    version ("averaging.version") and the application's own values ("averaging.user", in JSON; what JSON cannot hold
-    makes it "averaging.user.msgpack", in base64).
+    The state is what the peer committed last: its averaged tensors, and what its application adds. Every tensor is
+    compared with its digest; an incomplete download writes nothing. The file's metadata has the state's version
+    ("averaging.version") and the application's own values ("averaging.user" as JSON, or "averaging.user.msgpack" in
+    base64 if JSON cannot represent them).
 
-    Of several peers the next is asked where one fails; tensors that are there already and the same are kept.
+    If a peer fails, the next one is asked; tensors already received are kept if it has the same.
 
     \b
-    Fetch what a peer holds, then go on from there:
+    Download the state of a peer, then continue from it:
       averaging state 192.0.2.7:4222 --output now.safetensors
       averaging peer now.safetensors --run-id demo --join 192.0.2.7:4222 --output mean.safetensors
 
@@ -118,7 +116,7 @@ def _run(addresses: list[str], path: Path, given: dict[str, Any], report: Comman
         raise stopped(signal.number, "; nothing was written") from None
     nbytes = sum(tensor.nbytes for tensor in state.tensors.values())
     tensors = console_text.counted(len(state.tensors), "tensor")
-    report.tell(
+    report.emit(
         json_events.downloaded(state.version, len(state.tensors), nbytes, state.user, str(path)),
         f"done: version {state.version}, {tensors}, {console_text.size(nbytes)}, wrote {path}",
     )
@@ -139,7 +137,7 @@ async def _download(
             nonlocal announced
             if not announced:
                 announced = True
-                report.tell(
+                report.emit(
                     json_events.started(reader.version, reader.count, reader.nbytes),
                     f"{address} has version {reader.version}: {console_text.counted(reader.count, 'tensor')}, "
                     f"{console_text.size(reader.nbytes)}",
@@ -169,18 +167,18 @@ async def _download(
 
 
 def _metadata(state: State) -> dict[str, str]:
-    """What the file tells besides the tensors; the user dict as JSON unless that would change it."""
+    """Returns the metadata of the file, with the user dict as JSON unless that would change it."""
     import base64
     import json
 
     import msgpack
 
     user = dict(state.user)
-    told = {VERSION_KEY: str(state.version)}
+    version = {VERSION_KEY: str(state.version)}
     try:
         text = json.dumps(user, allow_nan=False)
         if json.loads(text) == user:
-            return {**told, USER_KEY: text}
+            return {**version, USER_KEY: text}
     except (TypeError, ValueError, RecursionError):
         pass
-    return {**told, PACKED_USER_KEY: base64.b64encode(msgpack.packb(user)).decode()}
+    return {**version, PACKED_USER_KEY: base64.b64encode(msgpack.packb(user)).decode()}

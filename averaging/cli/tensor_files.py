@@ -1,4 +1,4 @@
-"""The safetensors files of the command line: read and checked before anything starts, written whole or not at all."""
+"""The safetensors files of the command line, checked before the peer starts and written atomically."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from averaging.common.shared_tensors import all_finite
 from averaging.protocol.schema import DTYPES
 
 RESERVED_NAME = "__metadata__"
-"""A tensor of this name makes a safetensors file that nobody can read."""
+"""A tensor of this name would make a safetensors file unreadable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """What a safetensors file holds.
+    """The content of a safetensors file.
 
     Attributes:
-        tensors: by name, sorted by name: the format keeps no order, and all peers must have the same one.
-        metadata: texts by name; None if the file has none.
+        tensors: tensors by name, sorted by name: the format has no order, and all peers need the same one.
+        metadata: text values by name; None if the file has none.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -33,10 +33,10 @@ class Document:
 
 
 def read(path: Path) -> Document:
-    """Reads a file into memory of its own, so that the file may change or go afterwards.
+    """Reads a file into memory, so that it may be changed or removed afterwards.
 
     Raises:
-        Failure: with exit code 2, if it is not there, is no safetensors file, or is not whole.
+        CommandError: exit code 2: the file does not exist, is incomplete, or is not a safetensors file.
     """
     if not path.exists():
         raise CommandError(f"{path} does not exist; give a file written by safetensors.torch.save_file", WRONG_USAGE)
@@ -44,7 +44,7 @@ def read(path: Path) -> Document:
         raise CommandError(f"{path} is not a file; give one written by safetensors.torch.save_file", WRONG_USAGE)
     try:
         str(path).encode()
-    except UnicodeEncodeError:  # the system takes any bytes for a name, safetensors does not
+    except UnicodeEncodeError:  # safetensors does not support file names with arbitrary bytes
         raise CommandError(
             f"{path} cannot be read: its name is not valid UTF-8; rename it, or the directory", WRONG_USAGE
         ) from None
@@ -61,42 +61,42 @@ def read(path: Path) -> Document:
 
 
 def check_can_be_averaged(path: Path, tensors: Mapping[str, torch.Tensor], *, allow_non_finite: bool) -> None:
-    """Looks for what a round would refuse.
+    """Checks that a round would accept the tensors.
 
     Raises:
-        Failure: with exit code 2; it names the tensors.
+        CommandError: exit code 2; the message names the tensors.
     """
     if not tensors:
-        raise CommandError(f"{path} holds no tensors; there is nothing to average", WRONG_USAGE)
+        raise CommandError(f"{path} contains no tensors; there is nothing to average", WRONG_USAGE)
     wrong = [f"{name!r} ({tensor.dtype})" for name, tensor in tensors.items() if tensor.dtype not in DTYPES.values()]
     if wrong:
         raise CommandError(
-            f"{path}: {_listed(wrong)} cannot be averaged; {', '.join(DTYPES)} can. Leave such tensors out of the "
+            f"{path}: {_listed(wrong)} cannot be averaged; {', '.join(DTYPES)} can. Remove such tensors from the "
             "file, or convert them",
             WRONG_USAGE,
         )
     broken = [repr(name) for name, tensor in tensors.items() if not all_finite(tensor)]
     if broken and not allow_non_finite:
         raise CommandError(
-            f"{path}: {_listed(broken)} holds NaN or infinity; repair the file, or give --non-finite allow and let it "
-            "spread to all members",
+            f"{path}: {_listed(broken)} has NaN or infinity; repair the file, or give --non-finite allow to spread it "
+            "to all members",
             WRONG_USAGE,
         )
 
 
 class NotWrittenError(CommandError):
-    """The disk is full, or fails: what was there before is untouched, and a later attempt may succeed."""
+    """The file could not be written, for example because the disk is full. The old file is unchanged."""
 
 
 class Output:
-    """A file to be written later; whether that can work is found out now, before any work is done for it.
+    """A file that will be written later. The constructor checks that it can be written, before any work is done.
 
     Args:
         path: where to write; a link is followed.
         overwrite: whether the file may exist.
 
     Raises:
-        Failure: with exit code 2, if the file exists, or cannot be written there.
+        CommandError: exit code 2: the file exists, or cannot be written there.
     """
 
     def __init__(self, path: Path, *, overwrite: bool) -> None:
@@ -104,18 +104,18 @@ class Output:
         self._target = path.resolve()
         self._may_exist = overwrite
         if self._target.exists() and not self._target.is_file():
-            raise CommandError(f"{path} exists and is not a file; give --output another name", WRONG_USAGE)
+            raise CommandError(f"{path} exists and is not a file; give another --output", WRONG_USAGE)
         if self._target.exists() and not overwrite:
             raise CommandError(
-                f"{path} exists; give --overwrite to replace it, or --output another name. Nothing was done",
+                f"{path} exists; give --overwrite to replace it, or another --output. Nothing was done",
                 WRONG_USAGE,
             )
         if not self._target.parent.is_dir():
-            raise CommandError(f"there is no directory {self._target.parent}; make it first", WRONG_USAGE)
+            raise CommandError(f"there is no directory {self._target.parent}; create it first", WRONG_USAGE)
         self._mode = self._try_to_write()
 
     def _try_to_write(self) -> int:
-        """The permissions the file is to have: its present ones, or those of a new file."""
+        """Writes a probe. Returns the permissions for the file: its present ones, or those of a new file."""
         probe = beside(self._target)
         try:
             with probe.open("xb"):
@@ -124,18 +124,18 @@ class Output:
             probe.unlink()
         except OSError as error:
             raise CommandError(
-                f"{self.path} cannot be written ({error.strerror}); choose a directory in which files can be made, "
-                "and a shorter name if it is too long",
+                f"{self.path} cannot be written ({error.strerror}); choose a writable directory, or a shorter name if "
+                "it is too long",
                 WRONG_USAGE,
             ) from None
         return mode & 0o777
 
     def write(self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> None:
-        """Writes the file whole, so that after a crash at any moment there is the old one or the new one.
+        """Writes the file atomically: after a crash there is either the old file or the new one.
 
         Raises:
-            NotWrittenError: it cannot be written now.
-            Failure: somebody else has made such a file meanwhile, or a name is reserved.
+            NotWrittenError: the file cannot be written now.
+            CommandError: another process has created the file meanwhile, or a tensor has the reserved name.
         """
         if RESERVED_NAME in tensors:
             raise CommandError(
@@ -148,12 +148,12 @@ class Output:
                 if self._target.exists() and not self._may_exist:
                     kept = temporary.rename(beside(self._target))
                     raise CommandError(
-                        f"{self.path} was made by somebody else meanwhile; the result is in {kept}", NOT_DONE
+                        f"another process has created {self.path} meanwhile; the result is in {kept}", NOT_DONE
                     )
         except (OSError, SafetensorError) as error:
             raise NotWrittenError(
-                f"{self.path} could not be written: {error}; what was there before is untouched. Make room there, "
-                "or give --output another place",
+                f"{self.path} could not be written: {error}; the old file is unchanged. Free disk space, or give "
+                "another --output",
                 NOT_DONE,
             ) from None
         self._may_exist = True

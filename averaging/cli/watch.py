@@ -1,4 +1,4 @@
-"""`averaging watch`: the rounds of a peer as they happen."""
+"""`averaging watch`: prints the rounds of a peer as they end."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ MAX_MESSAGE_BYTES = 16 << 20
     default=0,
     type=click.IntRange(0, 2**32 - 1),
     metavar="N",
-    help="Begin with the last N rounds; a peer remembers 64.",
+    help="Begin with the last N rounds; a peer keeps 64.",
 )
 @click.option("--rounds", type=click.IntRange(min=1), metavar="K", help="End after K receipts.  [default: never]")
-@click.option("--json", "as_json", is_flag=True, help="Tell every receipt as one JSON object a line.")
+@click.option("--json", "as_json", is_flag=True, help="Print receipts as one JSON object per line.")
 @security_options
 def watch_command(address: str, last: int, rounds: int | None, as_json: bool, **given: Any) -> None:
-    r"""Tells what becomes of every round of the peer at HOST:PORT, until the peer leaves or Ctrl+C.
+    r"""Prints the outcome of every round of the peer at HOST:PORT, until the peer leaves or Ctrl+C.
 
     \b
-    In words, and into a file that `averaging explain` reads:
+    Print text, and write a file for `averaging explain`:
       averaging watch 192.0.2.7:4222 --last 10
       averaging watch 192.0.2.7:4222 --json >> receipts.jsonl
 
-    A line of --json is a receipt as docs/receipts.md describes it, but for what the applications gathered.
+    A line of --json is a receipt, see docs/operate/receipts.md, without the data that the applications gathered.
 
-    Exit codes: 0 the peer has left, --rounds are done, or Ctrl+C; 1 it could not be reached, or was
-    lost; 2 wrong usage.
+    Exit codes: 0 the peer has left, --rounds are done, or Ctrl+C; 1 the peer could not be reached, or the connection
+    was lost; 2 wrong usage.
     """
     with starting():
         from averaging.cli import signals
@@ -70,19 +70,19 @@ async def _watch(address: str, credentials: Credentials, last: int, rounds: int 
     from averaging.transport.grpc import GrpcTransport
 
     if not as_json:
-        click.echo(f"watching the rounds of {address}: a line as each ends; Ctrl+C ends this", err=True)
+        click.echo(f"watching {address}: one line per round; Ctrl+C ends this", err=True)
     transport = GrpcTransport(None, max_message_bytes=MAX_MESSAGE_BYTES, credentials=credentials, given=[address])
     await transport.bind()
-    told, warned = 0, False
+    count, warned = 0, False
     try:
         async with aclosing(transport.watch_rounds(address, last)) as receipts:
             async for watched in receipts:
-                why_not = await _tell(watched, as_json)
-                if why_not and not warned:
+                failure_reason = await _print(watched, as_json)
+                if failure_reason and not warned:
                     warned = True
-                    click.echo(f"{why_not}; the command goes on. Make room there", err=True)
-                told += 1
-                if told == rounds:
+                    click.echo(f"{failure_reason}; the command continues. Free space there", err=True)
+                count += 1
+                if count == rounds:
                     break
     except PeerUnreachableError as error:
         remedy = f"; {CHECK_ADDRESS}" if error.reason in WITHOUT_REMEDY else ""
@@ -94,20 +94,20 @@ async def _watch(address: str, credentials: Credentials, last: int, rounds: int 
         await transport.close()
 
 
-async def _tell(watched: Watched, as_json: bool) -> str:
-    """Tells one receipt; returns why it could not. A reader is waited for: the peer counts what it leaves out then."""
+async def _print(watched: Watched, as_json: bool) -> str:
+    """Prints one receipt; returns the reason if that fails. It waits for slow output, and the peer skips receipts."""
     from averaging.common.sanitize import counted
     from averaging.observe.explain import Round, describe
     from averaging.observe.receipt_log import dumps
 
     if watched.skipped:
-        click.echo(f"{counted(watched.skipped, 'receipt')} before the next came too fast and are missing", err=True)
+        click.echo(f"{counted(watched.skipped, 'receipt')} missing before the next one: output is too slow", err=True)
     line = dumps(watched.receipt) if as_json else describe(Round((watched.receipt,)))
     try:
-        if sys.stdout is not None:  # closed by whoever started the command
+        if sys.stdout is not None:  # it was closed when the command was started
             await asyncio.wrap_future(begin(sys.stdout, f"{line}\n"))
     except BrokenPipeError:
-        raise  # nobody reads on: click ends the command
+        raise  # the reader has closed it; click ends the command
     except OSError as error:
         return f"cannot write to stdout: {error.strerror}"
     return ""

@@ -1,1 +1,1 @@
-"""Checks and helpers that several rooms use."""
+"""Checks and helpers that several packages use."""

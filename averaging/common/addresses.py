@@ -1,4 +1,4 @@
-"""Addresses: how they are written, which a peer may dial, and which a certificate stands for. Pure."""
+"""Parses addresses, and decides which a peer may dial and which a certificate covers. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from averaging.errors import ConfigError
 
 CLIENT_PREFIX = "client::"
-"""The name of a peer in client mode starts with this. Such a name is never dialled."""
+"""Prefix of the endpoint of a client, which is never dialled."""
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -26,22 +26,22 @@ _METADATA = frozenset(
         ),
     )
 )
-"""Where clouds hand out credentials to whoever asks from inside, besides the link-local 169.254.169.254."""
+"""Metadata services of clouds, which hand out credentials, besides the link-local 169.254.169.254."""
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """Splits `host:port`; an IPv6 host stands in brackets.
+    """Splits `host:port`; an IPv6 host must be in brackets, which the result keeps.
 
     Raises:
-        ConfigError: it is not such an address.
+        ConfigError: `address` is malformed.
     """
     host, colon, port = address.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     name = host[1:-1] if bracketed else host
-    sound = bool(name) and not set(name) & set(" /[]@" if bracketed else " :/[]@")
-    # isdecimal alone would take digits of other scripts
-    numbered = port.isascii() and port.isdecimal() and len(port) <= 5 and int(port) <= 65535
-    if not colon or not sound or not numbered or not host.isprintable():
+    valid_host = bool(name) and host.isprintable() and not set(name) & set(" /[]@" if bracketed else " :/[]@")
+    # isdecimal() alone would accept digits of other scripts.
+    valid_port = port.isascii() and port.isdecimal() and len(port) <= 5 and int(port) <= 65535
+    if not colon or not valid_host or not valid_port:
         raise ConfigError(
             f"{address[:100]!r} is not an address; give HOST:PORT, for example 192.0.2.7:4222 or [2001:db8::7]:4222"
         )
@@ -49,7 +49,7 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 def is_endpoint(name: str) -> bool:
-    """Whether `name` can be a peer's name on the wire: an address with a port, or a client's name."""
+    """Whether `name` is a valid endpoint: an address with a port above 0, or the name of a client."""
     if len(name) > 256 or not name.isprintable():
         return False
     if name.startswith(CLIENT_PREFIX):
@@ -61,7 +61,7 @@ def is_endpoint(name: str) -> bool:
 
 
 def parse_ip(host: str) -> Address | None:
-    """The address that `host` is, in brackets or not; None if it is a name."""
+    """The IP address in `host`, with or without brackets; None if `host` is a name."""
     try:
         return ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
     except ValueError:
@@ -69,7 +69,7 @@ def parse_ip(host: str) -> Address | None:
 
 
 def _destination(host: str) -> Address | None:
-    """Where packets to `host` end: some IPv6 addresses lead to an IPv4 address that they hold."""
+    """The IP address that packets to `host` reach: some IPv6 addresses embed an IPv4 address."""
     address = parse_ip(host)
     if isinstance(address, ipaddress.IPv6Address):
         if address in _NAT64:
@@ -79,22 +79,22 @@ def _destination(host: str) -> Address | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is this machine to itself, by its address or by the name localhost."""
+    """Whether `host` is a loopback address or a localhost name."""
     address = _destination(host)
     name = _normal(host)
     return address.is_loopback if address else name == "localhost" or name.endswith(".localhost")
 
 
 def objection(host: str, *, loopback: bool) -> str | None:
-    """Why nobody may be dialled there on a stranger's word; None if nothing speaks against it.
+    """Why this peer must not dial `host` if another peer supplied the address; None if it may.
 
     Args:
-        host: an address; a name is judged by the addresses that it has, see `transport.grpc.dialling`.
-        loopback: whether the peers of this run may be on this machine's loopback.
+        host: an address. A name must be resolved first, see `transport.grpc.dialling`.
+        loopback: whether peers of this run may be on this machine's loopback interface.
     """
     address = _destination(host)
     if is_loopback(host):
-        return None if loopback else "a loopback address, which is this very machine"
+        return None if loopback else "a loopback address, which is this machine"
     if address is None:
         return None
     if address.is_unspecified:
@@ -102,12 +102,12 @@ def objection(host: str, *, loopback: bool) -> str | None:
     if address.is_multicast or address == ipaddress.IPv4Address("255.255.255.255"):
         return "a multicast address"
     if address.is_link_local:
-        return "a link-local address, where clouds keep their metadata"
-    return "where a cloud keeps its metadata" if address in _METADATA else None
+        return "a link-local address, used by the metadata services of clouds"
+    return "the address of a cloud's metadata service" if address in _METADATA else None
 
 
 def covers(hosts: Iterable[str], host: str) -> bool:
-    """Whether a certificate for `hosts` stands for `host`; `*.example.org` stands for one label before the dot."""
+    """Whether a certificate for `hosts` covers `host`. `*.example.org` covers exactly one label before the dot."""
     address = parse_ip(host)
     if address is not None:
         return any(parse_ip(known) == address for known in hosts)

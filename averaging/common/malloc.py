@@ -1,4 +1,4 @@
-"""What a round frees is kept for the next one: touching fresh pages costs more than the copies into them."""
+"""Keeps memory that a round frees for the next one, since page faults cost more than the copies into the pages."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import ctypes
 import os
 import platform
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # as <malloc.h> numbers them
-_LARGEST = 32 << 20  # the most that glibc takes for the second
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # constants of <malloc.h>
+_MAX_MMAP_THRESHOLD = 32 << 20  # glibc's limit
 
 
 def keep_freed_memory(nbytes: int = 1 << 30) -> bool:
-    """Lets this process keep memory that is freed, for whatever it allocates next, instead of giving it back at once.
+    """Makes glibc keep freed memory for later allocations instead of returning it to the system at once.
 
-    Threads that begin later share one heap, so that one can use what another has freed. All this concerns the whole
-    process, so a library does not decide it: `averaging peer` calls it, and a program of your own may, when it begins.
-    Only glibc can be told so, and only if the environment has not told it something else.
+    Threads that start later share one heap, so that one can reuse what another has freed. The setting affects the whole
+    process, so the library does not change it by default. `averaging peer` calls this function, and your program can
+    call it when it starts. It does nothing without glibc, or if environment variables already configure glibc's malloc.
 
     Args:
-        nbytes: kept at most, at the end of the heap; should be more than the tensors take.
+        nbytes: maximum to keep at the end of the heap; should be more than the size of the tensors.
 
     Returns:
-        Whether it was done.
+        Whether the setting was changed.
     """
     tunables = os.environ.get("GLIBC_TUNABLES", "")
-    chosen = "glibc.malloc" in tunables or any(name.startswith("MALLOC_") for name in os.environ)
-    if chosen or platform.libc_ver()[0] != "glibc":
+    configured = "glibc.malloc" in tunables or any(name.startswith("MALLOC_") for name in os.environ)
+    if configured or platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    most = min(nbytes, 2**31 - 1)
-    return all(mallopt(*what) for what in ((_MMAP_THRESHOLD, _LARGEST), (_TRIM_THRESHOLD, most), (_ARENA_MAX, 1)))
+    values = {_MMAP_THRESHOLD: _MAX_MMAP_THRESHOLD, _TRIM_THRESHOLD: min(nbytes, 2**31 - 1), _ARENA_MAX: 1}
+    return all(mallopt(*setting) for setting in values.items())

@@ -1,8 +1,8 @@
-"""Reading msgpack of strangers without first becoming large, or slow.
+"""Decodes msgpack from untrusted peers in bounded memory and time.
 
-A few bytes can ask for lists of many empty lists. And keys of maps can be chosen so that their hashes clash: each then
-takes as long as there are keys before it. The hashes of text and of bytes are random in each process; a map with
-integers as keys takes a bounded number of them; other keys are refused.
+A few bytes can encode lists of many empty lists. Keys of a map can be chosen so that their hashes collide, which makes
+decoding quadratic. The hashes of text and bytes are randomised per process, the number of integer keys is limited, and
+other keys are refused.
 
 Pure.
 """
@@ -15,25 +15,24 @@ from typing import Any, TypeGuard
 import msgpack
 
 MAX_DEPTH = 64
-"""Lists and maps inside each other."""
+"""Maximum nesting of lists and maps."""
 
 MAX_INTEGER_KEYS = 1024
-"""Integers among the keys of one map. Those of 64 bits can be chosen so that each is compared with a third of the
-others: 80,000 in one map took 8 s. Of so few it costs about as much as it does to check them."""
+"""Maximum number of integer keys in one map. 80,000 colliding 64-bit keys in one map took 8 s to decode; at this limit
+the collisions cost about as much as the check itself."""
 
 _FIXED = {
     **dict.fromkeys((0xC0, 0xC2, 0xC3), 0),
     **{0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8},
     **{0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17},
 }
-"""Bytes that follow the first byte of nil, booleans, numbers and extensions of fixed length."""
+"""Payload bytes after the first byte of nil, booleans, numbers and extensions of fixed length."""
 
 _COUNTED = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
 _EXTENSIONS = {0xC7: 1, 0xC8: 2, 0xC9: 4}
 _ARRAYS = {0xDC: 2, 0xDD: 4}
 _MAPS = {0xDE: 2, 0xDF: 4}
-"""Bytes of the length that follows the first byte of bytes and text, of extensions, of arrays and of maps."""
-
+"""Size of the length field after the first byte of bytes and text, of extensions, of arrays and of maps."""
 
 _NO_MAP = -1
 
@@ -46,19 +45,20 @@ _KEYS = bytes(
     else _NO_KEY
     for first in range(256)
 )
-"""What an item that begins with this byte is as a key; text stands for bytes, too."""
+"""Kind of key by the first byte of an item; `_TEXT` includes bytes."""
 
 
 def unpack(packed: bytes, max_items: int) -> Any:
-    """What msgpack reads there, in a time that is at most proportional to the number of bytes.
+    """Decodes msgpack in time proportional to the number of bytes.
 
     Args:
-        packed: bytes from anybody.
-        max_items: numbers, texts, lists and so on, at any depth, that it may consist of.
+        packed: untrusted bytes.
+        max_items: maximum number of items (numbers, texts, lists, maps ...) at all depths together.
 
     Raises:
-        ValueError: it is not msgpack, has more items or is deeper than `MAX_DEPTH`, or a map has a key that is neither
-            text, bytes nor an integer, or more integers than `MAX_INTEGER_KEYS`; nothing was allocated for it then.
+        ValueError: `packed` is not msgpack, has more than `max_items` items or is deeper than `MAX_DEPTH`; or a map has
+            a key that is neither text, bytes nor an integer, or more integer keys than `MAX_INTEGER_KEYS`. This is
+            checked before anything is allocated.
     """
     _check(packed, max_items)
     try:
@@ -68,10 +68,10 @@ def unpack(packed: bytes, max_items: int) -> Any:
 
 
 def check_keys(value: object) -> None:
-    """Whether others read the dicts in `value`, at any depth, once msgpack has packed it, which it has to be able to.
+    """Checks that other peers accept the keys of the dicts in `value`, at any depth.
 
     Raises:
-        ValueError: they do not; it names the key.
+        ValueError: they refuse a key; the message names it.
     """
     if isinstance(value, dict):
         integers = 0
@@ -88,21 +88,21 @@ def check_keys(value: object) -> None:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether what was read is a finite number; true and false are none."""
+    """Whether `value` is a finite number and not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _check(packed: bytes, max_items: int) -> None:
-    """Goes over the items without making them."""
+    """Checks the items without creating them."""
     place, items = 0, 1
-    left, integers = [1], [_NO_MAP]  # of each list or map that is open: items still to come, integers among its keys
+    left, integers = [1], [_NO_MAP]  # per open list or map: items still to come, and integer keys so far
     while left:
         if not left[-1]:
             left.pop()
             integers.pop()
             continue
         if place >= len(packed):
-            raise ValueError("it is cut short")
+            raise ValueError("it is truncated")
         first = packed[place]
         if integers[-1] != _NO_MAP and left[-1] % 2 == 0:
             kind = _KEYS[first]
@@ -113,14 +113,14 @@ def _check(packed: bytes, max_items: int) -> None:
                 if integers[-1] > MAX_INTEGER_KEYS:
                     raise ValueError(f"a map has {_too_many(integers[-1])}")
         left[-1] -= 1
-        place, inside = _step(packed, place)
-        items += inside
+        place, children = _skip(packed, place)
+        items += children
         if items > max_items:
             raise ValueError(f"it has more than {max_items} items")
-        if inside:
+        if children:
             if len(left) > MAX_DEPTH:
                 raise ValueError(f"it is deeper than {MAX_DEPTH}")
-            left.append(inside)
+            left.append(children)
             integers.append(0 if first >> 4 == 0x8 or first in _MAPS else _NO_MAP)
 
 
@@ -128,11 +128,11 @@ def _too_many(integers: int) -> str:
     return f"{integers} integers as keys, more than {MAX_INTEGER_KEYS}"
 
 
-def _step(packed: bytes, place: int) -> tuple[int, int]:
-    """Goes over the item that begins at `place`.
+def _skip(packed: bytes, place: int) -> tuple[int, int]:
+    """Skips the item at `place`, but not the items inside a list or map.
 
     Returns:
-        Where the next one begins, which may be the first inside of this one; and how many are inside of this one.
+        Where the next item begins, and the number of items inside this one.
     """
     first, place = packed[place], place + 1
     if first <= 0x7F or first >= 0xE0:

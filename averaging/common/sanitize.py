@@ -1,4 +1,4 @@
-"""Values and text that other peers may have written, made fit for JSON, terminals and notebooks. Pure."""
+"""Formats values and text, which other peers may have written, safely for JSON, terminals and notebooks. Pure."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from averaging.errors import printable
 
 MAX_DEPTH = 16
-"""Deeper levels of what other members gathered are left out."""
+"""Deeper levels are replaced by `...`."""
 
 MAX_NAMES = 4
-"""More peers than this are counted, not listed."""
+"""Peers listed by name; further ones are only counted."""
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """A value from the network as JSON can tell it: bytes in hex, NaN and infinity as null, keys as text."""
+    """A value from the network in a form that JSON can hold: bytes in hex, NaN and infinity as null, keys as text."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -34,7 +34,7 @@ def plain(value: Any, depth: int = 0) -> Any:
 
 
 def size(count: float) -> str:
-    """A number of bytes."""
+    """A number of bytes, such as `1.5 MiB`."""
     if count < 1024:
         return counted(round(count), "byte")
     for unit in ("KiB", "MiB"):
@@ -45,7 +45,7 @@ def size(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in the unit that fits: `0.4 ms`, `3 ms`, `0.53 s`, `12.1 s`, `14 min`, `3.2 h`."""
+    """Seconds in a suitable unit: `0.4 ms`, `3 ms`, `0.53 s`, `12.1 s`, `14 min`, `3.2 h`."""
     if 0 < seconds < 0.001:
         return f"{1000 * seconds:.1g} ms"
     if seconds < 0.1:
@@ -61,13 +61,13 @@ def counted(number: int, noun: str) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """`a, b`; of many the first few and how many more. Without what a terminal would obey."""
+    """`a, b`, or the first few and `and 3 more`, without control characters."""
     first = printable(", ".join(names[:MAX_NAMES]))
     return f"{first} and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else first
 
 
 def html_table(title: str, rows: Mapping[str, object]) -> str:
-    """A table of names and values, whatever strangers may have written into them."""
+    """An HTML table of names and values, all escaped."""
 
     def cell(text: object) -> str:
         return escape(printable(str(text)))

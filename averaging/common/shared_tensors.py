@@ -1,4 +1,4 @@
-"""The tensors a peer averages: their names, a lock around them, and flat views on the CPU to read parts from."""
+"""The tensors that a peer averages, with their names, a lock, and flat views on the CPU."""
 
 from __future__ import annotations
 
@@ -18,40 +18,39 @@ from averaging.errors import RoundError, TensorError
 
 T = TypeVar("T")
 
-LOOK_UP_SECONDS = 0.5
-"""After so long a thread that waits for the lock looks whether anybody still wants what it is to do."""
-
+POLL_SECONDS = 0.5
+"""Interval at which a thread that waits for the lock checks whether it was cancelled."""
 
 SAMPLE_BYTES = 16 << 20
-"""Bytes that are compared at a time where all of a large model would cost too much; 1 to 2 ms."""
+"""Bytes of a model that are digested per call where all of it would cost too much; takes 1 to 2 ms."""
 
 
 class Write(Enum):
-    """How values are written to the elements they are for."""
+    """What `SharedTensors.write` makes of the old elements and the new values."""
 
     REPLACE = auto()
-    """The values."""
+    """new"""
     ADD = auto()
-    """What was there plus the values."""
+    """old + new"""
     DIFFERENCE = auto()
-    """The values minus what was there, and 0 everywhere else."""
+    """new - old, and 0 in elements without a new value"""
     ONLY = auto()
-    """The values, and 0 everywhere else."""
+    """new, and 0 in elements without a new value"""
 
 
 class SharedTensors:
-    """Tensors that training and averaging share, of any device, shape and layout of memory.
+    """Tensors that training and averaging share; any device, shape and memory layout.
 
     Args:
-        tensors: in an order that is the same at all peers; a mapping gives them names. Some may share memory.
-        under: whose lock guards these too; None for a lock of their own.
+        tensors: in the same order at all peers; a mapping gives them names. Some may share memory.
+        lock_of: other tensors whose lock guards these too; None creates a lock.
 
     Raises:
-        TensorError: there are none.
+        TensorError: `tensors` is empty.
     """
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor] | Mapping[str, torch.Tensor], under: SharedTensors | None = None
+        self, tensors: Sequence[torch.Tensor] | Mapping[str, torch.Tensor], lock_of: SharedTensors | None = None
     ) -> None:
         if isinstance(tensors, Mapping):
             named = {str(name): tensor for name, tensor in tensors.items()}
@@ -68,14 +67,14 @@ class SharedTensors:
         self.nbytes = sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
         self._tied = sharing_memory(self.tensors)
         self.before_application_writes: Callable[[], object] = lambda: None
-        self._lock: threading.Lock = under._lock if under else threading.Lock()
+        self._lock: threading.Lock = lock_of._lock if lock_of else threading.Lock()
 
     @contextmanager
     def locked(self, *, keep: bool = True) -> Iterator[list[torch.Tensor]]:
-        """The tensors, for the application to read and write; it blocks until the lock is free.
+        """Yields the tensors for the application to read and write; blocks until the lock is free.
 
         Args:
-            keep: whether what they hold must remain readable as it was, as `before_application_writes` sees to.
+            keep: whether the current contents must be preserved for readers; calls `before_application_writes`.
         """
         with self._lock:
             if keep:
@@ -83,14 +82,14 @@ class SharedTensors:
             yield list(self.tensors)
 
     async def while_locked(self, action: Callable[[], T], timeout: float, nbytes: int = 0) -> T:
-        """Runs `action` under the lock without blocking the event loop: in a thread if somebody else holds the lock.
+        """Runs `action` under the lock; in a thread if the lock is taken or `nbytes` is large.
 
-        A cancellation that comes before it has begun keeps it from beginning; one that comes later waits for its end.
+        A cancellation prevents `action` from starting; if it has started, the cancellation waits until it has returned.
 
         Args:
-            action: what to do.
+            action: the function to run.
             timeout: seconds to wait for the lock.
-            nbytes: how much `action` goes through; if it is much, it runs in a thread in any case.
+            nbytes: how many bytes `action` processes.
 
         Raises:
             RoundError: the lock was not free in time.
@@ -101,11 +100,11 @@ class SharedTensors:
             finally:
                 self._lock.release()
 
-        decided = threading.Lock()  # taken by the thread that begins, or by a cancellation that comes before
+        decided = threading.Lock()  # taken by whichever comes first: the start of `action`, or a cancellation
 
         def wait_and_run() -> T:
             end = time.monotonic() + timeout
-            while not self._lock.acquire(timeout=max(0.0, min(LOOK_UP_SECONDS, end - time.monotonic()))):
+            while not self._lock.acquire(timeout=max(0.0, min(POLL_SECONDS, end - time.monotonic()))):
                 if decided.locked() or time.monotonic() >= end:
                     raise RoundError(
                         f"the application held the tensors' lock for {timeout:g} s; release it sooner, or raise "
@@ -113,16 +112,15 @@ class SharedTensors:
                     )
             try:
                 if not decided.acquire(blocking=False):
-                    raise RoundError("nobody waits for it any more")
+                    raise RoundError("the action was cancelled before it started")
                 return action()
             finally:
                 self._lock.release()
 
-        # Once this has ended nothing may be written any more.
         return await in_thread(wait_and_run, lambda: decided.acquire(blocking=False))
 
     def flat(self) -> list[torch.Tensor]:
-        """Each tensor as one dimension on the CPU: a view of its memory if it is contiguous there, else a copy."""
+        """Each tensor in 1-D on the CPU: a view of its memory if it is contiguous and on the CPU, else a copy."""
         return [self._flat(index) for index in range(len(self.tensors))]
 
     def _flat(self, index: int) -> torch.Tensor:
@@ -130,53 +128,53 @@ class SharedTensors:
         return self.tensors[index].cpu().reshape(-1) if view is None else view
 
     def write(self, changes: Iterable[tuple[int, int, torch.Tensor]], how: Write = Write.REPLACE) -> None:
-        """Writes (tensor index, first element, 1-D values). The caller holds the lock."""
-        elsewhere_too = how in (Write.DIFFERENCE, Write.ONLY)
+        """Writes changes of the form (tensor index, first element, 1-D values). The caller holds the lock."""
+        fills_zero = how in (Write.DIFFERENCE, Write.ONLY)
         by_tensor: dict[int, list[tuple[int, torch.Tensor]]] = {}
-        if elsewhere_too:
+        if fills_zero:
             by_tensor = {index: [] for index in range(len(self.tensors))}
-        counts_before = how in (Write.ADD, Write.DIFFERENCE)
-        was: dict[int, torch.Tensor] = {}  # of tied tensors, since their memory changes with the first of them
-        if counts_before and self._tied:
+        uses_old = how in (Write.ADD, Write.DIFFERENCE)
+        tied_old: dict[int, torch.Tensor] = {}  # copies, since writing one tied tensor changes the others
+        if uses_old and self._tied:
             changes = list(changes)
-            was = {index: self._flat(index).clone() for index in self._tied & {index for index, _, _ in changes}}
+            tied_old = {index: self._flat(index).clone() for index in self._tied & {index for index, _, _ in changes}}
         for index, start, values in changes:
-            if index in was:
-                old = was[index][start : start + values.numel()]
+            if index in tied_old:
+                old = tied_old[index][start : start + values.numel()]
                 values = old + values.to(old.dtype) if how is Write.ADD else values.to(old.dtype) - old
             by_tensor.setdefault(index, []).append((start, values))
         for index, pieces in by_tensor.items():
             tensor, view, before = self.tensors[index], self._views[index], self._flat(index)
-            target = torch.zeros_like(before) if elsewhere_too else before
+            target = torch.zeros_like(before) if fills_zero else before
             for start, values in pieces:
                 piece = target[start : start + values.numel()]
-                if how is Write.ADD and index not in was:
+                if how is Write.ADD and index not in tied_old:
                     piece.add_(values.to(piece.dtype))
                 else:
                     piece.copy_(values)
-                if how is Write.DIFFERENCE and index not in was:
+                if how is Write.DIFFERENCE and index not in tied_old:
                     piece.sub_(before[start : start + values.numel()])
             if target is not view:
                 tensor.copy_(target.view(tensor.shape))
 
     def write_now(
-        self, index: int, start: int, values: torch.Tensor, how: Write, provided: Callable[[], bool] = lambda: True
+        self, index: int, start: int, values: torch.Tensor, how: Write, condition: Callable[[], bool] = lambda: True
     ) -> bool:
-        """Writes values to a contiguous CPU tensor if nobody holds the lock at this moment; whether it did.
+        """Writes values to a contiguous CPU tensor if the lock is free now; returns whether it did.
 
         Args:
-            index: of the tensor.
+            index: the tensor.
             start: first element.
             values: 1-D.
             how: as in `write`.
-            provided: asked under the lock whether it may.
+            condition: called under the lock; nothing is written if it returns False.
         """
         view = self._views[index]
-        # The other one of two tied tensors may not have been sent yet.
+        # A tensor that is tied to this one may not have been sent yet.
         if view is None or index in self._tied or not self._lock.acquire(blocking=False):
             return False
         try:
-            if not provided():
+            if not condition():
                 return False
             if how is Write.REPLACE:
                 view[start : start + values.numel()].copy_(values)
@@ -187,31 +185,31 @@ class SharedTensors:
         return True
 
     def copy_from(self, sources: Sequence[torch.Tensor]) -> None:
-        """Overwrites every tensor with one of the same shape. The caller holds the lock."""
+        """Overwrites all tensors with `sources` of the same shapes. The caller holds the lock."""
         for tensor, source in zip(self.tensors, sources, strict=True):
             tensor.copy_(source)
 
     def check_finite(self) -> None:
-        """Looks for NaN and infinity.
+        """Checks for NaN and infinity.
 
         Raises:
-            TensorError: a tensor holds some; the error names it and the first place.
+            TensorError: a tensor contains one; the error names the tensor and the first index.
         """
         for name, tensor in zip(self.names, self.tensors, strict=True):
             if not all_finite(tensor):
                 place = (~torch.isfinite(tensor.cpu().reshape(-1))).nonzero()[0].item()
                 value = tensor.cpu().reshape(-1)[int(place)].item()
                 raise TensorError(
-                    f"tensor {name!r} holds {value} at flat index {place}; repair it, leave it out if it is meant to, "
-                    "as a mask is, or allow it with non_finite='allow' and let it spread to all members"
+                    f"tensor {name!r} holds {value} at flat index {place}; fix it, leave it out if that is intended "
+                    "(a mask, for example), or set non_finite='allow', which spreads the value to all members"
                 )
 
 
 def sharing_memory(tensors: Sequence[torch.Tensor]) -> frozenset[int]:
-    """Which of them may share memory with another one, as tied weights do."""
+    """Indices of tensors that may share memory with another one, such as tied weights."""
     found: set[int] = set()
     extents = sorted((*_extent(tensor), index) for index, tensor in enumerate(tensors) if _is_dense(tensor))
-    last, reached = -1, ("", 0)  # the tensor that reaches farthest so far
+    last, reached = -1, ("", 0)  # the tensor with the highest end so far
     for device, begin, end, index in extents:
         if (device, begin) < reached:
             found |= {last, index}
@@ -221,12 +219,12 @@ def sharing_memory(tensors: Sequence[torch.Tensor]) -> frozenset[int]:
 
 
 def digest_of_tensors(tensors: Iterable[torch.Tensor], start: int = 0, stop: int | None = None) -> str:
-    """An XXH3 digest, 16 hexadecimal digits, of the bytes of dense tensors one after the other, on whatever device.
+    """The XXH3 digest, 16 hex digits, of the concatenated bytes of dense tensors on any device.
 
     Args:
         tensors: in order.
-        start: first byte that counts.
-        stop: one past the last; None for all that follow.
+        start: first byte to include.
+        stop: one past the last byte; None for all.
     """
     digest = xxhash.xxh3_64()
     place = 0
@@ -243,7 +241,7 @@ def digest_of_tensors(tensors: Iterable[torch.Tensor], start: int = 0, stop: int
 
 
 def digest_of_piece(tensors: Sequence[torch.Tensor], number: int) -> str:
-    """The digest of one piece of tensors, of `SAMPLE_BYTES` at most: successive numbers go through all of them."""
+    """The digest of piece `number` of the tensors, up to `SAMPLE_BYTES` long; successive numbers cycle through all."""
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     start = number % max(1, -(-nbytes // SAMPLE_BYTES)) * SAMPLE_BYTES
     return digest_of_tensors(tensors, start, start + SAMPLE_BYTES)
@@ -254,17 +252,17 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[str, int, int]:
-    """Its device, and where its memory begins and ends."""
+    """Device, start address and end address of a tensor's memory."""
     last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def finite_as(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether no element is NaN or infinite once it is kept in `dtype`, in which large values may not exist."""
+    """Whether all elements are finite after conversion to `dtype`, in which large values may overflow."""
     return all_finite(tensor if tensor.dtype == dtype else tensor.to(dtype))
 
 
 def all_finite(tensor: torch.Tensor) -> bool:
-    """Whether no element is NaN or infinite. One pass without a temporary in the usual case."""
-    # A sum is finite only if all its terms are; it can overflow with large finite terms, so then look at each.
+    """Whether all elements are finite. Usually takes one pass without a temporary."""
+    # A sum is finite only if all its terms are. It can also overflow with finite terms; then every element is checked.
     return math.isfinite(tensor.sum().item()) or bool(torch.isfinite(tensor).all())

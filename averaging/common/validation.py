@@ -1,4 +1,4 @@
-"""Values that users give, as options or as arguments: which of a few is meant, and whether a number is one. Pure."""
+"""Validates values that users pass as options or arguments. Pure."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from averaging.errors import ConfigError
 E = TypeVar("E", bound=Enum)
 
 MAX_COUNT = 1 << 62
-"""The highest count that is believed: those that follow still fit into messages, which hold 64 bits."""
+"""Maximum count that is accepted from other peers, so that larger ones still fit into the 64 bits of messages."""
 
 
 def one_of(kind: type[E], value: E | str, option: str) -> E:
-    """The member of `kind` that is meant, by itself or by its name, in capitals or not.
+    """Returns the member of `kind` that `value` is or names; case does not matter.
 
     Raises:
-        ConfigError: there is no such member; the message names the option and lists them.
+        ConfigError: there is no such member; the message names the option and lists the members.
     """
     return named({member.name.lower(): member for member in kind}, kind, value, option)
 
 
 def named(names: Mapping[str, E], kind: type[E], value: E | str, option: str) -> E:
-    """Like `one_of`, with other names for the members.
+    """Like `one_of`, with explicit lower-case names for the members.
 
     Raises:
         ConfigError: there is no such name.
@@ -42,7 +42,7 @@ def check_weight(weight: float) -> float:
     """Returns `weight` as a float.
 
     Raises:
-        ConfigError: it is negative, infinite, NaN, or no number.
+        ConfigError: `weight` is negative, infinite, NaN, or not a number.
     """
     if not (is_finite(weight) and weight >= 0):
         raise ConfigError(f"weight must be finite and at least 0, not {weight!r}")
@@ -50,7 +50,7 @@ def check_weight(weight: float) -> float:
 
 
 def is_finite(value: Any) -> bool:
-    """Whether a value is a number, and neither NaN nor infinite."""
+    """Whether a value is a finite number."""
     try:
         return math.isfinite(value)
     except (TypeError, ValueError, OverflowError):
@@ -58,5 +58,5 @@ def is_finite(value: Any) -> bool:
 
 
 def is_count(value: object) -> TypeGuard[int]:
-    """Whether a value is a whole number from 0 to `MAX_COUNT`."""
+    """Whether a value is an integer from 0 to `MAX_COUNT` and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_COUNT

@@ -1,4 +1,4 @@
-"""Tensors ↔ bytes on the wire. One module per family of codes; docs/protocol.md has the table of their buffers."""
+"""Encodes and decodes tensors for the wire. One module per family of codecs; docs/reference/protocol.md has layouts."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _DECODERS: dict[tuple[int, str], Codec] = {
 
 
 def encode(tensor: torch.Tensor, compression: CompressionType) -> WireTensor:
-    """Packs a whole tensor: dense, on the CPU, of any shape, float16, bfloat16, float32 or float64.
+    """Encodes a whole tensor: dense, on the CPU, of any shape; float16, bfloat16, float32 or float64.
 
-    With NONE the buffer **shares the tensor's memory** where its elements lie in order; with any other code it is new.
-    The lossy codes see it as float32. Non-finite numbers are no error here: FLOAT16 clamps infinities, and the codes
-    with rows, buckets or blocks may decode all of the row, bucket or block to NaN.
+    With NONE the buffer **shares the tensor's memory** if the tensor is contiguous; otherwise it is new. Lossy codecs
+    convert to float32 first. Non-finite numbers raise no error: FLOAT16 clamps infinities, and codecs with rows,
+    buckets or blocks may decode the whole row, bucket or block to NaN.
 
     Raises:
-        TensorError: its dtype cannot be averaged.
+        TensorError: the dtype cannot be averaged.
     """
     codec = _codec(compression, tensor.dtype)
     return WireTensor(
@@ -53,44 +53,44 @@ def encode(tensor: torch.Tensor, compression: CompressionType) -> WireTensor:
 
 
 def decode(wire: WireTensor) -> torch.Tensor:
-    """Unpacks a whole tensor, of shape `wire.size`; `chunks` and `requires_grad` are not looked at.
+    """Decodes a whole tensor of shape `wire.size`; `chunks` and `requires_grad` are ignored.
 
-    With NONE it has the dtype that was packed and **shares the memory of `wire.buffer`: it must not be written**. With
-    any other code it is a new float32 tensor.
+    With NONE the result has the dtype that was encoded and **shares the memory of `wire.buffer`: it must not be
+    written**. Otherwise it is a new float32 tensor.
 
     Raises:
-        ProtocolViolationError: the code, dtype or size is unknown or impossible, or the buffer has another length than
-            these need. This is found out before anything is allocated.
+        ProtocolViolationError: the compression, dtype or size is invalid, or the buffer has the wrong length. This is
+            checked before anything is allocated.
     """
     codec = _DECODERS.get((wire.compression, wire.dtype))
     if codec is None:
         known = sorted(dtype for code, dtype in _DECODERS if code == wire.compression)
-        reason = f"it goes with {', '.join(known)}" if known else "no such code is known"
+        reason = f"the dtype must be {', '.join(known)}" if known else "this compression is unknown"
         raise ProtocolViolationError(f"a tensor has compression {wire.compression} and dtype {wire.dtype!r}; {reason}")
     check_size(wire.size)
     size = tuple(wire.size)
     if len(wire.buffer) != codec.nbytes(size):
         raise ProtocolViolationError(
             f"a tensor of size {size}, compression {wire.compression} and dtype {wire.dtype!r} takes "
-            f"{codec.nbytes(size)} bytes, but {len(wire.buffer)} came"
+            f"{codec.nbytes(size)} bytes, but {len(wire.buffer)} were received"
         )
     return codec.unpack(wire.buffer, size)
 
 
 def decode_as(wire: WireTensor, dtype: torch.dtype) -> torch.Tensor:
-    """Unpacks a tensor of which the dtype is known; like `decode` in all else.
+    """Like `decode`, for a tensor whose dtype is known.
 
     Raises:
-        ProtocolViolationError: as `decode`; or it came uncompressed in another dtype, of which some values may not
-            exist in `dtype`.
+        ProtocolViolationError: as `decode`; or the tensor was sent uncompressed in another dtype, whose values might
+            not fit into `dtype`.
     """
     if wire.compression == CompressionType.NONE and wire.dtype != dtype_name(dtype):
-        raise ProtocolViolationError(f"a tensor of {dtype_name(dtype)} came as {wire.dtype!r}")
+        raise ProtocolViolationError(f"a tensor of {dtype_name(dtype)} was sent as {wire.dtype!r}")
     return decode(wire)
 
 
 def bytes_per_element(compression: CompressionType, dtype: torch.dtype) -> int:
-    """Bytes of one element on the wire, without what is stored once per tensor, row or block.
+    """Bytes of one element on the wire, without the overhead per tensor, row or block.
 
     Raises:
         TensorError: `dtype` cannot be averaged.

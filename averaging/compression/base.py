@@ -1,4 +1,4 @@
-"""What every code shares: its contract, the check of a shape from the network, and a view into received bytes."""
+"""The interface of a codec, the check of shapes from the network, and views between tensors and bytes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from averaging.errors import ProtocolViolationError
 from averaging.protocol.messages import Buffer
 
 MAX_DIMS = 64
-"""As many dimensions as numpy and torch handle."""
+"""The limit of numpy and torch."""
 
 MAX_ELEMENTS = 1 << 40
-"""Far above any tensor that travels, and far below where the strides of a tensor overflow 64 bits."""
+"""Far above any real tensor, and far below where the strides of a tensor overflow 64 bits."""
 
 
 class Codec(ABC):
-    """One way to pack a tensor into bytes. All numbers are little-endian, and so must be the machine.
+    """Encodes a tensor to bytes. All numbers are little-endian; big-endian machines are not supported.
 
     Attributes:
-        wire_dtype: the name that stands in the tensor's `dtype` field.
-        bytes_per_element: after compression, without what is stored once per tensor, row or block.
+        wire_dtype: the value of the tensor's `dtype` field on the wire.
+        bytes_per_element: after compression, without the overhead per tensor, row or block.
     """
 
     def __init__(self, wire_dtype: str, bytes_per_element: int) -> None:
@@ -32,23 +32,23 @@ class Codec(ABC):
 
     @abstractmethod
     def nbytes(self, size: tuple[int, ...]) -> int:
-        """Exact length in bytes of the buffer of a tensor of shape `size`, which has been checked."""
+        """Exact length in bytes of the buffer of a tensor of shape `size`, which passed `check_size`."""
 
     @abstractmethod
     def pack(self, tensor: torch.Tensor) -> Buffer:
-        """Packs a dense CPU tensor of a floating dtype, detached from autograd, of any shape."""
+        """Encodes a dense CPU tensor of a floating dtype and any shape, detached from autograd."""
 
     @abstractmethod
     def unpack(self, buffer: Buffer, size: tuple[int, ...]) -> torch.Tensor:
-        """The tensor of shape `size` in a buffer of exactly `nbytes(size)` bytes."""
+        """Decodes the tensor of shape `size` from a buffer of exactly `nbytes(size)` bytes."""
 
 
 def check_size(size: Sequence[int]) -> None:
     """Checks a shape from the network.
 
     Raises:
-        ProtocolViolationError: a dimension is negative, or there are too many dimensions or elements. The dimensions
-            beside a 0 count too, since they overflow the strides of an empty tensor as well.
+        ProtocolViolationError: a dimension is negative, or there are too many dimensions or elements. A dimension of 0
+            counts as 1, because the others can overflow the strides of an empty tensor too.
     """
     if len(size) > MAX_DIMS:
         raise ProtocolViolationError(f"a tensor has {len(size)} dimensions, more than the {MAX_DIMS} allowed")
@@ -64,15 +64,15 @@ def check_size(size: Sequence[int]) -> None:
 
 
 def view_bytes(buffer: Buffer, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-    """A 1-D tensor over the memory of `buffer` itself, all of it, which it keeps alive.
+    """A 1-D tensor that shares the memory of `buffer` and keeps it alive.
 
-    Nothing may write to it: `bytes` are immutable, and torch has no read-only tensors that would refuse.
+    It must not be written: `bytes` are immutable, and torch has no read-only tensors.
     """
     return torch.frombuffer(buffer, dtype=dtype) if len(buffer) else torch.empty(0, dtype=dtype, device="cpu")
 
 
 def view_memory(tensor: torch.Tensor) -> Buffer:
-    """The elements of a CPU tensor, in order, in its own dtype; without a copy if they lie in memory so."""
+    """The elements of a CPU tensor, in order, in its own dtype; without a copy if it is contiguous."""
     if not tensor.numel():
         return b""
     # numpy has no bfloat16
@@ -81,7 +81,7 @@ def view_memory(tensor: torch.Tensor) -> Buffer:
 
 
 with warnings.catch_warnings():
-    # torch tells once in a process that nobody may write to such memory. This is that once: while threads decode,
-    # warnings cannot be silenced for one of them alone.
+    # torch warns once per process that such memory must not be written. Trigger the warning here, since filters cannot
+    # be set for one thread alone later.
     warnings.simplefilter("ignore")
     torch.frombuffer(bytes(1), dtype=torch.uint8)

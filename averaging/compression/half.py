@@ -1,9 +1,9 @@
-"""FLOAT16 and BFLOAT16: each number on its own, rounded to the nearest of 16 bits.
+"""FLOAT16 and BFLOAT16: each number rounded to the nearest 16-bit number.
 
-| code | error of a finite x | range |
+| compression | maximum error of a finite x | range |
 |---|---|---|
-| FLOAT16 | 2^-11 of x, at least 2^-25 | clamped to ±65504, infinities too; NaN stays |
-| BFLOAT16 | 2^-8 of x, at least 2^-134 | that of float32; only its topmost 0.2 %, above 3.39e38, becomes infinite |
+| FLOAT16 | 2^-11 of x, at least 2^-25 | clamped to ±65504, also infinities; NaN is kept |
+| BFLOAT16 | 2^-8 of x, at least 2^-134 | that of float32, except that numbers above 3.39e38 become infinite |
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from averaging.protocol.messages import Buffer
 FLOAT16_MAX = 65504.0
 """The largest finite float16."""
 
-_AT_ONCE = 1 << 17  # elements
+_AT_ONCE = 1 << 17  # elements; small enough for the processor's cache
 
 
 class Half(Codec):
     """Float32 rounded to a 16-bit dtype.
 
     Args:
-        wire_dtype: `clamped_float32` for FLOAT16, a name the protocol fixes; `rounded_float32` for BFLOAT16, because
-            plain `bfloat16` stands for tensors that are bfloat16 themselves and travel as NONE.
+        wire_dtype: `clamped_float32` for FLOAT16, as the protocol requires; `rounded_float32` for BFLOAT16, since
+            `bfloat16` denotes uncompressed bfloat16 tensors.
         dtype: of the buffer.
-        limit: magnitudes above it are set to it first; None: no limit.
+        limit: magnitudes are clamped to it first; None: no limit.
     """
 
     def __init__(self, wire_dtype: str, dtype: torch.dtype, limit: float | None = None) -> None:
@@ -41,13 +41,12 @@ class Half(Codec):
         return prod(size) * self._dtype.itemsize
 
     def pack(self, tensor: torch.Tensor) -> Buffer:
-        """Clamps, then rounds to the nearest, ties to even."""
+        """Clamps, then rounds to nearest, ties to even."""
         values = tensor.to(torch.float32)
         if self._limit is None:
             return view_memory(values.to(self._dtype))
         flat = values.reshape(-1)
         packed = torch.empty(flat.shape, dtype=self._dtype, device="cpu")
-        # Small enough to stay in the processor's cache.
         clamped = torch.empty(min(_AT_ONCE, flat.numel()), dtype=torch.float32, device="cpu")
         for first in range(0, flat.numel(), _AT_ONCE):
             piece = flat[first : first + _AT_ONCE]

@@ -1,7 +1,7 @@
 """UNIFORM_8BIT and QUANTILE_8BIT: 256 buckets, each number replaced by the mean of its bucket.
 
 Layout: 256 float32, the means, 0 for an empty bucket; then one uint8 per element, the number of its bucket. The decoder
-looks up and need not know where the borders of the buckets were.
+does not need the borders of the buckets.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from averaging.compression.base import Codec, view_bytes, view_memory
 from averaging.protocol.messages import Buffer
 
 BUCKETS = 256
-"""As many as a byte can count."""
+"""One per value of a byte."""
 
 RANGE_IN_SIGMAS = 6
-"""What the buckets of UNIFORM_8BIT cover, in standard deviations: three to each side of the mean."""
+"""Standard deviations that the buckets of UNIFORM_8BIT cover: three on each side of the mean."""
 
 _TABLE_BYTES = 4 * BUCKETS
 _OFFSET = BUCKETS // 2
 
 
 class Lookup8Bit(Codec):
-    """A table of means and indices into it; the subclasses say which element goes into which bucket.
+    """A table of means and indices into it; subclasses assign elements to buckets.
 
-    A bucket with NaN or infinity has a non-finite mean, and so have all its elements after decoding.
+    If a bucket contains NaN or infinity, all its elements decode to a non-finite number.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Lookup8Bit(Codec):
         return _TABLE_BYTES + prod(size)
 
     def pack(self, tensor: torch.Tensor) -> Buffer:
-        """Sums the buckets in float64, one element after another: exact enough, and the same at every call."""
+        """Sums the buckets sequentially in float64, so that the result is accurate and deterministic."""
         values = tensor.to(torch.float32).reshape(-1)
         indices = self._assign(values)
         counts = torch.bincount(indices, minlength=BUCKETS).clamp_min_(1)
@@ -55,14 +55,14 @@ class Lookup8Bit(Codec):
 
     @abstractmethod
     def _assign(self, values: torch.Tensor) -> torch.Tensor:
-        """The bucket of every element, as uint8; `values` is 1-dim float32 and must not be changed."""
+        """The bucket of every element, as uint8; `values` is 1-D float32 and must not be changed."""
 
 
 class Uniform8Bit(Lookup8Bit):
-    """Buckets of equal width, 6·std/256, of which number 128 has the mean of all elements in its middle.
+    """Buckets of equal width, 6·std/256; bucket 128 is centred at the mean of all elements.
 
-    std is the unbiased one. Elements more than 3 std from the mean go into the first and the last bucket. An element of
-    any other bucket is decoded with an error of at most the width.
+    std is the unbiased standard deviation. Elements more than 3 std from the mean go into the first or the last bucket.
+    In the other buckets the error is at most the width.
     """
 
     def _assign(self, values: torch.Tensor) -> torch.Tensor:
@@ -72,15 +72,15 @@ class Uniform8Bit(Lookup8Bit):
         std = torch.linalg.vector_norm(centred, dtype=torch.float64) / sqrt(max(count - 1, 1))
         width = (std * (RANGE_IN_SIGMAS / BUCKETS)).to(torch.float32)
         numbers = centred.div_(width).round_().add_(_OFFSET).clamp_(0, BUCKETS - 1)
-        # equal elements divide 0 by 0
+        # If all elements are equal, they became 0 / 0.
         return numbers.nan_to_num_(nan=_OFFSET).to(torch.uint8)
 
 
 class Quantile8Bit(Lookup8Bit):
-    """Buckets of equally many elements; an element is decoded to a number between the least and greatest of its bucket.
+    """Buckets with equal numbers of elements. An element decodes to a number within the range of its bucket.
 
-    Border k = 1 … 255 is element floor(k·n/256) of the sorted tensor and belongs to the bucket below it. Up to 255
-    elements nothing is lost. The borders are exact: sorting a part takes numpy less time than assigning its elements.
+    Border k = 1 … 255 is element floor(k·n/256) of the sorted tensor and belongs to the bucket below it. Tensors of up
+    to 255 elements are encoded without loss. The borders are exact, since sorting a part is faster than assigning it.
     """
 
     def _assign(self, values: torch.Tensor) -> torch.Tensor:
@@ -93,10 +93,9 @@ class Quantile8Bit(Lookup8Bit):
 
 
 def _borders_below(values: torch.Tensor, borders: torch.Tensor) -> torch.Tensor:
-    """How many of the 255 sorted borders are less than each element, as uint8.
+    """The number of the 255 sorted borders that are less than each element, as uint8.
 
-    It is `torch.bucketize` as a binary search in which all elements take the same steps; without branches for the
-    processor to mispredict it is three times as fast.
+    A branch-free binary search over all elements at once, three times as fast as `torch.bucketize`.
     """
     found = torch.zeros(values.shape, dtype=torch.int32, device="cpu")
     step = BUCKETS // 2

@@ -1,4 +1,4 @@
-"""MEANSTD_16BIT: every row minus its mean, divided by its standard deviation, in float16.
+"""MEANSTD_16BIT: every row normalised by its mean and standard deviation, in float16.
 
 A row is the last axis; a 0-dim tensor is one row of one element. Layout: float16 data, float32 means, float32 standard
 deviations, one of each per row, even for rows of no elements.
@@ -18,7 +18,7 @@ from averaging.compression.half import FLOAT16_MAX
 from averaging.protocol.messages import Buffer
 
 MIN_STD = 1e-6
-"""The least standard deviation of a row, so that equal elements divide by something."""
+"""Lower bound of the standard deviation of a row, so that rows of equal elements are not divided by 0."""
 
 _STATISTICS_BYTES = 8  # a mean and a standard deviation
 
@@ -26,9 +26,9 @@ _STATISTICS_BYTES = 8  # a mean and a standard deviation
 class MeanStd16Bit(Codec):
     """The standard deviation is sqrt(sum(x²) / n) of the centred values, at least 1e-6.
 
-    Normalised values are clamped to ±65504. |z| cannot exceed sqrt(n), so that is only seen in rows of more than 4·10^9
-    elements, with infinities, and where x - mean overflows float32 (beyond 1.7e38). A row with NaN or infinity decodes
-    to non-finite numbers.
+    Normalised values are clamped to ±65504. |z| cannot exceed sqrt(n), so this affects only rows of more than 4·10^9
+    elements, rows with infinities, and rows in which x - mean overflows float32 (beyond 1.7e38). A row with NaN or
+    infinity decodes to non-finite numbers.
     """
 
     def __init__(self) -> None:
@@ -56,12 +56,12 @@ class MeanStd16Bit(Codec):
         rows, columns = _matrix(size)
         end_of_data = 2 * rows * columns
         data = view_bytes(buffer)[:end_of_data].view(torch.float16).to(torch.float32).view(rows, columns)
-        # copied, because an odd number of elements leaves them misaligned in the buffer
+        # Copied, since an odd number of elements leaves the statistics misaligned in the buffer.
         statistics = np.frombuffer(buffer, dtype="<f4", offset=end_of_data, count=2 * rows).copy()
         means, stds = torch.from_numpy(statistics).view(2, rows, 1)
         return data.mul_(stds).add_(means).view(size)
 
 
 def _matrix(size: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns; the product of no dimensions is 1."""
+    """Rows and columns; a 0-dim tensor is (1, 1)."""
     return prod(size[:-1]), prod(size[-1:])

@@ -1,4 +1,4 @@
-"""NONE: the array itself, in its own dtype, of which bfloat16 is one. Nothing is lost, and nothing is copied."""
+"""NONE: the array itself in its own dtype, without loss and without a copy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Raw(Codec):
         return prod(size) * self._dtype.itemsize
 
     def pack(self, tensor: torch.Tensor) -> Buffer:
-        """The memory of the tensor itself, if its elements lie there in order: it is sent before it changes."""
+        """The tensor's own memory if it is contiguous; the caller sends it before the tensor changes."""
         return view_memory(tensor)
 
     def unpack(self, buffer: Buffer, size: tuple[int, ...]) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""How long to wait for others: learned from how long they took before, in seconds that count as theirs."""
+"""How long to wait for other peers: deadlines learned from their earlier behaviour, measured in fair seconds."""

@@ -1,15 +1,15 @@
-"""How fast others have delivered a state: what a slow one can be compared with. Pure: `now` is passed in."""
+"""The best recent rate at which donors delivered a state, to compare slow donors with. Pure: `now` is passed in."""
 
 from __future__ import annotations
 
 SLOW_LINK = 10e6 / 8
-"""Bytes/s that are presumed of a slow link, 10 Mbit/s."""
+"""Rate in bytes/s that is presumed of a slow link, 10 Mbit/s."""
 
-SHORT = 1.0
-"""Seconds: of what took less only that counts which a slow link would not have carried in so many."""
+MIN_SECONDS = 1.0
+"""A shorter transfer counts as if it had taken this long, and only if a slow link would have taken longer."""
 
 LIFETIME = 3600.0
-"""Seconds after which a rate is forgotten: the network may be another one."""
+"""Seconds after which a rate is forgotten, since the network may have changed."""
 
 
 class Rates:
@@ -18,11 +18,11 @@ class Rates:
     def __init__(self) -> None:
         self._best, self._since = 0.0, float("-inf")
 
-    def saw(self, nbytes: int, seconds: float, now: float) -> None:
-        """So many bytes came in so many seconds, from a donor that has then delivered all."""
-        rate = nbytes / max(seconds, SHORT)
-        if seconds < SHORT and rate < SLOW_LINK:
-            return  # the last few bytes of a state, say
+    def record(self, nbytes: int, seconds: float, now: float) -> None:
+        """Records a complete transfer from a donor."""
+        rate = nbytes / max(seconds, MIN_SECONDS)
+        if seconds < MIN_SECONDS and rate < SLOW_LINK:
+            return  # for example the rest of a resumed download
         if (best := self.best(now)) is None or rate >= best:
             self._best, self._since = rate, now
 

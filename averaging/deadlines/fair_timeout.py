@@ -1,4 +1,4 @@
-"""Time-outs by fair seconds, see `averaging.deadlines.fair_clock`, and such as follow what was learned."""
+"""Timeouts in fair seconds, see `averaging.deadlines.fair_clock`, with fixed or learned deadlines."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Self
 from averaging.deadlines.fair_clock import FairClock, interval_of
 from averaging.deadlines.learned_deadlines import Deadline, Deadlines, Phase
 
-LEAST = 0.001
-"""Seconds between two ticks at least: less may be too little to change the time, which is a floating-point number."""
+MIN_TICK = 0.001
+"""Minimum seconds between two ticks. Less might not change the time, which is a floating-point number."""
 
 
 class FairTimeout:
-    """Like `asyncio.timeout`, but seconds in which this peer itself was stopped or busy do not count.
+    """Like `asyncio.timeout`, but seconds in which this process was stopped or busy do not count.
 
     Args:
         deadline: how long to wait.
-        shortest: no deadline is shorter, in seconds; the clock is looked at several times meanwhile.
+        shortest: seconds of the shortest deadline that is used with this timeout; it sets the interval of the clock.
 
     Attributes:
-        deadline: the one of the present wait.
+        deadline: of the current wait.
 
     Raises:
-        TimeoutError: it has passed. The message says after how long, and which it was.
+        TimeoutError: the deadline has passed. The message gives the seconds waited, the deadline and its basis.
     """
 
     def __init__(self, deadline: Deadline, shortest: float) -> None:
@@ -48,12 +48,12 @@ class FairTimeout:
         try:
             await self._limit.__aexit__(kind, error, traceback)
         except TimeoutError:
-            told = f"silent for {_told(self.waited)}, deadline {_told(self.deadline.seconds)} = {self.deadline.basis}"
-            raise TimeoutError(told) from None
+            deadline = f"{_rounded(self.deadline.seconds)} = {self.deadline.basis}"
+            raise TimeoutError(f"silent for {_rounded(self.waited)}, deadline {deadline}") from None
 
     @property
     def waited(self) -> float:
-        """Fair seconds since the wait began, or began anew."""
+        """Fair seconds since the wait began or was restarted."""
         return self._clock.at(self._loop.time()) - self._since
 
     @property
@@ -62,7 +62,7 @@ class FairTimeout:
         return self._limit.expired()
 
     def restart(self, deadline: Deadline) -> None:
-        """What was waited for has come; the next wait begins."""
+        """Begins the next wait."""
         self._since = self._clock.at(self._loop.time())
         self.deadline = deadline
 
@@ -72,20 +72,20 @@ class FairTimeout:
         if left <= 0:
             self._limit.reschedule(now)
         else:
-            self._ticking = self._loop.call_later(min(self._interval, max(left, LEAST)), self._tick)
+            self._ticking = self._loop.call_later(min(self._interval, max(left, MIN_TICK)), self._tick)
 
 
 @asynccontextmanager
 async def learned_timeout(deadlines: Deadlines, endpoint: str, phase: Phase) -> AsyncGenerator[None, None]:
-    """Gives `endpoint` as long for something as was learned, and learns from it.
+    """Applies the learned deadline of `endpoint` to the body of the context, and learns from how long it takes.
 
     Args:
-        deadlines: learned so far, and learned further here.
-        endpoint: who is waited for.
-        phase: what is waited for, which does not depend on a size.
+        deadlines: the learned deadlines, updated here.
+        endpoint: the peer that is waited for.
+        phase: what it must do; the time for it does not depend on a size.
 
     Raises:
-        TimeoutError: it took longer. The message says how long, and what that was based on.
+        TimeoutError: the deadline has passed. The message gives the seconds waited, the deadline and its basis.
     """
     loop = asyncio.get_running_loop()
     limit = FairTimeout(deadlines.of(endpoint, phase, 0, loop.time()), deadlines.lower)
@@ -95,10 +95,10 @@ async def learned_timeout(deadlines: Deadlines, endpoint: str, phase: Phase) -> 
             waited = limit.waited
     except TimeoutError:
         if limit.expired:
-            deadlines.missed(endpoint, phase, 0, loop.time())
+            deadlines.record_miss(endpoint, phase, 0, loop.time())
         raise
-    deadlines.saw(endpoint, phase, 0, waited, loop.time())
+    deadlines.record(endpoint, phase, 0, waited, loop.time())
 
 
-def _told(seconds: float) -> str:
+def _rounded(seconds: float) -> str:
     return f"{round(seconds, 1):g} s"

@@ -1,9 +1,9 @@
 """How long to wait for another peer, learned from how long it took before. Pure: `now` is passed in.
 
-As in TCP (RFC 6298) a deadline follows what was seen, leaves room for variation, and is doubled when it was missed; but
-medians and median deviations take the place of the running means, so that one odd round hardly counts (Hampel, 1974).
-Where too little is known of a peer, what it did in rounds of another size, or else what the others did, is doubled.
-`averaging.deadlines.fair_clock` says in which seconds a wait is measured.
+As in TCP (RFC 6298), a deadline follows the observed waits, leaves room for variation, and is doubled after a miss.
+Medians and median deviations replace the running means, so that a single outlier hardly counts (Hampel, 1974). If too
+few waits of a peer are known, its deadline in rounds of another size, or else that of other peers, is doubled. Waits
+are measured in fair seconds, see `averaging.deadlines.fair_clock`.
 """
 
 from __future__ import annotations
@@ -15,44 +15,45 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from averaging.common.sanitize import counted
 from averaging.deadlines.donor_rates import Rates
 
 MEDIAN_FACTOR = 4.0
-"""A deadline is so many times the median wait, so that a link may be three times slower in the next round ..."""
+"""A deadline is this many median waits, so that a link may become three times slower, plus ..."""
 
 DEVIATION_FACTOR = 4.0
-"""... and so many median absolute deviations more ..."""
+"""... this many median absolute deviations, but at least ..."""
 
 LATEST_FACTOR = 2.0
-"""... and at least so many times the latest wait, so that a lasting change is followed at once."""
+"""... this many times the latest wait, so that it follows a lasting change at once."""
 
 MAX_WAITS = 16
 """Waits that are remembered of each kind."""
 
-ENOUGH_WAITS = 3
-"""Fewer waits of one kind are too few to go by, and the deadline is guessed."""
+MIN_WAITS = 3
+"""With fewer waits of one kind the deadline is guessed."""
 
 GUESS_FACTOR = 2.0
-"""A deadline that was learned of other peers, or in rounds of another size, is so many times as long."""
+"""A guess is this many times the deadline that was learned of other peers or in rounds of another size."""
 
 SIZE_CLASS_FACTOR = 4
-"""Rounds of one size class are so many times as large as those of the class below."""
+"""Ratio of round sizes between one size class and the next."""
 
 VERDICT_SECONDS = 3.0
-"""How long a peer may take at most to answer a request to join, or to tell its schema."""
+"""Upper bound for the answer to a join request or to a request for a schema."""
 
 MAX_KNOWN = 4096
-"""Kinds of waits, of all peers together, that are remembered."""
+"""Kinds of waits that are remembered, over all peers."""
 
 MAX_IN_STATUS = 256
-"""Kinds of waits that a peer's status tells."""
+"""Kinds of waits that a peer's status contains."""
 
 LIFETIME = 3600.0
-"""Seconds after which a kind of wait of a peer that was not met again is forgotten."""
+"""Seconds without use after which a kind of wait is forgotten."""
 
 
 class Phase(StrEnum):
-    """What is waited for."""
+    """What a peer waits for."""
 
     OPENING = "opening"
     """A sender opens its stream."""
@@ -61,11 +62,11 @@ class Phase(StrEnum):
     TAKING = "taking"
     """A sender takes its next reply."""
     REPLY = "reply"
-    """A reducer takes the next part, or answers one."""
+    """A reducer takes the next part or answers one."""
     ANSWER = "answer"
-    """It is asked whether it lives."""
+    """A reducer answers a ping."""
     VERDICT = "verdict"
-    """A peer that was asked to lead answers."""
+    """A leader answers a join request."""
     STATE = "state"
     """A donor begins to send its state."""
     CHUNK = "chunk"
@@ -74,11 +75,11 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """How long to wait, and how that came about.
+    """How long to wait, and why.
 
     Attributes:
         seconds: without any progress.
-        basis: in words, such as `4 × its median of 1.2 s`.
+        basis: an explanation such as `4 × its median of 1.2 s`.
     """
 
     seconds: float
@@ -87,13 +88,13 @@ class Deadline:
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What is known of one kind of wait for one peer.
+    """What was learned about one kind of wait for one peer.
 
     Attributes:
-        size: class of the size of the round, see `size_class`.
-        waits: how many are remembered.
-        median: of them, in seconds.
-        deadline: in seconds, that would hold now.
+        size: size class of the round, see `size_class`.
+        waits: number of remembered waits.
+        median: of the waits, in seconds.
+        deadline: that would apply now, in seconds.
         basis: of the deadline.
     """
 
@@ -108,165 +109,159 @@ class Learned:
 
 @dataclass(frozen=True, slots=True)
 class Guesses:
-    """What is expected, for one phase and size, of peers of which too little is known.
+    """Deadlines, for one phase and size, of peers with too few waits of that kind.
 
     Attributes:
-        elsewhere: by endpoint, as it was in rounds of another size.
-        others: as with all others; None if of nobody anything is known.
+        other_sizes: by endpoint, from the peer's own waits in rounds of another size.
+        other_peers: from the waits for other peers; None if there are none.
     """
 
-    elsewhere: Mapping[str, Deadline]
-    others: Deadline | None
+    other_sizes: Mapping[str, Deadline]
+    other_peers: Deadline | None
 
     def of(self, endpoint: str) -> Deadline | None:
-        """The one for `endpoint`, if there is any."""
-        return self.elsewhere.get(endpoint, self.others)
+        """The guess for `endpoint`, if there is any."""
+        return self.other_sizes.get(endpoint, self.other_peers)
 
 
 @dataclass(slots=True)
 class _Known:
     waits: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_WAITS))
-    usual: Deadline | None = None  # by the waits alone, without bounds
-    missed: int = 0  # deadlines in a row
+    typical: Deadline | None = None  # without bounds and doublings
+    misses: int = 0  # in a row
     used: float = 0.0
 
     @property
-    def enough(self) -> bool:
-        return len(self.waits) >= ENOUGH_WAITS
-
-
-_Key = tuple[str, Phase, int]
+    def reliable(self) -> bool:
+        return len(self.waits) >= MIN_WAITS
 
 
 class Deadlines:
-    """What one peer has learned of the others, from round to round.
+    """The deadlines that one peer has learned about the others, kept from round to round.
 
     Args:
-        lower: no deadline is shorter, so that nobody is given up for a hiccup; seconds.
-        upper: no deadline is longer, and so long is waited while nothing is known; seconds.
-        longest: what `upper` is called.
+        lower: seconds of the shortest deadline, so that short pauses are tolerated.
+        upper: seconds of the longest deadline, which also applies while nothing is known.
+        longest: name of the option that sets `upper`.
 
     Attributes:
-        rates: how fast the others have delivered their state.
+        rates: how fast donors have delivered their state.
     """
 
     def __init__(self, lower: float, upper: float, longest: str = "stall_timeout") -> None:
         self.lower, self.upper = min(lower, upper), upper
         self._longest = longest
         self.rates = Rates()
-        self._known: OrderedDict[_Key, _Known] = OrderedDict()  # the one not used for longest first
+        self._known: OrderedDict[tuple[str, Phase, int], _Known] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:
         return len(self._known)
 
     def of(self, endpoint: str, phase: Phase, size: int, now: float, guesses: Guesses | None = None) -> Deadline:
-        """How long to wait. `guesses` are those for this phase and size, where they are at hand already."""
+        """The deadline of a wait. `guesses`: those for this phase and size, if the caller has cached them."""
         self._forget(now)
         known = self._known.get((endpoint, phase, size)) or _Known()
-        found = known.usual
-        if not known.enough:
+        found = known.typical
+        if not known.reliable:
             guess = (guesses or self.guesses(phase, size)).of(endpoint)
             if guess is None or found is None or found.seconds < guess.seconds:
                 found = guess
-        return self._bounded(found, phase, known.missed)
+        return self._bounded(found, phase, known.misses)
 
     @property
     def shortest(self) -> Deadline:
-        """No deadline is shorter."""
+        """The lower bound of all deadlines."""
         return Deadline(self.lower, "min_stall_timeout")
 
     def longest(self, phase: Phase) -> Deadline:
-        """No deadline is longer, and so long is waited while nothing is known."""
+        """The upper bound of all deadlines of a phase, which also applies while nothing is known."""
         if phase is Phase.VERDICT:
-            return Deadline(VERDICT_SECONDS, "the longest for a verdict")
+            return Deadline(VERDICT_SECONDS, "the maximum for an answer")
         return Deadline(self.upper, self._longest)
 
     def guesses(self, phase: Phase, size: int) -> Guesses:
-        """What to expect of those of whom too little is known; it takes a look at all that is known."""
-        nearest: dict[str, tuple[int, int, Deadline]] = {}  # how far in size, how much smaller, by endpoint
+        """The guesses for peers with too few waits of this kind. The cost grows with all that is known."""
+        nearest: dict[str, tuple[int, int, Deadline]] = {}  # distance in size classes, signed distance; by endpoint
         for (endpoint, its_phase, its_size), known in self._known.items():
-            if its_phase is phase and known.enough and known.usual is not None:
-                found = abs(size - its_size), size - its_size, known.usual
+            if its_phase is phase and known.reliable and known.typical is not None:
+                found = abs(size - its_size), size - its_size, known.typical
                 if endpoint not in nearest or found[:2] < nearest[endpoint][:2]:
                     nearest[endpoint] = found
-        elsewhere = {endpoint: self._guess(usual, smaller, "that") for endpoint, (_, smaller, usual) in nearest.items()}
+        other_sizes = {name: self._guess(typical, smaller, "that") for name, (_, smaller, typical) in nearest.items()}
         if not nearest:
-            return Guesses(elsewhere, None)
-        near = min(far for far, _, _ in nearest.values())
-        alike = [name for name, (far, _, _) in nearest.items() if far == near]
-        slowest = max(alike, key=lambda name: elsewhere[name].seconds)
-        _, smaller, usual = nearest[slowest]
-        whose = f"the longest of {len(alike)} others" if len(alike) > 1 else "that of 1 other"
-        return Guesses(elsewhere, self._guess(usual, smaller, whose))
+            return Guesses(other_sizes, None)
+        closest = min(distance for distance, _, _ in nearest.values())
+        candidates = [name for name, (distance, _, _) in nearest.items() if distance == closest]
+        slowest = max(candidates, key=lambda name: other_sizes[name].seconds)
+        _, smaller, typical = nearest[slowest]
+        whose = f"the longest of {len(candidates)} others" if len(candidates) > 1 else "that of 1 other"
+        return Guesses(other_sizes, self._guess(typical, smaller, whose))
 
-    def usual(self, endpoint: str, phase: Phase, size: int) -> tuple[float | None, float | None]:
-        """How long a peer usually takes, with room for variation but without bounds, and the median of that over all.
+    def typical(self, endpoint: str, phase: Phase, size: int) -> tuple[float | None, float | None]:
+        """How long a peer typically takes, and the median of that over all peers, with room for variation.
 
         Returns:
-            Both in seconds; None where too little is known of it, and where nobody is known.
+            Both in seconds, without bounds. The first is None with too few waits of the peer, the second without waits.
         """
-        known = {
-            name: entry
-            for (name, its_phase, its_size), entry in self._known.items()
-            if its_phase is phase and its_size == size and entry.usual is not None
-        }
-        own = known.get(endpoint)
-        usual = [entry.usual.seconds for entry in known.values() if entry.usual is not None]
-        return (
-            own.usual.seconds if own is not None and own.usual is not None and own.enough else None,
-            statistics.median(usual) if usual else None,
-        )
+        typical = [
+            (name, known.typical.seconds, known.reliable)
+            for (name, its_phase, its_size), known in self._known.items()
+            if its_phase is phase and its_size == size and known.typical is not None
+        ]
+        own = next((seconds for name, seconds, reliable in typical if name == endpoint and reliable), None)
+        return own, statistics.median(seconds for _, seconds, _ in typical) if typical else None
 
-    def saw(self, endpoint: str, phase: Phase, size: int, seconds: float, now: float) -> None:
-        """In a round that it finished, the longest wait for it took so long."""
+    def record(self, endpoint: str, phase: Phase, size: int, seconds: float, now: float) -> None:
+        """Records the longest wait for a peer in a round that it completed."""
         known = self._use(endpoint, phase, size, now)
         known.waits.append(max(0.0, seconds))
-        known.usual = _usual(known.waits)
-        known.missed = 0
+        known.typical = _typical(known.waits)
+        known.misses = 0
 
-    def missed(self, endpoint: str, phase: Phase, size: int, now: float) -> None:
-        """It was given up at its deadline; should that have been too short, the next one is longer.
+    def record_miss(self, endpoint: str, phase: Phase, size: int, now: float) -> None:
+        """Records that a peer was given up at its deadline; the next deadline is longer.
 
-        Who misses the longest too gets it more and more seldom, and else what it would have had at first.
+        A peer that also misses the maximum deadline is treated as unreachable, not slow. It gets the maximum ever more
+        rarely, and in between the deadline that it would have without misses.
         """
-        self._use(endpoint, phase, size, now).missed += 1
+        self._use(endpoint, phase, size, now).misses += 1
 
     def learned(self) -> list[Learned]:
-        """What is known well enough to be used, the latest first. For any thread."""
+        """What is learned from at least `MIN_WAITS` waits, most recently used first. Callable from any thread."""
         result: list[Learned] = []
         for (endpoint, phase, size), known in reversed(list(self._known.items())):
-            if len(waits := list(known.waits)) >= ENOUGH_WAITS and len(result) < MAX_IN_STATUS:
-                deadline = self._bounded(known.usual, phase, known.missed)
+            if len(waits := list(known.waits)) >= MIN_WAITS and len(result) < MAX_IN_STATUS:
+                deadline = self._bounded(known.typical, phase, known.misses)
                 median = statistics.median(waits)
                 result.append(Learned(endpoint, phase, size, len(waits), median, deadline.seconds, deadline.basis))
         return result
 
-    def _guess(self, usual: Deadline, smaller: int, whose: str) -> Deadline:
-        """From what was usual in rounds that were so many classes smaller; larger ones take no less."""
+    def _guess(self, typical: Deadline, smaller: int, whose: str) -> Deadline:
+        """A guess from rounds that were `smaller` size classes smaller; from larger ones it is not reduced."""
         factor = GUESS_FACTOR * float(SIZE_CLASS_FACTOR ** min(max(0, smaller), 16))
         rounds = f" in {'smaller' if smaller > 0 else 'larger'} rounds" if smaller else ""
         least = GUESS_FACTOR * self.lower
-        if usual.seconds * factor < least:
+        if typical.seconds * factor < least:
             return Deadline(least, f"{GUESS_FACTOR:g} × {whose}{rounds}")
-        return Deadline(usual.seconds * factor, f"{factor:g} × {whose}{rounds}")
+        return Deadline(typical.seconds * factor, f"{factor:g} × {whose}{rounds}")
 
-    def _bounded(self, found: Deadline | None, phase: Phase, missed: int) -> Deadline:
+    def _bounded(self, found: Deadline | None, phase: Phase, misses: int) -> Deadline:
         longest = self.longest(phase)
         if found is None:
-            return longest if _is_tried(missed) else self.shortest
+            return longest if _gets_longest(misses) else self.shortest
         seconds, basis = found.seconds, found.basis
         if seconds < self.lower:
             seconds, basis = self.lower, f"min_stall_timeout, more than {basis}"
         if seconds >= longest.seconds:
             return longest
-        doublings = math.ceil(math.log2(longest.seconds / seconds))  # with which it is the longest
-        if missed < doublings:
-            factor = 2**missed
-            told = f"{factor} × ({basis}), since it missed {missed} before" if missed else basis
-            return Deadline(seconds * factor, told)
-        if _is_tried(missed - doublings):
+        missed = counted(misses, "missed deadline")
+        doublings = math.ceil(math.log2(longest.seconds / seconds))  # that reach the longest
+        if misses < doublings:
+            factor = 2**misses
+            return Deadline(seconds * factor, f"{factor} × ({basis}) after {missed}" if misses else basis)
+        if _gets_longest(misses - doublings):
             return longest
-        return Deadline(seconds, f"{basis}, not doubled since it missed {missed} before")
+        return Deadline(seconds, f"{basis}, not doubled after {missed}")
 
     def _use(self, endpoint: str, phase: Phase, size: int, now: float) -> _Known:
         self._forget(now)
@@ -282,23 +277,23 @@ class Deadlines:
             self._known.popitem(last=False)
 
 
-def _is_tried(missed: int) -> bool:
-    """Whether the longest deadline is given to one that missed it so often: it is rather cut off than slow."""
-    return missed & (missed - 1) == 0
+def _gets_longest(misses: int) -> bool:
+    """Whether a peer that has missed the longest deadline this often gets it again: after 0, 1, 2, 4, 8 … misses."""
+    return misses & (misses - 1) == 0
 
 
 def size_class(nbytes: int, members: int) -> int:
-    """Rounds of one class take alike: bytes times members differ by less than a factor of four. Others tell nothing.
+    """Class of rounds that take about as long: bytes times members differ by less than a factor of four.
 
     Args:
-        nbytes: of all tensors, as packed for the wire.
-        members: of the group.
+        nbytes: of all tensors on the wire.
+        members: number of members of the group.
     """
     return (nbytes * members).bit_length() // 2
 
 
-def _usual(waits: Sequence[float]) -> Deadline:
-    """What is usual by these waits, with room for variation."""
+def _typical(waits: Sequence[float]) -> Deadline:
+    """The deadline that follows from these waits."""
     median, latest = statistics.median(waits), waits[-1]
     deviation = statistics.median(abs(wait - median) for wait in waits)
     seconds = MEDIAN_FACTOR * median + DEVIATION_FACTOR * deviation

@@ -1,4 +1,4 @@
-"""The contract of discovery: small records under a key, one per subkey, that expire by their own time."""
+"""The contract of discovery: small records under a key, one per subkey, that expire at a time chosen by their owner."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 MAX_VALUE_BYTES = 1024
-"""The largest value a record may carry."""
+"""The largest value of a record."""
 
 MAX_LIFETIME = 3600.0
-"""A record may expire at most so many seconds from now; what lasts longer is stored again in time."""
+"""Largest number of seconds until a record expires. What should last longer must be stored again in time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What somebody stored. `expiration` is in seconds since the epoch."""
+    """The value of a record, and when it expires, in seconds since the epoch."""
 
     value: bytes
     expiration: float
 
 
 @dataclass(frozen=True, slots=True)
-class Sighting:
-    """What discovery knows of another peer.
+class KnownPeer:
+    """What discovery knows about another peer.
 
     Attributes:
-        since: when it took its place in the run, by its own word and clock, in seconds since the epoch.
-        values: what it has stored, by key.
+        since: when it joined the run, by its own clock and as it claims, in seconds since the epoch.
+        values: the values that it has stored, by key.
     """
 
     since: float
@@ -35,41 +35,42 @@ class Sighting:
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
-    """The others, and what stands between them and this peer, as far as discovery knows.
+class Diagnosis:
+    """The other peers, and what may keep them from this peer, as far as discovery knows.
 
     Attributes:
-        peers: those in the run, without this one.
-        silent: who did not answer this peer lately, and why.
-        apart: whose clock differs by more than is allowed: by how many seconds it is ahead, or below 0 behind.
-        alone: why nobody else may be there and what to do, where that follows from whom this peer was told to join.
+        peers: the other peers of the run, by endpoint.
+        silent: peers that did not answer this peer lately, and why.
+        clock_offsets: peers whose clock differs by more than is allowed. The value is the number of seconds by which
+            that clock is ahead; it is negative if it is behind.
+        isolation: why there may be no other peers and what to do, if this follows from the `join` of this peer.
     """
 
-    peers: Mapping[str, Sighting]
+    peers: Mapping[str, KnownPeer]
     silent: Mapping[str, str] = field(default_factory=dict)
-    apart: Mapping[str, float] = field(default_factory=dict)
-    alone: str = ""
+    clock_offsets: Mapping[str, float] = field(default_factory=dict)
+    isolation: str = ""
 
 
 def clock_difference(ahead: float) -> str:
-    """`40 s ahead of`, or `40 s behind` if it is below 0."""
+    """`40 s ahead of`, or `40 s behind` if it is negative."""
     seconds = abs(ahead)
     return f"{seconds:.{0 if seconds >= 10 else 1}f} s {'ahead of' if ahead > 0 else 'behind'}"
 
 
 class Discovery(Protocol):
-    """Where peers of one run tell each other who and what is there.
+    """One peer's access to the records of its run.
 
-    It is an async context manager: entering joins the run, leaving withdraws what this peer stored.
+    It is an async context manager: entering it joins the run, leaving it withdraws the records of this peer.
     Reading is local and never waits for the network.
     """
 
     async def store(self, key: str, subkey: str, value: bytes, expiration: float) -> None:
-        """Stores or replaces this peer's record under (key, subkey), and tells the others without waiting for them.
+        """Stores or replaces this peer's record under (key, subkey). Does not wait until other peers have it.
 
-        Whoever took (key, subkey) first holds it until that record expires or is withdrawn. A record that somebody
-        else holds, such as one that this peer stored before it was restarted, is no error: this one waits, nobody
-        reads it, and it takes the place everywhere once the other has gone.
+        The owner that stored a record under (key, subkey) first holds the place until that record expires or is
+        withdrawn. If another owner holds it, the new record is kept but not read, and takes the place afterwards. This
+        is not an error: it happens after a restart, when the record from before is still there.
 
         Raises:
             DiscoveryError: the value is over 1 KiB, a name is over 256 bytes, it has expired already or expires more
@@ -79,7 +80,7 @@ class Discovery(Protocol):
         ...
 
     async def withdraw(self, key: str, subkey: str) -> None:
-        """Takes this peer's record back before it expires; nothing happens if there is none."""
+        """Removes this peer's record before it expires; does nothing if there is none."""
         ...
 
     def get(self, key: str) -> Mapping[str, Entry]:
@@ -87,24 +88,24 @@ class Discovery(Protocol):
         ...
 
     def watch(self, key: str) -> AsyncGenerator[Mapping[str, Entry], None]:
-        """Yields what `get(key)` returns, at once and again whenever it changes, expiry included.
+        """Yields what `get(key)` returns, at once and again whenever it changes, also by expiration.
 
-        Changes that come faster than the reader are merged. Close it (`contextlib.aclosing`) to stop watching; it ends
-        by itself when the discovery is left.
+        Changes that come faster than the reader are merged. Close it (`contextlib.aclosing`) to stop watching. It ends
+        when the discovery is left.
         """
         ...
 
-    def names(self, endpoint: str) -> bool:
+    def knows(self, endpoint: str) -> bool:
         """Whether any record of this run that has not expired has `endpoint` as its subkey."""
         ...
 
     def endpoints(self) -> frozenset[str]:
-        """All subkeys of records that have not expired: the peers that discovery knows of.
+        """The peers that discovery knows: all subkeys of records that have not expired.
 
-        A peer that has given no sign of life for long may be left out sooner.
+        A peer that seems to have died may be left out sooner.
         """
         ...
 
-    def outlook(self) -> Outlook:
-        """The others, and what stands between them and this peer; it is asked when no group came together."""
+    def diagnose(self) -> Diagnosis:
+        """The other peers and what may keep them from this one; used to explain why no group was found."""
         ...

@@ -1,4 +1,4 @@
-"""Discovery within one process: a table that all peers share. For tests, simulations, and peers that are threads."""
+"""Discovery within one process: one table that all peers share, for tests, simulations and peers in threads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from types import TracebackType
 from typing import Self
 
-from averaging.discovery.base import Entry, Outlook
+from averaging.discovery.base import Diagnosis, Entry
 from averaging.discovery.gossip.identity import Author, UnsignedIdentity
 from averaging.discovery.gossip.record import Limits, Reason
 from averaging.discovery.gossip.record_table import RecordTable
@@ -23,9 +23,9 @@ class MemoryRegistry:
 
     Args:
         clock: seconds since the epoch.
-        delay: seconds until the others see a change; one's own changes are seen at once.
-        limits: what to accept.
-        rng: source of the owners' names.
+        delay: seconds until other peers see a change; a peer sees its own changes at once.
+        limits: which records to accept.
+        rng: source of the random owner ids.
     """
 
     def __init__(
@@ -36,40 +36,39 @@ class MemoryRegistry:
         limits: Limits | None = None,
         rng: random.Random | None = None,
     ) -> None:
-        self.clock = clock
-        self.delay = delay
+        self.clock, self.delay = clock, delay
         self.limits = limits or Limits()
         self.rng = rng or random.Random()
         self._table = RecordTable(self.limits, lambda record: True)
         self._views: dict[MemoryDiscovery, None] = {}
 
     def table(self) -> RecordTable:
-        """The table, freed of what has expired."""
+        """The table, without the records that have expired."""
         for change in self._table.expire(self.clock()):
             self._notify(change.key)
         return self._table
 
     def attach(self, view: MemoryDiscovery) -> None:
-        """Has `view` told of changes."""
+        """Notifies `view` of changes from now on."""
         self._views[view] = None
 
     def detach(self, view: MemoryDiscovery) -> None:
-        """Ends that."""
+        """Stops notifying `view`."""
         self._views.pop(view, None)
 
     def publish(self, record: Record) -> None:
-        """Takes a record into the table.
+        """Merges a record into the table.
 
         Raises:
-            DiscoveryError: the table takes no more.
+            DiscoveryError: the table is full.
         """
         merged = self.table().merge(record, self.clock())
-        if merged.reason is not None and not merged.news:
+        if merged.reason is not None and not merged.is_new:
             raise DiscoveryError(f"cannot store {record.subkey!r} under {record.key!r}: {merged.reason}")
         self._notify(record.key)
 
     def publish_late(self, record: Record, done: Callable[[], None]) -> None:
-        """The same after the delay; a record that has expired by then, or finds no room, is dropped."""
+        """Does the same after the delay; a record that has expired by then, or does not fit, is dropped."""
 
         def arrive() -> None:
             self.table().merge(record, self.clock())
@@ -89,9 +88,9 @@ class MemoryDiscovery:
     def __init__(self, registry: MemoryRegistry) -> None:
         self._registry = registry
         self._author = Author("", UnsignedIdentity(registry.rng), registry.limits)
-        self._watchers = Watchers(registry.clock, self.get, self._next_end)
+        self._watchers = Watchers(registry.clock, self.get, self._next_expiration)
         self._own: dict[tuple[str, str], Record] = {}
-        self._on_the_way: dict[tuple[str, str], Record] = {}
+        self._in_transit: dict[tuple[str, str], Record] = {}
         self._entered = self._left = False
 
     async def __aenter__(self) -> Self:
@@ -133,7 +132,7 @@ class MemoryDiscovery:
         table = self._registry.table()
         entries = table.read(key)
         now = self._registry.clock()
-        for record in self._on_the_way.values():
+        for record in self._in_transit.values():
             holder = table.holder(record.key, record.subkey)
             if record.key == key and (holder is None or holder.owner == self._author.owner):
                 entries.pop(record.subkey, None)
@@ -145,24 +144,24 @@ class MemoryDiscovery:
         """See `Discovery.watch`."""
         return self._watchers.watch(key)
 
-    def names(self, endpoint: str) -> bool:
-        """See `Discovery.names`."""
-        return self._registry.table().names(endpoint) or endpoint in self._stored()
+    def knows(self, endpoint: str) -> bool:
+        """See `Discovery.knows`."""
+        return self._registry.table().has_subkey(endpoint) or endpoint in self._own_subkeys()
 
     def endpoints(self) -> frozenset[str]:
         """See `Discovery.endpoints`."""
-        return self._registry.table().subkeys() | self._stored()
+        return self._registry.table().subkeys() | self._own_subkeys()
 
-    def outlook(self) -> Outlook:
-        """See `Discovery.outlook`; in one process all answer, by one clock."""
+    def diagnose(self) -> Diagnosis:
+        """See `Discovery.diagnose`; within one process no peer is silent and all have the same clock."""
         own = {subkey for _, subkey in self._own}
-        return Outlook({name: one for name, one in self._registry.table().sightings().items() if name not in own})
+        return Diagnosis({name: peer for name, peer in self._registry.table().peers().items() if name not in own})
 
-    def _next_end(self, key: str) -> float | None:
+    def _next_expiration(self, key: str) -> float | None:
         return min((entry.expiration for entry in self.get(key).values()), default=None)
 
     def notify(self, key: str) -> None:
-        """The registry: something under `key` changed."""
+        """Called by the registry: something under `key` changed."""
         self._watchers.notify(key)
 
     def _publish(self, record: Record) -> None:
@@ -170,21 +169,21 @@ class MemoryDiscovery:
             self._registry.publish(record)
             return
         place = (record.key, record.subkey)
-        self._on_the_way[place] = record
+        self._in_transit[place] = record
 
         def arrived() -> None:
-            if self._on_the_way.get(place) is record:
-                del self._on_the_way[place]
+            if self._in_transit.get(place) is record:
+                del self._in_transit[place]
 
         self._registry.publish_late(record, arrived)
         self.notify(record.key)
 
     def _last(self, key: str, subkey: str) -> Record | None:
-        """What this peer stored there, if it has not expired."""
+        """The last record that this peer stored there, if it has not expired."""
         now = self._registry.clock()
         self._own = {place: record for place, record in self._own.items() if record.expiration > now}
         return self._own.get((key, subkey))
 
-    def _stored(self) -> frozenset[str]:
+    def _own_subkeys(self) -> frozenset[str]:
         now = self._registry.clock()
         return frozenset(subkey for (_, subkey), record in self._own.items() if record.expiration > now)

@@ -1,4 +1,4 @@
-"""A record of this peer's that is kept up to date in discovery for as long as it lives."""
+"""A record of this peer that is kept up to date in discovery."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ logger = logging.getLogger(__name__)
 
 
 class PublishedRecord:
-    """What this peer tells the others of its run under one key.
+    """The record of this peer under one key.
 
     Args:
-        value: asked what to tell whenever it is stored; nothing while it returns None.
-        lifetime: seconds for which one record holds, should this peer die.
+        value: returns the value to store; None if there is nothing to store now.
+        lifetime: seconds until the record expires after this peer has died.
         refresh: seconds after which it is stored again, changed or not.
-        pause: seconds between two stores at least; changes that come faster are merged.
+        pause: least seconds between two stores; faster changes are merged.
     """
 
     def __init__(
@@ -40,11 +40,11 @@ class PublishedRecord:
         self._changed = asyncio.Event()
 
     def changed(self) -> None:
-        """There is something new to tell."""
+        """Has `keep` store the record again, because its value has changed."""
         self._changed.set()
 
     async def keep(self) -> None:
-        """Once it is stored, stores it after each change and before it expires, until cancelled."""
+        """Stores the record after each change and before it expires, until cancelled. Call `store` first."""
         while True:
             try:
                 async with asyncio.timeout(self._refresh):
@@ -56,11 +56,11 @@ class PublishedRecord:
             await asyncio.sleep(self._pause)
 
     async def store(self) -> None:
-        """Stores it once."""
+        """Stores the record once. A failure is logged only, since `keep` tries again."""
         value = self._value()
         if value is None:
             return
         try:
             await self._discovery.store(self._key, self._endpoint, value, self._clock() + self._lifetime)
         except AveragingError as error:
-            logger.warning("could not tell the others %s: %s", self._key, error)
+            logger.warning("could not store this peer's record under %s in discovery: %s", self._key, error)

@@ -1,6 +1,6 @@
-"""Ready-made classes for trainers and loggers. Each module imports its library only when the module itself is imported.
+"""Classes for trainers and loggers. Each module imports its library only when the module itself is imported.
 
-| module | its extra |
+| module | extra |
 |---|---|
 | `averaging.integrations.transformers` | `averaging[transformers]` |
 | `averaging.integrations.accelerate` | `averaging[transformers]` |

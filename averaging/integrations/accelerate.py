@@ -1,4 +1,4 @@
-"""The averager in a training loop with accelerate."""
+"""Use of the averager in a training loop with accelerate."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class AveragingLoop:
-    """Prepares an averager for a loop with accelerate, and tells it the samples behind each step.
+    """Prepares an averager for a loop with accelerate, and passes it the number of samples of each step.
 
     ```python
     model, data = accelerator.prepare(model, data)
@@ -30,14 +30,14 @@ class AveragingLoop:
     ```
 
     Args:
-        accelerator: of one process.
-        averager: made of the parameters of the prepared model.
+        accelerator: an Accelerator with one process.
+        averager: created from the parameters of the prepared model.
 
     Attributes:
-        optimizer: the averager as `accelerator.prepare` returned it.
+        optimizer: the averager as returned by `accelerator.prepare`.
 
     Raises:
-        ConfigError: several processes, or the model was not prepared before the averager was made.
+        ConfigError: there are several processes, or the averager was created before the model was prepared.
     """
 
     def __init__(self, accelerator: Accelerator, averager: DecentralizedAverager) -> None:
@@ -47,9 +47,9 @@ class AveragingLoop:
             raise ConfigError(
                 f"accelerate trains with {accelerator.num_processes} processes ({accelerator.distributed_type.value}), "
                 "each of which would be a peer, or hold a part of the model; start it with --num_processes 1 and "
-                "without FSDP and DeepSpeed. docs/coming-from.md has DDP inside a machine"
+                "without FSDP and DeepSpeed. docs/how-to/gpus.md describes DDP inside a machine"
             )
-        remedy = "call accelerator.prepare(model) first, then make the averager, then the AveragingLoop"
+        remedy = "call accelerator.prepare(model) first, then create the averager, then the AveragingLoop"
         for group in averager.param_groups:
             for parameter in group["params"]:
                 if parameter.device.type != accelerator.device.type:
@@ -64,17 +64,17 @@ class AveragingLoop:
         self._accelerator = accelerator
         self._counts_samples = isinstance(averager.strategy, GradientAveraging)
         self._samples = 0
-        self._is_complete = False  # the samples counted so far are those of a step that is over
-        averager.register_step_pre_hook(self._tell_samples)
+        self._is_complete = False  # whether the counted samples belong to a finished step
+        averager.register_step_pre_hook(self._add_batch_size)
         self.optimizer: torch.optim.Optimizer = accelerator.prepare(averager)
 
     @contextmanager
     def accumulate(self, model: torch.nn.Module, samples: int = 0) -> Iterator[None]:
-        """What `accelerator.accumulate(model)` is; counts the samples of the batch besides.
+        """Like `accelerator.accumulate(model)`, and counts the samples of the batch.
 
         Args:
-            model: the prepared one.
-            samples: in this batch, for GradientAveraging.
+            model: the prepared model.
+            samples: number of samples in this batch, for GradientAveraging.
         """
         with self._accelerator.accumulate(model):
             if self._is_complete:
@@ -83,12 +83,12 @@ class AveragingLoop:
             self._is_complete = self._accelerator.sync_gradients
             yield
 
-    def _tell_samples(self, _: object, arguments: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    def _add_batch_size(self, _: object, arguments: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         if not self._counts_samples or "batch_size" in options:
             return None
         if self._samples < 1:
             raise ConfigError(
-                "GradientAveraging counts samples, and this step was told none: train each batch in "
+                "GradientAveraging needs the samples of each step, and this step has none: train each batch in "
                 "`with loop.accumulate(model, samples=len(batch)):`"
             )
         return arguments, {**options, "batch_size": self._samples}

@@ -1,4 +1,4 @@
-"""What every trainer has to do for an averager, whichever trainer it is."""
+"""The tasks that are common to all trainers with an averager."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ logger = logging.getLogger("averaging.integrations")
 
 
 class Duties:
-    """The duties of one trainer for one averager, from the moment at which the trainer gets the averager.
+    """The tasks of one trainer for one averager.
 
     Args:
-        averager: which the trainer takes for its optimizer.
-        wait_for: peers, this one included, for which the training waits at its start.
+        averager: the trainer's optimizer.
+        wait_for: number of peers, including this one, for which the training waits at its start.
         timeout: seconds to wait for them, and at the end for the other peers to finish.
-        global_steps: the end of the run in global steps; None if it ends with the trainer's own number of local steps.
+        global_steps: global steps after which the run ends; None if it ends after the trainer's number of local steps.
 
     Attributes:
         finished: whether the training of this peer has ended.
 
     Raises:
-        ConfigError: an argument that cannot work.
+        ConfigError: an argument is invalid.
     """
 
     def __init__(
@@ -43,8 +43,8 @@ class Duties:
                 raise ConfigError(f"global_steps must be a whole number, at least 1, not {global_steps!r}")
             if averager.global_step is None:
                 raise ConfigError(
-                    f"{averager.strategy!r} counts no global steps; leave global_steps out, so that the training ends "
-                    "with the trainer's max_steps"
+                    f"{averager.strategy!r} has no global steps; omit global_steps, so that the training ends "
+                    "after the trainer's max_steps"
                 )
         self._averager = averager
         self._wait_for, self._timeout, self._global_steps = wait_for, timeout, global_steps
@@ -53,23 +53,23 @@ class Duties:
 
     @property
     def counts_samples(self) -> bool:
-        """Whether the strategy must be told the samples behind each step."""
+        """Whether the strategy needs the number of samples of each step."""
         return isinstance(self._averager.strategy, GradientAveraging)
 
     def check(self, model: torch.nn.Module, remedy: str) -> None:
-        """Checks that the averager averages what the trainer trains.
+        """Checks that the averager has the parameters that the trainer trains.
 
         Args:
-            model: the trainer's.
-            remedy: what to do where it does not.
+            model: the trainer's model.
+            remedy: what to do otherwise, for the error message.
 
         Raises:
-            ConfigError: the model was moved or converted after the averager was made, the averager has parameters of
+            ConfigError: the model was moved or converted after the averager was created, the averager has parameters of
                 another model, or its training has ended.
         """
         if self.finished:
             raise ConfigError(
-                "this averager has finished its training; make a new strategy, averager and callback to train again"
+                "this averager has finished its training; create a new strategy, averager and callback to train again"
             )
         trained = {id(parameter) for parameter in model.parameters()}
         if not all(id(parameter) in trained for group in self._averager.param_groups for parameter in group["params"]):
@@ -80,35 +80,35 @@ class Duties:
             raise ConfigError(f"{error}. Here: {remedy}") from error
 
     def check_resumed(self) -> None:
-        """Called where the trainer goes on from a checkpoint.
+        """Checks that the trainer may resume from a checkpoint.
 
         Raises:
-            ConfigError: the peer has joined a run that goes on, and has its state.
+            ConfigError: the peer has joined a run in progress, and has its state.
         """
         if self._is_newcomer:
             raise ConfigError(
-                "the trainer resumes from a checkpoint, but this peer has joined a run that is under way and has its "
-                "state; train without the checkpoint. It serves where the averager's local_step is 0, that is where "
-                "all peers start again"
+                "the trainer resumes from a checkpoint, but this peer has joined a run in progress and has its state; "
+                "train without the checkpoint. Resume only if the averager's local_step is 0, that is if all peers "
+                "restart"
             )
 
     def begin(self) -> None:
-        """Waits for the other peers, unless this one has joined a run that is under way."""
+        """Waits for the other peers, unless this one has joined a run in progress."""
         if self._is_newcomer or self._wait_for == 1:
             return
         if not self._averager.wait_for_peers(self._wait_for, self._timeout):
             logger.warning(
-                "%d peers have not come within %g s; the training begins without them", self._wait_for, self._timeout
+                "fewer than %d peers after %g s; the training begins without the others", self._wait_for, self._timeout
             )
 
     def is_over(self, max_steps: float) -> bool:
-        """Whether the run has made all its steps: `global_steps`, or so many local steps; 0 or less for no limit."""
+        """Whether the run has made `global_steps`, or else `max_steps` local steps; 0 or less means no limit."""
         if self._global_steps is not None:
             return (self._averager.global_step or 0) >= self._global_steps
         return 0 < max_steps <= self._averager.local_step
 
     def finish(self) -> None:
-        """Ends the training of this peer together with the others; again, it does nothing."""
+        """Ends the training of this peer together with the others. Further calls do nothing."""
         if self.finished:
             return
         self.finished = True
@@ -116,7 +116,7 @@ class Duties:
         logger.log(logging.INFO if finish.alike else logging.WARNING, "the training has ended: %s", finish)
 
     def scalars(self) -> dict[str, float]:
-        """The averager's status, for the trainer's logs; empty once the averager was closed, as after SIGTERM."""
+        """Returns the averager's status for the trainer's logs; empty after the averager was closed."""
         try:
             return status_scalars(self._averager)
         except AveragingError:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 
 def missing(library: str, extra: str) -> ImportError:
-    """The error to raise where `library` cannot be imported.
+    """Returns the error to raise if `library` cannot be imported.
 
     Args:
-        library: as it is imported.
-        extra: of this package, which installs it.
+        library: import name.
+        extra: extra of this package that installs it.
     """
     return ImportError(
         f"averaging.integrations.{extra} needs {library}, which cannot be imported; "

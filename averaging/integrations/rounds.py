@@ -1,4 +1,4 @@
-"""The base of what writes the averager's rounds into somebody else's log."""
+"""The base class of loggers for the averager's rounds."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ logger = logging.getLogger("averaging.integrations")
 
 
 class RoundLogger(ABC):
-    """Called as `on_round` with each receipt; subclasses write the numbers.
+    """A callable for `on_round`, which gets each receipt. Subclasses write the numbers.
 
-    What cannot be written, for example to a full disk, is one warning, and the training goes on.
+    If they cannot be written, for example to a full disk, there is one warning and the training continues.
 
     Args:
         on_round: called with each receipt afterwards, for example another logger.
@@ -27,7 +27,7 @@ class RoundLogger(ABC):
         self._has_failed = False
 
     def follow(self, averager: DecentralizedAverager) -> None:
-        """From now on each round is written together with the averager's status: its steps, samples and peers."""
+        """Also writes the averager's status with each round: its steps, samples and peers."""
         self._averager = averager
 
     def __call__(self, receipt: Receipt) -> None:
@@ -36,14 +36,14 @@ class RoundLogger(ABC):
         if self._averager is not None:
             try:
                 scalars |= status_scalars(self._averager)
-            except AveragingError:  # it leaves on SIGTERM during the round
+            except AveragingError:  # it left on SIGTERM during the round
                 self._averager = None
         try:
             self.write(receipt, scalars)
-        except Exception as error:  # whatever another library raises: a log is no reason to end the training
+        except Exception as error:  # of any library: a failed log must not end the training
             if not self._has_failed:
                 self._has_failed = True
-                logger.warning("%s cannot write round %d: %s. Training goes on", self, receipt.round, error)
+                logger.warning("%s cannot write round %d: %s. Training continues", self, receipt.round, error)
         if self._on_round is not None:
             self._on_round(receipt)
 

@@ -1,4 +1,4 @@
-"""Receipts and the averager's status as numbers by name, for logs and plots."""
+"""Scalars of receipts and of the averager's status, for logs and plots."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from averaging import DecentralizedAverager, Receipt
 
 
 def round_scalars(receipt: Receipt) -> dict[str, float]:
-    """The numbers of one round; seconds, bytes, members, elements."""
+    """Returns the numbers of one round: seconds, bytes, members, elements."""
     straggler = receipt.straggler
     return {
         "round/averaged": float(receipt.averaged),
@@ -22,7 +22,7 @@ def round_scalars(receipt: Receipt) -> dict[str, float]:
 
 
 def status_scalars(averager: DecentralizedAverager) -> dict[str, float]:
-    """How far the averager and its run are; `global_step` only where the strategy counts global steps.
+    """Returns the progress of the averager and its run; `global_step` only if the strategy has global steps.
 
     Raises:
         ClosedError: the averager was closed.

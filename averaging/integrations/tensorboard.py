@@ -1,4 +1,4 @@
-"""The averager's rounds in TensorBoard."""
+"""Logs the averager's rounds to TensorBoard."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class TensorBoardRounds(RoundLogger):
-    """Writes each round to TensorBoard, under `round/…` over the number of the round at this peer.
+    """Writes each round to TensorBoard, under `round/…`, with the number of the round at this peer as the step.
 
     ```python
     rounds = TensorBoardRounds("runs/a")
@@ -24,12 +24,12 @@ class TensorBoardRounds(RoundLogger):
     ```
 
     Args:
-        writer: a SummaryWriter, or the folder for one. Each peer needs a folder of its own.
+        writer: a SummaryWriter, or a folder for a new one. Each peer needs its own folder.
         on_round: called with each receipt afterwards.
 
     Raises:
-        ImportError: a folder was given, and TensorBoard is not installed.
-        OSError: nothing can be written to the folder.
+        ImportError: `writer` is a folder, and TensorBoard is not installed.
+        OSError: the folder cannot be written.
     """
 
     def __init__(
@@ -40,18 +40,18 @@ class TensorBoardRounds(RoundLogger):
 
     @property
     def writer(self) -> SummaryWriter:
-        """The SummaryWriter, for curves of your own."""
+        """The SummaryWriter, for your own scalars."""
         return self._writer
 
     def __repr__(self) -> str:
         return f"TensorBoardRounds({self._writer.log_dir!r})"
 
     def write(self, receipt: Receipt, scalars: dict[str, float]) -> None:
-        """Writes the numbers, and the receipt in words."""
+        """Writes the numbers, and the receipt as text."""
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, receipt.round)
-        told = f"{receipt}" if receipt.straggler is None else f"{receipt}; waited for {receipt.straggler.endpoint}"
-        self._writer.add_text("round/told", told, receipt.round)
+        text = f"{receipt}" if receipt.straggler is None else f"{receipt}; waited for {receipt.straggler.endpoint}"
+        self._writer.add_text("round/told", text, receipt.round)
         self._writer.flush()
 
 
@@ -60,5 +60,5 @@ def _open(folder: str | Path) -> SummaryWriter:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise missing("tensorboard", "tensorboard") from error
-    Path(folder).mkdir(parents=True, exist_ok=True)  # the writer's own error is no OSError beside TensorFlow
+    Path(folder).mkdir(parents=True, exist_ok=True)  # with TensorFlow installed, the writer raises no OSError
     return SummaryWriter(str(folder))

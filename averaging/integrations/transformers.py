@@ -1,4 +1,4 @@
-"""The averager in Hugging Face's Trainer."""
+"""Use of the averager in Hugging Face's Trainer."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("averaging.integrations")
 
 REMEDY = (
-    "make the Trainer first, since it moves the model, then the averager from trainer.model.parameters(), "
+    "create the Trainer first, because it moves the model, then the averager from trainer.model.parameters(), "
     "then call attach(trainer)"
 )
 
 
 class AveragingCallback(TrainerCallback):
-    """Trains a Trainer's model with an averager, together with the other peers of the run.
+    """Trains a Trainer's model with an averager, with the other peers of the run.
 
     ```python
     trainer = Trainer(model, arguments, train_dataset=data)
@@ -40,25 +40,25 @@ class AveragingCallback(TrainerCallback):
         trainer.train()
     ```
 
-    The training begins when the other peers are there. It ends for all peers with the same step, also for one that
-    joined later. Then `opt.finish()` leaves the weights to export in the model, before the Trainer's last evaluation
-    and checkpoint. GradientAveraging is told the samples behind each step. The Trainer's logs have the averager's
-    status, as `averaging/local_step` and so on.
+    The training waits for the other peers. It ends at the same step for all peers, including those that joined later.
+    `opt.finish()` then puts the final weights into the model, before the Trainer's last evaluation and checkpoint.
+    GradientAveraging gets the number of samples of each step. The Trainer's logs have the averager's status, as
+    `averaging/local_step` and so on.
 
-    The learning rate is that of the averager's optimizer, driven by the averager's `scheduler`. What TrainingArguments
-    say about optimizer and learning rate has no effect.
+    The learning rate is that of the averager's optimizer, driven by the averager's `scheduler`. The optimizer and
+    learning rate in TrainingArguments have no effect.
 
     Args:
-        averager: made of the parameters of the Trainer's model, after the Trainer.
-        wait_for: peers, this one included, for which the training waits at its start.
+        averager: created after the Trainer, from the parameters of its model.
+        wait_for: number of peers, including this one, for which the training waits at its start.
         timeout: seconds to wait for them, and at the end for the other peers to finish.
-        global_steps: of the run, after which the training ends, with strategies that count them; `max_steps` of the
-            TrainingArguments must be large enough then. None: it ends after `max_steps` local steps of the run.
-        batch_size: samples behind each step; None: as the TrainingArguments say, the last batches of an epoch, which
-            may be smaller, counted as they are where the dataset has a length.
+        global_steps: global steps after which the training ends, if the strategy has them; `max_steps` of the
+            TrainingArguments must be large enough. None: the training ends after `max_steps` local steps of the run.
+        batch_size: samples per step. None computes them from the TrainingArguments, and for the last batches of an
+            epoch from the length of the dataset if it has one.
 
     Raises:
-        ConfigError: an argument that cannot work.
+        ConfigError: an argument is invalid.
     """
 
     def __init__(
@@ -76,28 +76,28 @@ class AveragingCallback(TrainerCallback):
         self._trainer: Trainer | None = None
 
     def attach(self, trainer: Trainer) -> None:
-        """Gives the averager to the Trainer as its optimizer, with a scheduler that leaves the learning rate alone.
+        """Makes the averager the Trainer's optimizer, with a scheduler that does not change the learning rate.
 
         Args:
-            trainer: one that has no optimizer, and has not trained yet.
+            trainer: a Trainer without an optimizer that has not trained yet.
 
         Raises:
             ConfigError: the Trainer cannot train with this averager.
         """
         if self._trainer is not None:
-            raise ConfigError("this callback is attached to a Trainer already; make another one")
+            raise ConfigError("this callback is attached to a Trainer already; create another one")
         _check(trainer)
         self._duties.check(trainer.model, REMEDY)
         trainer.optimizer = self._averager
-        trainer.lr_scheduler = _Untouched(self._averager)
-        # Before the callbacks that report, so that they are given the averager's status too.
+        trainer.lr_scheduler = _UnchangedLR(self._averager)
+        # First, so that reporting callbacks get the averager's status.
         trainer.callback_handler.callbacks.insert(0, self)
-        self._averager.register_step_pre_hook(self._tell_samples)
+        self._averager.register_step_pre_hook(self._add_batch_size)
         self._trainer = trainer
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Refuses to be given to the Trainer's constructor, which would make an optimizer and a scheduler itself."""
-        raise ConfigError("leave the AveragingCallback out of Trainer(callbacks=...); call attach(trainer) afterwards")
+        """Refuses to be passed to the Trainer's constructor, because it needs the finished Trainer."""
+        raise ConfigError("remove the AveragingCallback from Trainer(callbacks=...); call attach(trainer) afterwards")
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Waits for the other peers."""
@@ -109,7 +109,7 @@ class AveragingCallback(TrainerCallback):
         self._duties.begin()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Ends the training with that of the run."""
+        """Stops the training at the end of the run."""
         if self._duties.is_over(state.max_steps):
             control.should_training_stop = True
             # As the Trainer does at its own last step.
@@ -119,12 +119,12 @@ class AveragingCallback(TrainerCallback):
             self._duties.finish()
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Finishes if another callback has stopped the training."""
+        """Finishes the training if another callback has stopped it."""
         if control.should_training_stop:
             self._duties.finish()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Finishes at the latest."""
+        """Finishes the training if that was not done before."""
         self._duties.finish()
 
     def on_log(
@@ -135,18 +135,18 @@ class AveragingCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **_: Any,
     ) -> None:
-        """Adds the averager's status to what the Trainer logs of the training."""
+        """Adds the averager's status to the Trainer's training logs."""
         if logs is not None and "loss" in logs:
             status = self._duties.scalars()
             logs.update(status)
             state.log_history[-1].update(status)
 
-    def _tell_samples(self, _: object, arguments: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def _add_batch_size(self, _: object, arguments: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         samples = self._samples() if self._batch_size is None else self._batch_size
         return arguments, {"batch_size": samples, **options}
 
     def _samples(self) -> int:
-        """The samples behind the step that is about to be made."""
+        """Returns the number of samples of the next step."""
         if self._trainer is None:
             raise RuntimeError("called before attach")
         arguments, state = self._trainer.args, self._trainer.state
@@ -162,36 +162,36 @@ class AveragingCallback(TrainerCallback):
 
 
 def samples_of_step(step: int, batch_size: int, accumulated: int, *, batches: int | None, samples: int | None) -> int:
-    """The samples behind a step of the Trainer's.
+    """Returns the number of samples of a step of the Trainer.
 
     Args:
-        step: its number since the beginning of the training, from 0.
-        batch_size: samples of a full batch.
-        accumulated: batches between two steps, fewer before the last step of an epoch.
-        batches: of an epoch; None if that is not known.
-        samples: of the dataset; None likewise.
+        step: number of the step since the beginning of the training, from 0.
+        batch_size: samples per full batch.
+        accumulated: batches per step, except for the last step of an epoch.
+        batches: batches per epoch; None if unknown.
+        samples: samples in the dataset; None if unknown.
     """
     if not batches:
         return batch_size * accumulated
     steps = math.ceil(batches / accumulated)
     if (step + 1) % steps:
         return batch_size * accumulated
-    lacking = batches * batch_size - samples if samples is not None else 0
-    if not 0 <= lacking < batch_size:  # a last batch that is left out, or a sampler that draws more or fewer
-        lacking = 0
-    return (batches - (steps - 1) * accumulated) * batch_size - lacking
+    missing = batches * batch_size - samples if samples is not None else 0
+    if not 0 <= missing < batch_size:  # the last batch is dropped, or a sampler draws more or fewer samples
+        missing = 0
+    return (batches - (steps - 1) * accumulated) * batch_size - missing
 
 
-class _Untouched(LRScheduler):
-    """A scheduler for the Trainer, which makes its own otherwise: it leaves the learning rate as it is."""
+class _UnchangedLR(LRScheduler):
+    """A scheduler that does not change the learning rate. Without one the Trainer would create its own."""
 
     def get_lr(self) -> list[Any]:
-        """The learning rate that is there."""
+        """Returns the present learning rates."""
         return [group["lr"] for group in self.optimizer.param_groups]
 
 
 def _check(trainer: Trainer) -> None:
-    """Whether the Trainer can train with an averager.
+    """Checks that the Trainer can train with an averager.
 
     Raises:
         ConfigError: it cannot.
@@ -200,22 +200,23 @@ def _check(trainer: Trainer) -> None:
     if arguments.world_size > 1 or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         raise ConfigError(
             f"the Trainer trains with {arguments.world_size} processes, FSDP or DeepSpeed, so each process would be a "
-            "peer, or hold a part of the model; start it as one process. docs/coming-from.md has DDP inside a machine"
+            "peer, or hold a part of the model; start it as one process. docs/how-to/gpus.md describes DDP inside a "
+            "machine"
         )
     if trainer.model_init is not None:
-        raise ConfigError("the Trainer makes its model anew with model_init when it trains; give it the model instead")
+        raise ConfigError("the Trainer creates a new model with model_init when it trains; pass the model instead")
     if trainer.optimizer is not None or trainer.lr_scheduler is not None:
         raise ConfigError(
-            "the Trainer has an optimizer or a scheduler already; leave optimizers= out, give the scheduler to the "
+            "the Trainer has an optimizer or a scheduler already; remove optimizers=, pass the scheduler to the "
             "averager (scheduler=), and attach before the Trainer has trained"
         )
     if arguments.load_best_model_at_end:
         logger.warning(
-            "load_best_model_at_end replaces the weights that all peers hold at the end by a checkpoint of this peer's"
+            "load_best_model_at_end replaces the weights that all peers hold at the end by a checkpoint of this peer"
         )
     if arguments.lr_scheduler_type != "linear" or arguments.warmup_steps:
         logger.warning(
-            "lr_scheduler_type and warmup_steps have no effect; give the averager a scheduler, such as "
+            "lr_scheduler_type and warmup_steps have no effect; pass a scheduler to the averager, such as "
             "scheduler=functools.partial(LinearLR, total_iters=100)"
         )
 

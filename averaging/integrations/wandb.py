@@ -1,4 +1,4 @@
-"""The averager's rounds in Weights & Biases."""
+"""Logs the averager's rounds to Weights & Biases."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from averaging.integrations.rounds import RoundLogger
 
 
 class WandbRounds(RoundLogger):
-    """Writes each round to a run of Weights & Biases, under `round/…` over the number of the round at this peer.
+    """Writes each round to a W&B run, under `round/…`, with the number of the round at this peer as the step.
 
     ```python
     rounds = WandbRounds(wandb.init(project="example"))
@@ -19,22 +19,22 @@ class WandbRounds(RoundLogger):
     rounds.follow(opt)  # steps, samples and peers too, under `averaging/…`
     ```
 
-    A round shares a step of W&B's own counter with your calls of `run.log`, and raises the counter only where another
-    round came before your next call. So calls with `step=` lose nothing as long as they count calls of `opt.step`.
+    A round shares a step of W&B's own counter with your calls of `run.log`. It increments the counter only if another
+    round is logged before your next call. So calls with `step=` lose no data if they count calls of `opt.step`.
 
     Args:
-        run: as `wandb.init()` returned it; if None, the one that is current at each round, such as a trainer's.
+        run: the value of `wandb.init()`. If None, the current run at each round is used, such as a trainer's.
         on_round: called with each receipt afterwards.
 
     Raises:
-        ImportError: no run was given, and W&B is not installed.
+        ImportError: `run` is None, and W&B is not installed.
     """
 
     def __init__(self, run: Any = None, *, on_round: Callable[[Receipt], object] | None = None) -> None:
         super().__init__(on_round)
         self._given = run
-        self._defined: Any = None  # the run whose axes are set
-        self._open: int | None = None  # the step in which the last round was written, if it may still be open
+        self._defined: Any = None  # the run whose metrics are defined
+        self._open: int | None = None  # step of the last round, which may not be committed yet
         if run is None:
             _current()
 
@@ -51,13 +51,13 @@ class WandbRounds(RoundLogger):
             run.define_metric("round/*", step_metric="round/number")
             run.define_metric("averaging/*", step_metric="round/number")
             self._defined, self._open = run, None
-        words = {
+        texts = {
             "round/outcome": receipt.outcome.value,
             "round/straggler": "" if receipt.straggler is None else receipt.straggler.endpoint,
         }
         if run.step == self._open:
-            run.log({}, commit=True)  # or this round would replace the last one
-        run.log({"round/number": receipt.round, **scalars, **words}, commit=False)
+            run.log({}, commit=True)  # else this round would overwrite the last one
+        run.log({"round/number": receipt.round, **scalars, **texts}, commit=False)
         self._open = run.step
 
 

@@ -1,8 +1,9 @@
-"""When each peer began to look for a group, as one that looks observes it. Pure: all times are those of its own clock.
+"""When each member began to look for a group, as one peer observes it. Pure: all times are of this peer's own clock.
 
-No message says it. Nodes and auxiliaries declare in discovery that they look, so whoever looks at that time sees the
-declaration appear, later than it was made by the time that records take. A member whose declaration has not appeared
-when the group is ready has come just then. Clients declare nothing: their leader alone knows when their request came.
+No message carries these times. Nodes and auxiliaries declare in discovery that they look for a group. A peer that is
+searching sees a new declaration as soon as the record has reached it. A member whose declaration has not appeared when
+the group is ready counts as having arrived at that moment. Clients declare nothing: only their leader knows when their
+request came.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from averaging.common.addresses import CLIENT_PREFIX
 from averaging.matchmaking.rules import CLOCK_TOLERANCE
 from averaging.observe.receipts import LateArrival
 
-STANDS_OUT_SECONDS = 0.1
-"""A member that came so much later than the one before it is named ..."""
+MIN_LATE_SECONDS = 0.1
+"""The last member is reported if it arrived at least this many seconds after the one before it ..."""
 
-STANDS_OUT_FRACTION = 0.25
-"""... if that is also such a fraction of the time since this peer's last attempt: steps never take quite the same."""
+MIN_LATE_FRACTION = 0.25
+"""... and also this fraction of the time since this peer's last round, since local steps vary in length."""
 
 RENEWAL_SECONDS = CLOCK_TOLERANCE
-"""A declaration that has run out may be renewed within so many seconds without being a new arrival."""
+"""A declaration that is renewed within this many seconds after it expired is not a new arrival."""
 
-BEGINNING_SECONDS = 1.0
-"""A group of which a member's declaration tells already, by saying that it looks no more, begins here within so many
-seconds; otherwise the declaration was for an earlier group."""
+GROUP_START_SECONDS = 1.0
+"""If a member declared at most this many seconds before the group was ready that its search is over, it was for this
+group. If it did so earlier, its declaration belonged to an earlier group."""
 
 
 class Arrivals:
@@ -37,77 +38,77 @@ class Arrivals:
 
     def __init__(self, endpoint: str, now: float) -> None:
         self._endpoint = endpoint
-        self._began: dict[str, float] = {endpoint: now}
+        self._arrived: dict[str, float] = {endpoint: now}
         self._first = True  # discovery has not been read yet
-        self._before: set[str] = set()  # those who looked already when it was read first
+        self._already_looking: set[str] = set()  # when discovery was read first
         self._declared: set[str] = set()
-        self._lapsed: dict[str, float] = {}  # whose declaration is no more there, and since when
-        self._ended: dict[str, float] = {}  # who declared to look no more, and when that was seen
+        self._lapsed: dict[str, float] = {}  # peers whose declaration has disappeared, and since when
+        self._ended: dict[str, float] = {}  # peers that declared the end of their search, and when this peer saw it
         self._ready = now
 
     def observe(self, declarations: Mapping[str, bool], now: float) -> None:
-        """Takes in what is in discovery now: by endpoint, whether that peer declares that it looks."""
+        """Takes the present declarations: by endpoint, whether that peer looks for a group."""
         others = {name: looks for name, looks in declarations.items() if name != self._endpoint}
         if self._first:
             self._first = False
-            self._before = {name for name, looks in others.items() if looks and name not in self._began}
-            self._began |= dict.fromkeys(self._before, self._began[self._endpoint])
+            self._already_looking = {name for name, looks in others.items() if looks and name not in self._arrived}
+            self._arrived |= dict.fromkeys(self._already_looking, self._arrived[self._endpoint])
         for name in self._declared - others.keys():
             self._lapsed.setdefault(name, now)
         for name, looks in others.items():
             lapsed = self._lapsed.pop(name, now)
             if not looks:
                 self._ended.setdefault(name, now)
-            elif name not in self._began or name in self._ended or now - lapsed > RENEWAL_SECONDS:
-                self._note(name, now)
+            elif name not in self._arrived or name in self._ended or now - lapsed > RENEWAL_SECONDS:
+                self._add(name, now)
         self._declared.update(others)
 
-    def asked(self, name: str, now: float) -> None:
-        """A peer has asked this one to lead it."""
-        if name not in self._began or name in self._ended:
-            self._note(name, now)
+    def add_request(self, name: str, now: float) -> None:
+        """Notes that a peer has asked this one to lead it."""
+        if name not in self._arrived or name in self._ended:
+            self._add(name, now)
 
-    def ready(self, now: float) -> None:
-        """The group is complete."""
+    def set_ready(self, now: float) -> None:
+        """Notes that the group is complete."""
         self._ready = now
 
     def waited(self, name: str) -> float | None:
         """Seconds for which a member had been looking when the group was ready.
 
-        None if that is not known: it looked already when this peer began, or it is a client that did not ask this peer.
+        None if that is unknown: it was already looking when this peer began, or it is a client of another leader.
         """
-        began = None if name in self._before else self._arrival(name)
-        return None if began is None else self._ready - began
+        arrived = None if name in self._already_looking else self._arrival(name)
+        return None if arrived is None else self._ready - arrived
 
     def last(self, members: Collection[str], since: float) -> LateArrival | None:
-        """The member that came last, if it came so much later than all others that it stands out.
+        """The member that arrived last, if it was so late that it is worth reporting.
 
-        If there are clients of whom nothing is known, they could have come after it. Then it is named only if the group
-        was ready sooner after its arrival than it came after the others.
+        A client of another leader may have arrived even later. If there is one, a member is reported only if the group
+        was ready sooner after its arrival than it arrived after the others.
 
         Args:
             members: those for whom a group waits.
-            since: when this peer's last attempt ended; a time before its search.
+            since: when this peer's last round ended; a time before its search.
         """
-        known = [(began, name) for name in members if (began := self._arrival(name)) is not None]
+        known = [(arrived, name) for name in members if (arrived := self._arrival(name)) is not None]
         if len(known) < 2:
             return None
         (before, _), (latest, name) = sorted(known)[-2:]
         seconds = latest - before
-        if seconds < max(STANDS_OUT_SECONDS, STANDS_OUT_FRACTION * (self._ready - since)):
+        if seconds < max(MIN_LATE_SECONDS, MIN_LATE_FRACTION * (self._ready - since)):
             return None
         if len(known) < len(members) and self._ready - latest >= seconds:
             return None
         return LateArrival(name, seconds)
 
-    def _note(self, name: str, now: float) -> None:
-        self._began[name] = now
+    def _add(self, name: str, now: float) -> None:
+        self._arrived[name] = now
         self._ended.pop(name, None)
-        self._before.discard(name)
+        self._already_looking.discard(name)
 
     def _arrival(self, name: str) -> float | None:
-        """When it began to look, at the latest: those who looked already are said to have begun with this peer."""
-        of_an_earlier_group = self._ready - self._ended.get(name, self._ready) > BEGINNING_SECONDS
-        if name in self._began and not of_an_earlier_group:
-            return self._began[name]
+        """When a member arrived, at the latest: a peer that was already looking counts as arriving with this one."""
+        of_an_earlier_group = self._ready - self._ended.get(name, self._ready) > GROUP_START_SECONDS
+        if name in self._arrived and not of_an_earlier_group:
+            return self._arrived[name]
         return None if name.startswith(CLIENT_PREFIX) else self._ready

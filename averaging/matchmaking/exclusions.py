@@ -1,7 +1,7 @@
-"""What members have done wrong, and with whom this peer therefore forms no group for a while. Pure.
+"""Which peers have broken the protocol, and until when this peer forms no group with them. Pure.
 
-A name is what a member calls itself. Only those who know a group's random id, its members, can make another's name look
-bad, and only here: nobody is told.
+Peers are known by their endpoints. Only a peer that knows a group's random id and its members can put the blame on
+another endpoint, and only at this peer: exclusions are not sent to anyone.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 from averaging.observe.receipts import DropCode, Dropped
 
-FIRST_SECONDS, LAST_SECONDS = 300.0, 6 * 3600.0
-"""Seconds for which a peer that broke the protocol is left out, doubled each further time; and the most."""
+FIRST_SECONDS, MAX_SECONDS = 300.0, 6 * 3600.0
+"""Seconds of the first exclusion of a peer, doubled each further time; and the longest exclusion."""
 
-FORGOTTEN_AFTER = 24 * 3600.0
-"""Seconds without an offence after which a peer is as good as new."""
+FORGET_SECONDS = 24 * 3600.0
+"""Seconds without an offence after which the earlier ones are forgotten."""
 
 MAX_REMEMBERED = 1024
 
@@ -31,66 +31,62 @@ class _Entry:
 
 
 class Exclusions:
-    """Remembers offences. All times are seconds since the epoch; if they step back, what is remembered goes with them.
+    """Remembers offences. All times are seconds since the epoch. A clock that is set back lengthens no exclusion.
 
-    NaN and infinity are counted and cost a member the round; what breaks the protocol excludes it from the next ones
-    for `FIRST_SECONDS`, and twice as long each further time.
+    A peer that broke the protocol is excluded for `FIRST_SECONDS`, and twice as long each further time. NaN and
+    infinity are only counted: they cost the member the round in which it sent them.
     """
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
-        self._latest = 0.0  # moment that was told
+        self._last_now = 0.0
 
     def note(self, endpoint: str, code: DropCode, now: float) -> None:
-        """Remembers what a member did; codes that are no offence are passed over."""
+        """Remembers what a member did; codes that are not offences are ignored."""
         if code not in _OFFENCES:
             return
-        self._follow(now)
+        self._follow_clock(now)
         self._forget(now)
         entry = self._entries.setdefault(endpoint, _Entry())
         entry.counts[code] += 1
         entry.last = now
         if code is DropCode.PROTOCOL_VIOLATION:
             seconds = FIRST_SECONDS * 2 ** min(entry.counts[code] - 1, 10)
-            entry.excluded_until = now + min(seconds, LAST_SECONDS)
+            entry.excluded_until = now + min(seconds, MAX_SECONDS)
         if len(self._entries) > MAX_REMEMBERED:
             del self._entries[min(self._entries, key=lambda name: (self._entries[name].last, name == endpoint))]
 
     def note_dropped(self, dropped: Iterable[Dropped], now: float) -> None:
-        """Remembers the members that a round lost through their own fault."""
-        for lost in dropped:
-            self.note(lost.endpoint, lost.code, now)
+        """Remembers the offences among the members that a round dropped."""
+        for member in dropped:
+            self.note(member.endpoint, member.code, now)
 
     def excludes(self, endpoint: str, now: float) -> bool:
-        """Whether this peer forms no group with that one at present."""
-        self._follow(now)
-        entry = self._entries.get(endpoint)
-        return entry is not None and now < entry.excluded_until
+        """Whether this peer forms no group with `endpoint` at present."""
+        return endpoint in self.excluded(now)
 
     def excluded(self, now: float) -> dict[str, float]:
-        """Until when each peer is excluded that is so at present."""
-        self._follow(now)
+        """The peers that are excluded at present, and until when."""
+        self._follow_clock(now)
         return {name: entry.excluded_until for name, entry in self._entries.items() if now < entry.excluded_until}
 
     @property
     def counts(self) -> dict[str, Mapping[DropCode, int]]:
-        """How often each member has done what."""
+        """The number of offences of each kind, by endpoint."""
         return {name: dict(entry.counts) for name, entry in self._entries.items()}
 
-    def _follow(self, now: float) -> None:
-        """A clock that was set back must not lengthen an exclusion by as much."""
-        back = self._latest - now
-        self._latest = now
+    def _follow_clock(self, now: float) -> None:
+        """Moves all entries back with a clock that was set back."""
+        back = self._last_now - now
+        self._last_now = now
         if back > 0:
             for entry in self._entries.values():
                 entry.excluded_until -= back
                 entry.last -= back
 
     def _forget(self, now: float) -> None:
-        old = [
-            name
+        self._entries = {
+            name: entry
             for name, entry in self._entries.items()
-            if now - max(entry.last, entry.excluded_until) >= FORGOTTEN_AFTER
-        ]
-        for name in old:
-            del self._entries[name]
+            if now - max(entry.last, entry.excluded_until) < FORGET_SECONDS
+        }

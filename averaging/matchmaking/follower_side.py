@@ -1,4 +1,4 @@
-"""Asking others to lead, and following the first that takes this peer in."""
+"""Asks other peers to lead, and follows the first that accepts this peer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from averaging.matchmaking.exclusions import Exclusions
 from averaging.matchmaking.response_history import ResponseHistory, Standing
 from averaging.matchmaking.rules import Declaration
 from averaging.matchmaking.schema_differences import SchemaDifferences
-from averaging.matchmaking.search_state import Asked, SearchState
+from averaging.matchmaking.search_state import OpenRequest, SearchState
 from averaging.observe.receipts import DropCode
 from averaging.protocol.group import Group, Mode
 from averaging.protocol.messages import JoinRequest, MessageCode, MessageFromLeader
@@ -28,20 +28,20 @@ from averaging.transport.base import Transport
 
 logger = logging.getLogger(__name__)
 
-NAMING_SECONDS = 2.0
-"""How long a record may take from one member of a group to another, who has been told of the group already."""
+MEMBER_RECORD_SECONDS = 2.0
+"""How long the record of a member may take to reach a peer that has received the group already."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Declared:
-    """What all requests have in common that are made during one declaration.
+class _Context:
+    """What all requests of one declaration have in common.
 
     Attributes:
-        own: this peer's declaration; a client's goes on with the time.
-        key: of discovery.
-        until: when it ends, in seconds since the epoch.
+        own: this peer's declaration; the expiration of a client's moves on with the time.
+        key: the discovery key under which it looks.
+        until: when the declaration ends, in seconds since the epoch.
         tasks: owns the requests.
-        news: set when it may be time to ask others.
+        wake_up: set when it may be time to ask other peers.
     """
 
     search: SearchState
@@ -49,7 +49,7 @@ class _Declared:
     key: str
     until: float
     tasks: asyncio.TaskGroup
-    news: asyncio.Event
+    wake_up: asyncio.Event
 
 
 class FollowerSide:
@@ -57,13 +57,13 @@ class FollowerSide:
 
     Args:
         endpoint: this peer's name.
-        differences: asked about those who average other tensors.
-        min_group_size: see `Matchmaking`; leaders are told of it.
+        differences: explains why a leader answered BAD_SCHEMA_HASH.
+        min_group_size: see `Matchmaking`; it is sent to leaders.
         group_wait: see `Matchmaking`.
-        only_named: see `Matchmaking`.
-        conduct: who has broken the protocol, and is not asked.
-        answers: who answered earlier requests; learned further here.
-        deadlines: how long others take to answer; learned further here.
+        known_members_only: see `Matchmaking`.
+        exclusions: peers that are not asked.
+        history: how peers answered earlier requests; updated here.
+        deadlines: how long peers take to answer; updated here.
         clock: seconds since the epoch.
         rng: spreads retries.
     """
@@ -78,9 +78,9 @@ class FollowerSide:
         *,
         min_group_size: int,
         group_wait: float,
-        only_named: bool,
-        conduct: Exclusions,
-        answers: ResponseHistory,
+        known_members_only: bool,
+        exclusions: Exclusions,
+        history: ResponseHistory,
         deadlines: Deadlines,
         clock: Callable[[], float],
         rng: random.Random,
@@ -88,156 +88,163 @@ class FollowerSide:
         self._endpoint, self._schema = endpoint, schema
         self._transport, self._discovery, self._differences = transport, discovery, differences
         self._min_group_size = min_group_size
-        self._group_wait, self._only_named = group_wait, only_named
-        self._conduct, self._answers, self._deadlines = conduct, answers, deadlines
+        self._group_wait, self._known_members_only = group_wait, known_members_only
+        self._exclusions, self._history, self._deadlines = exclusions, history, deadlines
         self._clock, self._rng = clock, rng
 
     async def ask(self, search: SearchState, own: Declaration, key: str) -> None:
-        """Asks peers under `key` to lead, the earliest first, several at once where they are slow, until cancelled."""
+        """Asks peers under `key` to lead, in the order of `rules.candidates`, until cancelled.
+
+        While peers do not answer, it asks more and more of them at the same time.
+        """
         until, began = own.expiration, self._clock()
-        news = asyncio.Event()
+        wake_up = asyncio.Event()
 
         async def watch() -> None:
             async with aclosing(self._discovery.watch(key)) as changes:
                 async for entries in changes:
-                    search.notice(entries)
-                    news.set()
+                    search.observe(entries)
+                    wake_up.set()
 
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(watch())
             while True:
-                news.clear()
+                wake_up.clear()
                 now = self._clock()
                 if search.group is not None or until <= now:
-                    search.changed.set()  # if the clock was set forward, the declared time is over before its wait
-                    return  # led already, or too late to be
+                    search.changed.set()  # a clock that was set forward ends the declaration before `_search_once` does
+                    return
                 if search.state.member.mode is Mode.CLIENT:
-                    # It cannot lead, so it must be able to follow those who begin to wait only now.
+                    # It cannot lead, so it must be able to follow peers that declare themselves only now.
                     own = replace(own, expiration=max(until, now + self._group_wait))
                 again = None
-                if number := 0 if search.state.leader else rules.how_many(*search.requests):
+                if number := 0 if search.state.leader else rules.requests_to_start(*search.request_counts):
                     found, again = self._candidates(search, own, key, now, began + self._group_wait / 2)
-                    declared = _Declared(search, own, key, until, tasks, news)
+                    context = _Context(search, own, key, until, tasks, wake_up)
                     for candidate in found[:number]:
                         self._make_room(search)
-                        asked = self._note(search, candidate)
-                        asked.task = tasks.create_task(self._ask_and_follow_suggestions(declared, candidate, asked))
+                        request = self._open_request(search, candidate)
+                        request.task = tasks.create_task(self._ask_and_follow_suggestions(context, candidate, request))
                     if found:
                         continue
                 try:
                     async with asyncio.timeout(None if again is None else max(0.0, again - now)):
-                        await news.wait()
+                        await wake_up.wait()
                 except TimeoutError:
                     continue
 
     def _candidates(
         self, search: SearchState, own: Declaration, key: str, now: float, deserters_from: float
     ) -> tuple[list[Declaration], float | None]:
-        """Whom to ask now, see `rules.candidates`: nobody twice at once."""
+        """See `rules.candidates`; peers with an open request are left out."""
         moment = asyncio.get_running_loop().time()
         return rules.candidates(
             own,
-            {name: entry for name, entry in self._discovery.get(key).items() if name not in search.asking},
-            search.attempts,
+            {name: entry for name, entry in self._discovery.get(key).items() if name not in search.open_requests},
+            search.refusals,
             now,
-            standing=lambda name: self._answers.standing(name, moment),
-            excluded=self._conduct.excluded(now),
+            standing=lambda name: self._history.standing(name, moment),
+            excluded=self._exclusions.excluded(now),
             deserters_from=deserters_from,
             leads=bool(search.state.followers),
         )
 
     def _make_room(self, search: SearchState) -> None:
-        """Withdraws the oldest request if there are too many; whom it was for is asked again as late as if it ended."""
-        if len(search.asking) < rules.MAX_ASKED:
+        """Withdraws the oldest request if there are too many; it counts as one that was not answered."""
+        if len(search.open_requests) < rules.MAX_OPEN_REQUESTS:
             return
-        endpoint, asked = next(iter(search.asking.items()))
-        search.withdraw(endpoint, asked)
-        search.attempts[endpoint] = rules.refused(
+        endpoint, request = next(iter(search.open_requests.items()))
+        search.withdraw(endpoint, request)
+        search.refusals[endpoint] = rules.next_join_refusal(
             None, 0.0, MessageCode.NO_CODE, self._clock(), self._rng, VERDICT_SECONDS
         )
 
-    def _note(self, search: SearchState, candidate: Declaration) -> Asked:
-        """A request to `candidate` begins."""
-        own, others = self._deadlines.usual(candidate.endpoint, Phase.VERDICT, 0)
-        answers = self._answers.unanswered(candidate.endpoint), self._answers.doubts(candidate.endpoint)
-        asked = search.asking[candidate.endpoint] = Asked(rules.head_start(own, others, *answers))
-        return asked
+    def _open_request(self, search: SearchState, candidate: Declaration) -> OpenRequest:
+        endpoint = candidate.endpoint
+        own, others = self._deadlines.typical(endpoint, Phase.VERDICT, 0)
+        head_start = rules.head_start(
+            own, others, self._history.unanswered(endpoint), self._history.suspicion(endpoint)
+        )
+        request = search.open_requests[endpoint] = OpenRequest(head_start)
+        return request
 
-    async def _ask_and_follow_suggestions(self, declared: _Declared, candidate: Declaration, asked: Asked) -> None:
-        search, attempts = declared.search, declared.search.attempts
+    async def _ask_and_follow_suggestions(
+        self, context: _Context, candidate: Declaration, request: OpenRequest
+    ) -> None:
+        search, refusals = context.search, context.search.refusals
         loop = asyncio.get_running_loop()
         try:
             for _ in range(1 + rules.MAX_REDIRECTS):
                 began = loop.time()
                 try:
-                    code, suggested = await self._ask(declared, candidate, asked)
+                    code, suggested = await self._ask(context, candidate, request)
                 finally:
-                    search.forget(candidate.endpoint, asked)
-                search.begin_if_full()
+                    search.close_request(candidate.endpoint, request)
+                search.begin_if_complete()
                 if search.group is not None:
                     return
                 now, waited = self._clock(), loop.time() - began
-                previous = attempts.get(candidate.endpoint)
-                attempts[candidate.endpoint] = rules.refused(
+                previous = refusals.get(candidate.endpoint)
+                refusals[candidate.endpoint] = rules.next_join_refusal(
                     previous, candidate.expiration, code, now, self._rng, waited
                 )
-                following = self._suggestion(declared, suggested)
-                if following is None or declared.until <= now:  # each one more may take seconds to answer
+                following = self._suggestion(context, suggested)
+                if following is None or context.until <= now:  # each further peer may take seconds to answer
                     return
-                tried = attempts.get(following.endpoint)
-                if tried and (tried.retry_at is None or tried.retry_at > now) and tried.is_of(following.expiration):
-                    return  # it has just refused
-                candidate, task = following, asked.task
-                asked = self._note(search, candidate)
-                asked.task = task
+                last = refusals.get(following.endpoint)
+                if last and (last.retry_at is None or last.retry_at > now) and last.applies_to(following.expiration):
+                    return
+                candidate, task = following, request.task
+                request = self._open_request(search, candidate)
+                request.task = task
         finally:
-            search.forget(candidate.endpoint, asked)
-            declared.news.set()
+            search.close_request(candidate.endpoint, request)
+            context.wake_up.set()
 
-    def _suggestion(self, declared: _Declared, suggested: str) -> Declaration | None:
-        """A suggested leader, if this peer may go there: known to this run's discovery, and due to lead it."""
-        search, own = declared.search, declared.own
-        if not suggested or suggested == self._endpoint or not self._discovery.names(suggested):
+    def _suggestion(self, context: _Context, suggested: str) -> Declaration | None:
+        """A suggested leader, if this peer may ask it: discovery knows it, and it is not due to follow this peer."""
+        search, own = context.search, context.own
+        if not suggested or suggested == self._endpoint or not self._discovery.knows(suggested):
             return None
-        if self._conduct.excludes(suggested, self._clock()) or not rules.can_lead(suggested):
+        if self._exclusions.excludes(suggested, self._clock()) or not rules.can_lead(suggested):
             return None
-        if search.state.leader or suggested in search.asking:
+        if search.state.leader or suggested in search.open_requests:
             return None
-        if self._answers.standing(suggested, asyncio.get_running_loop().time()) is Standing.NOTORIOUS:
+        if self._history.standing(suggested, asyncio.get_running_loop().time()) is Standing.REPEAT_DESERTER:
             return None
-        entry = self._discovery.get(declared.key).get(suggested)
+        entry = self._discovery.get(context.key).get(suggested)
         declaration = Declaration(entry.expiration if entry else own.expiration, suggested)
         return declaration if entry is None or declaration < own else None
 
-    async def _ask(self, declared: _Declared, candidate: Declaration, asked: Asked) -> tuple[MessageCode, str]:
-        """Asks one peer and follows it for as long as it leads; returns why that ended and whom it suggests.
+    async def _ask(self, context: _Context, candidate: Declaration, request: OpenRequest) -> tuple[MessageCode, str]:
+        """Asks one peer, and follows it if it accepts; returns its last answer and the leader that it suggests.
 
-        `search.answers` has it in words, also where it is no answer but how the call went.
+        The code is NO_CODE if it did not answer. `search.answers` has the answer, or why there was none, as text.
         """
-        search, leader = declared.search, candidate.endpoint
-        request = JoinRequest(
+        search, leader = context.search, candidate.endpoint
+        message = JoinRequest(
             endpoint=self._endpoint,
             schema_hash=self._schema.hash,
-            expiration=declared.own.expiration,
+            expiration=context.own.expiration,
             gather=search.gather,
             client_mode=search.state.member.mode is Mode.CLIENT,
             min_group_size=self._min_group_size,
         )
         try:
-            async with aclosing(self._transport.join_group(leader, request)) as replies:
-                with self._awaited(declared, leader, asked):
+            async with aclosing(self._transport.join_group(leader, message)) as replies:
+                with self._head_start(context, leader, request):
                     async with learned_timeout(self._deadlines, leader, Phase.VERDICT):
                         answer = await anext(replies)
-                self._answers.answered(leader)
+                self._history.note_answer(leader)
                 if answer.code is not MessageCode.ACCEPTED:
-                    search.go_on_without(asked)
+                    search.end_head_start(request)
                 elif search.group is not None:
-                    return MessageCode.NO_CODE, ""  # a moment too late; the end of this call tells it so
+                    return MessageCode.NO_CODE, ""  # too late; the end of this call tells the leader
                 search.answers[leader] = answer.code.name
                 if answer.code is MessageCode.BAD_SCHEMA_HASH:
                     await self._differences.warn(leader, search.differing)
                 if answer.code is MessageCode.ACCEPTED:
-                    answer = await self._follow(declared, candidate, asked, replies)
+                    answer = await self._follow(context, candidate, request, replies)
                 return answer.code, answer.suggested_leader
         except TimeoutError as error:
             search.answers[leader] = str(error)
@@ -252,111 +259,111 @@ class FollowerSide:
             search.answers[leader] = str(error).removeprefix(f"{leader} ")
             logger.warning("%s", error)
             if not isinstance(error, UnprovenViolationError):
-                self._conduct.note(leader, DropCode.PROTOCOL_VIOLATION, self._clock())
+                self._exclusions.note(leader, DropCode.PROTOCOL_VIOLATION, self._clock())
             return MessageCode.PROTOCOL_VIOLATION, ""
         return MessageCode.NO_CODE, ""
 
     @contextmanager
-    def _awaited(self, declared: _Declared, leader: str, asked: Asked) -> Iterator[None]:
-        """Around the wait for the answer of `leader`: notes when its head start is over."""
-        search = declared.search
+    def _head_start(self, context: _Context, leader: str, request: OpenRequest) -> Iterator[None]:
+        """Ends the head start of a request while its answer is awaited inside this context."""
+        search = context.search
 
         async def count_down() -> None:
-            for _ in range(TICKS):  # not all at once: a time in which this peer stood still counts as one of them
-                await asyncio.sleep(asked.head_start / TICKS)
-            self._answers.unanswered_by(leader)
+            for _ in range(TICKS):  # in pieces: a time in which this peer stood still counts as one of them
+                await asyncio.sleep(request.head_start / TICKS)
+            self._history.note_silence(leader)
             search.answers.setdefault(leader, "has not answered yet")
-            search.go_on_without(asked)
+            search.end_head_start(request)
             if search.state.leader:
-                search.withdraw(leader, asked)
-            declared.news.set()
+                search.withdraw(leader, request)
+            context.wake_up.set()
 
-        if not asked.awaited:
-            self._answers.unanswered_by(leader)
+        if not request.pending:
+            self._history.note_silence(leader)
             yield
             return
-        counting = declared.tasks.create_task(count_down())
+        countdown = context.tasks.create_task(count_down())
         try:
             yield
         except TimeoutError:
-            if asked.awaited:
-                self._answers.unanswered_by(leader)
+            if request.pending:
+                self._history.note_silence(leader)
             raise
         finally:
-            counting.cancel()
+            countdown.cancel()
 
     async def _follow(
         self,
-        declared: _Declared,
+        context: _Context,
         candidate: Declaration,
-        asked: Asked,
+        request: OpenRequest,
         replies: AsyncGenerator[MessageFromLeader, None],
     ) -> MessageFromLeader:
-        """Follows a leader that has taken this peer in until it begins or disbands; returns what it says then.
+        """Follows a leader that has accepted this peer; returns the message with which it begins or disbands.
 
         Raises:
-            TimeoutError: it does neither.
+            TimeoutError: it does neither in time.
         """
-        search, leader = declared.search, candidate.endpoint
-        search.follow(candidate, asked)
+        search, leader = context.search, candidate.endpoint
+        search.follow(candidate, request)
         for other in search.leaders:
             if other.endpoint != search.state.leader:
-                declared.tasks.create_task(self._leave(search, other))
-        patience = self._patience(search, declared.own, candidate)
+                context.tasks.create_task(self._leave(search, other))
+        timeout = self._decision_timeout(search, context.own, candidate)
         try:
             try:
-                async with FairTimeout(Deadline(patience, "its declared time"), patience):
+                async with FairTimeout(Deadline(timeout, "its declared time"), timeout):
                     answer = await anext(replies)
             except TimeoutError:
-                self._answers.deserted_by(leader, asyncio.get_running_loop().time())
+                self._history.note_desertion(leader, asyncio.get_running_loop().time())
                 raise TimeoutError("accepted this peer, but neither began a group nor disbanded it") from None
-            self._answers.decided(leader)
+            self._history.note_decision(leader)
             search.answers[leader] = answer.code.name
             if answer.code is MessageCode.BEGIN_ALLREDUCE:
                 group = rules.read_group(answer, self._endpoint, leader, search.gather)
-                if self._only_named:
-                    await self._check_members(group, leader, declared.key)
+                if self._known_members_only:
+                    await self._check_members(group, leader, context.key)
                 search.adopt(group)
             return answer
         finally:
             search.unfollow(candidate)
 
     async def _leave(self, search: SearchState, other: Declaration) -> None:
-        """Leaves a leader, since an earlier one has accepted this peer too.
+        """Leaves a leader because one with a smaller declaration has accepted this peer too.
 
-        Not at once: if this peer has made its group complete, it begins just now, and its members would wait for this
-        peer. And if the earlier one disbands its group just now, it can lead all the same.
+        It waits a moment first. If this peer has made the other group complete, that group begins now, and its members
+        would wait for this peer. If the preferred leader disbands its group now, the other one can still lead.
         """
-        asked = search.leaders.get(other)
-        await asyncio.sleep(rules.LEAST_HEAD_START)
-        if asked is not None and search.leaders.get(other) is asked and search.state.leader != other.endpoint:
-            search.withdraw(other.endpoint, asked)
+        request = search.leaders.get(other)
+        await asyncio.sleep(rules.MIN_HEAD_START)
+        if request is not None and search.leaders.get(other) is request and search.state.leader != other.endpoint:
+            search.withdraw(other.endpoint, request)
 
-    def _patience(self, search: SearchState, own: Declaration, asked: Declaration) -> float:
-        """Seconds that a leader may take to decide: it begins or disbands at its declared time, not after ours."""
+    def _decision_timeout(self, search: SearchState, own: Declaration, leader: Declaration) -> float:
+        """Seconds that a leader may take to begin or disband: it does so when its own declaration expires.
+
+        That is before this peer's declaration expires.
+        """
         now = self._clock()
-        if search.state.member.mode is Mode.CLIENT:  # whose own time may be far off
-            left = min(own.expiration, asked.expiration) - now
-        else:  # if the clock was set back, the time until ours is no guide
+        if search.state.member.mode is Mode.CLIENT:  # its own expiration may be far ahead
+            left = min(own.expiration, leader.expiration) - now
+        else:  # if the clock was set back, the own expiration may be too far ahead
             left = min(own.expiration - now, self._group_wait)
         return max(0.0, left) + rules.CLOCK_TOLERANCE
 
     async def _check_members(self, group: Group, leader: str, key: str) -> None:
-        """Returns once discovery names all members that can be dialled: those are the only ones a leader may name.
+        """Returns once discovery knows all members that accept connections.
 
         Raises:
-            ProtocolViolationError: it does not name one of them in time.
+            ProtocolViolationError: discovery does not know one of them in time.
         """
-        strange = [member.endpoint for member in group.members if member.mode is not Mode.CLIENT]
+        unknown = [member.endpoint for member in group.members if member.mode is not Mode.CLIENT]
         try:
-            async with (
-                asyncio.timeout(NAMING_SECONDS),
-                aclosing(self._discovery.watch(key)) as changes,
-            ):
+            async with asyncio.timeout(MEMBER_RECORD_SECONDS), aclosing(self._discovery.watch(key)) as changes:
                 async for _ in changes:
-                    strange = [name for name in strange if name != self._endpoint and not self._discovery.names(name)]
-                    if not strange:
+                    unknown = [name for name in unknown if name != self._endpoint and not self._discovery.knows(name)]
+                    if not unknown:
                         return
         except TimeoutError:
             pass
-        raise UnprovenViolationError(f"{leader} began a group with {strange[0]}, which discovery does not name")
+        raise UnprovenViolationError(f"{leader} began a group with {unknown[0]}, which discovery does not know")

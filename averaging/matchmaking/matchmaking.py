@@ -1,4 +1,4 @@
-"""Looking for a group: declare, ask those who wait less long, accept those who wait longer, until a group is there."""
+"""Looks for a group: declares itself, asks peers before it to lead and accepts peers after it until a group begins."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from averaging.matchmaking.exclusions import Exclusions
 from averaging.matchmaking.follower_side import FollowerSide
 from averaging.matchmaking.response_history import ResponseHistory
 from averaging.matchmaking.rules import Declaration, LeaderCandidate
-from averaging.matchmaking.schema_differences import SchemaDifferences, Warned
+from averaging.matchmaking.schema_differences import LoggedDifferences, SchemaDifferences
 from averaging.matchmaking.search_state import SearchDeadline, SearchState
 from averaging.protocol.group import Group, Mode, group_key, next_group_bits, unpack_gather
 from averaging.protocol.messages import JoinRequest, MessageCode, MessageFromLeader
@@ -27,12 +27,11 @@ from averaging.transport.base import Transport
 
 logger = logging.getLogger(__name__)
 
-
-WITHOUT_END = Deadline(math.inf, "the search itself sees when its time is over")
+_NO_DEADLINE = Deadline(math.inf, "none: the search has its own")
 
 
 class NoGroupError(AveragingError):
-    """No group came together in time. The message says who was there and what they answered."""
+    """No group came together in time. The message names the peers that were there and what they answered."""
 
 
 class Matchmaking:
@@ -40,18 +39,18 @@ class Matchmaking:
 
     Args:
         endpoint: this peer's name.
-        group_size: it begins a group that it leads as soon as there are so many members.
-        min_group_size: it begins one with so many when its declared time is over. Leaders are told that it takes part
-            in no smaller one; those of other software may begin one all the same, so the caller has to check that.
+        group_size: number of members with which this peer, as a leader, begins a group at once.
+        min_group_size: number of members with which it begins a group when its declaration expires. Leaders of other
+            implementations may begin a smaller one with this peer, so the caller has to check the size.
         group_wait: seconds that one declaration lasts.
-        only_named: whether a leader may name as members only those whom discovery names. In an open run, which may have
-            peers of other implementations, it may name whomever it met.
-        over_lifetime: seconds for which the record stays that says that a search is over, where no later search is made
-            under its key; if None, as long as the declaration that it replaces would have.
-        conduct: who has broken the protocol: such a peer is neither asked nor taken in for a while.
-        answers: who answered this peer's requests, from search to search; nothing is known of them if None.
-        deadlines: how long others take to answer, from search to search; nothing is known of them if None.
-        warned: the differences that were warned of already; none if None.
+        known_members_only: whether to refuse a group with members that discovery does not know. Open runs allow them,
+            since other implementations form groups without discovery records.
+        ended_lifetime: seconds for which the record that a search has ended stays, for a key that is not used again.
+            If None, it stays as long as the declaration that it replaces.
+        exclusions: peers that are neither asked nor accepted; kept from search to search.
+        history: how peers answered this peer's requests; kept from search to search.
+        deadlines: how long peers take to answer; kept from search to search.
+        logged: schema differences that have been logged; kept from search to search.
         clock: seconds since the epoch.
         rng: shuffles groups, makes their ids, spreads retries.
     """
@@ -68,24 +67,24 @@ class Matchmaking:
         min_group_size: int,
         group_wait: float,
         group_bits: str = "",
-        only_named: bool = False,
-        over_lifetime: float | None = None,
+        known_members_only: bool = False,
+        ended_lifetime: float | None = None,
         clock: Callable[[], float],
         rng: random.Random,
-        conduct: Exclusions | None = None,
-        answers: ResponseHistory | None = None,
+        exclusions: Exclusions | None = None,
+        history: ResponseHistory | None = None,
         deadlines: Deadlines | None = None,
-        warned: Warned | None = None,
+        logged: LoggedDifferences | None = None,
     ) -> None:
         self._run_id, self._endpoint = run_id, endpoint
         self.schema = schema
         self._discovery = discovery
         self._group_size, self._min_group_size = group_size, min_group_size
-        self._group_wait, self._over_lifetime = group_wait, over_lifetime
+        self._group_wait, self._ended_lifetime = group_wait, ended_lifetime
         self._clock, self._rng = clock, rng
-        self._conduct = conduct or Exclusions()
-        self._differences = SchemaDifferences(schema, transport, discovery, warned or Warned())
-        self._asking = FollowerSide(
+        self._exclusions = exclusions or Exclusions()
+        self._differences = SchemaDifferences(schema, transport, discovery, logged or LoggedDifferences())
+        self._follower_side = FollowerSide(
             endpoint,
             schema,
             transport,
@@ -93,23 +92,23 @@ class Matchmaking:
             self._differences,
             min_group_size=min_group_size,
             group_wait=group_wait,
-            only_named=only_named,
-            conduct=self._conduct,
-            answers=answers or ResponseHistory(),
+            known_members_only=known_members_only,
+            exclusions=self._exclusions,
+            history=history or ResponseHistory(),
             deadlines=Deadlines(VERDICT_SECONDS, VERDICT_SECONDS) if deadlines is None else deadlines,
             clock=clock,
             rng=rng,
         )
         self.group_bits = group_bits
-        self._dropped = 0  # leading bits that the present search leaves out
+        self._dropped_bits = 0  # leading group bits that the present search leaves out
         self._search: SearchState | None = None
-        self._over = asyncio.Event()  # no search, or it has ended
-        self._over.set()
+        self._idle = asyncio.Event()  # there is no search
+        self._idle.set()
 
     @property
     def group_key(self) -> str:
         """The discovery key under which this peer looks for others."""
-        return group_key(self._run_id, self.group_bits[self._dropped :], self.schema.topic)
+        return group_key(self._run_id, self.group_bits[self._dropped_bits :], self.schema.topic)
 
     @property
     def looking(self) -> bool:
@@ -118,94 +117,93 @@ class Matchmaking:
 
     @property
     def declared_expiration(self) -> float:
-        """Until when it has declared to wait, seconds since the epoch; 0 if it has not."""
+        """When its declaration expires, in seconds since the epoch; 0 if it has none."""
         return (self._search.state.declared or 0.0) if self._search else 0.0
 
-    def awaited_until(self, by: Container[str]) -> float | None:
-        """Until when others, of these, have declared to wait under its key, since the epoch; None if nobody has."""
+    def latest_declaration(self, of: Container[str]) -> float | None:
+        """The latest expiration that the peers in `of` declared under its key, in seconds since the epoch, if any."""
         waiting = [
             entry.expiration
             for name, entry in self._discovery.get(self.group_key).items()
-            if name in by and name != self._endpoint and rules.unpack_looking(entry.value)
+            if name in of and name != self._endpoint and rules.unpack_looking(entry.value)
         ]
         return max(waiting, default=None)
 
     @property
     def leader(self) -> str:
-        """Whom it follows; empty if nobody."""
+        """The peer that it follows; empty if none."""
         return self._search.state.leader if self._search else ""
 
     async def find_group(
-        self, gather: bytes, deadline: float, enough: int | None = None, arrivals: Arrivals | None = None
+        self, gather: bytes, deadline: float, target_contributors: int | None = None, arrivals: Arrivals | None = None
     ) -> Group:
         """Looks for a group.
 
         Args:
-            gather: what the group is told of this peer.
-            deadline: until when, in seconds since the epoch; this peer's own standstill does not count.
-            enough: members that contribute with which a group that this peer leads begins at once, if there are
-                `min_group_size` in all; only with `group_size` in all if None.
-            arrivals: notes when the others began to look, if it is given.
+            gather: what the other members receive about this peer, packed.
+            deadline: when to give up, in seconds since the epoch; time in which this peer stood still does not count.
+            target_contributors: number of contributing members with which a group that this peer leads begins at once,
+                if it has `min_group_size` members. If None, it begins at once with `group_size` members only.
+            arrivals: notes when the other peers began to look, if given.
 
         Raises:
-            NoGroupError: there was none in time.
-            SchemaMismatchError: everybody else there averages other tensors.
+            NoGroupError: no group was found in time.
+            SchemaMismatchError: all other peers under the key average other tensors.
         """
         member = unpack_gather(self._endpoint, gather)
-        state = LeaderCandidate(member, self.schema.hash, self._group_size, enough, self._min_group_size)
+        state = LeaderCandidate(member, self.schema.hash, self._group_size, target_contributors, self._min_group_size)
         search = SearchState(
             state, gather, arrivals or Arrivals(self._endpoint, asyncio.get_running_loop().time()), self._rng
         )
         self._search = search
-        self._dropped = 0  # by the next search its own place may be taken again
-        self._over.clear()
+        self._dropped_bits = 0
+        self._idle.clear()
         try:
-            async with FairTimeout(WITHOUT_END, math.inf) as watch:
+            async with FairTimeout(_NO_DEADLINE, math.inf) as watch:
                 left = SearchDeadline(deadline, self._clock, lambda: watch.waited)
                 while (group := await self._search_once(search, left)) is None:
                     search.disband("")
                     if search.seen and search.seen <= search.differing.keys():
-                        raise await self._differences.of(next(iter(search.differing)), search.differing)
+                        raise await self._differences.find(next(iter(search.differing)), search.differing)
                     if left.seconds <= 0:
-                        outlook = self._discovery.outlook()
-                        told = search.explain(self.group_key, self._min_group_size, outlook)
-                        raise NoGroupError(told + self._left_out(search))
-                    if not search.seen and self._dropped < len(self.group_bits):
-                        self._dropped += 1
-                        logger.info("nobody was seen; looking under %s now", self.group_key)
-                    search.declare_anew()
+                        reason = search.explain(self.group_key, self._min_group_size, self._discovery.diagnose())
+                        raise NoGroupError(reason + self._explain_exclusions(search))
+                    if not search.seen and self._dropped_bits < len(self.group_bits):
+                        self._dropped_bits += 1
+                        logger.info("no other peer was seen; looking under %s now", self.group_key)
+                    search.begin_declaration()
         finally:
             search.disband("")
             search.state.assembled = True
             try:
                 await self._declare_looking(search, False)
             finally:
-                # Last, and without an await behind it: whoever waits in `assembling` finds the caller's round ready.
+                # Last, with no await after it: a caller of `assembling` continues only when the round has been made.
                 self._search = None
-                self._over.set()
+                self._idle.set()
         return group
 
-    def has(self, endpoint: str) -> bool:
-        """Whether that peer is in the group that this one leads, or is its leader."""
+    def is_member(self, endpoint: str) -> bool:
+        """Whether that peer is the leader of this one, or one of its followers, in the present search."""
         state = self._search.state if self._search else None
         return state is not None and (endpoint == state.leader or endpoint in state.followers)
 
-    def wait_for(self, enough: int) -> None:
-        """From now on the search, if there is one, needs so many, see `find_group`."""
+    def set_target_contributors(self, target: int) -> None:
+        """Changes `target_contributors` of the present search, if there is one; see `find_group`."""
         if self._search is not None:
-            self._search.wait_for(enough)
+            self._search.set_target_contributors(target)
 
-    def move_on(self, group: Group) -> None:
-        """After a round: takes the group bits that this peer's place in the group gives."""
+    def update_group_bits(self, group: Group) -> None:
+        """Takes the group bits for the next search, which follow from this peer's place in the last group."""
         place = group.index(self._endpoint)
         if len(group.members) <= self._group_size:
             self.group_bits = next_group_bits(self.group_bits, group, place, self._group_size)
 
     async def assembling(self) -> None:
-        """Returns as soon as no group with this peer in it is being assembled."""
-        while (search := self._search) and search.in_between:
+        """Waits until no group with this peer in it is being assembled."""
+        while (search := self._search) and search.assembling:
             search.changed.clear()
-            waits = [asyncio.create_task(event.wait()) for event in (search.changed, self._over)]
+            waits = [asyncio.create_task(event.wait()) for event in (search.changed, self._idle)]
             try:
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -213,56 +211,54 @@ class Matchmaking:
                     wait.cancel()
 
     async def join_group(self, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
-        """Answers a request to join: the verdict and, once accepted, what became of the group."""
+        """Answers a request to join: the verdict and, if that is ACCEPTED, the decision about the group."""
         search = self._search
-        excluded = self._conduct.excluded(self._clock())
+        excluded = self._exclusions.excluded(self._clock())
         code, suggested_leader = rules.verdict(request, search.state if search else None, excluded)
         logger.debug("%s answers %s to %.80r", self._endpoint, code.name, request.endpoint)
         if search is None or code is not MessageCode.ACCEPTED:
-            # A stranger's hash says nothing about the run; one that discovery names may be all there is.
-            # Under a topic it is one who is in another phase.
+            # Peers that discovery does not know say nothing about the run. With a topic, another hash is another phase.
             bad_hash = code is MessageCode.BAD_SCHEMA_HASH and not self.schema.topic
-            if search and bad_hash and self._discovery.names(request.endpoint):
-                search.ask_came(request.endpoint)
+            if search and bad_hash and self._discovery.knows(request.endpoint):
+                search.add_seen(request.endpoint)
                 search.differing.setdefault(request.endpoint, None)
             yield MessageFromLeader(code, suggested_leader=suggested_leader)
             return
-        fate = search.accept(request)
+        decision = search.accept(request)
         try:
             yield MessageFromLeader(MessageCode.ACCEPTED)
-            yield await fate
+            yield await decision
         finally:
-            search.release(request.endpoint, fate)
+            search.release(request.endpoint, decision)
 
     async def _search_once(self, search: SearchState, left: SearchDeadline) -> Group | None:
-        """One declaration: until a group is there, or the declared time is over and too few are there."""
+        """Searches for one declaration; None if it expired and there were too few peers."""
         loop = asyncio.get_running_loop()
         deadline = self._clock() + left.seconds
-        seconds = rules.declared_seconds(self._group_wait, search.sent_away)
+        seconds = rules.declaration_seconds(self._group_wait, search.had_too_few)
         expiration = min(self._clock() + seconds, deadline)
         if search.state.member.mode is not Mode.CLIENT:
             search.state.declared = expiration
             await self._declare_looking(search, True)
-        elif self._dropped == len(self.group_bits):
-            expiration = deadline  # it declares nothing and asks anyone, and there is no other key to look under
+        elif self._dropped_bits == len(self.group_bits):
+            expiration = deadline  # a client has no record to renew, and there is no other key to look under
         loop_expiration = self._latest_loop_time(expiration)
         async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(
-                self._asking.ask(search, Declaration(expiration, self._endpoint), self.group_key)
-            )
+            own = Declaration(expiration, self._endpoint)
+            asking = tasks.create_task(self._follower_side.ask(search, own, self.group_key))
             while search.group is None:
                 search.changed.clear()
                 remaining = min(expiration - self._clock(), loop_expiration - loop.time())
-                undecided = bool(search.state.leader) or search.awaits_answer
+                undecided = bool(search.state.leader) or search.has_pending_request
                 if not undecided and remaining <= 0:
                     if search.state.member.mode is not Mode.CLIENT and search.begin(self._min_group_size):
                         continue
-                    search.sent_away = bool(search.state.followers)
-                    if not search.asking or search.sent_away:
+                    search.had_too_few = bool(search.state.followers)
+                    if not search.open_requests or search.had_too_few:
                         break
-                    undecided = True  # nobody else is here who would have to wait for late answers too
+                    undecided = True  # without followers, only this peer waits for late answers
                 try:
-                    # While another peer decides about this one, the task that asked it watches the time.
+                    # While another peer decides about this one, the task that asked it has the timeout.
                     async with asyncio.timeout(None if undecided else remaining):
                         await search.changed.wait()
                 except TimeoutError:
@@ -271,27 +267,27 @@ class Matchmaking:
         return search.group
 
     def _latest_loop_time(self, moment: float) -> float:
-        """The loop's time at which `moment` must have come; a clock that is set back would put it off."""
+        """The loop's time at which `moment` has come at the latest, even if the clock is set back meanwhile."""
         return asyncio.get_running_loop().time() + moment - self._clock() + rules.CLOCK_TOLERANCE
 
     async def _declare_looking(self, search: SearchState, looking: bool) -> None:
         if search.state.declared is None or search.state.declared <= self._clock():
             return
         until = search.state.declared
-        if self._over_lifetime is not None and not looking:
-            # Who averages under a new key in every step would else have all the records that a peer may have.
-            until = min(until, self._clock() + self._over_lifetime)
+        if self._ended_lifetime is not None and not looking:
+            # A peer that averages under a new key in every step would otherwise reach the limit of records per owner.
+            until = min(until, self._clock() + self._ended_lifetime)
         try:
             await self._discovery.store(self.group_key, self._endpoint, rules.pack_looking(looking), until)
         except AveragingError as error:
-            if until > self._clock():  # else it has just run out, and so has what it would replace
-                logger.warning("could not declare %s: %s", self._endpoint, error)
+            if until > self._clock():  # otherwise the declaration that it would replace has expired as well
+                logger.warning("could not store the declaration of %s in discovery: %s", self._endpoint, error)
 
-    def _left_out(self, search: SearchState) -> str:
-        """Who was there and is excluded, for people; empty if nobody."""
+    def _explain_exclusions(self, search: SearchState) -> str:
+        """The excluded peers among those that were seen, as text for the user; empty if there are none."""
         now = self._clock()
-        excluded = self._conduct.excluded(now)
-        there = search.seen | search.seen_before
-        told = [f"{name} for another {excluded[name] - now:.0f} s" for name in sorted(there & excluded.keys())]
+        excluded = self._exclusions.excluded(now)
+        seen = search.seen | search.seen_before
+        left_out = [f"{name} for another {excluded[name] - now:.0f} s" for name in sorted(seen & excluded.keys())]
         why = "they broke the protocol or gave an address that is not dialled"
-        return f"; left out because {why}: {', '.join(told)}" if told else ""
+        return f"; left out because {why}: {', '.join(left_out)}" if left_out else ""

@@ -1,6 +1,6 @@
 """Which peers answer when they are asked to lead, remembered from search to search. Pure.
 
-All times are seconds of one clock that never steps back, such as the event loop's.
+All times are seconds of a clock that is never set back, such as the event loop's.
 """
 
 from __future__ import annotations
@@ -9,85 +9,89 @@ from collections import OrderedDict
 from enum import IntEnum
 from typing import TypeVar
 
-FIRST_SECONDS, LAST_SECONDS = 1800.0, 6 * 3600.0
-"""Seconds for which a deserter is remembered, doubled each further time; and the most."""
+FIRST_SECONDS, MAX_SECONDS = 1800.0, 6 * 3600.0
+"""Seconds for which a deserter is remembered, doubled each further time; and the longest such time."""
 
 MAX_REMEMBERED = 1024
-"""Peers that are remembered of each kind."""
+"""Peers of each kind that are remembered."""
 
 Value = TypeVar("Value")
 
 
 class Standing(IntEnum):
-    """What speaks against asking a peer to lead. Peers of a lower standing are asked first."""
+    """Why a peer should rather not be asked to lead. Peers of a lower standing are asked first."""
 
-    SOUND = 0
-    """Nothing."""
-    DOUBTFUL = 1
-    """It never answered this peer, and peers that were asked for the first time lately did not answer."""
+    GOOD = 0
+    """Nothing is known against it."""
+    UNCERTAIN = 1
+    """It has never answered this peer, and neither have others that were asked for the first time lately."""
     SILENT = 2
     """It did not answer the last request in time."""
     DESERTER = 3
     """It accepted this peer as its follower, and then neither began nor disbanded the group in time."""
-    NOTORIOUS = 4
+    REPEAT_DESERTER = 4
     """It did so several times in a row."""
 
 
 class ResponseHistory:
-    """Remembers for each peer how it answered the last requests of this peer.
+    """Remembers how each peer answered the last requests of this peer.
 
     Attributes:
-        strangers: how many peers in a row, each asked for the first time, did not answer.
+        silent_newcomers: number of peers in a row that did not answer when they were asked for the first time.
     """
 
     def __init__(self) -> None:
-        self.strangers = 0
-        # Peers that answer have a place of their own, so that many new names do not take it. The latest is the last.
+        self.silent_newcomers = 0
+        # The latest is last. Peers that answer have a table of their own, which many new names cannot flush.
         self._answered: OrderedDict[str, None] = OrderedDict()
         self._unanswered: OrderedDict[str, int] = OrderedDict()
         self._deserted: OrderedDict[str, tuple[int, float]] = OrderedDict()  # how often, and until when that counts
 
-    def answered(self, endpoint: str) -> None:
+    def note_answer(self, endpoint: str) -> None:
         """It answered a request, early or late."""
         if endpoint not in self._answered:
-            self.strangers = 0
+            self.silent_newcomers = 0
         self._unanswered.pop(endpoint, None)
         _remember(self._answered, endpoint, None)
 
-    def unanswered_by(self, endpoint: str) -> None:
-        """It let its head start pass."""
+    def note_silence(self, endpoint: str) -> None:
+        """It did not answer within its head start."""
         if endpoint not in self._answered and endpoint not in self._unanswered:
-            self.strangers += 1
+            self.silent_newcomers += 1
         _remember(self._unanswered, endpoint, self.unanswered(endpoint) + 1)
 
-    def deserted_by(self, endpoint: str, now: float) -> None:
+    def note_desertion(self, endpoint: str, now: float) -> None:
         """It accepted this peer, and its declared time passed without a decision."""
         times, _ = self._deserted.get(endpoint, (0, 0.0))
-        seconds = min(FIRST_SECONDS * 2 ** min(times, 10), LAST_SECONDS)
+        seconds = min(FIRST_SECONDS * 2 ** min(times, 10), MAX_SECONDS)
         _remember(self._deserted, endpoint, (times + 1, now + seconds))
 
-    def decided(self, endpoint: str) -> None:
+    def note_decision(self, endpoint: str) -> None:
         """It accepted this peer, and then began or disbanded the group."""
         self._deserted.pop(endpoint, None)
 
-    def doubts(self, endpoint: str) -> int:
-        """How many requests speak against it: its own, and if it never answered those of the peers that are like it."""
+    def suspicion(self, endpoint: str) -> int:
+        """The number of unanswered requests that count against it.
+
+        For a peer that has answered before, these are its own. All others are judged together: a peer that did not
+        answer by the number of such peers, and a new one by `silent_newcomers`.
+        """
         if endpoint in self._answered:
             return self.unanswered(endpoint)
-        return len(self._unanswered) if endpoint in self._unanswered else self.strangers
+        return len(self._unanswered) if endpoint in self._unanswered else self.silent_newcomers
 
     def unanswered(self, endpoint: str) -> int:
-        """How many requests in a row it did not answer in time."""
+        """The number of requests in a row that it did not answer in time."""
         return self._unanswered.get(endpoint, 0)
 
     def standing(self, endpoint: str, now: float) -> Standing:
-        """What speaks against asking it now."""
+        """Its standing now."""
         times, until = self._deserted.get(endpoint, (0, now))
         if now < until:
-            return Standing.DESERTER if times == 1 else Standing.NOTORIOUS
+            return Standing.DESERTER if times == 1 else Standing.REPEAT_DESERTER
         if endpoint in self._unanswered:
             return Standing.SILENT
-        return Standing.DOUBTFUL if self.doubts(endpoint) else Standing.SOUND
+        return Standing.UNCERTAIN if self.suspicion(endpoint) else Standing.GOOD
 
 
 def _remember(kept: OrderedDict[str, Value], endpoint: str, value: Value) -> None:

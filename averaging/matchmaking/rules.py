@@ -1,4 +1,8 @@
-"""Who leads whom: the decisions of matchmaking, as pure functions of what a peer knows and of `now`. Pure."""
+"""Which peer leads which: the decisions of matchmaking, as functions of what a peer knows and of `now`. Pure.
+
+All peers under a key are ordered by their declarations: the one whose declaration expires first leads. Each peer asks
+those before it in that order, and accepts those after it.
+"""
 
 from __future__ import annotations
 
@@ -31,29 +35,29 @@ CLOCK_TOLERANCE = 3.0
 """Seconds by which the clocks of two peers may differ."""
 
 MAX_REDIRECTS = 3
-"""How many suggestions in a row a follower takes."""
+"""Suggested leaders that a follower asks in a row."""
 
-MAX_ASKED = 32
-"""Requests of one peer that are open at the same time; the oldest is withdrawn for another one."""
+MAX_OPEN_REQUESTS = 32
+"""Requests of one peer that are open at the same time; for one more, the oldest is withdrawn."""
 
-LONGEST_HEAD_START, NEW_HEAD_START, LEAST_HEAD_START = VERDICT_SECONDS, 1.0, 0.1
-"""Seconds for which the answer of a peer is awaited at most, as long as no peer is known; of a new peer, to which a
-connection has to be made; and at least, since its machine may be busy."""
+MAX_HEAD_START, NEW_PEER_HEAD_START, MIN_HEAD_START = VERDICT_SECONDS, 1.0, 0.1
+"""Bounds of a head start in seconds, see `head_start`. The middle one is for a peer to which a connection must be made
+first. The last one leaves time to a peer whose machine is busy."""
 
-MOST_GIVEN_WAY = 300.0
-"""Seconds by which a declaration is lengthened at most; discovery keeps no record for longer than an hour."""
+MAX_YIELD_SECONDS = 300.0
+"""Longest extension of a declaration; discovery keeps no record for longer than an hour."""
 
-HOPELESS = 3
-"""A peer that has not answered so many requests in a row is asked, but its answer is not awaited."""
+MAX_UNANSWERED = 3
+"""A peer that left this many requests in a row unanswered has no head start."""
 
-_FIRST_RETRY, _LAST_RETRY = 0.1, 2.0  # seconds until a peer that refused is asked again
+_MIN_RETRY_PAUSE, _MAX_RETRY_PAUSE = 0.1, 2.0  # seconds until a peer that refused is asked again
 
-_NEVER_AGAIN = frozenset({MessageCode.BAD_SCHEMA_HASH, MessageCode.PROTOCOL_VIOLATION})
+_FINAL_REFUSALS = frozenset({MessageCode.BAD_SCHEMA_HASH, MessageCode.PROTOCOL_VIOLATION})
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Declaration:
-    """A peer that waits for a group until `expiration` (seconds since the epoch); the least one leads."""
+    """A peer that waits for a group until `expiration` (seconds since the epoch); the smallest declaration leads."""
 
     expiration: float
     endpoint: str
@@ -64,43 +68,43 @@ class LeaderCandidate:
     """What a peer that looks for a group knows about itself.
 
     Attributes:
-        target_group_size: members with which its group begins at once.
-        enough: members that contribute with which it does, too, if there are `min_group_size` in all; None if with the
-            former alone.
+        target_group_size: number of members with which its group begins at once.
+        target_contributors: number of contributing members with which it begins at once, too, if it has
+            `min_group_size` members. If None, only `target_group_size` counts.
         declared: until when it has declared to wait; None before it has declared, and always for a client.
-        leader: whom it follows; empty if nobody.
-        followers: who follows it, by endpoint.
-        least_sizes: the `min_group_size` of each of these.
-        assembled: its group is complete, so it looks no more.
+        leader: the peer that it follows; empty if none.
+        followers: the peers that follow it, by endpoint.
+        min_group_sizes: the `min_group_size` of each follower.
+        assembled: its group is complete, so its search is over.
     """
 
     member: Member
     schema_hash: bytes
     target_group_size: int
-    enough: int | None = None
+    target_contributors: int | None = None
     min_group_size: int = 2
     declared: float | None = None
     leader: str = ""
     followers: dict[str, Member] = field(default_factory=dict)
-    least_sizes: dict[str, int] = field(default_factory=dict)
+    min_group_sizes: dict[str, int] = field(default_factory=dict)
     assembled: bool = False
 
 
-def declared_seconds(group_wait: float, sent_away: bool) -> float:
+def declaration_seconds(group_wait: float, had_too_few: bool) -> float:
     """How long the next declaration lasts.
 
-    A leader that has just sent its followers away, since they were too few for it, gives way to them: with the same
-    time as before it would be the earliest again, and they would never find a leader for whom they are enough.
+    A leader that `had_too_few` followers extends it, so that one of them leads next. With the same duration it would
+    come first again, and they would never find a leader for which they are enough.
     """
-    return group_wait + (min(group_wait / 2, MOST_GIVEN_WAY) if sent_away else 0.0)
+    return group_wait + (min(group_wait / 2, MAX_YIELD_SECONDS) if had_too_few else 0.0)
 
 
 def verdict(
     request: JoinRequest, searching: LeaderCandidate | None, excluded: Container[str] = frozenset()
 ) -> tuple[MessageCode, str]:
-    """The answer to a request to join, and the suggested leader if there is one. The order of checks is the wire's.
+    """The answer to a request to join, and the suggested leader if there is one.
 
-    Who is among `excluded` has broken the protocol before.
+    The wire contract fixes the order of the checks. The `excluded` peers have broken the protocol before.
     """
     if searching is None or searching.assembled:
         return MessageCode.NOT_LOOKING_FOR_GROUP, ""
@@ -129,7 +133,7 @@ def verdict(
 
 
 def _gather_is_sound(request: JoinRequest) -> bool:
-    """A member whose gather nobody can read would spoil the round for the whole group."""
+    """A member whose gather is unreadable would make the round fail for the whole group."""
     try:
         member = unpack_gather(request.endpoint, request.gather)
     except ProtocolViolationError:
@@ -137,16 +141,16 @@ def _gather_is_sound(request: JoinRequest) -> bool:
     return (member.mode is Mode.CLIENT) == request.client_mode
 
 
-def who_begins(searching: LeaderCandidate, min_group_size: int) -> dict[str, Member] | None:
-    """The followers with which a leader begins now; None if they are too few, or nobody has tensors or can reduce.
+def followers_for_group(searching: LeaderCandidate, min_group_size: int) -> dict[str, Member] | None:
+    """The followers with which a leader begins a group now.
 
-    Followers whose own `min_group_size` is above the members that would be left are left out. Otherwise one that
-    asks for more members than there are would keep those from averaging who are enough without it.
+    None if there are too few, or if no member contributes tensors or none can reduce. A follower whose own
+    `min_group_size` is larger than the group is left out, so that it does not keep the others from averaging.
     """
     followers = dict(searching.followers)
     while True:
         size = 1 + len(followers)
-        staying = {name: member for name, member in followers.items() if searching.least_sizes.get(name, 2) <= size}
+        staying = {name: member for name, member in followers.items() if searching.min_group_sizes.get(name, 2) <= size}
         if len(staying) == len(followers):
             break
         followers = staying
@@ -156,16 +160,19 @@ def who_begins(searching: LeaderCandidate, min_group_size: int) -> dict[str, Mem
 
 
 def is_complete(searching: LeaderCandidate) -> bool:
-    """Whether nobody more is waited for. An auxiliary among the members stands for none of those who train."""
+    """Whether the group of a leader can begin at once. An auxiliary is not a contributor."""
     if len(searching.followers) + 1 >= searching.target_group_size:
         return True
-    if searching.enough is None or (followers := who_begins(searching, searching.min_group_size)) is None:
+    if searching.target_contributors is None:
         return False
-    return sum(member.sends for member in (searching.member, *followers.values())) >= searching.enough
+    followers = followers_for_group(searching, searching.min_group_size)
+    if followers is None:
+        return False
+    return sum(member.sends for member in (searching.member, *followers.values())) >= searching.target_contributors
 
 
 def assemble(searching: LeaderCandidate, gathered: Mapping[str, bytes], rng: random.Random) -> MessageFromLeader:
-    """The message with which a leader begins: a random id, all members in random order, and what they gathered."""
+    """The message with which a leader begins: a random id, all members in random order, and their gathers."""
     endpoints = [searching.member.endpoint, *searching.followers]
     rng.shuffle(endpoints)
     gathers = tuple(gathered[endpoint] for endpoint in endpoints)
@@ -181,7 +188,7 @@ def read_group(message: MessageFromLeader, endpoint: str, leader: str, gather: b
     """The group that `leader` announces to `endpoint`, which sent it `gather`.
 
     Raises:
-        ProtocolViolationError: the announcement makes no sense.
+        ProtocolViolationError: the announcement is malformed, or misstates this peer's weight or mode.
     """
     names = message.ordered_group_endpoints
     if not message.group_id or len(message.group_id) > 256:
@@ -193,65 +200,70 @@ def read_group(message: MessageFromLeader, endpoint: str, leader: str, gather: b
     if endpoint not in names or leader not in names:
         raise ProtocolViolationError(f"{leader} began a group without this peer or without itself")
     members = tuple(unpack_gather(name, gathered) for name, gathered in zip(names, message.gathered, strict=True))
-    own, told = unpack_gather(endpoint, gather), members[names.index(endpoint)]
-    if (told.weight, told.mode) != (own.weight, own.mode):
+    own, announced = unpack_gather(endpoint, gather), members[names.index(endpoint)]
+    if (announced.weight, announced.mode) != (own.weight, own.mode):
         raise ProtocolViolationError(
-            f"{leader} began a group in which this peer has weight {told.weight:g} and mode {told.mode.name}; "
-            f"it told {own.weight:g} and {own.mode.name}"
+            f"{leader} began a group in which this peer has weight {announced.weight:g} and mode "
+            f"{announced.mode.name}; it sent {own.weight:g} and {own.mode.name}"
         )
     digest = group_digest(message.group_id, names, message.gathered)
     return Group(message.group_id, members, leader, digest, is_committed(message.group_id, names, message.gathered))
 
 
 @dataclass(slots=True)
-class Attempt:
-    """How a peer answered so far. `retry_at` is in seconds since the epoch; None = not again in this search.
+class JoinRefusal:
+    """The last refusal of a peer in this search.
 
-    Who was waited for in vain (`silent`) is not asked sooner if it declares itself anew.
+    Attributes:
+        expiration: of the declaration under which it was asked.
+        count: its refusals under that declaration.
+        retry_at: when it may be asked again, in seconds since the epoch; None if not in this search.
+        silent: it did not answer at all. Then a new declaration does not make it a candidate sooner.
     """
 
     expiration: float
-    refusals: int
+    count: int
     retry_at: float | None
     silent: bool = False
 
-    def is_of(self, expiration: float) -> bool:
-        """Whether it says something of a declaration until `expiration` too."""
+    def applies_to(self, expiration: float) -> bool:
+        """Whether it also counts for a declaration that expires at `expiration`."""
         return self.silent or self.expiration == expiration
 
 
 def can_lead(endpoint: str) -> bool:
-    """Whether a peer of that name can be asked to lead; anybody may have named it, so it is no offence of its own."""
+    """Whether a peer with this endpoint can be asked to lead."""
     return is_endpoint(endpoint) and not endpoint.startswith(CLIENT_PREFIX)
 
 
 def candidates(
     own: Declaration,
     entries: Mapping[str, Entry],
-    attempts: Mapping[str, Attempt],
+    refusals: Mapping[str, JoinRefusal],
     now: float,
     *,
-    standing: Callable[[str], Standing] = lambda _: Standing.SOUND,
+    standing: Callable[[str], Standing] = lambda _: Standing.GOOD,
     excluded: Container[str] = frozenset(),
     deserters_from: float = math.inf,
     leads: bool = False,
 ) -> tuple[list[Declaration], float | None]:
-    """Whom to ask now: those who declared to wait less long and have not just refused.
+    """The peers to ask now: those whose declarations come before `own`, without those that have just refused.
 
-    Peers that answer come first, then peers that may not, then those that did not; of each kind the earliest first.
+    They are ordered by standing, and those of one standing by declaration.
 
     Args:
         own: the declaration of the peer that asks.
-        entries: what others declared.
-        attempts: how they answered in this search.
+        entries: the declarations under the key.
+        refusals: the last refusal of each peer in this search.
         now: in seconds since the epoch.
-        standing: what is known of each from earlier requests.
-        excluded: who is not asked in any case.
-        deserters_from: from when on deserters are asked too.
-        leads: whether others follow the peer that asks, who would be sent to a notorious deserter.
+        standing: the standing of each peer, from earlier requests.
+        excluded: peers that are not asked.
+        deserters_from: when deserters may be asked too.
+        leads: whether the asking peer has followers. It would send them to the new leader, so then it asks no repeat
+            deserter.
 
     Returns:
-        These peers and, if there is none, when to look again at the latest; None if only at a change.
+        The peers and, if there is none, when to look again at the latest; None if only at a change.
     """
     found: list[tuple[Standing, Declaration]] = []
     again: float | None = None
@@ -261,61 +273,67 @@ def candidates(
             continue
         if endpoint == own.endpoint or endpoint in excluded or not can_lead(endpoint):
             continue
-        attempt = attempts.get(endpoint)
-        moment = now  # from which it may be asked
-        if attempt is not None and (attempt.is_of(candidate.expiration) or attempt.retry_at is None):
-            if attempt.retry_at is None:
+        refusal = refusals.get(endpoint)
+        ask_from = now
+        if refusal is not None and (refusal.applies_to(candidate.expiration) or refusal.retry_at is None):
+            if refusal.retry_at is None:
                 continue
-            moment = attempt.retry_at
+            ask_from = refusal.retry_at
         if (its_standing := standing(endpoint)) >= Standing.DESERTER:
-            moment = math.inf if leads and its_standing is Standing.NOTORIOUS else max(moment, deserters_from)
-        if moment <= now:
+            barred = leads and its_standing is Standing.REPEAT_DESERTER
+            ask_from = math.inf if barred else max(ask_from, deserters_from)
+        if ask_from <= now:
             found.append((its_standing, candidate))
-        elif moment < math.inf:
-            again = moment if again is None else min(again, moment)
+        elif ask_from < math.inf:
+            again = ask_from if again is None else min(again, ask_from)
     return [candidate for _, candidate in sorted(found)], None if found else again
 
 
-def how_many(awaited: int, overdue: int) -> int:
-    """How many peers more to ask now.
+def requests_to_start(pending: int, overdue: int) -> int:
+    """The number of peers to ask now.
 
-    None while the answer of somebody is `awaited`. Else one, or as many as are `overdue`: twice as many each time, so
-    that many silent peers take hardly longer than a few.
+    0 while a request is `pending`, that is, within its head start. Otherwise as many as are `overdue`, but at least
+    one. The number of open requests so doubles each time, and many silent peers take hardly longer than a few.
     """
-    return 0 if awaited else min(max(1, overdue), MAX_ASKED)
+    return 0 if pending else min(max(1, overdue), MAX_OPEN_REQUESTS)
 
 
-def head_start(own: float | None, others: float | None, unanswered: int, doubts: int) -> float:
-    """Seconds for which the answer of a peer is awaited: nobody else is asked, and no full group begins meanwhile.
+def head_start(own: float | None, others: float | None, unanswered: int, suspicion: int) -> float:
+    """The head start of a request in seconds: until it is over, no other peer is asked and no complete group begins.
 
     Args:
-        own: how long it usually takes to answer, with room for variation; None if too little is known.
+        own: how long the peer usually takes to answer, with room for variation; None if too little is known.
         others: the median of that over all peers; None if it is known of none.
-        unanswered: requests in a row that it did not answer.
-        doubts: these, or if it never answered those of the peers that are like it.
+        unanswered: number of requests in a row that it did not answer.
+        suspicion: see `ResponseHistory.suspicion`.
     """
-    if unanswered >= HOPELESS:
+    if unanswered >= MAX_UNANSWERED:
         return 0.0
-    if own is not None:
-        return min(max(own, LEAST_HEAD_START), LONGEST_HEAD_START)
-    new = LONGEST_HEAD_START if others is None else NEW_HEAD_START
-    new /= 2.0 ** min(doubts, 10)
-    return min(max(new, others or 0.0, LEAST_HEAD_START), LONGEST_HEAD_START)
+    if own is None:
+        new = MAX_HEAD_START if others is None else NEW_PEER_HEAD_START
+        own = max(new / 2.0 ** min(suspicion, 10), others or 0.0)
+    return min(max(own, MIN_HEAD_START), MAX_HEAD_START)
 
 
-def refused(
-    previous: Attempt | None, expiration: float, code: MessageCode, now: float, rng: random.Random, waited: float = 0.0
-) -> Attempt:
-    """Notes a refusal: a peer with other tensors is not asked again, any other after a growing, random pause.
+def next_join_refusal(
+    previous: JoinRefusal | None,
+    expiration: float,
+    code: MessageCode,
+    now: float,
+    rng: random.Random,
+    waited: float = 0.0,
+) -> JoinRefusal:
+    """The refusal that follows `previous`. A peer with other tensors is not asked again in this search.
 
-    Who gave no answer is not asked for as long as was `waited` for one, so that others are met in half of the time.
+    All others are asked again after a growing, random pause. After no answer (`NO_CODE`) the pause is at least the
+    seconds that were `waited` for one, so that half of the time is left for other peers.
     """
-    refusals = 1 + (previous.refusals if previous and previous.expiration == expiration else 0)
-    if code in _NEVER_AGAIN:
-        return Attempt(expiration, refusals, None)
-    pause = min(_LAST_RETRY, _FIRST_RETRY * 2 ** min(refusals, 10)) * rng.uniform(0.5, 1.0)
+    count = 1 + (previous.count if previous and previous.expiration == expiration else 0)
+    if code in _FINAL_REFUSALS:
+        return JoinRefusal(expiration, count, None)
+    pause = min(_MAX_RETRY_PAUSE, _MIN_RETRY_PAUSE * 2 ** min(count, 10)) * rng.uniform(0.5, 1.0)
     silent = code is MessageCode.NO_CODE
-    return Attempt(expiration, refusals, now + (max(pause, waited) if silent else pause), silent)
+    return JoinRefusal(expiration, count, now + (max(pause, waited) if silent else pause), silent)
 
 
 def pack_looking(looking: bool) -> bytes:
@@ -325,5 +343,5 @@ def pack_looking(looking: bool) -> bytes:
 
 
 def unpack_looking(value: bytes) -> bool:
-    """Whether the peer that stored this value looks for a group; anything unreadable means no."""
+    """Whether the peer that stored this value looks for a group; False if it is unreadable."""
     return value == pack_looking(True)

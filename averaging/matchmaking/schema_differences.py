@@ -1,4 +1,4 @@
-"""In what the tensors of another peer differ, once it has answered that they do."""
+"""How the tensors of another peer differ, once it has answered that its schema hash is another."""
 
 from __future__ import annotations
 
@@ -13,54 +13,54 @@ from averaging.transport.base import Transport
 
 logger = logging.getLogger(__name__)
 
-MAX_WARNED = 256
-"""Differences that are remembered as warned of."""
+MAX_REMEMBERED = 256
+"""Warnings that are remembered, so that they are not repeated."""
 
 
-class Warned:
-    """The differences that were warned of, in all topics: a peer with other tensors may be met in every search."""
+class LoggedDifferences:
+    """The differences that this peer has logged, in all topics: every search may find the same one again."""
 
     def __init__(self) -> None:
-        self._words: dict[str, None] = {}  # the oldest first
+        self._texts: dict[str, None] = {}  # the oldest first
 
     def add(self, difference: SchemaMismatchError) -> bool:
         """Adds a difference; returns whether it is new."""
-        words = str(difference)
-        if words in self._words:
+        text = str(difference)
+        if text in self._texts:
             return False
-        self._words[words] = None
-        if len(self._words) > MAX_WARNED:
-            del self._words[next(iter(self._words))]
+        self._texts[text] = None
+        if len(self._texts) > MAX_REMEMBERED:
+            del self._texts[next(iter(self._texts))]
         return True
 
 
 class SchemaDifferences:
-    """Finds out in what others' schemas differ from `schema`.
+    """Finds the differences between `schema` and those of other peers.
 
     Args:
-        warned: of what all searches of this peer have warned.
+        logged: the differences that have been logged, by all searches of this peer.
     """
 
-    def __init__(self, schema: Schema, transport: Transport, discovery: Discovery, warned: Warned) -> None:
+    def __init__(self, schema: Schema, transport: Transport, discovery: Discovery, logged: LoggedDifferences) -> None:
         self._schema, self._transport, self._discovery = schema, transport, discovery
-        self._warned = warned
+        self._logged = logged
 
     async def warn(self, endpoint: str, known: dict[str, SchemaMismatchError | None]) -> None:
-        """Warns of what `of` finds, once."""
-        difference = await self.of(endpoint, known)
-        logger.log(logging.WARNING if self._warned.add(difference) else logging.DEBUG, "%s", difference)
+        """Logs what `find` returns, each difference once."""
+        difference = await self.find(endpoint, known)
+        logger.log(logging.WARNING if self._logged.add(difference) else logging.DEBUG, "%s", difference)
 
-    async def of(self, endpoint: str, known: dict[str, SchemaMismatchError | None]) -> SchemaMismatchError:
-        """Asks `endpoint`, unless that is among `known` already, where it is kept."""
+    async def find(self, endpoint: str, known: dict[str, SchemaMismatchError | None]) -> SchemaMismatchError:
+        """Asks `endpoint` for its schema and returns the first difference; `known` caches it."""
         if found := known.get(endpoint):
             return found
-        difference = "its schema hash is another, and it does not tell its schema"
+        difference = "its schema hash differs, and it did not send its schema"
         try:
-            if self._discovery.names(endpoint):
+            if self._discovery.knows(endpoint):
                 async with asyncio.timeout(VERDICT_SECONDS):
                     theirs = await self._transport.get_schema(endpoint)
                 difference = first_difference(self._schema, theirs) or "its schema is the same but its hash is not"
         except (TimeoutError, AveragingError) as error:
-            logger.debug("%s does not tell its schema: %s", endpoint, error)
+            logger.debug("%s did not send its schema: %s", endpoint, error)
         found = known[endpoint] = SchemaMismatchError(endpoint, difference)
         return found

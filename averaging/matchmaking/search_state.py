@@ -1,4 +1,4 @@
-"""The state of one search for a group: whom it follows, who follows it, whom it asked and what they answered."""
+"""The state of one search for a group: open requests, leaders that accepted this peer, and its followers."""
 
 from __future__ import annotations
 
@@ -8,150 +8,164 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from averaging.common.sanitize import counted
-from averaging.discovery.base import Entry, Outlook
+from averaging.discovery.base import Diagnosis, Entry
 from averaging.errors import SchemaMismatchError
 from averaging.matchmaking import rules
 from averaging.matchmaking.arrivals import Arrivals
 from averaging.matchmaking.no_group_reasons import explain_absence, explain_faults
-from averaging.matchmaking.rules import Attempt, Declaration, LeaderCandidate
+from averaging.matchmaking.rules import Declaration, JoinRefusal, LeaderCandidate
 from averaging.protocol.group import Group, unpack_gather
 from averaging.protocol.messages import JoinRequest, MessageCode, MessageFromLeader
 
 
 @dataclass(slots=True, eq=False)
-class Asked:
-    """A request to lead this peer.
+class OpenRequest:
+    """A request to lead this peer. It is pending within its head start, and overdue afterwards.
 
     Attributes:
-        head_start: seconds for which its answer is awaited: no group begins before.
-        awaited: whether they are not over, and there is no answer.
+        head_start: seconds for which no group begins without its answer, see `rules.head_start`.
+        pending: its head start is not over, and there is no answer.
         task: waits for the answer, and then follows; None until it is started.
     """
 
     head_start: float
-    awaited: bool = field(init=False)
+    pending: bool = field(init=False)
     task: asyncio.Task[None] | None = None
 
     def __post_init__(self) -> None:
-        self.awaited = self.head_start > 0
+        self.pending = self.head_start > 0
 
 
 class SearchState:
-    """The state of one search, changed in one step each: there is no await between a look at it and its change."""
+    """The state of one search. No method awaits, so each change is atomic.
+
+    Attributes:
+        group: the group that was found.
+        open_requests: by the peer that was asked.
+        leaders: the requests that were accepted; this peer follows the leader with the smallest declaration.
+        changed: set after every change.
+        had_too_few: whether its followers were too few in the last declaration.
+        seen: peers seen under the key since the last declaration.
+        seen_before: peers seen in earlier declarations of this search, under any key.
+        looking_too: peers that looked for a group during this search.
+        answers: the last answer of each peer that was asked, as text.
+        refusals: the last refusal of each peer that was asked.
+        differing: peers with another schema; None until that schema has been requested.
+    """
 
     def __init__(self, state: LeaderCandidate, gather: bytes, arrivals: Arrivals, rng: random.Random) -> None:
-        self.state = state
-        self.arrivals = arrivals
-        self.gather = gather
+        self.state, self.arrivals, self.gather = state, arrivals, gather
         self.group: Group | None = None
-        self.asking: dict[str, Asked] = {}  # who was asked to lead and has not answered
-        self.leaders: dict[Declaration, Asked] = {}  # who has accepted this peer; it follows the earliest
+        self.open_requests: dict[str, OpenRequest] = {}
+        self.leaders: dict[Declaration, OpenRequest] = {}
         self.changed = asyncio.Event()
-        self.sent_away = False  # whether its followers were too few in the last declaration
-        self.seen: set[str] = set()  # under the key, since the last declaration
-        self.seen_before: set[str] = set()  # by then, under any key
-        self.met: set[str] = set()  # who looked for a group as well, since the search began
-        self.answers: dict[str, str] = {}  # of those who were asked, in words
-        self.attempts: dict[str, Attempt] = {}
-        self.differing: dict[str, SchemaMismatchError | None] = {}  # by endpoint; None until it was asked
+        self.had_too_few = False
+        self.seen: set[str] = set()
+        self.seen_before: set[str] = set()
+        self.looking_too: set[str] = set()
+        self.answers: dict[str, str] = {}
+        self.refusals: dict[str, JoinRefusal] = {}
+        self.differing: dict[str, SchemaMismatchError | None] = {}
         self._rng = rng
-        self._fates: dict[str, asyncio.Future[MessageFromLeader]] = {}
+        self._decisions: dict[str, asyncio.Future[MessageFromLeader]] = {}  # by follower
         self._gathered = {state.member.endpoint: gather}
 
     @property
-    def in_between(self) -> bool:
-        """Whether a group with this peer in it may have begun, or may begin, without its knowing yet."""
+    def assembling(self) -> bool:
+        """Whether a group with this peer in it may begin, or may have begun without this peer knowing it yet."""
         state = self.state
-        return bool(self.asking or state.leader or state.followers or state.assembled)
+        return bool(self.open_requests or state.leader or state.followers or state.assembled)
 
-    def notice(self, entries: Mapping[str, Entry]) -> None:
-        """What is declared under the key now."""
+    def observe(self, entries: Mapping[str, Entry]) -> None:
+        """Takes the declarations that are under the key now."""
         others = {name: entry for name, entry in entries.items() if name != self.state.member.endpoint}
         looking = {name: rules.unpack_looking(entry.value) for name, entry in others.items()}
         self.arrivals.observe(looking, asyncio.get_running_loop().time())
         self.seen.update(others)
-        self.met.update(name for name, looks in looking.items() if looks)
+        self.looking_too.update(name for name, looks in looking.items() if looks)
 
-    def ask_came(self, endpoint: str) -> None:
-        """That peer has asked this one to lead."""
+    def add_seen(self, endpoint: str) -> None:
+        """Notes a peer that has asked this one to lead it."""
         self.seen.add(endpoint)
-        self.met.add(endpoint)
+        self.looking_too.add(endpoint)
 
-    def declare_anew(self) -> None:
-        """Those who were seen so far may be gone."""
+    def begin_declaration(self) -> None:
+        """Starts `seen` anew: the peers that were seen so far may have left."""
         self.seen_before |= self.seen
         self.seen.clear()
 
     def accept(self, request: JoinRequest) -> asyncio.Future[MessageFromLeader]:
-        """Takes a follower in; begins if that makes the group full."""
+        """Accepts a follower, and begins if that makes the group complete; the future holds the decision."""
         member = unpack_gather(request.endpoint, request.gather)
         loop = asyncio.get_running_loop()
-        self.arrivals.asked(request.endpoint, loop.time())
-        fate: asyncio.Future[MessageFromLeader] = loop.create_future()
+        self.arrivals.add_request(request.endpoint, loop.time())
+        decision: asyncio.Future[MessageFromLeader] = loop.create_future()
         self.state.followers[request.endpoint] = member
-        self.state.least_sizes[request.endpoint] = request.min_group_size
-        self._fates[request.endpoint] = fate
+        self.state.min_group_sizes[request.endpoint] = request.min_group_size
+        self._decisions[request.endpoint] = decision
         self._gathered[request.endpoint] = request.gather
-        self.ask_came(request.endpoint)
-        self.begin_if_full()
+        self.add_seen(request.endpoint)
+        self.begin_if_complete()
         self.changed.set()
-        return fate
+        return decision
 
-    def wait_for(self, enough: int) -> None:
-        """More or fewer are waited for than before, see `LeaderCandidate`."""
-        self.state.enough = enough
+    def set_target_contributors(self, target: int) -> None:
+        """Changes `LeaderCandidate.target_contributors`."""
+        self.state.target_contributors = target
         if self.state.followers:
-            self.begin_if_full()
+            self.begin_if_complete()
 
     @property
-    def awaits_answer(self) -> bool:
+    def has_pending_request(self) -> bool:
         """Whether a peer that was asked to lead still has its head start."""
-        return any(asked.awaited for asked in self.asking.values())
+        return any(request.pending for request in self.open_requests.values())
 
     @property
-    def requests(self) -> tuple[int, int]:
-        """How many open requests have their head start, and how many have no longer."""
-        awaited = sum(asked.awaited for asked in self.asking.values())
-        return awaited, len(self.asking) - awaited
+    def request_counts(self) -> tuple[int, int]:
+        """How many requests are pending, and how many are overdue."""
+        pending = sum(request.pending for request in self.open_requests.values())
+        return pending, len(self.open_requests) - pending
 
-    def forget(self, endpoint: str, asked: Asked) -> None:
-        """That request is over."""
-        if self.asking.get(endpoint) is asked:
-            del self.asking[endpoint]
+    def close_request(self, endpoint: str, request: OpenRequest) -> None:
+        """Forgets a request that is over."""
+        if self.open_requests.get(endpoint) is request:
+            del self.open_requests[endpoint]
             self.changed.set()
 
-    def withdraw(self, endpoint: str, asked: Asked) -> None:
-        """Ends a request that is open; if it is accepted just then, this peer is one that left."""
-        self.forget(endpoint, asked)
-        if asked.task is not None:
-            asked.task.cancel()
+    def withdraw(self, endpoint: str, request: OpenRequest) -> None:
+        """Cancels a request; a leader that accepts it at this moment sees a follower leave."""
+        self.close_request(endpoint, request)
+        if request.task is not None:
+            request.task.cancel()
 
-    def go_on_without(self, asked: Asked) -> None:
-        """The head start of a request is over, or it is refused: it keeps a complete group from beginning no longer."""
-        asked.awaited = False
-        self.begin_if_full()
+    def end_head_start(self, request: OpenRequest) -> None:
+        """Lets complete groups begin without the answer to a request: it was refused, or its head start is over."""
+        request.pending = False
+        self.begin_if_complete()
         self.changed.set()
 
-    def begin_if_full(self) -> None:
-        """Begins a complete group, but not while another leader may have taken this peer in: it would be in two."""
-        if rules.is_complete(self.state) and self.group is None and not self.awaits_answer and not self.begin(2):
-            self.disband("")  # nobody has tensors to average
+    def begin_if_complete(self) -> None:
+        """Begins a complete group, unless a leader may just have accepted this peer: it would be in two groups."""
+        complete = rules.is_complete(self.state) and self.group is None and not self.has_pending_request
+        if complete and not self.begin(2):
+            self.disband("")  # no member has tensors to average
 
-    def release(self, endpoint: str, fate: asyncio.Future[MessageFromLeader]) -> None:
-        """Forgets a follower that went away before anything was decided."""
-        if self._fates.get(endpoint) is fate:  # whether or not it is done: a cancelled wait cancels it too
-            self._drop(endpoint)
+    def release(self, endpoint: str, decision: asyncio.Future[MessageFromLeader]) -> None:
+        """Forgets a follower that has left before the decision."""
+        if self._decisions.get(endpoint) is decision:  # whether or not it is done: a cancelled wait cancels it too
+            self._remove_follower(endpoint)
             self.changed.set()
 
     def begin(self, min_group_size: int) -> bool:
-        """Begins with those who are there, if they are enough; who is left out is sent away."""
-        if self.group is not None or (staying := rules.who_begins(self.state, min_group_size)) is None:
+        """Begins a group with the present followers, if there are enough; those that are left out are disbanded."""
+        followers = None if self.group is not None else rules.followers_for_group(self.state, min_group_size)
+        if followers is None:
             return False
-        for name in self.state.followers.keys() - staying:
-            fate = self._fates[name]
-            self._drop(name)
-            if not fate.done():
-                fate.set_result(MessageFromLeader(MessageCode.GROUP_DISBANDED))
+        for name in self.state.followers.keys() - followers:
+            decision = self._decisions[name]
+            self._remove_follower(name)
+            if not decision.done():
+                decision.set_result(MessageFromLeader(MessageCode.GROUP_DISBANDED))
         message = rules.assemble(self.state, self._gathered, self._rng)
         endpoint = self.state.member.endpoint
         self.adopt(rules.read_group(message, endpoint, endpoint, self.gather))
@@ -159,71 +173,70 @@ class SearchState:
         return True
 
     def disband(self, suggested_leader: str) -> None:
-        """Sends all followers away."""
+        """Disbands the group that this peer leads: all followers get GROUP_DISBANDED."""
         self._decide(MessageFromLeader(MessageCode.GROUP_DISBANDED, suggested_leader=suggested_leader))
         self.state.followers.clear()
-        self.state.least_sizes.clear()
+        self.state.min_group_sizes.clear()
         self._gathered = {self.state.member.endpoint: self.gather}
         self.changed.set()
 
-    def follow(self, leader: Declaration, asked: Asked) -> None:
-        """Commits to a leader that has accepted this peer, or to an earlier one that has; own followers are sent there.
+    def follow(self, leader: Declaration, request: OpenRequest) -> None:
+        """Adds a leader that has accepted this peer; own followers are sent to the first of these leaders.
 
-        Requests that are overdue are withdrawn. Whoever still has its head start may have accepted this peer just now.
+        Overdue requests are withdrawn. Pending ones stay open: their peers may have accepted this one just now.
         """
-        self.leaders[leader] = asked
-        self.forget(leader.endpoint, asked)
-        for endpoint, other in list(self.asking.items()):
-            if not other.awaited:
+        self.leaders[leader] = request
+        self.close_request(leader.endpoint, request)
+        for endpoint, other in list(self.open_requests.items()):
+            if not other.pending:
                 self.withdraw(endpoint, other)
         self.state.leader = min(self.leaders).endpoint
         self.disband(self.state.leader)
 
     def unfollow(self, leader: Declaration) -> None:
-        """That leader has decided, or is left; if no other has accepted this peer, it is free again."""
+        """Removes a leader that has decided, or that this peer leaves."""
         del self.leaders[leader]
         self.state.leader = min(self.leaders).endpoint if self.leaders else ""
         self.changed.set()
 
     def adopt(self, group: Group) -> None:
-        """The search is over, with the first group that begins."""
+        """Ends the search with a group; of several, the first counts."""
         if self.group is None:
             self.group = group
-            self.arrivals.ready(asyncio.get_running_loop().time())
+            self.arrivals.set_ready(asyncio.get_running_loop().time())
         self.state.assembled = True
         self.changed.set()
 
-    def explain(self, key: str, min_group_size: int, outlook: Outlook) -> str:
-        """Why no group came together, for people."""
-        if not self.met and not self.answers:
-            return explain_absence(key, outlook)
-        told = ", ".join(f"{name}: {words:.300}" for name, words in self.answers.items())
-        gone = self.seen_before | self.answers.keys()
+    def explain(self, key: str, min_group_size: int, diagnosis: Diagnosis) -> str:
+        """Why no group was found, as text for the user."""
+        if not self.looking_too and not self.answers:
+            return explain_absence(key, diagnosis)
+        answers = ", ".join(f"{name}: {answer:.300}" for name, answer in self.answers.items())
         seen = f"{counted(len(self.seen), 'other')} seen under {key}"
         if not self.seen:  # in the last declaration, which may have been short
-            seen = f"{counted(len(gone), 'other')} seen, but not lately under {key}"
-        first = f"{seen}; no group of at least {min_group_size} came together ({told or 'nobody had to be asked'})"
-        return "; ".join([first, *explain_faults(outlook, self.answers)])
+            seen = f"{counted(len(self.seen_before | self.answers.keys()), 'other')} seen, but not lately under {key}"
+        reason = f"{seen}; no group of at least {min_group_size} came together ({answers or 'no peer had to be asked'})"
+        return "; ".join([reason, *explain_faults(diagnosis, self.answers)])
 
-    def _drop(self, endpoint: str) -> None:
-        del self._fates[endpoint], self._gathered[endpoint]
-        del self.state.followers[endpoint], self.state.least_sizes[endpoint]
+    def _remove_follower(self, endpoint: str) -> None:
+        del self._decisions[endpoint], self._gathered[endpoint]
+        del self.state.followers[endpoint], self.state.min_group_sizes[endpoint]
 
     def _decide(self, message: MessageFromLeader) -> None:
-        for fate in self._fates.values():
-            if not fate.done():
-                fate.set_result(message)
-        self._fates.clear()
+        for decision in self._decisions.values():
+            if not decision.done():
+                decision.set_result(message)
+        self._decisions.clear()
 
 
 class SearchDeadline:
-    """The seconds of one search that are left.
+    """The deadline of one search.
 
-    They end at a moment by the clock, which others go by as well. Should the clock be set, that hardly changes them,
-    and seconds in which this peer itself stood still do not count: when it goes on, the others may be there yet.
+    It is a moment of the wall clock, since other peers go by such moments too. A clock that is set moves it by
+    `rules.CLOCK_TOLERANCE` at most. Seconds in which this peer itself stood still do not count.
 
     Args:
-        deadline: when they end, in seconds since the epoch.
+        deadline: in seconds since the epoch.
         clock: seconds since the epoch.
         searched: fair seconds since now, see `FairClock`.
     """
@@ -234,6 +247,6 @@ class SearchDeadline:
 
     @property
     def seconds(self) -> float:
-        """At most 0 when they are over."""
+        """Seconds that are left; at most 0 when the deadline has passed."""
         left = self._seconds - self._searched()
         return min(max(self._deadline - self._clock(), left - rules.CLOCK_TOLERANCE), left + rules.CLOCK_TOLERANCE)

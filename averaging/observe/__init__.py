@@ -1,1 +1,1 @@
-"""What can be seen of a peer from outside: its receipts and its status."""
+"""Receipts and status of a peer, and their explanation."""

@@ -1,4 +1,4 @@
-"""Receipts in words: a line for each round, and what they come to. Receipts of several peers are put together. Pure."""
+"""Explains receipts as text: one line per round and a summary. Receipts of several peers are merged. Pure."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from averaging.observe.receipts import Dropped, Outcome, Receipt, Straggler
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What the receipts of one round tell together.
+    """One round, from the receipts of all its peers that are available.
 
     Attributes:
-        receipts: of the same group, one for each peer; a single one if no group came together.
+        receipts: one per peer of the same group; a single one if no group was found.
     """
 
     receipts: tuple[Receipt, ...]
 
     @property
     def name(self) -> str:
-        """`round 17`; peers that joined at different times count differently: `round 3/17`. Topics are named."""
+        """For example `round 17`, or `round 3/17 of TOPIC`, since peers that joined later count from another round."""
         topic = self.receipts[0].topic
         numbers = sorted({receipt.round for receipt in self.receipts})
         return f"round {'/'.join(map(str, numbers))}" + (f" of {topic}" if topic else "")
@@ -38,35 +38,35 @@ class Round:
 
     @property
     def outcome(self) -> Outcome:
-        """Averaged if that is what it was for anybody, else the first that is told."""
+        """Averaged if it is for any peer, else the outcome of the first receipt."""
         outcomes = [receipt.outcome for receipt in self.receipts]
         return Outcome.AVERAGED if Outcome.AVERAGED in outcomes else outcomes[0]
 
     @property
     def dropped(self) -> dict[str, dict[str, Dropped]]:
-        """Who was dropped, and by whom. Those whom most others have dropped are not heard: they lost the rest."""
-        told: dict[str, dict[str, Dropped]] = defaultdict(dict)
+        """The dropped members, each with the members that dropped it.
+
+        Reports of members that most others dropped are ignored: such a member lost its connection to all others.
+        """
+        reports: dict[str, dict[str, Dropped]] = defaultdict(dict)
         for receipt in self.receipts:
             for one in receipt.dropped:
-                told[one.endpoint][receipt.endpoint] = one
-        lost = {name for name, by in told.items() if 2 * len(by) > len(self._tellers - {name})}
-        heard = {name: {who: one for who, one in by.items() if who not in lost} for name, by in told.items()}
-        return {name: by for name, by in heard.items() if by} or dict(told)
-
-    @property
-    def _tellers(self) -> set[str]:
-        return {receipt.endpoint for receipt in self.receipts}
+                reports[one.endpoint][receipt.endpoint] = one
+        reporters = {receipt.endpoint for receipt in self.receipts}
+        lost = {name for name, by in reports.items() if 2 * len(by) > len(reporters - {name})}
+        credible = {name: {who: one for who, one in by.items() if who not in lost} for name, by in reports.items()}
+        return {name: by for name, by in credible.items() if by} or dict(reports)
 
     @property
     def straggler(self) -> Straggler | None:
-        """Who was waited for longest; late parts count before late averages, which may only be their consequence."""
+        """The longest wait for a member. Late parts take precedence, because they may cause late averages."""
         found = [receipt.straggler for receipt in self.receipts if receipt.straggler is not None]
         found = [one for one in found if one.endpoint not in self.dropped]
         return max(found, key=lambda one: (one.what == "parts", one.seconds), default=None)
 
     @property
     def states(self) -> dict[str, list[str]]:
-        """The digests of what all members must hold alike, and who has each; empty unless two peers have one."""
+        """Endpoints by state digest, which must be the same at all members; empty unless two peers have a digest."""
         found: dict[str, list[str]] = defaultdict(list)
         for receipt in self.receipts:
             if receipt.state:
@@ -75,32 +75,32 @@ class Round:
 
     @property
     def digests(self) -> dict[str, dict[str, list[str]]]:
-        """For each reducer whose averages at least two peers have: the digests, and who has each."""
-        told: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+        """For each reducer with a digest at two peers or more: the endpoints by digest of its averages."""
+        reducers: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
         for receipt in self.receipts:
             for account in receipt.accounts:
                 if account.digest:
-                    told[account.endpoint][account.digest].append(receipt.endpoint)
-        return {name: dict(found) for name, found in told.items() if sum(map(len, found.values())) > 1}
+                    reducers[account.endpoint][account.digest].append(receipt.endpoint)
+        return {name: dict(found) for name, found in reducers.items() if sum(map(len, found.values())) > 1}
 
 
 def merge(receipts: Iterable[Receipt]) -> list[Round]:
-    """The rounds that receipts, in any order, belong to, in the order in which they began."""
+    """Returns the rounds of receipts, which may have any order, sorted by their start."""
     groups: dict[tuple[object, ...], dict[str, Receipt]] = defaultdict(dict)
     for receipt in receipts:
         alone = (receipt.endpoint, receipt.round, receipt.started)
-        # The same receipt may be in two files: written down by the peer, and watched.
+        # The same receipt may be in two files: one written by the peer, one by `averaging watch`.
         groups[(receipt.group_id,) if receipt.group_id else alone].setdefault(receipt.endpoint, receipt)
     rounds = [Round(tuple(sorted(found.values(), key=_began))) for found in groups.values()]
     return sorted(rounds, key=lambda one: _began(one.receipts[0]))
 
 
 def explain(receipts: Sequence[Receipt], *, summary_only: bool = False) -> Iterator[str]:
-    """Lines for people, without what a terminal would obey."""
+    """Yields printable lines about the receipts."""
     rounds = merge(receipts)
     peers = {receipt.endpoint for receipt in receipts}
     if not rounds:
-        yield "no receipts: no round was attempted"
+        yield "no receipts: there was no round"
         return
     yield printable(_header(rounds, peers))
     if not summary_only:
@@ -110,38 +110,38 @@ def explain(receipts: Sequence[Receipt], *, summary_only: bool = False) -> Itera
 
 
 def describe(one: Round, peers: Iterable[str] = ()) -> str:
-    """One line about a round.
+    """Returns one line about a round.
 
     Args:
         one: the round.
-        peers: all whose receipts there are; with several of them it is told whose those of this round are.
+        peers: all peers with receipts. If there are several, the line says which peers its facts are from.
     """
     several = len(set(peers)) > 1
     first = one.receipts[0]
-    told = [_result(one)]
+    facts = [_result(one)]
     if not first.members and several:
-        told.append(f"told by {first.endpoint}")
-    told += [
+        facts.append(f"receipt of {first.endpoint}")
+    facts += [
         f"{receipt.endpoint} {_how_it_failed(receipt)}"
         for receipt in one.receipts
         if one.outcome is Outcome.AVERAGED and not receipt.averaged
     ]
-    told += [_drop(one, name, several) for name in one.dropped]
+    facts += [_drop(one, name, several) for name in one.dropped]
     if late := last_to_arrive(one.receipts):
-        told.append(str(late))
+        facts.append(str(late))
     if straggler := one.straggler:
-        told.append(f"{straggler.seconds:.1f} s were waited for the {straggler.what} of {straggler.endpoint}")
-    told += [
-        f"{counted(receipt.kept_local, 'element')} kept the own value{_at(receipt, several)}"
+        facts.append(f"waited {straggler.seconds:.1f} s for the {straggler.what} of {straggler.endpoint}")
+    facts += [
+        f"{counted(receipt.kept_local, 'element')} kept the local value{_at(receipt, several)}"
         for receipt in one.receipts
         if receipt.kept_local and receipt.averaged
     ]
     if several and first.members:
-        told += _agreement(one)
-        silent = sorted((set(peers) & set(one.members)) - {receipt.endpoint for receipt in one.receipts})
-        if silent:
-            told.append(f"no receipt of {listed(silent)}")
-    return printable(f"{one.name}: {'; '.join(told)}")
+        facts += _agreement(one)
+        missing = sorted((set(peers) & set(one.members)) - {receipt.endpoint for receipt in one.receipts})
+        if missing:
+            facts.append(f"no receipt of {listed(missing)}")
+    return printable(f"{one.name}: {'; '.join(facts)}")
 
 
 def _result(one: Round) -> str:
@@ -157,23 +157,23 @@ def _result(one: Round) -> str:
 
 
 def _how_it_failed(receipt: Receipt) -> str:
-    words = {Outcome.NO_GROUP: "no group", Outcome.CANCELLED: "cancelled"}.get(receipt.outcome, "failed")
-    return f"{words} after {receipt.seconds:.1f} s: {receipt.reason or 'no reason is told'}"
+    outcome = {Outcome.NO_GROUP: "no group", Outcome.CANCELLED: "cancelled"}.get(receipt.outcome, "failed")
+    return f"{outcome} after {receipt.seconds:.1f} s: {receipt.reason or 'no reason given'}"
 
 
 def _drop(one: Round, name: str, several: bool) -> str:
     observers = one.dropped[name]
     by = ""
     if several:
-        heard = {receipt.endpoint for receipt in one.receipts} - {name}
-        by = "" if heard <= observers.keys() else f" by {listed(sorted(observers))}"
+        reporters = {receipt.endpoint for receipt in one.receipts} - {name}
+        by = "" if reporters <= observers.keys() else f" by {listed(sorted(observers))}"
     reasons = list(dict.fromkeys(dropped.reason for dropped in observers.values()))
     more = "".join(f"; or {reason}" for reason in reasons[1:MAX_NAMES])
     return f"{name} dropped{by}, {reasons[0]}{more}"
 
 
 def _agreement(one: Round) -> list[str]:
-    """What the digests say, one item for each reducer about which peers differ, and one for differing states."""
+    """Returns one item for each reducer whose averages differ between peers, and one if states differ."""
     differing = [
         f"DIFFERENT AVERAGES of {reducer}: "
         + ", ".join(f"{digest} at {listed(names)}" for digest, names in found.items())
@@ -181,8 +181,8 @@ def _agreement(one: Round) -> list[str]:
         if len(found) > 1
     ]
     if len(one.states) > 1:
-        told = ", ".join(f"{digest} at {listed(names)}" for digest, names in one.states.items())
-        differing.append(f"DIFFERENT STATES: {told}")
+        states = ", ".join(f"{digest} at {listed(names)}" for digest, names in one.states.items())
+        differing.append(f"DIFFERENT STATES: {states}")
     if one.digests and not differing:
         return [f"all {len({name for found in one.digests.values() for who in found.values() for name in who})} agree"]
     return differing
@@ -193,19 +193,19 @@ def _header(rounds: Sequence[Round], peers: Iterable[str]) -> str:
     runs = sorted({receipt.run_id for receipt in receipts})
     begin, end = min(map(_began, receipts)), max(receipt.started + receipt.seconds for receipt in receipts)
     whose = f"{'runs' if len(runs) > 1 else 'run'} {', '.join(runs)}"
-    return f"{whose}, as told by {listed(sorted(peers))}, from {_moment(begin)} to {_moment(end)} UTC"
+    return f"{whose}, receipts of {listed(sorted(peers))}, from {_moment(begin)} to {_moment(end)} UTC"
 
 
 def _summary(rounds: Sequence[Round], peers: set[str]) -> Iterator[str]:
     outcomes = Counter(one.outcome for one in rounds)
-    words = {
+    names = {
         Outcome.AVERAGED: "averaged",
         Outcome.NO_GROUP: "without a group",
         Outcome.FAILED: "failed",
         Outcome.CANCELLED: "cancelled",
     }
-    counts = ", ".join(f"{outcomes[outcome]} {told}" for outcome, told in words.items() if outcomes[outcome])
-    yield f"in all {counted(len(rounds), 'round')}: {counts}"
+    counts = ", ".join(f"{outcomes[outcome]} {name}" for outcome, name in names.items() if outcomes[outcome])
+    yield f"total of {counted(len(rounds), 'round')}: {counts}"
     yield from _summary_of_drops(rounds)
     yield from _summary_of_time(rounds)
     receipts = [receipt for one in rounds for receipt in one.receipts]
@@ -218,9 +218,9 @@ def _summary(rounds: Sequence[Round], peers: set[str]) -> Iterator[str]:
 
 
 def _summary_of_agreement(what: str, differing: Sequence[bool]) -> str:
-    """What is to be said of the rounds in which something of several peers can be compared: whether it differs."""
+    """Returns a line about the rounds in which peers can be compared; `differing` has whether they differ in each."""
     if not differing:
-        return f"{what}: in no round can those of several peers be compared"
+        return f"{what}: no round has receipts of several peers to compare"
     verdict = f"DIFFERENT in {sum(differing)}" if any(differing) else "the same in all"
     return f"{what}: {verdict} of {counted(len(differing), 'round')} that can be compared"
 
@@ -234,7 +234,7 @@ def _summary_of_drops(rounds: Sequence[Round]) -> Iterator[str]:
         why = ", ".join(f"{code} {count}" for code, count in found.most_common())
         yield f"dropped: {name} in {counted(found.total(), 'round')} ({why})"
     if not codes:
-        yield "dropped: nobody"
+        yield "dropped: none"
 
 
 def _summary_of_time(rounds: Sequence[Round]) -> Iterator[str]:
@@ -258,19 +258,19 @@ def _summary_of_time(rounds: Sequence[Round]) -> Iterator[str]:
             waits[straggler.endpoint].append(straggler.seconds)
     for name, held in sorted(waits.items(), key=lambda item: -sum(item[1])):
         yield (
-            f"straggler: {name} in {counted(len(held), 'round')}, {max(held):.1f} s at most, {sum(held):.1f} s in all"
+            f"straggler: {name} in {counted(len(held), 'round')}, maximum {max(held):.1f} s, total {sum(held):.1f} s"
         )
         if len(held) >= 2 and 2 * len(held) >= len(rounds) and all(_has_full_share(one, name) for one in rounds):
             yield (
-                f"hint: {name} reduces as much as the others; if its link is narrower, tell every peer the bandwidth "
-                "of its own"
+                f"hint: {name} reduces as much as the others; if its link is slower, set `bandwidth` at every peer to "
+                "that of its own link"
             )
     if not waits:
-        yield "straggler: nobody stands out in the all-reduce"
+        yield "straggler: none in the all-reduce"
 
 
 def _has_full_share(one: Round, name: str) -> bool:
-    """Whether nobody reduced more than `name` in a round, as far as is known."""
+    """Whether no member is known to have reduced more than `name` in a round."""
     shares = [{account.endpoint: account.share for account in receipt.accounts} for receipt in one.receipts]
     return all(found.get(name, 1.0) >= 0.99 * max(found.values(), default=0.0) for found in shares)
 

@@ -1,4 +1,4 @@
-"""Members that arrive late at their groups, round after round, and what can be done about it. Pure."""
+"""Finds members that arrive late at their groups regularly, and suggests remedies. Pure."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from averaging.common.sanitize import MAX_NAMES, counted, duration
 from averaging.observe.receipts import LateArrival, Receipt, step_rate_text
 
 AS_FAST = 0.8
-"""A peer whose step rate is at least such a fraction of the others' is not late because of its steps."""
+"""A peer is slow if its step rate is below this fraction of the others' median."""
 
 
 def last_to_arrive(receipts: Iterable[Receipt]) -> LateArrival | None:
-    """Who arrived last at one group, by most of its receipts; and how much later, by the median of these."""
-    told: dict[str, list[float]] = defaultdict(list)
+    """Returns the member that most receipts of one group name as the last, with the median of their seconds."""
+    reports: dict[str, list[float]] = defaultdict(list)
     for receipt in receipts:
         late = receipt.last_to_arrive
         if late is not None and late.endpoint in receipt.members:
-            told[late.endpoint].append(late.seconds)
-    if not told:
+            reports[late.endpoint].append(late.seconds)
+    if not reports:
         return None
-    name = max(told, key=lambda name: (len(told[name]), max(told[name])))
-    return LateArrival(name, statistics.median(told[name]))
+    name = max(reports, key=lambda name: (len(reports[name]), max(reports[name])))
+    return LateArrival(name, statistics.median(reports[name]))
 
 
 def describe_late(rounds: Sequence[Sequence[Receipt]]) -> Iterator[str]:
-    """What is to be said of late arrivals in several rounds.
+    """Yields lines about late arrivals and their remedies.
 
     Args:
-        rounds: the receipts of each.
+        rounds: the receipts of each round.
     """
     late: dict[str, list[float]] = defaultdict(list)
     for receipts in rounds:
@@ -38,19 +38,19 @@ def describe_late(rounds: Sequence[Sequence[Receipt]]) -> Iterator[str]:
             late[last.endpoint].append(last.seconds)
     for name, seconds in sorted(late.items(), key=lambda item: -sum(item[1]))[:MAX_NAMES]:
         there = [receipts for receipts in rounds if any(name in receipt.members for receipt in receipts)]
-        told = f"last to arrive: {name} in {len(seconds)} of {counted(len(there), 'round')}"
-        told += f", {duration(statistics.median(seconds))} after the others (median), {duration(sum(seconds))} in all"
+        line = f"last to arrive: {name} in {len(seconds)} of {counted(len(there), 'round')}"
+        line += f", {duration(statistics.median(seconds))} after the others (median), total {duration(sum(seconds))}"
         if share := _share(rounds, name):
-            told += f", {share:.0%} of the time of the others"
-        yield told
+            line += f", {share:.0%} of the time of the others"
+        yield line
         if _is_regular(len(seconds), len(there)):
             yield from _why(there, name)
     alone = [name for name in _slow_and_last(rounds) if name not in late]
     for name in alone:
-        yield f"last to arrive: {name}, by its own receipts, which cannot tell how long the others waited"
+        yield f"last to arrive: {name} according to its own receipts, which do not show how long the others waited"
         yield from _why(rounds, name)
     if not late and not alone:
-        yield "last to arrive: nobody stands out"
+        yield "last to arrive: no peer regularly"
 
 
 def _is_regular(count: int, rounds: int) -> bool:
@@ -58,9 +58,9 @@ def _is_regular(count: int, rounds: int) -> bool:
 
 
 def _slow_and_last(rounds: Sequence[Sequence[Receipt]]) -> list[str]:
-    """Peers with a lower step rate than the others that found all others looking already in most of their rounds.
+    """Returns slow peers that were the last to look for a group in most of their rounds.
 
-    Peers of equal speed find that, too, when they happen to be the last, so that alone says nothing.
+    Being last is not enough: peers of equal speed are sometimes last by chance.
     """
     there: Counter[str] = Counter()
     last: Counter[str] = Counter()
@@ -74,13 +74,13 @@ def _slow_and_last(rounds: Sequence[Sequence[Receipt]]) -> list[str]:
 
 
 def _is_slow(name: str, rates: Mapping[str, float]) -> bool:
-    """Whether the step rate of a peer is known to be lower than that of the others, of whom the median counts."""
+    """Whether the step rate of a peer is known to be clearly below the median of the others."""
     others = [rate for other, rate in rates.items() if other != name]
     return name in rates and bool(others) and rates[name] < AS_FAST * statistics.median(others)
 
 
 def _share(rounds: Sequence[Sequence[Receipt]], name: str) -> float:
-    """The fraction of their time for which groups of the other peers waited for `name` alone; 0 if nothing is known."""
+    """Fraction of the other peers' time in which they waited for `name` alone; 0 if unknown."""
     waited = 0.0
     begin: dict[str, float] = {}
     end: dict[str, float] = {}
@@ -99,7 +99,7 @@ def _share(rounds: Sequence[Sequence[Receipt]], name: str) -> float:
 
 
 def _why(rounds: Sequence[Sequence[Receipt]], name: str) -> Iterator[str]:
-    """Its step rate beside that of the others, if both are known, and what to do."""
+    """Yields the step rates of a late peer and the others, if known, and a hint."""
     rates = _rates(rounds)
     others = [rate for other, rate in rates.items() if other != name]
     topic = Counter(receipts[0].topic.partition("/")[0] for receipts in rounds).most_common(1)[0][0]
@@ -112,40 +112,40 @@ def _why(rounds: Sequence[Sequence[Receipt]], name: str) -> Iterator[str]:
         yield f"hint: {_remedy(name, topic, f', about {own / median:.2g} times as many as the others make')}"
     else:
         yield (
-            f"hint: the steps of {name} are as fast as those of the others; it may make more of them between rounds, "
-            "or stop for evaluations and checkpoints"
+            f"hint: {name} is as fast as the others; it may make more local steps between rounds, or stop for "
+            "evaluations and checkpoints"
         )
 
 
 def _remedy(name: str, topic: str, count: str) -> str:
-    """What to do about a slow peer.
+    """Returns remedies for a slow peer.
 
     Args:
         name: the peer.
-        topic: what is averaged, without its phase; it tells the strategy.
-        count: how many local steps it should make, in words, if that is known.
+        topic: what is averaged, without its phase. It shows which strategy is used.
+        count: text about the number of local steps that it should make; empty if unknown.
     """
     if topic == "gradients":
         return (
-            f"the others wait for one batch of {name}; give it a smaller batch_size, or all peers a larger "
-            "target_batch_size, of which its batch is a smaller part"
+            f"the others wait for one batch of {name}; use a smaller batch_size there, or a larger "
+            "target_batch_size at all peers"
         )
     remedies = [
-        f"give {name} fewer local steps between rounds (every=){count}",
+        f"use fewer local steps between rounds (every=) at {name}{count}",
         "or a smaller batch",
         "or use GradientAveraging, in which unequal peers share a batch",
     ]
     if not topic.startswith("pseudogradient"):  # DiLoCo needs all peers in one group
-        remedies.insert(2, "or give all peers a group_size with which groups begin without it")
+        remedies.insert(2, "or set a smaller group_size at all peers, so that groups begin without it")
     return "; ".join(remedies)
 
 
 def _rates(rounds: Sequence[Sequence[Receipt]]) -> dict[str, float]:
-    """The step rate of each peer that announced one: the median of what the receipts tell."""
-    told: dict[str, list[float]] = defaultdict(list)
+    """Median step rate of each peer that announced one."""
+    rates: dict[str, list[float]] = defaultdict(list)
     for receipts in rounds:
         for receipt in receipts:
             for account in receipt.accounts:
                 if account.step_rate is not None:
-                    told[account.endpoint].append(account.step_rate)
-    return {name: statistics.median(found) for name, found in told.items()}
+                    rates[account.endpoint].append(account.step_rate)
+    return {name: statistics.median(found) for name, found in rates.items()}

@@ -1,4 +1,4 @@
-"""Receipts as JSON lines: one line for each attempt, in the form that docs/receipts.md describes."""
+"""Receipts as JSON lines, one per round, in the format of docs/operate/receipts.md."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from averaging.observe.receipts import Receipt
 logger = logging.getLogger(__name__)
 
 FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
-"""How the file is opened; a pipe that nobody reads must not stop a round."""
+"""Flags to open the file. It does not block, because a full pipe must not stop a round."""
 
 VERSION = 1
-"""The version of the form. New fields do not change it, and readers pass over those that they do not know."""
+"""Version of the format. New fields do not change it; readers ignore unknown ones."""
 
 
 def to_json(receipt: Receipt) -> dict[str, Any]:
-    """The receipt as plain values under the names of its attributes."""
+    """Returns the receipt as JSON values by attribute name."""
     values = msgspec.to_builtins(replace(receipt, gathered={}), builtin_types=(bytes,))
     return {"version": VERSION, **values, "group_id": receipt.group_id.hex(), "gathered": plain(receipt.gathered)}
 
 
 def dumps(receipt: Receipt) -> str:
-    """One line of ASCII, without its end."""
+    """Returns one line of ASCII without the newline."""
     return json.dumps(to_json(receipt), allow_nan=False)
 
 
 def loads(line: str | bytes) -> Receipt:
-    """Reads one line.
+    """Parses one line.
 
     Raises:
-        ValueError: it is not a receipt in a form that this version reads; says why.
+        ValueError: it is not a receipt in a format that this release reads.
     """
     try:
         values = json.loads(line, parse_constant=_refuse)
@@ -48,9 +48,9 @@ def loads(line: str | bytes) -> Receipt:
     except ValueError as error:
         raise ValueError(f"it is not JSON ({error})") from None
     if not isinstance(values, dict) or "version" not in values:
-        raise ValueError('it is not a receipt: it is no JSON object with "version"')
+        raise ValueError('it is not a receipt: not a JSON object with "version"')
     if values["version"] != VERSION:
-        raise ValueError(f"it has version {values['version']!r} of the form; this release reads version {VERSION}")
+        raise ValueError(f"it has format version {values['version']!r}; this release reads version {VERSION}")
     try:
         values["group_id"] = bytes.fromhex(values.get("group_id", ""))
         return msgspec.convert(values, Receipt, builtin_types=(bytes,))
@@ -59,17 +59,17 @@ def loads(line: str | bytes) -> Receipt:
 
 
 def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is no number in JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What a file of receipts holds.
+    """The content of a file of receipts.
 
     Attributes:
         receipts: in the file's order.
-        bad: the numbers of the lines that cannot be read, counted from 1, and why.
-        cut_off: whether the last line is only the beginning of one, as when its writer was killed or the disk full.
+        bad: reasons of unreadable lines by line number, from 1.
+        cut_off: whether the last line is incomplete, because its writer was killed or the disk was full.
     """
 
     receipts: list[Receipt]
@@ -78,7 +78,7 @@ class Recorded:
 
 
 def read(lines: Iterable[bytes]) -> Recorded:
-    """Reads a file, opened in binary mode. Empty lines are passed over."""
+    """Reads a file opened in binary mode. Empty lines are ignored."""
     receipts: list[Receipt] = []
     bad: dict[int, str] = {}
     cut_off = False
@@ -96,7 +96,7 @@ def read(lines: Iterable[bytes]) -> Recorded:
 
 
 def _is_cut_off(line: bytes) -> bool:
-    """Whether a line is the beginning of an object; what has no end need not be, other files end like that too."""
+    """Whether a line is an incomplete JSON object. A missing newline alone is no proof: other files lack it too."""
     if line.endswith(b"\n") or not line.startswith(b"{"):
         return False
     try:
@@ -107,13 +107,13 @@ def _is_cut_off(line: bytes) -> bool:
 
 
 class ReceiptLog:
-    """A file to which receipts are appended, each in one write. It never raises: a round matters more than its receipt.
+    """A file to which receipts are appended, each in one write.
 
-    What cannot be written is told once as a warning; the next receipt is tried all the same, as a disk may be freed. A
-    file that was moved away or removed, as logs are, is begun anew.
+    Failures never raise, because a round matters more than its receipt. The first failure logs a warning, and later
+    receipts are tried again. A file that was moved or removed, as by log rotation, is created again.
 
     Args:
-        path: made if it is not there, with its first receipt; otherwise it is added to.
+        path: the file, created with the first receipt if it does not exist.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -124,7 +124,7 @@ class ReceiptLog:
         self._warned = False
 
     def append(self, receipt: Receipt) -> None:
-        """Writes a receipt down; it is with the operating system when this returns."""
+        """Writes a receipt. The operating system has it when this returns."""
         try:
             self._write(dumps(receipt).encode() + b"\n")
         except (OSError, ValueError) as error:
@@ -133,19 +133,19 @@ class ReceiptLog:
                 self._warned = True
                 why = error.strerror or error if isinstance(error, OSError) else error
                 logger.warning(
-                    "the receipt of round %d could not be written to %s: %s; averaging goes on without it. Later "
-                    "receipts are tried again without further warnings; free the disk, or give another file",
+                    "could not write the receipt of round %d to %s: %s; averaging continues. Later receipts are "
+                    "tried without further warnings; free disk space, or use another file",
                     receipt.round,
                     self._path,
                     why,
                 )
         else:
             if self._lost:
-                logger.warning("receipts are written to %s again; %d are missing there", self._path, self._lost)
+                logger.warning("receipts are written to %s again; %d are missing", self._path, self._lost)
                 self._lost = 0
 
     def close(self) -> None:
-        """Closes the file; a further receipt would open it again."""
+        """Closes the file. A further receipt would open it again."""
         file, self._file = self._file, None
         if file is not None:
             try:
@@ -160,14 +160,14 @@ class ReceiptLog:
             self._file = os.open(self._path, FLAGS, 0o666)
             self._in_line = _ends_in_a_line(self._path)
         line = b"\n" + line if self._in_line else line
-        written = os.write(self._file, line)  # a single write, so that lines of several writers do not mix
+        written = os.write(self._file, line)  # one write per line, so that lines of several writers do not mix
         self._in_line = written < len(line) and line[written - 1 : written] != b"\n"
         if written < len(line):
-            raise OSError(f"only {written} of {len(line)} bytes fit")
+            raise OSError(f"only {written} of {len(line)} bytes were written")
 
 
 def _is_at(path: Path, file: int) -> bool:
-    """Whether an open file is still the one at `path`, as far as can be told."""
+    """Whether an open file is still the one at `path`; True if that cannot be determined."""
     try:
         return os.path.samestat(path.stat(), os.fstat(file))
     except FileNotFoundError:
@@ -177,7 +177,7 @@ def _is_at(path: Path, file: int) -> bool:
 
 
 def _ends_in_a_line(path: Path) -> bool:
-    """Whether the last character of a file that may have been written before is not the end of a line."""
+    """Whether an existing file does not end with a newline."""
     if not path.is_file() or not path.stat().st_size:
         return False
     with path.open("rb") as file:

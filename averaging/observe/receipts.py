@@ -1,4 +1,4 @@
-"""The receipt of an attempt to average: what happened, with whom, how long it took, and why if it failed. Pure."""
+"""The receipt of a round: outcome, members, durations, and the reason if it failed. Pure."""
 
 from __future__ import annotations
 
@@ -12,48 +12,48 @@ from averaging.errors import printable
 
 
 class Outcome(StrEnum):
-    """How an attempt ended. Where tensors are untouched, `in_place` may have written some averages before it ended."""
+    """How a round ended. Tensors are "unchanged" except that `in_place` may have written some averages before."""
 
     AVERAGED = "averaged"
-    """The tensors hold the group's average, but for the parts of dropped reducers."""
+    """The tensors hold the group's average, except for the parts of dropped reducers."""
     NO_GROUP = "no_group"
-    """No group came together in time; the tensors are untouched."""
+    """No group was found in time. The tensors are unchanged."""
     FAILED = "failed"
-    """The round could not be done; the tensors are untouched."""
+    """The all-reduce failed. The tensors are unchanged."""
     CANCELLED = "cancelled"
-    """This peer's application cancelled the attempt; the tensors are untouched."""
+    """This peer's application cancelled the round. The tensors are unchanged."""
 
 
 class Role(StrEnum):
-    """What a member did when the group was formed."""
+    """The role of a member in matchmaking."""
 
     LEADER = "leader"
-    """It took the others in and began the round."""
+    """It assembled the group and began the all-reduce."""
     FOLLOWER = "follower"
-    """It was taken in."""
+    """It joined the group of the leader."""
 
 
 class DropCode(StrEnum):
-    """Why a member was lost, for programs; codes that a later version adds are read as `OTHER`."""
+    """Why a member was dropped, for programs. Unknown codes of later releases are read as `OTHER`."""
 
     SILENT = "silent"
-    """It sent or took nothing for longer than its deadline."""
+    """It sent or received nothing until its deadline."""
     ROUND_DEADLINE = "round_deadline"
-    """The deadline of the whole round passed before it was done."""
+    """It had not finished at the deadline of the whole round."""
     CONNECTION_LOST = "connection_lost"
-    """The connection broke or could not be made, or it ended a stream early."""
+    """The connection failed or was lost, or it ended a stream early."""
     REFUSED = "refused"
-    """It answered that it does not serve this peer in this round."""
+    """It refused to take part with this peer in this round."""
     PROTOCOL_VIOLATION = "protocol_violation"
-    """It sent what the protocol does not allow."""
+    """It violated the protocol."""
     NON_FINITE = "non_finite"
     """It sent NaN or infinity."""
     OTHER_GROUP = "other_group"
-    """By its account the leader announced to it another group than to this peer: other members, order or weights."""
+    """It reports that the leader announced another group to it: other members, order or weights."""
     CANCELLED = "cancelled"
-    """It left the round, or gave this peer up."""
+    """It left the round, or it dropped this peer."""
     INTERNAL_ERROR = "internal_error"
-    """An error that is no fault of the protocol's, at it or at this peer; the reason says at whom."""
+    """An internal error at it or at this peer; the reason says at which."""
     OTHER = "other"
     """None of the above."""
 
@@ -64,14 +64,14 @@ class DropCode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A member that was lost in the round, and why.
+    """A member that was dropped in the round.
 
     Attributes:
-        reason: in words, with figures.
-        code: the same for programs.
-        waited: seconds for which nothing came, where that is why; else None.
-        deadline: seconds for which it would have been waited.
-        basis: how that deadline came about, such as `stall_timeout`.
+        reason: text with figures.
+        code: the reason for programs.
+        waited: seconds of silence, if that is the reason; else None.
+        deadline: its deadline in seconds, if that is the reason; else None.
+        basis: where the deadline comes from, such as `stall_timeout`.
     """
 
     endpoint: str
@@ -83,40 +83,39 @@ class Dropped:
 
     @classmethod
     def overdue(
-        cls, endpoint: str, deed: str, waited: float, deadline: float, basis: str, *, after: str = ""
+        cls, endpoint: str, behaviour: str, waited: float, deadline: float, basis: str, *, after: str = ""
     ) -> Dropped:
-        """A member that let its deadline pass: `sent nothing for 4.1 s, deadline 4.0 s = 4 × its median of 1 s`.
+        """Returns a member that missed its deadline: `sent nothing for 4.1 s, deadline 4.0 s = 4 × its median of 1 s`.
 
         Args:
             endpoint: the member.
-            deed: what it did all the time, such as `sent nothing`.
+            behaviour: such as `sent nothing`.
             waited: seconds.
             deadline: seconds.
             basis: see above.
-            after: what it had done before, such as `3 of 10 averages`.
+            after: its progress before, such as `3 of 10 averages`.
         """
-        reason = f"{deed} for {_seconds(waited)}, deadline {_seconds(deadline)} = {basis}"
+        reason = f"{behaviour} for {_seconds(waited)}, deadline {_seconds(deadline)} = {basis}"
         reason += f", after {after}" if after else ""
         return cls(endpoint, reason, DropCode.SILENT, waited, deadline, basis)
 
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What one member had to do in a round, and what passed between it and the peer whose receipt this is.
+    """One member's task in a round, and its traffic with the peer whose receipt this is.
 
     Attributes:
-        mode: node, client (accepts no connection, so it reduces nothing) or auxiliary (contributes no tensors).
-        weight: of its tensors in the average.
+        mode: node, client (accepts no connections, so it reduces nothing) or auxiliary (contributes no tensors).
+        weight: weight of its tensors in the average.
         share: fraction of all elements that it reduces, from 0 to 1.
-        bytes_sent: to it: parts for it to reduce, and averages that it had asked for, as packed for the wire.
-        bytes_received: from it, likewise.
-        digest: of the averages that it reduced, 16 hex digits: equal at all who got them whole. Empty if not all of
-            them came, if it reduces nothing, or if replies are deltas, which differ from member to member.
-        waited: seconds for which it had been looking for a group when this one was ready, as this peer observed it;
-            None if this peer cannot know: the member was looking already when this peer began to look, or it is a
-            client and this peer did not lead it.
-        step_rate: local steps per second that the member announced, or samples per second with GradientAveraging. Time
-            in which it waits for others is not in it. None if it announced none, as peers that do not train.
+        bytes_sent: parts and averages sent to it, as packed for the wire.
+        bytes_received: parts and averages received from it, likewise.
+        digest: digest of the averages that it reduced, 16 hex digits; the same at all peers that received all of them.
+            Empty if some are missing, if it reduces nothing, or if replies are deltas, which differ between members.
+        waited: seconds for which it had looked for a group when this group was ready, as observed by this peer. None if
+            unknown: it looked already when this peer began to look, or it is a client and this peer did not lead it.
+        step_rate: local steps per second that it announced, or samples per second with GradientAveraging, without the
+            time in which it waits for others. None if it announced none, for example because it does not train.
     """
 
     endpoint: str
@@ -133,11 +132,11 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class LateArrival:
-    """The member that the others waited for before the round could begin, as this peer observed it.
+    """The member for which the others waited before the all-reduce began, as observed by this peer.
 
     Attributes:
-        seconds: from the arrival of the member before it to its own. A member arrives when it begins to look for a
-            group.
+        seconds: between the arrival of the second to last member and its own. A member arrives when it begins to look
+            for a group.
     """
 
     endpoint: str
@@ -149,11 +148,11 @@ class LateArrival:
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """The member that the others had to wait for, as this peer saw it.
+    """The member for which the others waited in the all-reduce, as observed by this peer.
 
     Attributes:
-        seconds: for so long this peer had all it could have of the others, and waited for this one alone.
-        what: it waited for: `parts` to reduce, or `averages`.
+        seconds: how long this peer waited for this member alone.
+        what: what it waited for: `parts` to reduce, or `averages`.
     """
 
     endpoint: str
@@ -163,39 +162,38 @@ class Straggler:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """One attempt to average. `docs/receipts.md` has the same as JSON.
+    """The receipt of one round at one peer. `docs/operate/receipts.md` describes its JSON form.
 
     Attributes:
-        round: number of this attempt at this peer, from 1.
+        round: number of the round at this peer, from 1.
         outcome: how it ended.
-        reason: in words, why nothing was averaged; empty if `outcome` is averaged, also where `dropped` names members.
+        reason: why nothing was averaged; empty if `outcome` is averaged, also if members were dropped.
         group_id: 20 bytes; empty without a group.
-        members: endpoints in the group's order, this peer included.
-        dropped: members whose contribution or shard was lost, as far as this peer saw it.
-        gathered: what each member's application passed as `gather`, by endpoint.
-        seconds: from the beginning of the attempt to its end.
-        allreduce_seconds: from BEGIN_ALLREDUCE to the end; 0 without a group.
-        bytes_sent: of tensor parts and averages, as packed for the wire.
-        bytes_received: likewise.
-        kept_local: how many elements kept their local values because their reducer was lost.
-        state_version: the version of this peer's state after the attempt.
-        run_id: the run.
-        endpoint: whose receipt this is.
-        topic: what was averaged, its phase included; empty for the peer's own tensors.
-        started: when the attempt began, in seconds since the epoch.
-        role: of this peer in the group; None without one.
-        accounts: one for each of `members`, in their order; empty if the round did not begin.
-        phases: seconds by phase, in order: `checking` the own tensors for NaN, `looking` for a group, `preparing` what
-            is sent, `allreduce`, `adopting` the result. Phases that were not reached are left out.
-        straggler: whom the others had to wait for; None if nobody stands out. Members in `dropped` are not named again.
-        digest: of all averages of the round, 16 hex digits: equal at all members that got the same. Empty if an average
-            is missing, or if replies are deltas.
-        state: a digest, 16 hex digits, of what all members must hold alike: with GradientAveraging the parameters
-            before the step, with DiLoCo the model after the last global step (of more than 16 MiB another piece in each
-            step), else the tensors after the round. Empty if they need not be alike.
-        last_to_arrive: the member that arrived last at the group; None if it did not come at least 0.1 s after the one
-            before it, and after a quarter of the time since this peer's last attempt, or if that is not known. A peer
-            cannot know it of itself, since it has not observed the others before.
+        members: endpoints in the group's order, including this peer.
+        dropped: members that this peer dropped, so that their contribution or shard was lost.
+        gathered: the `gather` value of each member, by endpoint.
+        seconds: duration of the round.
+        allreduce_seconds: duration from BEGIN_ALLREDUCE to the end; 0 without a group.
+        bytes_sent: parts and averages sent, as packed for the wire.
+        bytes_received: parts and averages received, likewise.
+        kept_local: number of elements that kept their local values because their reducer was dropped.
+        state_version: version of this peer's state after the round.
+        run_id: id of the run.
+        endpoint: endpoint of the peer whose receipt this is.
+        topic: what was averaged, including its phase; empty for the peer's own tensors.
+        started: start of the round, in seconds since the epoch.
+        role: role of this peer in the group; None without a group.
+        accounts: one for each of `members`, in their order; empty if the all-reduce did not begin.
+        phases: seconds by phase, in order: `checking` this peer's tensors for NaN, `looking` for a group, `preparing`
+            the data, `allreduce`, `adopting` the result. Phases that were not reached are missing.
+        straggler: the member for which the others waited; None if there is none. Members in `dropped` do not count.
+        digest: digest of all averages of the round, 16 hex digits; equal at all members with the same averages. Empty
+            if an average is missing, or if replies are deltas.
+        state: digest of what must be equal at all members, 16 hex digits: with GradientAveraging the parameters before
+            the step, with DiLoCo the model after the last global step (of more than 16 MiB another piece in each step),
+            else the tensors after the round. Empty if nothing must be equal.
+        last_to_arrive: the member that arrived last at the group. None if unknown, or unless it arrived 0.1 s, and a
+            quarter of the time since this peer's last round, after the one before. A peer cannot observe itself.
     """
 
     round: int
@@ -253,12 +251,12 @@ class Receipt:
         rows |= {"sent": size(self.bytes_sent), "received": size(self.bytes_received)}
         for account in self.accounts:
             name = account.endpoint + (" (this peer)" if account.endpoint == self.endpoint else "")
-            told = f"{account.role.value}, weight {account.weight:g}, reduces {account.share:.0%}"
+            text = f"{account.role.value}, weight {account.weight:g}, reduces {account.share:.0%}"
             if account.waited is not None:
-                told += f", waited {duration(account.waited)}"
+                text += f", waited {duration(account.waited)}"
             if account.step_rate is not None:
-                told += f", {step_rate_text(account.step_rate, self.topic)}"
-            rows[name] = told
+                text += f", {step_rate_text(account.step_rate, self.topic)}"
+            rows[name] = text
         if self.last_to_arrive is not None:
             late = self.last_to_arrive
             rows["last to arrive"] = f"{late.endpoint}, {duration(late.seconds)} after the others"
@@ -269,7 +267,7 @@ class Receipt:
 
 
 def step_rate_text(rate: float, topic: str) -> str:
-    """A step rate with its unit, which is that of the strategy that averages `topic`."""
+    """Formats a step rate with the unit of the strategy that averages `topic`."""
     return f"{rate:.3g} {'samples' if topic.partition('/')[0] == 'gradients' else 'steps'}/s"
 
 

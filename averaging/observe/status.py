@@ -1,4 +1,4 @@
-"""Who a peer is and what it is doing right now."""
+"""The status of a peer."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from averaging.observe.receipts import Receipt
 
 @dataclass(frozen=True, slots=True)
 class PeerStatus:
-    """A snapshot for the status service.
+    """Who a peer is and what it is doing now.
 
     Attributes:
-        started: seconds since the epoch.
-        declared_expiration: until when it has declared to wait for a group, seconds since the epoch; 0 = not declared.
-        leader: whom it follows; empty if nobody.
-        group_id: of the round in progress; empty outside one.
-        members: of the round in progress.
-        rounds: attempts that ended in an average.
-        known_peers: that discovery names, this one included.
-        deadlines: that were learned of the others, the latest first.
+        started: start of the peer, in seconds since the epoch.
+        declared_expiration: declared end of its search for a group, in seconds since the epoch; 0 without one.
+        leader: endpoint of the leader that it follows; empty without one.
+        group_id: group of the all-reduce in progress; empty without one.
+        members: members of that group.
+        rounds: number of rounds that averaged.
+        known_peers: number of peers in discovery, including this one.
+        deadlines: deadlines learned of other peers, latest first.
     """
 
     endpoint: str
@@ -45,7 +45,7 @@ class PeerStatus:
 
     @property
     def doing(self) -> str:
-        """In words."""
+        """What the peer is doing, as text."""
         if self.members:
             return f"averaging with {counted(len(self.members) - 1, 'other')}"
         if self.looking:

@@ -1,4 +1,4 @@
-"""How far a peer that trains, and its run, are."""
+"""The training status of a peer and its run."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from averaging.observe.status import PeerStatus
 
 @dataclass(frozen=True, slots=True)
 class TrainingStatus:
-    """What `DecentralizedAverager.status` tells.
+    """The value of `DecentralizedAverager.status`.
 
     Attributes:
-        local_step: calls of `step`, those of the state that was downloaded or loaded included.
-        global_step: steps that the run has made together; None with a strategy that has none.
-        samples: gathered by this peer for the next global step, where the strategy counts them; DiLoCo: local steps.
-        peers: endpoints of the peers of the run that are known, this one included.
-        alone: whether there is no other.
-        last_receipt: of the last round; None before the first.
-        peer: what the peer itself tells to anybody who asks.
+        local_step: number of calls of `step`, including those before a downloaded or loaded state.
+        global_step: number of global steps of the run; None if the strategy has none.
+        samples: samples of this peer for the next global step, if the strategy counts them; with DiLoCo local steps.
+        peers: endpoints of the known peers of the run, including this one.
+        alone: whether no other peer is known.
+        last_receipt: receipt of the last round; None before the first.
+        peer: status of the peer itself.
     """
 
     local_step: int
@@ -52,11 +52,11 @@ class Finish:
     """How the training of a peer ended, see `DecentralizedAverager.finish`.
 
     Attributes:
-        digest: of the weights in the model, 16 hexadecimal digits.
-        digests: of the weights of the other peers that ended at the same time, by endpoint; empty for one that did not
+        digest: digest of the weights in the model, 16 hexadecimal digits.
+        digests: digests of the other peers that finished at the same time, by endpoint; an empty one if a peer did not
             announce it in time.
-        late: endpoints of the peers that went on training.
-        receipt: of the last round; None if there was none.
+        late: endpoints of the peers that still train.
+        receipt: receipt of the last round; None if there was none.
         left: whether this peer had left the run before, on SIGTERM.
     """
 
@@ -68,30 +68,30 @@ class Finish:
 
     @property
     def alike(self) -> bool:
-        """Whether all peers of the run hold the same weights now. A peer that is alone is alike."""
+        """Whether all peers of the run hold the same weights now. True for a single peer."""
         return not self.left and not self.late and all(digest == self.digest for digest in self.digests.values())
 
     def __str__(self) -> str:
         if self.left:
-            return "left the run before its end, so what the others hold is not known"
+            return "left the run before its end, so the weights of the other peers are unknown"
         if self.alike:
             count = len(self.digests)
             return f"all {count + 1} peers hold the same weights" if count else "finished alone"
         other = [name for name, digest in self.digests.items() if digest and digest != self.digest]
         silent = [name for name, digest in self.digests.items() if not digest]
-        told = [
+        parts = [
             f"{listed(names)} {what}"
             for names, what in (
                 (other, "hold other weights"),
-                (silent, "did not say in time what they hold"),
-                (self.late, "went on training"),
+                (silent, "did not announce their weights in time"),
+                (self.late, "still train"),
             )
             if names
         ]
-        return f"NOT all peers hold the same weights: {'; '.join(told)}"
+        return f"NOT all peers hold the same weights: {'; '.join(parts)}"
 
     def _repr_html_(self) -> str:
         rows = {"weights": str(self), "digest": self.digest}
         rows |= {name: digest or "not announced in time" for name, digest in self.digests.items()}
-        rows |= dict.fromkeys(self.late, "went on training")
+        rows |= dict.fromkeys(self.late, "still trains")
         return html_table("end of the training", rows)

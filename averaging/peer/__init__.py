@@ -1,4 +1,4 @@
-"""One peer: its parts while it runs, what it averages round by round, and what it answers to others.
+"""One peer: its components while it runs, what it averages round by round, and what it serves to other peers.
 
-In the order in which a tensor meets them: `peer`, `topics` (what is averaged under which name), `rounds` (one attempt).
+Read in this order: `peer`, `topics` (what is averaged under which name), `rounds`.
 """

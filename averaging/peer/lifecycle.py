@@ -1,4 +1,4 @@
-"""The parts of a peer that exist while it is entered: put together in the order in which they need each other."""
+"""Creates the components of a peer that exist while it is entered, in the order of their dependencies."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from averaging.state.snapshots import Snapshots
 from averaging.transport.base import Transport
 
 CLOSING_GRACE = 1.0
-"""Seconds that calls in progress get when a peer closes."""
+"""Seconds for which calls in progress may go on when a peer closes."""
 
 
 class DiscoveryFactory(Protocol):
-    """Makes a peer's discovery once its endpoint is known."""
+    """Creates a peer's discovery once its endpoint is known."""
 
     def __call__(self, endpoint: str, transport: Transport) -> AbstractAsyncContextManager[Discovery]:
         """Called between `bind` and `serve` of the transport."""
@@ -40,7 +40,7 @@ class DiscoveryFactory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A peer that others can reach, until `stack` is closed."""
+    """The components of an entered peer, until `stack` is closed."""
 
     stack: AsyncExitStack
     endpoint: str
@@ -67,25 +67,25 @@ async def start(
 ) -> Running:
     """Listens, joins the run through `config.join`, and declares that the peer's state can be downloaded.
 
-    The arguments are the peer's own parts, as `Peer` has made them; if `discovery_factory` is None, peers find each
-    other by gossip over the transport.
+    The arguments are the components that `Peer` has created. If `discovery_factory` is None, peers find each other by
+    gossip over the transport.
 
     Raises:
-        ListenError: the address cannot be had.
-        NoSeedAnsweredError: none of `join` answered in time; a `JoinRefusedError` if all refuse for good.
+        ListenError: it cannot listen at the address.
+        NoSeedAnsweredError: no peer of `join` answered in time; a `JoinRefusedError` if all refuse permanently.
     """
     async with AsyncExitStack() as stack:
         endpoint = await transport.bind()
         stack.push_async_callback(transport.close, CLOSING_GRACE)
         await tensors.while_locked(lambda: snapshots.commit(0), config.round_timeout)
         book = ReceiptBook(endpoint, ReceiptLog(config.receipts) if config.receipts else None)
-        stack.callback(book.close)  # who watches it need not be cut off
+        stack.callback(book.close)  # ends the streams of `watch_rounds`
         service = PeerService(config, endpoint, schema, snapshots, clock(), book)
         if discovery_factory is None:
             context = _gossip(config, endpoint, transport, credentials, clock, rng, on_joining)
         else:
             context = discovery_factory(endpoint, transport)
-        # Others may call from here on, also those through whom this peer is about to join.
+        # From here on other peers may call, also those through which this peer joins.
         await transport.serve(service, context if isinstance(context, GossipDiscovery) else None)
         discovery = await stack.enter_async_context(context)
         service.discovery = discovery
@@ -93,7 +93,7 @@ async def start(
         rounds = Rounds(config, endpoint, transport, discovery, progress, service, snapshots, clock=clock, rng=rng)
         service.matchmaking = rounds.matchmaking(schema)
         donors = Donors(config.run_id, endpoint, discovery, lambda: snapshots.version, clock)
-        notices = [progress.notice, donors.notice] if snapshots.shared else [progress.notice]
+        notices = [progress.notice, donors.declaration] if snapshots.shared else [progress.notice]
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         for notice in notices:
             await notice.store()

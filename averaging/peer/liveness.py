@@ -1,4 +1,4 @@
-"""Whether those whom a round waits for are still there: a killed process withdraws nothing that it announced."""
+"""Finds expected peers whose process was killed, which leaves their records in discovery."""
 
 from __future__ import annotations
 
@@ -10,36 +10,37 @@ from averaging.errors import AveragingError, PeerUnreachableError
 from averaging.transport.base import Transport
 
 FIRST_PAUSE, LAST_PAUSE = 0.2, 2.0
-"""Seconds until somebody who is waited for is called for the first time, doubled with each further call; and the most.
-A peer that comes in time is not called at all."""
+"""Seconds until an expected peer is called for the first time, doubled with each further call; and their maximum.
+A peer that arrives in time is not called."""
 
-MOST_CALLED = 16
-"""So many are called at a time."""
+MAX_CALLS = 16
+"""Peers that are called at a time."""
 
-PATIENCE = 2.0
-"""Seconds after which a call is given up; a connection that is refused takes no longer than the way there and back."""
+CALL_TIMEOUT = 2.0
+"""Seconds for which a call may take; a refused connection takes one round trip."""
 
 
 async def find_gone(transport: Transport, missing: Callable[[], Collection[str]]) -> AsyncGenerator[str, None]:
-    """Yields each of those who are missing at whose address nothing listens, for as long as it is read.
+    """Yields missing peers whose address refuses connections, until it is closed.
 
     Args:
-        transport: this peer's.
-        missing: asked before each look who is waited for and has not come.
+        transport: of this peer.
+        missing: called before each check for the peers that are expected but have not arrived.
     """
     pause = FIRST_PAUSE
     while True:
         await asyncio.sleep(pause)
         pause = min(2 * pause, LAST_PAUSE)
-        called = sorted(name for name in missing() if not name.startswith(CLIENT_PREFIX))[:MOST_CALLED]
-        gone = await asyncio.gather(*(_is_refused(transport, name) for name in called))
-        for name in (name for name, refused in zip(called, gone, strict=True) if refused):
-            yield name
+        names = sorted(name for name in missing() if not name.startswith(CLIENT_PREFIX))[:MAX_CALLS]
+        gone = await asyncio.gather(*(_is_refused(transport, name) for name in names))
+        for name, refused in zip(names, gone, strict=True):
+            if refused:
+                yield name
 
 
 async def _is_refused(transport: Transport, endpoint: str) -> bool:
     try:
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(CALL_TIMEOUT):
             await transport.get_schema(endpoint)
     except PeerUnreachableError as error:
         return error.refused

@@ -1,4 +1,4 @@
-"""One peer of a run: it serves others, finds groups, averages its tensors with them, and hands over its state."""
+"""One peer of a run: it serves others, finds groups, averages its tensors with them, and shares its state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from averaging.errors import ClosedError, ConfigError
 from averaging.observe.receipts import DropCode, Receipt
 from averaging.observe.status import PeerStatus
 from averaging.peer.lifecycle import DiscoveryFactory, Running, start
-from averaging.peer.round_options import Awaited, Enough, Overtaken
+from averaging.peer.round_options import ExpectedPeers, StartSize, StopSearch
 from averaging.peer.run_progress import RunProgress
 from averaging.peer.single_average import SingleAverage
 from averaging.peer.topics import Topic, TopicOptions, make_topic
@@ -37,55 +37,51 @@ from averaging.transport.rpc_methods import RpcService
 logger = logging.getLogger("averaging.peer")
 
 MAX_TOPIC = 64
-"""Characters of a topic's name: discovery's keys are short."""
+"""Maximum length of a topic's name in characters, since discovery's keys are short."""
 
 
 @dataclass(frozen=True, slots=True)
 class FetchedState:
-    """A state that was downloaded and verified.
-
-    Attributes:
-        donor: whose it was.
-    """
+    """A downloaded and verified state, and the endpoint of its donor."""
 
     state: State
     donor: str
 
 
 class Peer:
-    """One peer, an async context manager: entered, it is reachable and donates its state; left, it is gone in order.
+    """One peer of a run, as an async context manager: while it is entered, other peers can reach it.
 
     ```python
     async with Peer({"w": w}, run_id="demo", join=["192.0.2.7:4222"]) as peer:
         receipt = await peer.average(weight=32)
     ```
 
-    Await the task in which it lives, as a TaskGroup does: if `asyncio.run` has to cancel that task itself, it cancels
-    gRPC's own with it, of which grpcio (1.85) can crash.
+    Await the task in which the peer runs, as a TaskGroup does. If `asyncio.run` has to cancel that task at its end, it
+    also cancels tasks of grpcio (1.85), which may crash.
 
-    The tensors may have any shape, be empty or 0-dim, non-contiguous, on CPU or GPU, float16, bfloat16, float32 or
-    float64. They are written once a round, when its result is in; with `in_place` as it comes.
+    The tensors may have any shape (also empty, 0-dim or non-contiguous) and be float16, bfloat16, float32 or float64 on
+    CPU or GPU. They are written once a round, when its result is complete; with `in_place`, part by part.
 
     Args:
         tensors: in the same order at all peers; a mapping gives them names.
         run_id: Peers with the same run id average together.
         config: The options as one object, for example from `PeerConfig.from_toml`; single options win over it.
-        extra_state: asked, with the tensors locked and in any thread, what belongs to the downloadable state besides
-            them. What it raises comes out of the `average`, `download_state` or `commit` that asked; the tensors hold
-            the result of that then, under the former version.
-        transport: how peers reach each other; gRPC on sockets if not given.
-        services: further gRPC methods that this peer serves on its port, see `averaging.rpc`. Its tokens, certificates
-            and limits hold for them, too.
-        discovery: how peers find each other; gossip between them if not given.
-        clock: seconds since the epoch.
+        extra_state: called, in any thread and with the tensors locked, for what the downloadable state holds besides
+            the tensors. If it raises, the `average`, `download_state` or `commit` that called it raises the same; the
+            tensors then hold the result, under the former version.
+        transport: how peers reach each other; gRPC if None.
+        services: further gRPC methods to serve on this peer's port, see `averaging.rpc`. The tokens, certificates and
+            limits of the peer apply to them too.
+        discovery: how peers find each other; gossip between them if None.
+        clock: returns seconds since the epoch.
         rng: source of all random choices.
-        on_joining: called in the event loop while none of `join` has answered, after a second and then more and more
-            seldom, with who is waited for and why. It is for gossip between the peers.
+        on_joining: called in the event loop while no peer of `join` has answered, first after a second and then less
+            and less often, with the addresses and the reasons. For gossip only.
         options: see `PeerConfig`.
 
     Raises:
-        ConfigError: an option that cannot work.
-        TensorError: a tensor that cannot be averaged.
+        ConfigError: an option is invalid.
+        TensorError: a tensor cannot be averaged.
     """
 
     def __init__(
@@ -141,9 +137,9 @@ class Peer:
         """Listens, joins the run through `join`, and declares that its state can be downloaded.
 
         Raises:
-            ListenError: the address cannot be had.
-            NoSeedAnsweredError: none of `join` answered in time; a `JoinRefusedError` if all refuse for good, because
-                of another run, token or authority.
+            ListenError: it cannot listen at the address.
+            NoSeedAnsweredError: no peer of `join` answered in time; a `JoinRefusedError` if all refuse permanently,
+                because of another run, token or authority.
         """
         self._running = await start(
             self.config,
@@ -160,9 +156,9 @@ class Peer:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        """Ends an `average` in progress, withdraws what it declared, and closes all connections.
+        """Ends an `average` in progress, withdraws this peer's records, and closes all connections.
 
-        Calls of others that are in progress get a moment to end.
+        Calls in progress from other peers get a moment to end.
         """
         running, self._running = self._running, None
         if running is not None:
@@ -173,78 +169,78 @@ class Peer:
 
     @property
     def run_id(self) -> str:
-        """The run it belongs to."""
+        """The id of its run."""
         return self.config.run_id
 
     @property
     def endpoint(self) -> str:
-        """Where others reach this peer: `host:port`, or a client's name."""
+        """The endpoint of this peer."""
         return self._entered.endpoint
 
     @property
     def version(self) -> int:
-        """The version of its committed state."""
+        """The state version."""
         return self._snapshots.version
 
     @property
     def peers(self) -> frozenset[str]:
-        """The endpoints that discovery knows of, this peer's included."""
+        """All endpoints known to discovery, and this peer's own."""
         return self._entered.discovery.endpoints() | {self.endpoint}
 
     @property
     def discovery(self) -> Discovery:
-        """Where this run's peers tell each other who and what is there."""
+        """The discovery of this run."""
         return self._entered.discovery
 
     @property
     def donors(self) -> list[tuple[float, str]]:
-        """The other peers that offer their state: priority and endpoint, the best first."""
+        """The other peers that offer their state, as (priority, endpoint), in descending order."""
         return self._entered.donors.others()
 
     @property
     def excluded(self) -> dict[str, float]:
-        """The peers that broke the protocol and are left out of groups for a while: until when, since the epoch."""
+        """The excluded peers, and until when, in seconds since the epoch."""
         return self._entered.rounds.conduct.excluded(self._clock())
 
     @property
     def offences(self) -> dict[str, Mapping[DropCode, int]]:
-        """How often each peer broke the protocol, or sent NaN or infinity, in the last day or so."""
+        """Counts of protocol violations and of NaN or infinity by each peer, in the last day or so."""
         return self._entered.rounds.conduct.counts
 
     @property
     def progress(self) -> RunProgress:
-        """How far this peer and the others are."""
+        """The progress of this peer and the others."""
         return self._entered.progress
 
-    def awaited_until(self, topic: Topic, phase: str = "") -> float | None:
-        """Until when others that train have declared to wait for a group in this topic; None if nobody has.
+    def declared_until(self, topic: Topic, phase: str = "") -> float | None:
+        """When the last declaration of other training peers for this topic expires; None if there is none.
 
-        An auxiliary that waits for the next round all the time, say, is no reason to come before it is time.
+        Auxiliaries do not count: they may look for a group all the time.
 
         Returns:
-            The latest moment, in seconds since the epoch.
+            Seconds since the epoch.
         """
         matchmaking = self._entered.rounds.matchmaking(topic.at(phase), lasting=False)
-        return matchmaking.awaited_until(by=self.progress.told)
+        return matchmaking.latest_declaration(of=self.progress.announcements)
 
     @property
     def status(self) -> PeerStatus:
-        """Who this peer is and what it is doing; the same that the status service tells."""
+        """What the status service returns: this peer's identity and what it is doing."""
         return self._entered.service.get_status()
 
     def tensors(self) -> AbstractContextManager[list[torch.Tensor]]:
-        """The tensors, locked: no round writes them and no state is copied meanwhile.
+        """Locks the tensors: meanwhile no round writes them and no state is copied.
 
-        For any thread; it blocks. Do not wait for `average` or `download_state` inside.
+        It blocks, and may be called in any thread. Do not await `average` or `download_state` inside.
         """
         return self._tensors.locked()
 
     @contextmanager
     def replacing(self) -> Iterator[list[torch.Tensor]]:
-        """The tensors, locked, to be brought to their next version: what they hold at the end is the new state.
+        """Locks the tensors to replace their values: those at the end are the new state, under the next version.
 
-        For any thread; it blocks. Unlike after `tensors` and `commit`, the former state is not kept for downloads.
-        If the block raises, the state is what the tensors hold then, under the old version.
+        It blocks, and may be called in any thread. Unlike with `tensors` and `commit`, the former state is not kept
+        for downloads. If the block raises, the values at that moment are the state, under the old version.
         """
         running = self._entered
         with self._tensors.locked(keep=False) as tensors:
@@ -254,46 +250,45 @@ class Peer:
                 version += 1
             finally:
                 self._snapshots.commit(version)
-        running.loop.call_soon_threadsafe(running.donors.notice.changed)
+        running.loop.call_soon_threadsafe(running.donors.declaration.changed)
 
     async def commit(self, version: int | None = None) -> None:
-        """Makes what the tensors hold now the state that others download.
+        """Makes the present values of the tensors the state that newcomers download.
 
-        That happens by itself after every round and download; a peer that starts a run may call it to say that its
-        tensors are worth downloading.
+        Every round and download does so automatically. A peer that starts a run may call it to offer its tensors.
 
         Args:
-            version: of this state; the next one if None. A lower one than the present is not taken.
+            version: the new state version, not below the present one; the next one if None.
 
         Raises:
-            StateError: what `extra_state` adds cannot be shared.
+            StateError: `extra_state` returns something that cannot be packed.
             RoundError: the application held the tensors' lock for more than `round_timeout`.
             ClosedError: the peer is not running.
         """
 
         def commit() -> None:
-            # Asked under the lock: a round may be committing its result meanwhile.
+            # Read under the lock, since a round may commit its result meanwhile.
             self._snapshots.commit(self.version + 1 if version is None else version)
 
         await self._tensors.while_locked(commit, self.config.round_timeout)
-        self._entered.donors.notice.changed()
+        self._entered.donors.declaration.changed()
 
     def topic(self, name: str, tensors: Mapping[str, torch.Tensor], **options: Unpack[TopicOptions]) -> Topic:
-        """Something else that can be averaged with this run's peers: gradients, a part of the model.
+        """Creates a topic: further tensors to be averaged with the peers of this run, such as gradients.
 
         Args:
-            name: the same at all peers that average it together, and different for whatever else has the same shapes;
-                no dots. Empty only for tensors that are looked for under the run's own key, as the peer's own are.
-            tensors: in the same order at all peers. They are written under the same lock as the peer's own.
+            name: the same at all peers that average it together, and different for other tensors of the same shapes; no
+                dots. An empty name is for tensors that meet those of peers, such as auxiliaries, without a topic.
+            tensors: in the same order at all peers. They are written under the lock of the peer's own tensors.
             options: see `TopicOptions`.
 
         Raises:
-            ConfigError: the name has a dot, or is too long; or there is no such `adopt` or `compression`.
-            TensorError: a tensor that cannot be averaged.
+            ConfigError: the name has a dot or is too long, or `adopt` or `compression` is invalid.
+            TensorError: a tensor cannot be averaged.
         """
         if "." in name or len(name) > MAX_TOPIC:
-            raise ConfigError(f"topic {name!r} must be without a dot and of at most {MAX_TOPIC} characters")
-        return make_topic(self.config, SharedTensors(tensors, under=self._tensors), name, **options)
+            raise ConfigError(f"topic {name!r} must have no dot and at most {MAX_TOPIC} characters")
+        return make_topic(self.config, SharedTensors(tensors, lock_of=self._tensors), name, **options)
 
     async def average(
         self,
@@ -302,41 +297,41 @@ class Peer:
         weight: float = 1.0,
         gather: Any = None,
         phase: str = "",
-        enough: int | Enough | None = None,
-        awaited: Awaited | None = None,
-        patience: float | None = None,
-        overtaken: Overtaken | None = None,
+        start_size: int | StartSize | None = None,
+        expected_peers: ExpectedPeers | None = None,
+        search_timeout: float | None = None,
+        stop_search: StopSearch | None = None,
         state: str = "",
     ) -> Receipt:
-        """Finds a group and averages the tensors with it.
+        """Finds a group and averages tensors with it.
 
-        Cancelling it leaves the group in order and, without `in_place`, the tensors untouched, unless the average is
-        being written already: then they hold it when this ends. Changes that the application makes to the tensors
-        meanwhile are overwritten by an average, and kept where the reply form is `delta`.
+        Cancelling it leaves the group in order. The tensors are not changed then, unless `in_place` is set or the
+        result was being written already, which is completed first. Changes that the application makes to the tensors
+        meanwhile are overwritten by the average; with `reply_form="delta"` they are kept.
 
         Args:
-            topic: what is averaged, from `topic`; the peer's own tensors if None.
+            topic: from `topic`; the peer's own tensors if None.
             weight: of this peer's tensors in the average; finite and at least 0.
-            gather: handed to all members of the group: numbers, strings, bytes, lists, or dicts whose keys are strings,
+            gather: passed to all members of the group: numbers, strings, bytes, lists, or dicts whose keys are strings,
                 bytes or integers; at most 64 KiB packed.
-            phase: of the topic, such as a step; peers in other phases are not met.
-            enough: a group that this peer leads begins at once with so many that contribute, or with what it says to
-                the others' progress whenever that changes; with `group_size` in all if None, and at an auxiliary with
-                all that train in the run, too.
-            awaited: which of the others it waits for, by their progress; those at whose address nothing listens any
-                more leave the others' progress, and are not waited for.
-            patience: seconds to look for a group; `round_timeout` if None.
-            overtaken: asked, whenever the others' progress changes, whether to look on has become vain.
-            state: a digest of what all members must hold alike as the round begins, for the receipt.
+            phase: of the topic, such as a step number; only peers in the same phase form a group.
+            start_size: a group that this peer leads begins as soon as it has this many contributing members. A function
+                is called with the others' progress by endpoint whenever that changes. If None it is `group_size`,
+                counting all members; for an auxiliary it is also the number of peers that train.
+            expected_peers: returns the peers to wait for, given the others' progress by endpoint. A peer whose address
+                refuses connections is removed from that progress, so that nobody waits for it.
+            search_timeout: seconds to look for a group; `round_timeout` if None.
+            stop_search: called whenever the others' progress changes; the search ends if it returns True.
+            state: digest, for the receipt, of what all members must hold alike when the round begins.
 
         Returns:
-            The receipt, also when no group was found or the round failed.
+            The receipt, also if no group was found or the round failed.
 
         Raises:
-            ConfigError: a weight or a gather that cannot work.
-            TensorError: NaN or infinity in a tensor, unless the peer allows them.
+            ConfigError: `weight` or `gather` is invalid.
+            TensorError: a tensor holds NaN or infinity, unless the peer allows these.
             RoundError: another `average` of this peer is in progress.
-            ClosedError: the peer is not running, or has been closed meanwhile.
+            ClosedError: the peer is not running, or was closed meanwhile.
         """
         running = self._entered
         weight = check_weight(weight)
@@ -345,20 +340,20 @@ class Peer:
         except ValueError as error:
             raise ConfigError(str(error)) from None
         topic = topic or self._own
-        patience = self.config.round_timeout if patience is None else patience
+        search_timeout = self.config.round_timeout if search_timeout is None else search_timeout
         async with self._one_average.until_closed(running.endpoint):
-            receipt = await running.rounds.attempt(
+            receipt = await running.rounds.average(
                 topic,
                 gathered,
                 phase=phase,
-                enough=enough,
-                awaited=awaited,
-                patience=patience,
-                overtaken=overtaken,
+                start_size=start_size,
+                expected_peers=expected_peers,
+                search_timeout=search_timeout,
+                stop_search=stop_search,
                 state=state,
             )
         if topic.commits and receipt.averaged:
-            running.donors.notice.changed()
+            running.donors.declaration.changed()
         logger.info("%s", receipt)
         return receipt
 
@@ -373,17 +368,17 @@ class Peer:
     async def download_state(
         self, apply: Callable[[State], None] | None = None, donors: Sequence[str] | None = None
     ) -> State:
-        """Downloads the state of the peer with the highest priority, verifies it, and takes it over.
+        """Downloads the state of the donor with the highest priority, verifies it, and takes it over.
 
-        With `verify_donors` above 1 so many of the donors must announce the same version and digests first.
+        With `verify_donors` above 1, that many donors must first announce the same version and digests.
 
         Args:
-            donors: endpoints to ask, in this order; all that offer a state, the best first, if None.
-            apply: called with the verified state before the tensors are overwritten, which are locked meanwhile, in any
-                thread; it takes over what the application added. If it raises, nothing is changed.
+            apply: called with the verified state, in any thread and with the tensors locked, before they are
+                overwritten; it takes over what the application added. If it raises, nothing is changed.
+            donors: endpoints to ask, in this order; all donors in descending order of priority if None.
 
         Raises:
-            StateError: nobody could deliver a sound state; nothing was changed.
+            StateError: no donor delivered a valid state; nothing was changed.
             RoundError: the application held the tensors' lock for more than `round_timeout`; nothing was changed.
             ClosedError: the peer is not running.
         """
@@ -394,15 +389,15 @@ class Peer:
     async def fetch_state(
         self, donors: Sequence[str] | None = None, check: Callable[[Mapping[str, Any]], None] = lambda _: None
     ) -> FetchedState:
-        """Downloads and verifies a state as `download_state` does, and changes nothing.
+        """Downloads and verifies a state as `download_state` does, but changes nothing.
 
         Args:
             donors: see `download_state`.
-            check: called with the state's user dict as soon as a donor has begun; it raises StateError if that cannot
-                be taken over, and then the next donor is asked.
+            check: called with the state's user dict as soon as a donor starts to send; raises StateError if the state
+                cannot be taken over, and then the next donor is asked.
 
         Raises:
-            StateError: nobody could deliver a sound state.
+            StateError: no donor delivered a valid state.
             ClosedError: the peer is not running.
         """
         names = [name for _, name in self.donors] if donors is None else donors
@@ -419,7 +414,7 @@ class Peer:
         return FetchedState(state, donor)
 
     async def take_over(self, fetched: FetchedState, apply: Callable[[State], None] | None = None) -> None:
-        """Takes over a state of `fetch_state`; see `download_state` for `apply` and for the errors."""
+        """Takes over a state from `fetch_state`; see `download_state` for `apply` and the errors."""
         state = fetched.state
 
         def write() -> None:
@@ -429,7 +424,7 @@ class Peer:
             self._snapshots.commit(state.version)
 
         await self._tensors.while_locked(write, self.config.round_timeout, self._tensors.nbytes)
-        self._entered.donors.notice.changed()
+        self._entered.donors.declaration.changed()
         logger.info("took over the state of %s, version %d", fetched.donor, state.version)
 
     @property

@@ -1,48 +1,45 @@
-"""What a strategy may say of one round."""
+"""The options of one round that a strategy may set."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypedDict
 
-Overtaken = Callable[[Mapping[str, bytes]], bool]
-"""Whether to look for a group on has become vain, by what the others tell of their progress, by endpoint."""
+StopSearch = Callable[[Mapping[str, bytes]], bool]
+"""Whether the search for a group ends, given the others' packed progress by endpoint."""
 
-Enough = Callable[[Mapping[str, bytes]], int]
-"""With how many that contribute a group may begin, by the same."""
+StartSize = Callable[[Mapping[str, bytes]], int]
+"""Number of contributing members with which a group begins, given the same."""
 
-
-Awaited = Callable[[Mapping[str, bytes]], Collection[str]]
-"""Which of the others a round waits for, by endpoint, by the same."""
+ExpectedPeers = Callable[[Mapping[str, bytes]], Collection[str]]
+"""Endpoints of the peers for which a round waits, given the same."""
 
 
 class RoundOptions(TypedDict, total=False):
-    """What a strategy may say of one round; the keyword arguments of `Peer.average`.
+    """Options of one round; the keyword arguments of `Peer.average`, where they are described.
 
     Attributes:
         weight: of this peer; the averager's if not given.
-        gather: handed to all members of the group, see `Peer.average`.
-        phase: of the topic, such as a step; peers in other phases are not met.
-        enough: a group that this peer leads begins at once with so many that contribute, or with what it returns for
-            the others' progress whenever that changes; if not given, with all that are awaited and have not left.
-        awaited: which of the others it waits for; if not given, all that train in the run. A peer at whose address
-            nothing listens any more is not waited for.
-        patience: seconds to look for a group; if not given, `group_wait` for each key to look under.
-        overtaken: asked, whenever the others' progress changes, whether to look on has become vain.
-        state: a digest of what all members must hold alike when the round begins, for the receipt.
+        gather: passed to all members of the group.
+        phase: of the topic, such as a step number.
+        start_size: if not given, the number of expected peers that have not left, and this one.
+        expected_peers: if not given, all peers that train in the run.
+        search_timeout: seconds; if not given, `group_wait` for each key to search.
+        stop_search: if not given, the search ends when all expected peers have left.
+        state: digest of what all members must hold alike when the round begins, for the receipt.
     """
 
     weight: float
     gather: Any
     phase: str
-    enough: int | Enough
-    awaited: Awaited
-    patience: float
-    overtaken: Overtaken
+    start_size: int | StartSize
+    expected_peers: ExpectedPeers
+    search_timeout: float
+    stop_search: StopSearch
     state: str
 
 
-def all_of(awaited: Awaited, now: Mapping[str, bytes]) -> Enough:
-    """This peer and those that are awaited now, as long as they are."""
-    expected = frozenset(awaited(now))
-    return lambda told: 1 + len(expected.intersection(awaited(told)))
+def all_of(expected_peers: ExpectedPeers, announcements: Mapping[str, bytes]) -> StartSize:
+    """Counts this peer and those of the presently expected peers that are still expected."""
+    expected = frozenset(expected_peers(announcements))
+    return lambda seen: 1 + len(expected.intersection(expected_peers(seen)))

@@ -1,4 +1,4 @@
-"""How far the peers of a run are, each in its strategy's own words."""
+"""The announced progress of the peers of a run, packed by their strategies."""
 
 from __future__ import annotations
 
@@ -12,48 +12,48 @@ from averaging.observe.step_rate import rate_in
 from averaging.protocol.group import progress_key
 
 LIFETIME, REFRESH = 15.0, 5.0
-"""Seconds for which what a peer tells holds, and a dead peer may be waited for; and after which it is told again."""
+"""Seconds for which an announcement is valid, also after its peer's death; and after which it is renewed."""
 
 PAUSE = 0.02
-"""A peer tells how far it is at most once in so many seconds."""
+"""Minimum seconds between two announcements of a peer."""
 
 
 class RunProgress:
-    """What the peers of a run tell each other under `RUN.progress`.
+    """What the peers of a run announce under the key `RUN.progress`.
 
     Attributes:
-        notice: this peer's own; it is kept while the peer is entered.
+        notice: this peer's own record; it is kept while the peer is entered.
     """
 
     def __init__(self, run_id: str, endpoint: str, discovery: Discovery, clock: Callable[[], float]) -> None:
         self._key, self._endpoint, self._discovery = progress_key(run_id), endpoint, discovery
-        self._word: bytes | None = None
-        self._gone: dict[str, Entry] = {}  # peers at whose address nothing listens, and what they announced last
+        self._own: bytes | None = None
+        self._gone: dict[str, Entry] = {}  # last announcements of peers that refuse connections
         self.notice = PublishedRecord(
             discovery,
             self._key,
             endpoint,
-            lambda: self._word,
+            lambda: self._own,
             lifetime=LIFETIME,
             refresh=REFRESH,
             pause=PAUSE,
             clock=clock,
         )
 
-    def tell(self, word: bytes, *, soon: bool = True) -> None:
-        """Announces to the others how far this peer is; that holds until the next call, and a while after its death.
+    def announce(self, progress: bytes, *, soon: bool = True) -> None:
+        """Announces this peer's progress, which is valid until the next call.
 
         Args:
-            word: at most 1 KiB.
-            soon: at once; if not, with the next renewal of the record.
+            progress: at most 1 KiB.
+            soon: at once; otherwise with the next renewal of the record.
         """
-        self._word = word
+        self._own = progress
         if soon:
             self.notice.changed()
 
     @property
-    def told(self) -> dict[str, bytes]:
-        """How far the other peers are, by endpoint: what each has announced last, but for those that are `gone`."""
+    def announcements(self) -> dict[str, bytes]:
+        """The last announcement of each other peer, by endpoint, without peers marked as gone."""
         entries = self._discovery.get(self._key)
         self._gone = {name: entry for name, entry in self._gone.items() if entries.get(name) == entry}
         return {
@@ -61,36 +61,32 @@ class RunProgress:
         }
 
     def step_rates(self, names: Collection[str]) -> dict[str, float]:
-        """The step rates that these peers, of which this one may be one, announced last; those that are known."""
+        """The step rates that these peers announced last, this one included; without those that are unknown."""
         entries = self._discovery.get(self._key)
-        words = {name: entries[name].value for name in names if name in entries}
-        if self._word is not None and self._endpoint in names:
-            words[self._endpoint] = self._word
-        return {name: rate for name, word in words.items() if (rate := rate_in(word)) is not None}
+        progress_of = {name: entries[name].value for name in names if name in entries}
+        if self._own is not None and self._endpoint in names:
+            progress_of[self._endpoint] = self._own
+        return {name: rate for name, progress in progress_of.items() if (rate := rate_in(progress)) is not None}
 
-    def gone(self, endpoint: str) -> None:
-        """Nothing listens at the address of that peer, so it is left out until it renews its announcement."""
+    def mark_gone(self, endpoint: str) -> None:
+        """Ignores the announcement of a peer that refuses connections, until the peer renews it."""
         entry = self._discovery.get(self._key).get(endpoint)
         if entry is not None:
             self._gone[endpoint] = entry
 
     async def watch(self) -> AsyncGenerator[dict[str, bytes], None]:
-        """Yields what the others have told, at once and again whenever that changes."""
+        """Yields the announcements, at once and after each change."""
         async with aclosing(self._discovery.watch(self._key)) as changes:
             async for _ in changes:
-                yield self.told
-
-    async def others_tell(self, count: int, timeout: float) -> bool:
-        """Whether so many others tell how far they are, now or within `timeout` seconds."""
-        return len(await self.until(lambda told: len(told) >= count, timeout)) >= count
+                yield self.announcements
 
     async def until(self, condition: Callable[[dict[str, bytes]], bool], timeout: float) -> dict[str, bytes]:
-        """Waits until what the others tell fulfils `condition`, at most `timeout` seconds; returns what they tell."""
+        """Waits until the announcements fulfil `condition`, or for `timeout` seconds; returns them."""
         try:
             async with asyncio.timeout(timeout), aclosing(self.watch()) as changes:
-                async for told in changes:
-                    if condition(told):
-                        return told
+                async for announcements in changes:
+                    if condition(announcements):
+                        return announcements
         except TimeoutError:
-            return self.told
-        return self.told
+            pass
+        return self.announcements

@@ -1,4 +1,4 @@
-"""What a peer answers to others: requests to join its group, parts of its round, its state, its status."""
+"""Serves other peers: requests to join a group, parts of an all-reduce, the state, and the status."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from averaging.config import PeerConfig
 from averaging.deadlines.fair_timeout import FairTimeout
 from averaging.deadlines.learned_deadlines import Deadline, Deadlines
 from averaging.discovery.base import Discovery
-from averaging.errors import BusyError, ProtocolViolationError, TransportError
+from averaging.errors import BusyError, ProtocolViolationError
 from averaging.matchmaking import Matchmaking
 from averaging.observe.receipt_book import ReceiptBook, Watched
 from averaging.observe.status import PeerStatus
@@ -22,27 +22,24 @@ from averaging.protocol.schema import Schema
 from averaging.state.manifest import nbytes_of
 from averaging.state.packing import pack
 from averaging.state.snapshots import Snapshots
-from averaging.state.throughput import LEAST_RATE, Throughput
+from averaging.state.throughput import MIN_RATE, Throughput
 
 SOFTWARE = f"averaging {metadata.version('averaging')}"
 
 MAX_DOWNLOADS, DOWNLOADS_PER_HOST = 16, 4
-"""Downloads of the state in progress at one donor, and of them those of one host; more wait in line."""
-
-LINGER_SECONDS = 0.5
-"""Seconds for which the stream of a refused sender is still read: some clients lose the answer if a write fails."""
+"""Concurrent downloads at one donor, in total and per host; further ones wait in a queue."""
 
 
 class PeerService:
     """The serving side of one peer; implements `transport.base.AveragingService`.
 
     Attributes:
-        matchmaking: the latest; None until the peer has joined its run.
+        matchmaking: of the present or last round; None until the peer has joined its run.
         discovery: of the run; None until the peer has joined it.
-        round: the round in progress.
-        averaged: how many attempts ended in an average.
-        book: the receipts of this peer's attempts.
-        deadlines: what it has learned of the others, from round to round.
+        round: the all-reduce in progress.
+        averaged: number of rounds that averaged.
+        book: the receipts of this peer.
+        deadlines: of other peers, learned from earlier rounds.
     """
 
     def __init__(
@@ -77,17 +74,8 @@ class PeerService:
 
     async def aggregate_part(self, messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
         """Serves one sender's stream of the round it names."""
-        refused = False
-        async with aclosing(self._serve_sender(messages)) as replies:
-            async for reply in replies:
-                refused = reply.tensor_part is None
-                yield reply
-        if refused:
-            await _read_to_the_end(messages)
-
-    async def _serve_sender(self, messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
         try:
-            # Senders of a round have the deadlines of that; this one ends the streams of others.
+            # The all-reduce has deadlines for its senders; this timeout ends all other streams.
             async with self._stall_timeout(2):
                 first = await anext(messages, None)
         except TimeoutError:
@@ -106,16 +94,16 @@ class PeerService:
                 yield reply
 
     async def download_state(self, resume: Resume | None, caller: str) -> AsyncGenerator[DownloadData, None]:
-        """Serves the last committed state, without what the caller has of it; nothing if it is not shared.
+        """Serves the last committed state without the part that the caller already has; nothing if it is not shared.
 
         Raises:
-            BusyError: others, or enough of the caller's host, have been downloading it for long; or others wait for
-                that, and the caller takes it at less than `LEAST`.
+            BusyError: no place became free in time for another download, or one of the caller's host; or other callers
+                wait and this one reads slower than `MIN_RATE`.
         """
         if not self._snapshots.shared:
             return
         try:
-            async with asyncio.timeout(self._config.stall_timeout / 2):  # before the caller loses patience
+            async with asyncio.timeout(self._config.stall_timeout / 2):  # before the caller times out
                 await self._downloads.enter(caller)
         except TimeoutError:
             own = self._downloads.taken_by(caller)
@@ -125,22 +113,24 @@ class PeerService:
             async with self._preparing:
                 snapshot = await self._snapshots.latest(self._config.stall_timeout)
             clock, left = asyncio.get_running_loop().time, nbytes_of(snapshot.tensors)
-            taken = Throughput(LEAST_RATE, self._config.stall_timeout, left, clock())
+            taken = Throughput(MIN_RATE, self._config.stall_timeout, left, clock())
             for message in pack(snapshot, resume):
                 if self._downloads.wanted and not taken.time_left(clock()):
-                    raise BusyError(f"others wait for the state of {self._endpoint}, and you take it slowly: {taken}")
+                    raise BusyError(
+                        f"others wait for the state of {self._endpoint}, and you read it too slowly: {taken}"
+                    )
                 yield message
                 left -= len(message.tensor_part.buffer) if message.tensor_part else 0
-                taken.heard(left, clock())
+                taken.update(left, clock())
         finally:
             self._downloads.leave(caller)
 
     def get_schema(self) -> Schema:
-        """What this peer averages now, or has averaged last."""
+        """The schema of the present or last round."""
         return self.matchmaking.schema if self.matchmaking else self._schema
 
     def get_status(self) -> PeerStatus:
-        """Who this peer is and what it is doing."""
+        """This peer's identity and what it is doing."""
         found, current = self.matchmaking, self.round
         return PeerStatus(
             endpoint=self._endpoint,
@@ -163,11 +153,11 @@ class PeerService:
         )
 
     def watch_rounds(self, last: int) -> AsyncGenerator[Watched, None]:
-        """The receipts of this peer's attempts: the last few, and each further one as it happens."""
+        """Yields the `last` receipts of this peer and each further one as it happens."""
         return self.book.watch(last)
 
     async def _find_round(self, group_id: bytes) -> AllReduce | None:
-        """The round of that group, waiting while one is being assembled."""
+        """The all-reduce of that group; waits while a group is being assembled."""
         if not self._is_current(group_id) and self.matchmaking is not None:
             try:
                 async with self._stall_timeout(1):
@@ -177,20 +167,10 @@ class PeerService:
         return self.round if self._is_current(group_id) else None
 
     def _stall_timeout(self, times: int) -> FairTimeout:
-        """Time in which this peer was suspended is not held against a sender."""
+        """A timeout that does not count time in which this peer was suspended."""
         return FairTimeout(
             Deadline(times * self._config.stall_timeout, f"{times} × stall_timeout"), self.deadlines.lower
         )
 
     def _is_current(self, group_id: bytes) -> bool:
         return self.round is not None and self.round.group.group_id == group_id
-
-
-async def _read_to_the_end(messages: AsyncIterator[AveragingData]) -> None:
-    """Throws away what a sender sends that was refused, for a moment at most."""
-    try:
-        async with asyncio.timeout(LINGER_SECONDS):
-            while await anext(messages, None) is not None:
-                pass
-    except (TimeoutError, TransportError, ProtocolViolationError):
-        return

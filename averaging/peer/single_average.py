@@ -1,4 +1,4 @@
-"""A peer has one `average` in progress at most, and it ends when the peer closes."""
+"""Allows one `average` of a peer at a time, and ends it when the peer closes."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from averaging.errors import ClosedError, RoundError
 
 
 class SingleAverage:
-    """The `average` of a peer that is in progress, if there is one."""
+    """The `average` in progress of a peer, if there is one."""
 
     def __init__(self) -> None:
-        self._timeout: asyncio.Timeout | None = None  # it has none, but for the end of the peer
+        self._timeout: asyncio.Timeout | None = None  # expires only when the peer closes
         self._idle = asyncio.Event()
         self._idle.set()
 
     @property
     def in_progress(self) -> bool:
-        """Whether there is one."""
+        """Whether an `average` is in progress."""
         return self._timeout is not None
 
     @asynccontextmanager
     async def until_closed(self, endpoint: str) -> AsyncIterator[None]:
-        """Around an `average` of the peer at `endpoint`.
+        """Wraps an `average` of the peer at `endpoint`.
 
         Raises:
             RoundError: another one is in progress.
@@ -46,7 +46,7 @@ class SingleAverage:
             self._idle.set()
 
     async def close(self) -> None:
-        """Ends what is in progress, and waits until it has ended."""
+        """Ends the `average` in progress and waits for its end."""
         if self._timeout is not None:
             self._timeout.reschedule(asyncio.get_running_loop().time())
         await self._idle.wait()

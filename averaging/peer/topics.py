@@ -1,4 +1,4 @@
-"""What a round averages: the peer's own tensors, or others under a name of their own, and how the result is written."""
+"""Topics: which tensors a round averages under which name, and how the result is written."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from averaging.protocol.schema import ReplyForm, Schema, describe
 
 
 class Adopt(Enum):
-    """What becomes of the tensors of a topic when a round's result is in."""
+    """How the result of a round is written to the tensors of a topic."""
 
     AVERAGE = "average"
-    """They hold the average; parts whose reducer was lost keep their values."""
+    """The tensors hold the average; parts whose reducer was dropped keep their values."""
     WHOLE = "whole"
-    """They hold the average of all parts, the same at all members whatever the peer's reply form; if a single one is
-    missing nothing is written, and the round has failed."""
+    """The tensors hold the average, equal at all members for every `reply_form`. If a part is missing, nothing is
+    written and the round fails."""
     CHANGE = "change"
-    """They hold the average minus what they held: 0 in parts whose reducer was lost."""
+    """The tensors hold the average minus their former values; 0 in parts whose reducer was dropped."""
 
 
 class TopicOptions(TypedDict, total=False):
-    """What may be said of a topic besides its name and its tensors.
+    """Options of a topic besides its name and tensors.
 
     Attributes:
-        adopt: what becomes of the tensors when a result is in; they hold the average if not given.
-        commits: whether a result is a new version of the downloadable state; not if not given.
-        compression: how they are packed on the wire; as the peer's own if None.
-        error_feedback: whether what a lossy code loses is added to what is sent in the next round.
-        in_place: whether averages are written as they arrive, see `PeerConfig`; as the peer's own if None.
+        adopt: how the result is written; `Adopt.AVERAGE` if not given.
+        commits: whether a result is a new version of the downloadable state; False if not given.
+        compression: codec on the wire; the peer's if None.
+        error_feedback: whether the error of a lossy codec is added to what is sent in the next round.
+        in_place: whether averages are written as they arrive, see `PeerConfig`; the peer's setting if None.
     """
 
     adopt: Adopt | str
@@ -56,10 +56,10 @@ class Topic:
 
     Attributes:
         tensors: under the peer's lock.
-        schema: of the tensors; its `topic` names them, empty for the peer's own.
-        adopt: what becomes of them.
-        commits: whether the result is a new version of the state that others download.
-        feedback: what lossy codes lost so far; None if that is not kept, or stays in the tensors as with deltas.
+        schema: of the tensors, with the topic's name; empty for the peer's own tensors.
+        adopt: how the result is written.
+        commits: whether the result is a new version of the downloadable state.
+        feedback: errors of a lossy codec so far; None without error feedback, and with deltas.
         in_place: whether averages may be written as they arrive, see `PeerConfig`.
     """
 
@@ -71,7 +71,7 @@ class Topic:
     in_place: bool
 
     def sending_exactly(self, names: Collection[str]) -> Topic:
-        """The same topic where the tensors of these names are not compressed. Nothing has been sent in it yet."""
+        """A copy that does not compress the tensors of these names; for topics that were not averaged yet."""
         specs = (
             replace(spec, compression=CompressionType.NONE) if spec.name in names else spec
             for spec in self.schema.tensors
@@ -80,22 +80,22 @@ class Topic:
         return replace(self, schema=schema, feedback=None if self.feedback is None else ErrorFeedback(schema))
 
     def at(self, phase: str) -> Schema:
-        """The schema of one phase: peers in different phases do not meet."""
+        """The schema of one phase; only peers in the same phase form a group."""
         return replace(self.schema, topic=f"{self.schema.topic}/{phase}") if phase else self.schema
 
     def write(self, result: RoundResult) -> None:
-        """Writes the result. The caller holds the lock."""
+        """Writes a result. The caller holds the lock."""
         self.tensors.write(changes(result), self._how)
 
-    def write_now(self, part: Part, values: torch.Tensor, provided: Callable[[], bool]) -> bool:
-        """Writes one part of a result if that can be done before the rest is known, and at once; whether it was.
+    def write_now(self, part: Part, values: torch.Tensor, allowed: Callable[[], bool]) -> bool:
+        """Writes one part of an incomplete result, if that needs no waiting. Returns whether it did.
 
         Args:
             part: of the topic's tensors.
-            values: its average, or its delta.
-            provided: asked under the lock whether it may be.
+            values: its average or its delta.
+            allowed: called under the lock; the part is written only if it returns True.
         """
-        return self.tensors.write_now(part.tensor, part.start, values, self._how, provided)
+        return self.tensors.write_now(part.tensor, part.start, values, self._how, allowed)
 
     @property
     def writes_early(self) -> bool:
@@ -120,15 +120,15 @@ def make_topic(
     error_feedback: bool = False,
     in_place: bool | None = None,
 ) -> Topic:
-    """The topic of these tensors at a peer with this configuration; see `Peer.topic` and `TopicOptions`.
+    """Creates a topic of these tensors at a peer with this configuration; see `Peer.topic` and `TopicOptions`.
 
     Raises:
-        ConfigError: there is no such `adopt` or `compression`.
-        TensorError: a tensor that cannot be averaged.
+        ConfigError: `adopt` or `compression` is invalid.
+        TensorError: a tensor cannot be averaged.
     """
-    how = one_of(Adopt, adopt, "adopt")
-    # Deltas leave each member a little apart from the others.
-    reply = ReplyForm.AVERAGE if how is Adopt.WHOLE else config.reply_form
+    adopt = one_of(Adopt, adopt, "adopt")
+    # With deltas the results of the members differ slightly.
+    reply = ReplyForm.AVERAGE if adopt is Adopt.WHOLE else config.reply_form
     schema = describe(
         tensors.names,
         tensors.tensors,
@@ -141,9 +141,9 @@ def make_topic(
     return Topic(
         tensors,
         schema,
-        how,
+        adopt,
         commits,
-        # A delta is relative to what was sent, so what a code has lost stays in the tensors themselves.
+        # With deltas the error stays in the tensors themselves, since a delta is relative to what was sent.
         ErrorFeedback(schema) if error_feedback and reply is ReplyForm.AVERAGE else None,
         config.in_place if in_place is None else in_place,
     )

@@ -1,1 +1,1 @@
-"""What peers say to each other, and what the members of a group must agree on."""
+"""The messages between peers, and what the members of a group must agree on."""

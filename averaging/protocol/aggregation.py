@@ -1,4 +1,4 @@
-"""How the contributions to a part become one: their mean, or something that a few false ones cannot carry away.
+"""The rule by which contributions to a part are averaged: the mean, or a robust alternative.
 
 Pure.
 """
@@ -15,16 +15,16 @@ MAX_TRIM = 4096
 
 
 class Kind(StrEnum):
-    """The rules, see docs/robust.md."""
+    """The aggregation rules, see docs/operate/robust.md."""
 
     MEAN = "mean"
     """The weighted mean."""
     MEDIAN = "median"
     """The median of each coordinate."""
     TRIMMED = "trimmed"
-    """The mean of each coordinate without its F smallest and F largest values."""
+    """The weighted mean of each coordinate without its F smallest and F largest values."""
     CLIP = "clip"
-    """CenteredClip: the point to which the contributions pull equally, none of them by more than tau."""
+    """CenteredClip: a mean in which each contribution's distance from the result is clipped to tau."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,21 +40,21 @@ class Aggregation:
     parameter: float = 0.0
 
     def __str__(self) -> str:
-        if self.kind in _TAKES:
+        if self.kind in _PARAMETERS:
             return f"{self.kind.value}:{self.parameter!r}".removesuffix(".0")
         return self.kind.value
 
 
 MEAN = Aggregation()
 
-_TAKES = {Kind.TRIMMED: "F", Kind.CLIP: "TAU"}
+_PARAMETERS = {Kind.TRIMMED: "F", Kind.CLIP: "TAU"}
 
 
 def parse_aggregation(text: str) -> Aggregation:
-    """Reads `mean`, `median`, `trimmed:F` or `clip:TAU`.
+    """Parses `mean`, `median`, `trimmed:F` or `clip:TAU`.
 
     Raises:
-        ConfigError: it is none of them.
+        ConfigError: `text` is none of them.
     """
     name, colon, number = text.partition(":")
     try:
@@ -62,11 +62,13 @@ def parse_aggregation(text: str) -> Aggregation:
         parameter = float(number) if colon else 0.0
     except ValueError:
         raise ConfigError(f"aggregation {text!r} must be mean, median, trimmed:F or clip:TAU") from None
-    if bool(colon) != (kind in _TAKES):
-        told = f"needs a number: {name}:{_TAKES[kind]}" if kind in _TAKES else "takes no number"
-        raise ConfigError(f"aggregation {text!r}: {name} {told}")
+    if bool(colon) != (kind in _PARAMETERS):
+        problem = f"needs a number: {name}:{_PARAMETERS[kind]}" if kind in _PARAMETERS else "takes no number"
+        raise ConfigError(f"aggregation {text!r}: {name} {problem}")
     if kind is Kind.TRIMMED and not (parameter.is_integer() and 1 <= parameter <= MAX_TRIM):
-        raise ConfigError(f"aggregation {text!r}: F, how many to leave out on each side, must be from 1 to {MAX_TRIM}")
+        raise ConfigError(
+            f"aggregation {text!r}: F, the number of values to drop on each side, must be 1 to {MAX_TRIM}"
+        )
     if kind is Kind.CLIP and not (math.isfinite(parameter) and parameter > 0):
-        raise ConfigError(f"aggregation {text!r}: TAU, the distance to which a pull is clipped, must be above 0")
+        raise ConfigError(f"aggregation {text!r}: TAU, the clipping distance, must be finite and above 0")
     return Aggregation(kind, parameter)

@@ -1,4 +1,4 @@
-"""A group of peers that will average together, what each of them told about itself, and where it goes next.
+"""A group of peers that average together, what each announced about itself, and the group bits of its next round.
 
 Pure.
 """
@@ -20,17 +20,17 @@ from averaging.common.safe_msgpack import check_keys, is_number, unpack
 from averaging.errors import UnprovenViolationError
 
 MAX_GATHER_BYTES = 64 * 1024
-"""What a peer may say about itself to its group, in bytes."""
+"""Maximum size of what a peer announces to its group (its `gather`)."""
 
 MAX_GROUP_SIZE = 4096
-"""The largest group that a follower believes in."""
+"""The largest group that a follower accepts."""
 
 GROUP_ID_BYTES, NONCE_BYTES = 20, 6
 
 MAX_METADATA_BYTES = 1024
-"""Metadata of a part that is longer is another software's."""
+"""Longer metadata comes from other software and is ignored."""
 
-_WRAPPED_ARRAY = 0x40  # msgpack extension type in which other implementations pack the same array
+_WRAPPED_ARRAY = 0x40  # msgpack extension type in which other implementations pack the gather array
 
 
 class Mode(IntEnum):
@@ -51,8 +51,8 @@ class Member:
     Attributes:
         endpoint: `host:port`, or `client::<uuid4>`.
         weight: of its tensors in the average; finite and at least 0.
-        bandwidth: in bytes/s, or None if it did not tell.
-        user: whatever the application gathered, unpacked; None if there is nothing or it is unreadable.
+        bandwidth: in bytes/s; None if it announced none.
+        user: the value that its application passed as `gather`; None if there is none or it is unreadable.
     """
 
     endpoint: str
@@ -68,7 +68,7 @@ class Member:
 
     @property
     def reduces(self) -> bool:
-        """Whether it can be given parts to reduce."""
+        """Whether it can reduce parts."""
         return self.mode is not Mode.CLIENT
 
 
@@ -77,13 +77,13 @@ class Group:
     """An assembled group.
 
     Attributes:
-        group_id: as it is on the wire; a secret of the members while the group works.
-        members: in the leader's order, the same at every member; [0] is not the leader.
-        leader: the endpoint of the member that began it; empty if that is not known.
-        digest: SHA-256 of the id, of the members in order, and of what they gathered, as the leader announced it here;
-            empty if that is not known.
-        committed: whether the id fits only this order and what was gathered, so that the leader cannot have announced
-            another group under it. The ids of leaders of other software do not say so.
+        group_id: as on the wire; a secret of the members during the round.
+        members: in the leader's order, the same at every member. The first is not necessarily the leader.
+        leader: endpoint of the leader; empty if unknown.
+        digest: SHA-256 of the id, the members in order, and their gathers, as the leader announced them here; empty if
+            unknown.
+        committed: whether the id is bound to these members, order and gathers, so that the leader cannot have announced
+            another group with the same id. Ids from leaders of other software are not.
     """
 
     group_id: bytes
@@ -94,130 +94,124 @@ class Group:
 
     @property
     def public_id(self) -> bytes:
-        """A hash of the id, 20 bytes: the same at all members, and no secret."""
+        """A hash of the id, 20 bytes: the same at all members, and safe to publish."""
         return hashlib.sha256(b"averaging.v1.GroupPublicId" + self.group_id).digest()[:20]
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """The members' names, in order."""
+        """The members' endpoints, in order."""
         return tuple(member.endpoint for member in self.members)
 
     @property
     def total_weight(self) -> float:
-        """Sum of the weights of those that contribute."""
+        """Sum of the weights of the members that contribute tensors."""
         return sum(member.weight for member in self.members if member.sends)
 
     def index(self, endpoint: str) -> int:
-        """The place of a member."""
+        """Index of a member."""
         return self.endpoints.index(endpoint)
 
 
 def make_group_id(nonce: bytes, endpoints: Sequence[str], gathered: Sequence[bytes]) -> bytes:
-    """An id of 20 bytes that is random, as `nonce` is, and fits only this order of members and what they gathered.
+    """A random id of 20 bytes that is bound to these members, their order and their gathers.
 
     Args:
         nonce: 6 random bytes.
         endpoints: of the members, in order.
-        gathered: by them, in the same order.
+        gathered: their gathers, in the same order.
     """
     commitment = hashlib.sha256(b"averaging.v1.GroupId" + nonce + _canonical(endpoints, gathered)).digest()
     return nonce + commitment[: GROUP_ID_BYTES - NONCE_BYTES]
 
 
 def is_committed(group_id: bytes, endpoints: Sequence[str], gathered: Sequence[bytes]) -> bool:
-    """Whether the id was made by `make_group_id` for these members."""
+    """Whether `make_group_id` made this id for these members, this order and these gathers."""
     return group_id == make_group_id(group_id[:NONCE_BYTES], endpoints, gathered)
 
 
 def group_digest(group_id: bytes, endpoints: Sequence[str], gathered: Sequence[bytes]) -> bytes:
-    """SHA-256 of all that a leader announces of a group: members to whom it announced the same have the same."""
+    """SHA-256 of a group as its leader announced it. Two members have the same digest if they got the same group."""
     announced = struct.pack("<I", len(group_id)) + group_id + _canonical(endpoints, gathered)
     return hashlib.sha256(b"averaging.v1.Group" + announced).digest()
 
 
 def _canonical(endpoints: Sequence[str], gathered: Sequence[bytes]) -> bytes:
-    """Members and gathers, each with its length."""
+    """Length-prefixed concatenation of endpoints and gathers."""
     pieces = [endpoint.encode(errors="surrogatepass") for endpoint in endpoints] + list(gathered)
     lengths = struct.pack(f"<{1 + len(pieces)}I", len(endpoints), *map(len, pieces))
     return lengths + b"".join(pieces)
 
 
-def pack_metadata(group: Group, heard: bytes = b"") -> bytes:
-    """The metadata of a stream's first message, and of the last one of a member that leaves over a lying leader.
+def pack_metadata(group: Group, conflicting: bytes = b"") -> bytes:
+    """Packs the metadata of a stream's first message, or of the leave notice of a member whose leader lied.
 
     Args:
         group: as it was announced to this peer.
-        heard: the digest of another group under the same id that another member was announced.
+        conflicting: digest of another group that was announced to another member with the same id.
 
     Returns:
-        msgpack of {"group": digest}, with "heard" where there is such a digest.
+        msgpack of {"group": digest}, plus {"heard": conflicting} if there is one.
     """
-    told = {"group": group.digest} | ({"heard": heard} if heard else {})
-    packed: bytes = msgpack.packb(told) if group.digest else b""
+    digests = {"group": group.digest} | ({"heard": conflicting} if conflicting else {})
+    packed: bytes = msgpack.packb(digests) if group.digest else b""
     return packed
 
 
-def another_group(group: Group, metadata: bytes) -> bytes:
-    """The digest of another group than `group` that was announced under its id, by a message's metadata; else empty.
+def conflicting_digest(group: Group, metadata: bytes) -> bytes:
+    """The digest in a message's metadata of another group with the same id; empty if there is none.
 
-    Metadata of other software, or none, says nothing.
+    Metadata of other software is ignored.
     """
     if not group.digest or not metadata or len(metadata) > MAX_METADATA_BYTES:
         return b""
-    told = _unpack(metadata)
-    digests = [told.get("group"), told.get("heard")] if isinstance(told, dict) else []
+    fields = _unpack(metadata)
+    digests = [fields.get("group"), fields.get("heard")] if isinstance(fields, dict) else []
     others = [digest for digest in digests if isinstance(digest, bytes) and digest != group.digest]
     return others[0][:32] if others else b""
 
 
 def pack_gather(weight: float, bandwidth: float | None, mode: Mode, user: Any = None) -> bytes:
-    """What a peer tells its group about itself: msgpack of [weight, bandwidth or nil, mode, user bytes].
+    """Packs what a peer announces to its group: msgpack of [weight, bandwidth or nil, mode, user bytes].
 
     Raises:
-        ValueError: `user` is not something msgpack can pack and others would read, or the whole is over 64 KiB.
+        ValueError: msgpack cannot pack `user`, other peers would refuse it, or the result is over 64 KiB.
     """
     try:
-        said = msgpack.packb(user)
-        packed: bytes = msgpack.packb([float(weight), bandwidth, int(mode), said])
+        packed_user = msgpack.packb(user)
+        packed: bytes = msgpack.packb([float(weight), bandwidth, int(mode), packed_user])
     except (TypeError, OverflowError) as error:
-        raise ValueError(
-            f"gather must be what msgpack can pack (numbers, strings, bytes, lists, dicts): {error}"
-        ) from None
+        raise ValueError(f"gather must consist of numbers, strings, bytes, lists and dicts: {error}") from None
     if len(packed) > MAX_GATHER_BYTES:
         raise ValueError(f"gather is {len(packed)} bytes packed, more than the {MAX_GATHER_BYTES} allowed")
     try:
         check_keys(user)
-        unpack(said, MAX_GATHER_BYTES)
+        unpack(packed_user, MAX_GATHER_BYTES)
     except ValueError as error:
-        raise ValueError(f"gather could not be read by others, who would take it for nothing: {error}") from None
+        raise ValueError(f"gather would be refused by other peers: {error}") from None
     return packed
 
 
 def unpack_gather(endpoint: str, gather: bytes) -> Member:
-    """Reads what `endpoint` told about itself; an empty `gather` means weight 1 and nothing else.
+    """Unpacks what `endpoint` announced about itself. An empty `gather` means weight 1 and no bandwidth.
 
     Raises:
-        UnprovenViolationError: it is not such an array, or its values make no sense.
+        UnprovenViolationError: it is not such an array, or a value is invalid.
     """
     by_name = Mode.CLIENT if endpoint.startswith(CLIENT_PREFIX) else Mode.NODE
     if not gather:
         return Member(endpoint, mode=by_name)
     if len(gather) > MAX_GATHER_BYTES:
-        raise UnprovenViolationError(
-            f"{endpoint} gathers {len(gather)} bytes, more than the {MAX_GATHER_BYTES} allowed"
-        )
+        raise UnprovenViolationError(f"{endpoint} has a gather of {len(gather)} bytes, more than {MAX_GATHER_BYTES}")
     fields = _unpack(gather)
     if isinstance(fields, msgpack.ExtType) and fields.code == _WRAPPED_ARRAY:
         fields = _unpack(fields.data)
     if not isinstance(fields, list | tuple) or len(fields) != 4:
-        raise UnprovenViolationError(f"{endpoint} gathers something other than [weight, bandwidth, mode, user]")
+        raise UnprovenViolationError(f"{endpoint} has a gather that is not [weight, bandwidth, mode, user]")
     weight, bandwidth, mode, user = fields
     if not is_number(weight) or weight < 0:
         raise UnprovenViolationError(f"{endpoint} has weight {weight!r}; it must be finite and at least 0")
     if bandwidth is not None and (not is_number(bandwidth) or bandwidth < 0):
-        raise UnprovenViolationError(
-            f"{endpoint} has bandwidth {bandwidth!r}; it must be finite and at least 0, or nil"
-        )
+        raise UnprovenViolationError(f"{endpoint} has bandwidth {bandwidth!r}; it must be nil or finite, at least 0")
     if isinstance(mode, bool) or mode not in list(Mode):
         raise UnprovenViolationError(f"{endpoint} has mode {mode!r}; it must be 0, 1 or 2")
     return Member(
@@ -230,12 +224,12 @@ def unpack_gather(endpoint: str, gather: bytes) -> Member:
 
 
 def group_key(run_id: str, bits: str, topic: str = "") -> str:
-    """The discovery key under which peers with these group bits look for each other to average `topic`."""
+    """The discovery key of declarations for `topic` by peers with these group bits."""
     return f"{run_id}/{topic}.0b{bits}" if topic else f"{run_id}.0b{bits}"
 
 
 def progress_key(run_id: str) -> str:
-    """The discovery key under which peers that train tell how far they are."""
+    """The discovery key under which training peers announce their progress."""
     return f"{run_id}.progress"
 
 
@@ -245,10 +239,10 @@ def donors_key(run_id: str) -> str:
 
 
 def next_group_bits(bits: str, group: Group, index: int, target_group_size: int) -> str:
-    """The group bits of member `index` after the round, so that those who met are spread over different groups.
+    """The group bits of member `index` after the round, which spread the members over different groups.
 
-    Moshpit averaging (Ryabinin et al., 2021, arXiv:2103.03239): the place in this group becomes the newest digit of
-    the key and the oldest digit falls out, so d^k peers in groups of d reach the exact mean in k rounds.
+    Moshpit averaging (Ryabinin et al., 2021, arXiv:2103.03239): the position in this group becomes the newest digit of
+    the key, and the oldest digit is removed. So d^k peers in groups of d reach the exact mean in k rounds.
     """
     digits = digits_per_round(target_group_size)
     places = random.Random(group.group_id).sample(range(target_group_size), len(group.members))
@@ -262,7 +256,7 @@ def digits_per_round(target_group_size: int) -> int:
 
 
 def _unpack(packed: bytes) -> Any:
-    """What msgpack reads there; None if that is nothing sensible. It never raises."""
+    """The unpacked value; None if it cannot be unpacked. Never raises."""
     try:
         return unpack(packed, MAX_GATHER_BYTES)
     except ValueError:

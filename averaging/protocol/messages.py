@@ -1,6 +1,6 @@
-"""What peers say to each other, as plain dataclasses; field by field the messages of `protos/averaging/wire`.
+"""The messages between peers as plain dataclasses, with the fields of `protos/averaging/wire`.
 
-The rest of the library works with these, so that only the gRPC transport knows the generated classes.
+The rest of the library uses these, so that only the gRPC transport depends on the generated classes.
 
 Pure.
 """
@@ -15,7 +15,7 @@ from averaging.common.validation import named
 
 
 class MessageCode(IntEnum):
-    """The verdicts and kinds of message, see docs/protocol.md."""
+    """Answers and kinds of messages, see docs/reference/protocol.md."""
 
     NO_CODE = 0
     REQUEST_JOIN = 1
@@ -38,7 +38,7 @@ class MessageCode(IntEnum):
 
 
 class CompressionType(IntEnum):
-    """How the numbers of a tensor are packed on the wire; 5 to 15 are not ours to use."""
+    """How a tensor is encoded on the wire. The numbers 5 to 15 are reserved for other software."""
 
     NONE = 0
     MEANSTD_16BIT = 1
@@ -54,31 +54,31 @@ COMPRESSIONS = {code.name.lower(): code for code in CompressionType} | {
     "bf16": CompressionType.BFLOAT16,
     "int8": CompressionType.BLOCKWISE_INT8,
 }
-"""What compressions are called."""
+"""Compressions by the names that options accept."""
 
 Buffer: TypeAlias = "bytes | memoryview"
-"""Bytes that nobody writes to."""
+"""Read-only bytes."""
 
 
 def parse_compression(value: CompressionType | str) -> CompressionType:
-    """The code that is meant, by itself or by its name, in capitals or not, see `COMPRESSIONS`.
+    """Returns the compression that `value` is or names, see `COMPRESSIONS`; case does not matter.
 
     Raises:
-        ConfigError: there is no such code; the message lists them.
+        ConfigError: there is no such compression; the message lists the names.
     """
     return named(COMPRESSIONS, CompressionType, value, "compression")
 
 
 @dataclass(frozen=True, slots=True)
 class WireTensor:
-    """A tensor, or a chunk of one, as it travels.
+    """An encoded tensor, or a chunk of one.
 
     Attributes:
-        buffer: little-endian bytes; their layout depends on `compression`. Nobody writes to them.
+        buffer: little-endian bytes, read-only; the layout depends on `compression`.
         size: shape; empty in every chunk but the first.
-        dtype: numpy's name, or the code's own; empty in every chunk but the first.
-        compression: a `CompressionType`, or the number of one that this peer does not know.
-        chunks: how many messages the tensor is cut into; 0 = this one holds all of it.
+        dtype: numpy's name, or the name that the codec defines; empty in every chunk but the first.
+        compression: a `CompressionType`, or an unknown number.
+        chunks: number of messages that the tensor is split into; 0 if this one holds all of it.
     """
 
     buffer: Buffer = b""
@@ -91,11 +91,11 @@ class WireTensor:
 
 @dataclass(frozen=True, slots=True)
 class JoinRequest:
-    """A follower asks the callee to lead it.
+    """A request to join the group of the called peer.
 
     Attributes:
-        expiration: until when it waits for a group, in seconds since the epoch.
-        min_group_size: it takes part in no smaller group. This travels in a header of the call, not in the message.
+        expiration: until when the follower waits for a group, in seconds since the epoch.
+        min_group_size: the smallest group that the follower accepts; sent in a header of the call.
     """
 
     endpoint: str
@@ -108,7 +108,7 @@ class JoinRequest:
 
 @dataclass(frozen=True, slots=True)
 class MessageFromLeader:
-    """A verdict on a request to join, or what became of the group."""
+    """The answer to a join request, or the fate of the group later."""
 
     code: MessageCode
     group_id: bytes = b""
@@ -119,11 +119,11 @@ class MessageFromLeader:
 
 @dataclass(frozen=True, slots=True)
 class AveragingData:
-    """A part on its way to its reducer, its average on the way back, or the code of an error.
+    """A part for its reducer, an average for its sender, or the code of an error.
 
     Attributes:
         metadata: in the first message of a stream, see `group.pack_metadata`; empty in messages of other software.
-        encoded: the message as bytes, left here by a transport, since the same average goes to every sender.
+        encoded: cache of the encoded message, filled by the transport, since one average goes to every sender.
     """
 
     code: MessageCode = MessageCode.NO_CODE
@@ -144,10 +144,10 @@ class DownloadData:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """What a reader of a state has of it already.
+    """Where to resume the download of a state.
 
     Attributes:
-        offset: bytes of the tensors, in their order, that need not come.
+        offset: number of bytes of the tensors, in order, that the newcomer already has.
         fingerprint: of the tensors to which they belong, see `averaging.state.manifest`.
     """
 
@@ -160,11 +160,11 @@ class Record:
     """A record of discovery, signed by its owner.
 
     Attributes:
-        version: of an owner's records with the same key and subkey the highest counts.
+        version: the record with the highest version of its owner, key and subkey is valid.
         expiration: seconds since the epoch.
         owner: Ed25519 public key, 32 bytes.
-        signature: by the owner, over everything else and the run id.
-        claimed: the version with which the owner took (key, subkey); of several owners' the lowest holds it.
+        signature: by the owner, over all other fields and the run id.
+        claimed: the version with which the owner claimed (key, subkey). The owner with the lowest one holds it.
     """
 
     key: str
@@ -180,12 +180,12 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """What a peer holds: record ids and versions, or only the hash over all of them.
+    """The records that a peer holds: their ids and versions, or only a hash over all of them.
 
     Attributes:
         endpoint: the caller's; empty for a client.
         entries: (id, version) of every record, if `complete`.
-        sent: when it was made, by the caller's clock, in seconds since the epoch; 0 if that is not told.
+        sent: when it was created, by the caller's clock, in seconds since the epoch; 0 if unknown.
     """
 
     run_id: str
@@ -198,10 +198,10 @@ class Digest:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeReply:
-    """Records the caller lacks, ids of those the callee lacks, or only that something differs.
+    """Records that the caller lacks, ids of those that the callee lacks, or only that something differs.
 
     Attributes:
-        sent: when it was made, by the callee's clock, in seconds since the epoch; 0 if that is not told.
+        sent: when it was created, by the callee's clock, in seconds since the epoch; 0 if unknown.
     """
 
     records: tuple[Record, ...] = ()
@@ -212,9 +212,9 @@ class ExchangeReply:
 
 @dataclass(frozen=True, slots=True)
 class Rumour:
-    """A fresh record, and the range of peer hashes that the callee is to tell; (0, 0): none.
+    """A new record, and the range of peer hashes to which the callee forwards it; (0, 0): none.
 
-    Both ends are included; a range whose end is below its start goes on from 0 after the largest hash.
+    Both ends are included. A range whose end is below its start wraps around after the largest hash.
     """
 
     record: Record
@@ -224,7 +224,7 @@ class Rumour:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A record that was not taken, and why."""
+    """A record that was not accepted, and why."""
 
     key: str
     subkey: str

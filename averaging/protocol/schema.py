@@ -1,4 +1,4 @@
-"""What all members of a group must agree on, its hash, and the first difference between two of them. Pure."""
+"""The schema that all members of a group must share, its hash, and the first difference between two schemas. Pure."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
     "float64": torch.float64,
 }
-"""The dtypes that can be averaged, by their name on the wire."""
+"""The dtypes that can be averaged, by name on the wire."""
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class ReplyForm(StrEnum):
-    """What a reducer answers a part with."""
+    """What a reducer returns for a part."""
 
     AVERAGE = "average"
     """The average, which all members adopt byte for byte."""
     DELTA = "delta"
-    """The average minus what that sender sent, which it adds to its own tensor."""
+    """The average minus the sender's part. The sender adds it to its tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor of the schema. `name` is for people only: it is not part of the hash."""
+    """One tensor of the schema. `name` is for error texts only and not part of the hash."""
 
     name: str
     dtype: str
@@ -50,7 +50,7 @@ class TensorSpec:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """As torch knows it."""
+        """The dtype as a `torch.dtype`."""
         return DTYPES[self.dtype]
 
     def __str__(self) -> str:
@@ -59,15 +59,15 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """What is averaged.
+    """What is averaged, and how.
 
     Attributes:
         tensors: in order.
         part_size_bytes: size of a part on the wire.
-        reply: what reducers answer.
-        topic: what the tensors are, where equal shapes could be different things: gradients of one step, a fragment of
-            the model. Empty for the peer's own tensors.
-        aggregation: how reducers make one of the members' contributions.
+        reply: what reducers return.
+        topic: keeps apart tensors of equal shapes, for example the gradients of one step or a fragment of the model.
+            Empty for the peer's own tensors.
+        aggregation: how reducers combine the contributions.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -78,10 +78,10 @@ class Schema:
 
     @property
     def hash(self) -> bytes:
-        """SHA-256 over everything all members must agree on; names and devices are not."""
+        """SHA-256 over everything that all members must agree on; names and devices are not included."""
         tensors = ";".join(f"{t.dtype}:{'x'.join(map(str, t.shape))}:{int(t.compression)}" for t in self.tensors)
         topic = f"|{self.topic}" if self.topic else ""
-        # The mean is not named, so that its hash is that of peers which know nothing else.
+        # The mean is left out, so that the hash equals that of software without other rules.
         rule = "" if self.aggregation == MEAN else f"/{self.aggregation}"
         return hashlib.sha256(f"1|{tensors}|{self.part_size_bytes}|{self.reply.value}{rule}{topic}".encode()).digest()
 
@@ -95,7 +95,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     """The name of a dtype on the wire.
 
     Raises:
-        TensorError: it cannot be averaged.
+        TensorError: tensors of this dtype cannot be averaged.
     """
     try:
         return _DTYPE_NAMES[dtype]
@@ -113,10 +113,10 @@ def describe(
     topic: str = "",
     aggregation: Aggregation = MEAN,
 ) -> Schema:
-    """The schema of `tensors`, of any shapes.
+    """The schema of `tensors`.
 
     Raises:
-        TensorError: one of them cannot be averaged; the error names it.
+        TensorError: a tensor cannot be averaged; the error names it.
     """
     specs = []
     for name, tensor in zip(names, tensors, strict=True):
@@ -130,7 +130,7 @@ def describe(
 
 
 def first_difference(ours: Schema, theirs: Schema) -> str | None:
-    """The first thing on which two schemas disagree, in words; None if their hashes are equal."""
+    """A description of the first difference between two schemas; None if their hashes are equal."""
     if ours.topic != theirs.topic:
         here, there = (schema.topic or "the peer's own tensors" for schema in (ours, theirs))
         return f"{here} are averaged here and {there} there"

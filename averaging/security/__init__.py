@@ -1,1 +1,1 @@
-"""Who a peer is and who may join a run: certificates and tokens, and how the certificates are made."""
+"""Certificates and tokens: how peers authenticate each other, and how the certificates of a run are made."""

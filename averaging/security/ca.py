@@ -1,6 +1,6 @@
-"""A run's own certificate authority: makes it, and the certificates by which its peers know each other.
+"""The certificate authority of a run, and the certificates of its peers.
 
-Keys are ECDSA on P-256. A certificate serves both sides of a connection, since every peer calls and is called.
+Keys are ECDSA on P-256. A certificate is valid for both sides of a connection, since every peer is client and server.
 """
 
 from __future__ import annotations
@@ -12,23 +12,18 @@ from dataclasses import dataclass, field
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    NoEncryption,
-    PrivateFormat,
-    load_pem_private_key,
-)
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from averaging.common.addresses import parse_ip
 from averaging.errors import ConfigError
 
 BACKDATED = datetime.timedelta(hours=1)
-"""Certificates are valid from so long ago on: the clocks of machines differ."""
+"""How long before their creation certificates become valid, since the clocks of machines differ."""
 
 _REMEDY = (
-    "put ca.pem and ca.key back as they were made together, or make another authority (averaging ca init --force), "
-    "of which then every peer needs ca.pem and a new certificate"
+    "restore the ca.pem and ca.key that were made together, or make another authority (averaging ca init --force). "
+    "Then every peer needs the new ca.pem and a new certificate"
 )
 
 
@@ -41,7 +36,7 @@ class Issued:
 
     @property
     def expires(self) -> datetime.datetime:
-        """Until when the certificate is valid."""
+        """When the certificate expires."""
         return x509.load_pem_x509_certificate(self.certificate).not_valid_after_utc
 
 
@@ -49,7 +44,7 @@ def make_authority(name: str, now: datetime.datetime, days: float) -> Issued:
     """A new authority, which can issue certificates for peers and not for other authorities.
 
     Args:
-        name: told in its certificate.
+        name: its common name.
         now: with a time zone.
         days: for which it is valid.
     """
@@ -69,17 +64,17 @@ def issue(authority: Issued, name: str, hosts: Sequence[str], now: datetime.date
 
     Args:
         authority: as `make_authority` made it.
-        name: of the peer, for people.
-        hosts: names and addresses at which others reach it, without ports; none for a peer in client mode.
+        name: of the peer, for the reader of the certificate.
+        hosts: names and addresses at which other peers reach it, without ports; none for a client.
         now: with a time zone.
-        days: for which it is valid, but not longer than the authority is.
+        days: for which it is valid, at most as long as the authority is.
 
     Raises:
-        ConfigError: a host that cannot be one, or the authority is unreadable, or has expired.
+        ConfigError: a host is malformed, or the authority is unreadable or has expired.
     """
     issuer, issuer_key = _load(authority)
     if issuer.not_valid_after_utc <= now:
-        raise ConfigError(f"the authority has expired on {issuer.not_valid_after_utc:%Y-%m-%d}; make another one")
+        raise ConfigError(f"the authority expired on {issuer.not_valid_after_utc:%Y-%m-%d}; make another one")
     key = ec.generate_private_key(ec.SECP256R1())
     until = min(now + datetime.timedelta(days=days), issuer.not_valid_after_utc)
     usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
@@ -103,7 +98,7 @@ def _load(authority: Issued) -> tuple[x509.Certificate, ec.EllipticCurvePrivateK
     except (ValueError, TypeError):
         raise ConfigError(f"the authority's certificate or its key is unreadable; {_REMEDY}") from None
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
-        raise ConfigError(f"the authority's key is not that of its certificate; {_REMEDY}")
+        raise ConfigError(f"the authority's key does not match its certificate; {_REMEDY}")
     return certificate, key
 
 
@@ -130,7 +125,7 @@ def _name(name: str) -> x509.Name:
     try:
         return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     except ValueError:
-        raise ConfigError(f"{name!r} must be of 1 to 64 characters") from None
+        raise ConfigError(f"the name {name!r} must have 1 to 64 characters") from None
 
 
 def _general_name(host: str) -> x509.GeneralName:
@@ -139,7 +134,7 @@ def _general_name(host: str) -> x509.GeneralName:
         return x509.IPAddress(address)
     labels = host.removeprefix("*.").rstrip(".").split(".")
     if not host.isascii() or not all(label.replace("-", "").replace("_", "").isalnum() for label in labels):
-        raise ConfigError(f"{host!r} is no host; give a name or an address without a port, and names in ASCII (xn--…)")
+        raise ConfigError(f"{host!r} is not a host; give a name in ASCII (xn--…) or an address, without a port")
     return x509.DNSName(host.rstrip("."))
 
 

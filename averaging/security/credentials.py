@@ -1,7 +1,4 @@
-"""How a peer shows who it is and whom it believes: certificates and tokens, read from files and checked before use.
-
-Pure.
-"""
+"""The certificate, the trusted authorities and the tokens of a peer, read from files and checked before use. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from averaging.common.addresses import covers
@@ -26,13 +23,13 @@ from averaging.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 1 << 20
-"""Files that hold certificates, a key or tokens are smaller."""
+"""Largest file with certificates, a key or tokens."""
 
 MIN_TOKEN, MAX_TOKEN, MAX_TOKENS = 16, 1024, 16
-"""Characters of a token, and how many tokens are valid at once."""
+"""Shortest and longest token in characters, and the number of tokens that may be valid at the same time."""
 
 EXPIRES_SOON = 7 * 86400.0
-"""Seconds before the end of a certificate in which a peer that starts with it says so."""
+"""Seconds before a certificate expires from which on a peer logs a warning."""
 
 PrivateKey: TypeAlias = EllipticCurvePrivateKey | RSAPrivateKey
 
@@ -43,11 +40,11 @@ Read = TypeVar("Read")
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """A peer's certificate and key, and the authorities it believes.
+    """A peer's certificate and key, and the authorities that it trusts.
 
     Attributes:
         ca_pem: the authorities' certificates.
-        certificate_pem: this peer's, and those between it and an authority, if any.
+        certificate_pem: this peer's certificate, and the intermediate ones, if any.
         key_pem: its private key.
         source: the file of the certificate, for errors.
     """
@@ -60,18 +57,18 @@ class Tls:
     key: PrivateKey = field(repr=False)
     source: str
 
-    def check_stands_for(self, host: str) -> None:
-        """Whether others will believe that this peer is at `host`.
+    def check_host(self, host: str) -> None:
+        """Checks that other peers will accept the certificate of this peer at `host`.
 
         Raises:
             ConfigError: they will not.
         """
         hosts = hosts_of(self.certificate)
         if not covers(hosts, host):
-            told = f"stands for {', '.join(hosts)}" if hosts else "stands for no host"
             raise ConfigError(
-                f"{self.source} {told}, and others are to reach this peer at {host}: issue a certificate for it "
-                f"(averaging ca issue NAME --host {host.strip('[]')}), or advertise another host"
+                f"{self.source} stands for {', '.join(hosts) or 'no host'}, but other peers reach this one at {host}: "
+                f"issue a certificate for it (averaging ca issue NAME --host {host.strip('[]')}), or advertise another "
+                "host"
             )
         if not _may_be_used_for(self.certificate, ExtendedKeyUsageOID.SERVER_AUTH):
             raise ConfigError(f"{self.source} is not for servers; issue one with the extended key usage serverAuth too")
@@ -79,13 +76,13 @@ class Tls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """What a transport is told about security.
+    """The security settings of a transport.
 
     Attributes:
         tls: None for connections that are neither encrypted nor authenticated.
-        tokens: the first is sent, all are accepted; none if no token is wanted.
-        insecure: whether other machines may connect although there is no TLS.
-        inspection: who may look into this peer.
+        tokens: the first is sent, all are accepted. If empty, no token is required.
+        insecure: whether other machines may connect without TLS.
+        inspection: who may inspect this peer.
     """
 
     tls: Tls | None = None
@@ -95,14 +92,14 @@ class Credentials:
 
 
 def read_credentials(config: PeerConfig, clock: Callable[[], float]) -> Credentials:
-    """Reads the files that a peer was told.
+    """Reads the files that `config` names.
 
     Args:
-        config: names the files.
-        clock: seconds since the epoch; asked only if there is a certificate to check.
+        config: names the files, and has the other settings.
+        clock: seconds since the epoch; called only if there is a certificate to check.
 
     Raises:
-        ConfigError: a file that cannot be read, or does not fit the others.
+        ConfigError: a file cannot be read, or does not match the others.
     """
     return Credentials(
         tls=read_tls(config.tls_ca, config.tls_cert, config.tls_key, clock),
@@ -118,7 +115,7 @@ def read_tls(
     """Reads and checks a peer's certificate and key, and the authorities' certificates; None if no file is given.
 
     Raises:
-        ConfigError: a file is missing, unreadable, not valid now, or does not fit the others.
+        ConfigError: a file is missing, unreadable, not valid now, or does not match the others.
     """
     check_tls_files(ca, cert, key)
     if ca is None or cert is None or key is None:
@@ -128,8 +125,8 @@ def read_tls(
     certificate = _parse(f"tls_cert {cert}", "certificate in PEM", lambda: x509.load_pem_x509_certificate(own_pem))
     private = _parse(f"tls_key {key}", "key in PEM without a password", lambda: load_pem_private_key(key_pem, None))
     if not isinstance(private, EllipticCurvePrivateKey | RSAPrivateKey):
-        raise ConfigError(f"tls_key {key} is neither an elliptic curve key nor RSA; peers take no other")
-    if _public_bytes(private.public_key()) != _public_bytes(certificate.public_key()):
+        raise ConfigError(f"tls_key {key} is neither an elliptic curve key nor RSA; peers accept no other")
+    if private.public_key() != certificate.public_key():
         raise ConfigError(f"tls_key {key} is not the key of tls_cert {cert}; give two files that belong together")
     if not any(is_issued_by(certificate, authority) for authority in authorities):
         raise ConfigError(f"tls_cert {cert} was not issued by an authority in tls_ca {ca}; give the ca.pem of its run")
@@ -145,31 +142,31 @@ def read_tls(
 
 
 def read_tokens(file: FilePath | None) -> tuple[str, ...]:
-    """The tokens in a file, one a line; empty lines and those that begin with # are passed over.
+    """The tokens in a file, one per line. Empty lines and lines that begin with # are ignored.
 
     Raises:
-        ConfigError: it cannot be read, holds none or too many, or one that cannot be sent or is guessed too easily.
+        ConfigError: the file cannot be read, has no tokens or too many, or one that is malformed or too short.
     """
     if file is None:
         return ()
     try:
         lines = [line.strip() for line in _read_secret("token_file", file).decode("ascii").splitlines()]
     except UnicodeDecodeError:
-        raise ConfigError(f"token_file {file} holds characters that are not ASCII; tokens must be") from None
+        raise ConfigError(f"token_file {file} holds characters that are not ASCII; use ASCII tokens") from None
     tokens = tuple(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
     if not tokens or len(tokens) > MAX_TOKENS:
-        raise ConfigError(f"token_file {file} holds {len(tokens)} tokens; it must hold 1 to {MAX_TOKENS}, one a line")
+        raise ConfigError(f"token_file {file} holds {len(tokens)} tokens; it must hold 1 to {MAX_TOKENS}, one per line")
     for number, token in enumerate(tokens, 1):
         if not MIN_TOKEN <= len(token) <= MAX_TOKEN or not token.isprintable() or " " in token:
             raise ConfigError(
-                f"token {number} in token_file {file} must be of {MIN_TOKEN} to {MAX_TOKEN} characters without spaces; "
+                f"token {number} in token_file {file} must have {MIN_TOKEN} to {MAX_TOKEN} characters and no spaces; "
                 "`openssl rand -hex 32` makes one"
             )
     return tokens
 
 
 def hosts_of(certificate: x509.Certificate) -> tuple[str, ...]:
-    """The names and addresses for which a certificate stands (its subject alternative names)."""
+    """The names and addresses for which a certificate is valid (its subject alternative names)."""
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except _UNREADABLE:
@@ -179,18 +176,11 @@ def hosts_of(certificate: x509.Certificate) -> tuple[str, ...]:
 
 
 def is_issued_by(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
-    """Whether `authority` is one and has signed `certificate` itself."""
+    """Whether `authority` is an authority and has signed `certificate` directly."""
     try:
         constraints = authority.extensions.get_extension_for_class(x509.BasicConstraints).value
         certificate.verify_directly_issued_by(authority)
-    except (
-        x509.ExtensionNotFound,
-        x509.DuplicateExtension,
-        ValueError,
-        TypeError,
-        InvalidSignature,
-        UnsupportedAlgorithm,
-    ):
+    except (*_UNREADABLE, TypeError, InvalidSignature, UnsupportedAlgorithm):
         return False
     return constraints.ca
 
@@ -199,9 +189,9 @@ def validity_problem(certificate: x509.Certificate, now: float) -> str | None:
     """Why a certificate is not valid at `now` (seconds since the epoch); None if it is."""
     moment = datetime.datetime.fromtimestamp(now, datetime.UTC)
     if moment < certificate.not_valid_before_utc:
-        return f"is valid only from {certificate.not_valid_before_utc:%Y-%m-%d %H:%M} UTC on"
+        return f"is not valid before {certificate.not_valid_before_utc:%Y-%m-%d %H:%M} UTC"
     if moment > certificate.not_valid_after_utc:
-        return f"has expired on {certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
+        return f"expired on {certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
     return None
 
 
@@ -212,11 +202,6 @@ def _may_be_used_for(certificate: x509.Certificate, usage: x509.ObjectIdentifier
         return True
 
 
-def _public_bytes(key: object) -> bytes:
-    encoded: bytes = key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)  # type: ignore[attr-defined]
-    return encoded
-
-
 def _read(option: str, file: FilePath) -> bytes:
     try:
         with Path(file).open("rb") as stream:
@@ -224,7 +209,7 @@ def _read(option: str, file: FilePath) -> bytes:
     except OSError as error:
         raise ConfigError(f"{option} {file} cannot be read: {error.strerror}") from None
     if len(content) > MAX_FILE_BYTES:
-        raise ConfigError(f"{option} {file} has more than {MAX_FILE_BYTES} bytes; give another file")
+        raise ConfigError(f"{option} {file} has more than {MAX_FILE_BYTES} bytes, so it is the wrong file")
     return content
 
 
@@ -239,4 +224,4 @@ def _parse(source: str, wanted: str, parse: Callable[[], Read]) -> Read:
     try:
         return parse()
     except (ValueError, TypeError, UnsupportedAlgorithm):
-        raise ConfigError(f"{source} holds no {wanted}") from None
+        raise ConfigError(f"{source} holds no {wanted}; give the right file") from None

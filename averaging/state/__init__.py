@@ -1,1 +1,1 @@
-"""The state that newcomers download: copied when needed, packed, announced, offered, downloaded, verified, resumed."""
+"""The state that newcomers download: snapshots, donors, and the verified, resumable download."""

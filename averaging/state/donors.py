@@ -1,4 +1,4 @@
-"""Who offers its state: declarations in discovery, and the order in which a newcomer asks."""
+"""State donors: their declarations in discovery, and the order in which a newcomer asks them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from averaging.discovery.published_record import PublishedRecord
 from averaging.protocol.group import donors_key
 
 LIFETIME, REFRESH = 60.0, 20.0
-"""Seconds for which a declaration holds, and after which it is made again."""
+"""Seconds until a declaration expires, and between its renewals."""
 
 
 class Donors:
-    """The state donors of a run, as `endpoint` sees them and is one of them.
+    """The state donors of a run, from the view of the peer `endpoint`.
 
-    The priority of a state is its version: who has averaged most is asked first.
+    The priority of a donor is the version of its state: the peer that has averaged most often is asked first.
 
     Attributes:
-        notice: the declaration of this peer; it is kept only if this peer offers its state.
+        declaration: this peer's own record as a donor. It is published only if this peer shares its state.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Donors:
     ) -> None:
         self._key = donors_key(run_id)
         self._endpoint, self._discovery = endpoint, discovery
-        self.notice = PublishedRecord(
+        self.declaration = PublishedRecord(
             discovery,
             self._key,
             endpoint,
@@ -42,14 +42,14 @@ class Donors:
         )
 
     def others(self) -> list[tuple[float, str]]:
-        """Priority and endpoint of the other donors, the best first."""
+        """Priority and endpoint of the other donors, highest priority first."""
         entries = self._discovery.get(self._key)
         found = [(unpack_priority(entry.value), name) for name, entry in entries.items() if name != self._endpoint]
         known = [(priority, name) for priority, name in found if priority is not None]
         return sorted(known, key=lambda donor: (-donor[0], donor[1]))
 
     async def appear(self, above: float, timeout: float) -> bool:
-        """Whether somebody offers a state of a priority above `above`, now or within `timeout` seconds."""
+        """Waits at most `timeout` seconds for a donor with a priority above `above`; returns whether there is one."""
         try:
             async with asyncio.timeout(timeout), aclosing(self._discovery.watch(self._key)) as changes:
                 async for _ in changes:
@@ -61,7 +61,7 @@ class Donors:
 
 
 def unpack_priority(value: bytes) -> float | None:
-    """The priority in a donor's declaration; None if it is unreadable."""
+    """Priority in a donor's declaration; None if it is unreadable."""
     try:
         priority = unpack(value, max_items=1)
     except ValueError:

@@ -1,7 +1,7 @@
-"""What a donor announces of its state before the bytes: version, tensors, digests, and from where on they come.
+"""The metadata of a download: version, tensors and digests of the state, and the offset at which its bytes begin.
 
-A reader that has the first bytes of a state from an attempt that was cut names their number and a fingerprint of the
-tensors they belong to. A donor that has the very same there leaves them out, whatever its version is.
+A reader that has the first bytes of a state from an interrupted download sends their number and a fingerprint of the
+tensors they belong to. A donor whose state begins with the same tensors skips these bytes, whatever its version is.
 
 Pure.
 """
@@ -26,11 +26,10 @@ from averaging.protocol.schema import DTYPES, Schema
 MAX_METADATA_BYTES = 16 << 20
 MAX_TENSORS = 100_000
 MAX_VERSION = 1 << 62
-"""The highest version that a download may have: those that follow still fit into the messages, which hold 64 bits."""
+"""Highest version accepted in a download. Later versions must still fit into the 64 bits of the messages."""
 MAX_ITEMS = 1 << 20
 BASE_ITEMS, ITEMS_PER_TENSOR = 1 << 16, 256
-"""Items that the metadata may have, see `unpacking`: some, and more for each averaged tensor, since its optimizer has
-its own."""
+"""Limit on msgpack items in the metadata: a base, plus some for each averaged tensor and its optimizer state."""
 
 STATE_DTYPES: dict[str, torch.dtype] = {
     **DTYPES,
@@ -41,12 +40,12 @@ STATE_DTYPES: dict[str, torch.dtype] = {
     "uint8": torch.uint8,
     "bool": torch.bool,
 }
-"""What a state may hold: more than what can be averaged."""
+"""Dtypes of tensors in a state. Not all of them can be averaged."""
 
 DTYPE_NAMES = {dtype: name for name, dtype in STATE_DTYPES.items()}
 
 
-class Described(NamedTuple):
+class TensorInfo(NamedTuple):
     """A tensor of a state, with the SHA-256 digest of its bytes."""
 
     name: str
@@ -56,12 +55,12 @@ class Described(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Size of the tensor in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
-def nbytes_of(tensors: Sequence[Described]) -> int:
-    """Bytes of all of them."""
+def nbytes_of(tensors: Sequence[TensorInfo]) -> int:
+    """Total size in bytes."""
     return sum(tensor.nbytes for tensor in tensors)
 
 
@@ -70,44 +69,44 @@ class Manifest:
     """The metadata of a download.
 
     Attributes:
-        skipped: bytes of the first tensors that are left out since the reader has them.
+        skipped: bytes that are not sent because the reader has them: the first ones of the state.
     """
 
     version: int
-    tensors: tuple[Described, ...]
+    tensors: tuple[TensorInfo, ...]
     user: Mapping[str, Any] = field(default_factory=dict)
     skipped: int = 0
 
     def pack(self) -> bytes:
-        """As it travels."""
-        told: dict[str, Any] = {
+        """Serializes it for `DownloadData.metadata`."""
+        fields: dict[str, Any] = {
             "version": self.version,
             "tensors": [[name, DTYPE_NAMES[dtype], list(shape)] for name, dtype, shape, _ in self.tensors],
             "digest": [tensor.digest for tensor in self.tensors],
             "user": dict(self.user),
         }
-        packed: bytes = msgpack.packb(told | ({"skipped": self.skipped} if self.skipped else {}))
+        packed: bytes = msgpack.packb(fields | ({"skipped": self.skipped} if self.skipped else {}))
         return packed
 
 
 def max_items(schema: Schema | None) -> int:
-    """What the metadata of a state that begins with the schema's tensors may consist of."""
+    """Limit on msgpack items in the metadata of a state that begins with the schema's tensors."""
     return MAX_ITEMS if schema is None else min(MAX_ITEMS, BASE_ITEMS + ITEMS_PER_TENSOR * len(schema.tensors))
 
 
 def read_manifest(packed: bytes, max_items: int) -> Manifest:
-    """Reads metadata; it is consistent in itself then.
+    """Reads and validates metadata.
 
     Raises:
-        StateError: it is not.
+        StateError: the metadata is unreadable or inconsistent.
     """
     if not packed or len(packed) > MAX_METADATA_BYTES:
         raise StateError(f"its metadata has {len(packed)} bytes")
     try:
-        told = unpack(packed, max_items)
-        digests = [_digest(digest) for digest in told["digest"]]
-        specs = [(_name(name), STATE_DTYPES[dtype], _shape(shape)) for name, dtype, shape in told["tensors"]]
-        version, user, skipped = _whole(told["version"]), _user(told.get("user")), _whole(told.get("skipped") or 0)
+        fields = unpack(packed, max_items)
+        digests = [_digest(digest) for digest in fields["digest"]]
+        specs = [(_name(name), STATE_DTYPES[dtype], _shape(shape)) for name, dtype, shape in fields["tensors"]]
+        version, user, skipped = _int(fields["version"]), _user(fields.get("user")), _int(fields.get("skipped") or 0)
     except ProtocolViolationError as error:
         raise StateError(f"its metadata is unreadable: {error}") from None
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
@@ -115,15 +114,15 @@ def read_manifest(packed: bytes, max_items: int) -> Manifest:
     if not 0 <= version <= MAX_VERSION:
         raise StateError(f"its version is {version:.3g}; it must be from 0 to {MAX_VERSION:.3g}")
     if len(digests) != len(specs) or len(specs) > MAX_TENSORS:
-        raise StateError(f"its metadata tells {len(specs)} tensors and {len(digests)} digests")
+        raise StateError(f"its metadata has {len(specs)} tensors and {len(digests)} digests")
     if len({name for name, _, _ in specs}) != len(specs):
         raise StateError("two of its tensors have the same name")
-    tensors = tuple(Described(*spec, digest) for spec, digest in zip(specs, digests, strict=True))
+    tensors = tuple(TensorInfo(*spec, digest) for spec, digest in zip(specs, digests, strict=True))
     return Manifest(version, tensors, user, skipped)
 
 
-def covered(tensors: Sequence[Described], offset: int) -> tuple[int, int]:
-    """How many tensors lie wholly in the first `offset` bytes, and how many bytes of the next one do."""
+def covered(tensors: Sequence[TensorInfo], offset: int) -> tuple[int, int]:
+    """Returns how many tensors lie completely in the first `offset` bytes, and how many bytes of the next one do."""
     for number, tensor in enumerate(tensors):
         if tensor.nbytes > offset:
             return number, offset
@@ -131,18 +130,18 @@ def covered(tensors: Sequence[Described], offset: int) -> tuple[int, int]:
     return len(tensors), 0
 
 
-def resume_at(tensors: Sequence[Described], offset: int) -> Resume:
-    """What is asked for by a reader that has the first `offset` bytes of these tensors."""
+def resume_at(tensors: Sequence[TensorInfo], offset: int) -> Resume:
+    """Returns the request of a reader that has the first `offset` bytes of these tensors."""
     whole, inside = covered(tensors, offset)
-    told = [
+    described = [
         [name, DTYPE_NAMES[dtype], list(shape), digest]
         for name, dtype, shape, digest in tensors[: whole + (inside > 0)]
     ]
-    return Resume(offset, hashlib.sha256(msgpack.packb(told)).digest())
+    return Resume(offset, hashlib.sha256(msgpack.packb(described)).digest())
 
 
-def can_skip(tensors: Sequence[Described], resume: Resume | None) -> int:
-    """How many of the first bytes may be left out for a reader that asks so."""
+def can_skip(tensors: Sequence[TensorInfo], resume: Resume | None) -> int:
+    """Returns how many of the first bytes can be skipped for a reader with this request."""
     if resume is None or not 0 < resume.offset <= nbytes_of(tensors):
         return 0
     return resume.offset if resume == resume_at(tensors, resume.offset) else 0
@@ -154,10 +153,10 @@ def _name(name: object) -> str:
     raise TypeError(f"a name is {type(name).__name__}")
 
 
-def _whole(number: object) -> int:
+def _int(number: object) -> int:
     if isinstance(number, int | float):
         return int(number)
-    raise TypeError(f"a number is {type(number).__name__}")  # a text may be one that no message can hold
+    raise TypeError(f"a number is {type(number).__name__}")  # int(text) could exceed 64 bits
 
 
 def _user(user: object) -> dict[str, Any]:
@@ -165,7 +164,7 @@ def _user(user: object) -> dict[str, Any]:
         return user
     if not user:
         return {}
-    raise TypeError(f"user is {type(user).__name__}, not a map")  # bytes in a gather, but not here
+    raise TypeError(f"user is {type(user).__name__}, not a map")  # unlike `gather`, it is not packed twice
 
 
 def _digest(digest: object) -> bytes:
@@ -173,7 +172,7 @@ def _digest(digest: object) -> bytes:
         return bytes.fromhex(digest)
     if isinstance(digest, bytes):
         return digest
-    raise TypeError(f"a digest is {type(digest).__name__}")  # bytes(number) would be so many bytes of memory
+    raise TypeError(f"a digest is {type(digest).__name__}")  # bytes(number) would allocate that many bytes
 
 
 def _shape(shape: Sequence[int]) -> tuple[int, ...]:

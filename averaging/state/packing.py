@@ -1,7 +1,7 @@
-"""A peer's state as newcomers download it, packed into chunks; `reader` puts it together again.
+"""A peer's state packed into the messages of a download; `assembler` is the reverse.
 
-The state is what was committed last, under a version that never goes back. The averaged tensors come first, in the
-schema's order; whatever the application adds (optimizer statistics, say) follows, with a small dict of its own.
+A state is what was committed last, under a version that never decreases. The averaged tensors come first, in the
+schema's order. The application's own tensors, such as optimizer statistics, follow, and a small dict.
 
 Pure.
 """
@@ -19,11 +19,11 @@ import torch
 from averaging.common.safe_msgpack import check_keys
 from averaging.errors import StateError
 from averaging.protocol.messages import DownloadData, Resume, WireTensor
-from averaging.state.manifest import DTYPE_NAMES, STATE_DTYPES, Described, Manifest, can_skip, covered
+from averaging.state.manifest import DTYPE_NAMES, STATE_DTYPES, Manifest, TensorInfo, can_skip, covered
 
 CHUNK_BYTES = 1 << 18
-"""Size of one message of a download: over a link of 256 kbit/s it takes 8 s. Larger ones would save 15 % of the
-processor time, and on such a link a donor would be silent for longer than readers wait."""
+"""Size of one message of a download, which takes 8 s on a link of 256 kbit/s. Larger messages would save 15 % of the
+processor time, but take longer on such a link than readers wait for a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,9 @@ class State:
     """A committed state.
 
     Attributes:
-        version: never goes back at one peer.
+        version: never decreases at one peer.
         tensors: dense CPU tensors by name; the averaged ones first, in the schema's order.
-        user: the application's own small dict, of what msgpack can pack; its keys are text, bytes or integers.
+        user: the application's own small dict, packable with msgpack; its keys are text, bytes or integers.
     """
 
     version: int
@@ -42,26 +42,31 @@ class State:
 
 
 def check_state(averaged: Collection[str], tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> bytes:
-    """Whether a state of the averaged tensors and further ones could be packed; returns the user dict as msgpack.
+    """Checks that the application's tensors and dict can be part of a state; returns the dict packed with msgpack.
+
+    Args:
+        averaged: names of the averaged tensors.
+        tensors: the application's further tensors.
+        user: the application's dict.
 
     Raises:
-        StateError: a tensor of the name of an averaged one, or of a dtype or a layout that cannot travel, or a user
-            dict that msgpack cannot pack, or with keys that newcomers do not read.
+        StateError: a tensor has the name of an averaged one or a dtype or layout that cannot be sent, or the dict
+            cannot be packed, or newcomers would refuse its keys.
     """
     for name, tensor in tensors.items():
-        if name in averaged:  # newcomers would take it for the averaged one
-            raise StateError(f"state tensor {name!r} has the name of an averaged one; give it another")
+        if name in averaged:  # newcomers would confuse the two
+            raise StateError(f"state tensor {name!r} has the name of an averaged tensor; rename it")
         if tensor.dtype not in DTYPE_NAMES:
             raise StateError(
                 f"state tensor {name!r} is {tensor.dtype}; {', '.join(STATE_DTYPES)} can be shared; leave it out, or "
-                "give newcomers nothing: share_state=False"
+                "share no state with newcomers: share_state=False"
             )
         if tensor.layout is not torch.strided or tensor.is_meta:
-            raise StateError(f"state tensor {name!r} has no dense values; give one that has, such as its `to_dense()`")
+            raise StateError(f"state tensor {name!r} has no dense values; pass a dense one, such as its `to_dense()`")
     try:
         packed: bytes = msgpack.packb(dict(user))
     except (TypeError, ValueError, OverflowError) as error:
-        raise StateError(f"the state's user dict must be what msgpack can pack: {error}") from None
+        raise StateError(f"msgpack cannot pack the state's user dict: {error}") from None
     try:
         check_keys(dict(user))
     except ValueError as error:
@@ -71,29 +76,29 @@ def check_state(averaged: Collection[str], tensors: Mapping[str, torch.Tensor], 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A state that nobody writes any more, with the SHA-256 digest of each tensor's bytes."""
+    """A state whose tensors are no longer written, with the SHA-256 digest of each tensor's bytes."""
 
     state: State
     digests: tuple[bytes, ...]
 
     @property
-    def tensors(self) -> tuple[Described, ...]:
-        """As they are announced."""
+    def tensors(self) -> tuple[TensorInfo, ...]:
+        """The tensors as they are announced in the metadata."""
         named = zip(self.state.tensors.items(), self.digests, strict=True)
-        return tuple(Described(name, t.dtype, tuple(t.shape), digest) for (name, t), digest in named)
+        return tuple(TensorInfo(name, t.dtype, tuple(t.shape), digest) for (name, t), digest in named)
 
 
 def seal(state: State) -> Snapshot:
-    """Computes the digests; the tensors must not be written afterwards."""
+    """Computes the digests. The tensors must not be written afterwards."""
     return Snapshot(state, tuple(hashlib.sha256(_raw(tensor)).digest() for tensor in state.tensors.values()))
 
 
 def pack(snapshot: Snapshot, resume: Resume | None = None) -> Iterator[DownloadData]:
-    """The messages of a download: metadata with the first chunk, then the rest.
+    """Yields the messages of a download. The first one also has the metadata.
 
     Args:
-        snapshot: what is sent.
-        resume: what the reader has; it is left out if this state has the same there.
+        snapshot: the state to send.
+        resume: the part that the reader has. It is skipped if this state begins with the same.
     """
     state, announced = snapshot.state, snapshot.tensors
     skipped = can_skip(announced, resume)
@@ -116,5 +121,5 @@ def pack(snapshot: Snapshot, resume: Resume | None = None) -> Iterator[DownloadD
 
 
 def _raw(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, without a copy."""
+    """Bytes of a contiguous CPU tensor, without a copy."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data

@@ -1,4 +1,4 @@
-"""Whether newcomers would take the state that a peer offers. The peer finds out itself: else only they would know."""
+"""Checks at the donor whether newcomers would accept its state. Otherwise only their logs would show a refusal."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ logger = logging.getLogger("averaging.state")
 
 
 class SelfCheck:
-    """Looks at the manifests of one peer's states with a newcomer's eyes.
+    """Checks the manifests of one peer's states as a newcomer would.
 
     Args:
-        schema: of the averaged tensors, as newcomers have it.
+        schema: schema of the averaged tensors.
     """
 
     def __init__(self, schema: Schema) -> None:
         self._schema = schema
-        self._accepted = 0  # bytes of the largest metadata that newcomers would take
+        self._accepted = 0  # bytes of the largest metadata that newcomers would accept
         self._refused = False
 
     @property
     def tried(self) -> bool:
-        """Whether a state has been looked at."""
+        """Whether a state was checked."""
         return self._refused or self._accepted > 0
 
     def check(self, manifest: Manifest) -> None:
-        """Warns, once, of a state that every newcomer would refuse. Only one that has grown is looked at again."""
+        """Logs one warning if every newcomer would refuse the state. Later states are checked only if they grow."""
         metadata = manifest.pack()
         if self._refused or len(metadata) <= self._accepted:
             return
@@ -40,7 +40,7 @@ class SelfCheck:
         except StateError as error:
             self._refused = True
             logger.warning(
-                "newcomers refuse the state that this peer offers: %s; change what is added to its tensors", error
+                "newcomers will refuse this peer's state: %s; change what the application adds to the state", error
             )
         else:
             self._accepted = len(metadata)

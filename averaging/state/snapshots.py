@@ -1,4 +1,4 @@
-"""The state a peer shares: committed under a growing version, copied only when that becomes necessary."""
+"""The state that a peer shares: committed under a growing version, and copied only when necessary."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ import torch
 from averaging.common.shared_tensors import SharedTensors
 from averaging.common.threads import in_thread
 from averaging.protocol.schema import Schema
-from averaging.state.manifest import Described, Manifest
+from averaging.state.manifest import Manifest, TensorInfo
 from averaging.state.packing import Snapshot, State, check_state, seal
 from averaging.state.self_check import SelfCheck
 
 NO_DIGEST = bytes(32)
-"""In the place of a digest that was not computed yet."""
+"""Placeholder for a digest that was not computed yet."""
 
 INLINE_BYTES = 1 << 20
-"""The digests of a state up to this size are taken on the event loop, those of a larger one in a thread."""
+"""Digests of a state up to this size are computed on the event loop, those of a larger state in a thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What the application adds to the averaged tensors: further tensors by name, and a small dict.
+    """The application's additions to the averaged tensors of a state.
 
-    The dict holds what msgpack can pack: numbers, strings, bytes, lists and dicts. The keys of these are text, bytes or
-    integers.
+    Attributes:
+        tensors: further tensors by name.
+        user: a small dict, packable with msgpack: numbers, strings, bytes, lists and dicts. The keys of all dicts are
+            text, bytes or integers.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -42,14 +44,14 @@ NO_EXTRAS = Extras({}, {})
 class Snapshots:
     """The last committed state of one peer.
 
-    A commit copies nothing. The copy is made by the first download, or before the application writes the tensors again,
-    so a peer that only averages holds no second set of its tensors.
+    A commit copies nothing. The first download makes the copy, or the next write of the application to the tensors. So
+    a peer that only averages holds no second set of its tensors.
 
     Args:
-        tensors: the averaged ones.
-        extras: asked under the tensors' lock what belongs to the state besides them.
-        schema: of the tensors, as newcomers have it.
-        shared: whether anybody may download the state; if not, nothing is ever copied.
+        tensors: the averaged tensors.
+        extras: called under the tensors' lock; returns the application's additions to the state.
+        schema: schema of the tensors.
+        shared: whether other peers may download the state. If not, nothing is ever copied.
     """
 
     def __init__(
@@ -60,20 +62,20 @@ class Snapshots:
         self.shared = shared
         self.version = 0
         self._committed_extras = NO_EXTRAS
-        self._committed_user = b""  # packed, since the application may go on writing to what is in its dict
+        self._committed_user = b""  # packed, because the application may change its dict later
         self._copy: State | None = None
-        self._sealed: Snapshot | None = None  # the last one, perhaps of an earlier copy
-        self._acceptance = SelfCheck(schema)
+        self._sealed: Snapshot | None = None  # possibly of an earlier copy
+        self._self_check = SelfCheck(schema)
         if shared:
             tensors.before_application_writes = self._copy_once
 
     @property
-    def at_stake(self) -> bool:
-        """Whether the tensors themselves are what others may download, so that nobody may write to them yet."""
+    def needs_copy(self) -> bool:
+        """Whether the tensors hold the only copy of the committed state, so that a write must copy them first."""
         return self.shared and self._copy is None
 
     def commit(self, version: int) -> None:
-        """What the tensors hold now is the state, under `version` or the present one if that is greater.
+        """Commits the present values of the tensors under `version`, or the last version if that is greater.
 
         The caller holds the tensors' lock.
 
@@ -84,17 +86,17 @@ class Snapshots:
             extras = self._extras()
             self._committed_user = check_state(self._tensors.names, extras.tensors, extras.user)
             self._committed_extras = extras
-            if not self._acceptance.tried:  # later ones when somebody asks for them
-                described = tuple(Described(n, t.dtype, tuple(t.shape), NO_DIGEST) for n, t in self._named().items())
-                self._acceptance.check(Manifest(version, described, extras.user))
+            if not self._self_check.tried:  # later states are checked when they are downloaded
+                infos = tuple(TensorInfo(n, t.dtype, tuple(t.shape), NO_DIGEST) for n, t in self._named().items())
+                self._self_check.check(Manifest(version, infos, extras.user))
         self._copy = self._sealed = None
         self.version = max(version, self.version)
 
     async def latest(self, timeout: float) -> Snapshot:
-        """The committed state with its digests; waits at most `timeout` seconds for the tensors' lock.
+        """Returns the committed state with its digests. It waits at most `timeout` seconds for the tensors' lock.
 
-        To be called by one at a time, so that those who download leave the loop's threads to others. What it has begun
-        is done also if it is cancelled: who lost patience with a large state will ask for it again.
+        Call it once at a time, so that downloads do not use up the loop's threads. If it is cancelled, the copy and the
+        digests are still completed, because the reader of a large state will ask again.
         """
         state, sealed = self._copy, self._sealed
         if sealed is not None and sealed.state is state:
@@ -118,12 +120,12 @@ class Snapshots:
 
     def _seal(self, state: State) -> Snapshot:
         sealed = seal(state)
-        self._acceptance.check(Manifest(state.version, sealed.tensors, state.user))
-        if self._copy is state:  # else another was committed meanwhile; this one is whole all the same
+        self._self_check.check(Manifest(state.version, sealed.tensors, state.user))
+        if self._copy is state:  # else another state was committed meanwhile; this snapshot is still valid
             self._sealed = sealed
         return sealed
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy on the CPU."""
+    """Returns a contiguous copy on the CPU."""
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)

@@ -1,7 +1,7 @@
-"""Whether a donor delivers fast enough: who drips a byte now and then must not hold a newcomer for ever. Pure.
+"""Decides whether a donor delivers fast enough, so that a trickling donor cannot hold up a newcomer. Pure.
 
-In each window, from its first message on, a donor has to deliver what is expected of it in that time, or all that is
-left. So no download lasts longer than `Throughput.limit`, which follows from the size of the state.
+In each window from its first message on, a donor must deliver the bytes expected in that time, or all that are left.
+So no download takes longer than `Throughput.limit`, which follows from the size of the state.
 """
 
 from __future__ import annotations
@@ -11,68 +11,68 @@ from dataclasses import dataclass
 
 from averaging.deadlines.donor_rates import SLOW_LINK
 
-SHARE = 8
-"""A donor has to be so many times slower than expected to be left for another one, and each further time that it is
-asked so many times slower still."""
+SLOW_FACTOR = 8
+"""A donor is replaced if it is this many times slower than the best known donor. The factor is applied once more each
+time it is asked again."""
 
-LEAST = 16 << 10
-"""Bytes/s that are expected of any donor, 128 kbit/s: a GiB takes 18 hours at that.
+MIN_BYTES_PER_SECOND = 16 << 10
+"""Bytes/s that every donor must deliver: 128 kbit/s, at which a GiB takes 18 hours. A donor also stops sending to a
+reader that is slower if other readers wait.
 
-That is two messages of 256 KiB in a `stall_timeout` of 30 s; a donor with half of it would be silent for that long. Nor
-does a donor go on with a reader that takes less, if others wait."""
+It is two messages of 256 KiB in a `stall_timeout` of 30 s. Half of it would be silence for that long."""
 
 PER_TENSOR = 1 << 10
-"""A tensor counts as so many bytes more than it has: messages with few or none take their time, too."""
+"""Bytes added to the size of each tensor, because messages with few or no bytes also take time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """What is expected of a donor.
+    """The rate expected of a donor.
 
     Attributes:
-        bytes_per_second: so much.
-        basis: in words, such as `1/8 of the 10 Mbit/s presumed of slow links`.
+        bytes_per_second: lower limit.
+        basis: where it comes from, such as `1/8 of the 10 Mbit/s assumed for slow links`.
     """
 
     bytes_per_second: float
     basis: str
 
     @property
-    def is_least(self) -> bool:
-        """Whether no donor is ever asked for less."""
-        return self.bytes_per_second <= LEAST
+    def is_minimum(self) -> bool:
+        """Whether the rate cannot be lowered further."""
+        return self.bytes_per_second <= MIN_BYTES_PER_SECOND
 
 
-LEAST_RATE = Rate(LEAST, f"{LEAST >> 10} KiB/s, the least of any donor and reader")
+MIN_RATE = Rate(MIN_BYTES_PER_SECOND, f"{MIN_BYTES_PER_SECOND >> 10} KiB/s, the minimum for every donor and reader")
 
 
 def expected_rate(best: float | None, times_slow: int, *, alone: bool = False) -> Rate:
-    """What is expected of a donor in this attempt of a download.
+    """Returns the rate expected of a donor.
 
     Args:
-        best: bytes/s at which any donor has delivered lately; None if nothing is known.
-        times_slow: how often it was too slow before.
-        alone: whether there is no other donor for which it could be left.
+        best: best recent rate of any donor in bytes/s; None if unknown.
+        times_slow: how often this donor was too slow before.
+        alone: whether no other donor is left to try.
     """
-    share = SHARE ** (1 + times_slow)
-    rate = (SLOW_LINK if best is None else best) / share
-    if alone or rate < 2 * LEAST:  # to ask once more for little less would gain little
-        return LEAST_RATE
-    of = "10 Mbit/s presumed of slow links" if best is None else f"{best / 1e6:.1f} MB/s of the best donor"
-    return Rate(rate, f"1/{share} of the {of}")
+    factor = SLOW_FACTOR ** (1 + times_slow)
+    rate = (SLOW_LINK if best is None else best) / factor
+    if alone or rate < 2 * MIN_BYTES_PER_SECOND:  # a try between the two would gain little
+        return MIN_RATE
+    reference = "10 Mbit/s assumed for slow links" if best is None else f"{best / 1e6:.1f} MB/s of the best donor"
+    return Rate(rate, f"1/{factor} of the {reference}")
 
 
 class Throughput:
-    """Watches the bytes of one donor, from its first message on.
+    """Measures the throughput of one donor from its first message on.
 
     Args:
-        rate: what is expected.
+        rate: expected rate.
         window: seconds.
-        left: bytes still to come, as `StateReader.left` counts them.
-        now: seconds by any clock that counts fairly.
+        left: `StateAssembler.left` at the first message.
+        now: fair seconds, see `deadlines.fair_clock`.
 
     Attributes:
-        delivered: bytes since then.
+        delivered: bytes since the first message.
     """
 
     def __init__(self, rate: Rate, window: float, left: int, now: float) -> None:
@@ -83,43 +83,43 @@ class Throughput:
 
     @property
     def limit(self) -> float:
-        """Seconds from the first message until all is there, if the donor is not given up before that."""
+        """Maximum seconds of the whole download, from the first message on."""
         return (self.delivered + self._left) / self._rate.bytes_per_second + self._window
 
-    def heard(self, left: int, now: float) -> None:
-        """A message came; so much is left now."""
+    def update(self, left: int, now: float) -> None:
+        """Counts a message; `left` is the present `StateAssembler.left`."""
         self._next_window(now)
         self.delivered += self._left - left
         self._left = left
         self._next_window(now)
 
     def time_left(self, now: float) -> float:
-        """Seconds until the donor is too slow unless it delivers more; infinity if it has done enough for now."""
+        """Seconds until the donor is too slow unless it delivers more; infinity if this window is complete."""
         return math.inf if self._missing <= 0 else max(0.0, self._start + self._window - now)
 
     def seconds(self, now: float) -> float:
-        """Since the first message."""
+        """Seconds since the first message."""
         return now - self._first
 
     def __str__(self) -> str:
         whole = self._at_start < self._rate.bytes_per_second * self._window
         return (
-            f"delivered {self._at_start - self._left} bytes in {self._window:g} s, at least {self._wanted} are expected"
+            f"delivered {self._at_start - self._left} bytes in {self._window:g} s, expected at least {self._expected}"
             f"{', all that was left' if whole else ''}: {self._rate.basis}"
         )
 
     @property
-    def _wanted(self) -> int:
+    def _expected(self) -> int:
         """Bytes in this window."""
         return min(math.ceil(self._rate.bytes_per_second * self._window), self._at_start)
 
     @property
     def _missing(self) -> int:
         """Bytes in this window."""
-        return self._wanted - (self._at_start - self._left)
+        return self._expected - (self._at_start - self._left)
 
     def _next_window(self, now: float) -> None:
-        """What comes late, but before anybody was given up for it, is in time."""
+        """Begins the next window. Bytes that come late, but before the donor was given up, count for the old one."""
         if self._missing <= 0 and now >= self._start + self._window:
             self._start += self._window
             self._at_start = self._left

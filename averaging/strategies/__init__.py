@@ -1,4 +1,4 @@
-"""What is averaged, and when."""
+"""Strategies: what is averaged, and when."""
 
 from averaging.strategies.base import Strategy
 from averaging.strategies.diloco import DiLoCo

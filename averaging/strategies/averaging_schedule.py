@@ -1,64 +1,65 @@
-"""When it is a peer's turn to average. Pure: the caller brings the time."""
+"""Decides when a peer's next round is due. Pure: the caller passes the time."""
 
 from __future__ import annotations
 
 from averaging.errors import ConfigError
 
 SMOOTHING = 0.2
-"""Weight of the newest step in the running mean of the seconds a step takes."""
+"""Weight of the newest step in the running mean of the seconds per step."""
 
 
 class AveragingSchedule:
-    """Counts the steps between two turns of a peer.
+    """Counts the local steps between two rounds of a peer.
 
-    A turn comes every so many steps. It comes earlier if others wait for this peer who would be gone before it has made
-    them all: so a slower peer, or one that joined in between, falls into step with the rest.
+    A round is due every `every` steps. It is due earlier if other peers look for a group and would stop looking before
+    this peer has made all its steps. So a slower peer, or one that joined in between, aligns with the others.
 
     Args:
-        every: steps between two turns, at least 1.
+        every: steps between two rounds, at least 1.
 
     Raises:
-        ConfigError: `every` is not a whole number above 0.
+        ConfigError: `every` is not an integer of at least 1.
     """
 
     def __init__(self, every: int) -> None:
-        self.every = whole("every", every, 1)
+        self.every = check_whole_number("every", every, 1)
         self.steps = 0
-        self._seconds = 0.0  # that a step takes, about
+        self._seconds = 0.0  # running mean per step
         self._last: float | None = None
 
     def count(self, now: float) -> None:
-        """A step has been made."""
+        """Counts one step, which ended at `now`."""
         self.steps += 1
         if self._last is not None:
-            taken = now - self._last
-            self._seconds = taken if self._seconds == 0 else self._seconds + SMOOTHING * (taken - self._seconds)
+            seconds = now - self._last
+            self._seconds = seconds if self._seconds == 0 else self._seconds + SMOOTHING * (seconds - self._seconds)
         self._last = now
 
-    def is_due(self, now: float, awaited_until: float | None) -> bool:
-        """Whether it is this peer's turn.
+    def is_due(self, now: float, declared_until: float | None) -> bool:
+        """Whether this peer averages now.
 
         Args:
             now: seconds since the epoch.
-            awaited_until: when the last of those who wait for a group now will be gone; None if nobody waits.
+            declared_until: when the last of the other peers' declarations expires; None if nobody looks for a group.
         """
         if self.steps >= self.every:
             return True
-        there = now + (self.every - self.steps + 1) * self._seconds
-        return self.steps > 0 and self._seconds > 0 and awaited_until is not None and now < awaited_until < there
+        if self.steps == 0 or self._seconds <= 0 or declared_until is None:
+            return False
+        return now < declared_until < now + (self.every - self.steps + 1) * self._seconds
 
-    def taken(self) -> None:
-        """The turn has been taken; what it took does not count as a step's time."""
+    def restart(self) -> None:
+        """Starts counting anew, because a round begins; its duration does not count as a step's."""
         self.steps = 0
         self._last = None
 
 
-def whole(name: str, value: int, least: int) -> int:
-    """Returns a whole number that is at least so much.
+def check_whole_number(name: str, value: int, minimum: int) -> int:
+    """Returns `value`.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it is not an integer of at least `minimum`.
     """
-    if type(value) is not int or value < least:
-        raise ConfigError(f"{name} must be a whole number of steps, at least {least}, not {value!r}")
+    if type(value) is not int or value < minimum:
+        raise ConfigError(f"{name} must be a whole number of steps, at least {minimum}, not {value!r}")
     return value

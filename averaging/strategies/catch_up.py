@@ -1,4 +1,4 @@
-"""Taking over the state of a peer that is ahead, once it has proved that it has one."""
+"""Downloads the state of a peer that is ahead, once that peer has proved that it has one."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from averaging.training.training import Fetch, Training
 
 logger = logging.getLogger(__name__)
 
-ANOTHER_SECONDS = 1.0
-"""After so long without an answer another peer that is ahead is asked, too."""
+NEXT_DONOR_SECONDS = 1.0
+"""Seconds without an answer after which the next peer that is ahead is asked as well."""
 
-MOST_ASKED = 8
-"""So many are asked at a time at most; then the one that was asked first is given up for another."""
+MAX_DOWNLOADS = 8
+"""Downloads at a time; the oldest one is cancelled in favour of a further one."""
 
-PATIENCE = 10.0
-"""Seconds that a peer with nobody to go on with waits for a state to begin; then it goes on alone."""
+START_TIMEOUT = 10.0
+"""Seconds for which a peer that can average with nobody waits for a download to start; then it goes on alone."""
 
 
 class CatchUp:
     """The downloads of one strategy from peers that claim to be ahead.
 
-    A record in discovery is a claim. It holds training up only once its peer begins to send a state that is as far as
-    claimed. After a failed attempt it is ignored for a while, see `ProgressClaims`. Peers with which this one has
-    averaged before are asked first, then those that claim most.
+    A record in discovery is only a claim. Training waits for it once that peer starts to send a state that is as far as
+    claimed. A claim whose download failed is ignored for a while, see `ProgressClaims`. Members of the last group are
+    asked first, then the peers that claim most.
     """
 
     def __init__(self) -> None:
         self._claims = ProgressClaims()
-        self._fetches: list[Fetch] = []  # in progress, the first begun first
+        self._fetches: list[Fetch] = []  # in progress, the oldest first
         self._warned = False  # of a failure since the last success
 
     @property
@@ -42,9 +42,9 @@ class CatchUp:
         """Whether a download is in progress."""
         return bool(self._fetches)
 
-    def doubted(self, training: Training) -> Collection[str]:
-        """Whose claims are passed over now."""
-        return self._claims.doubted(training.monotonic())
+    def ignored(self, training: Training) -> Collection[str]:
+        """The peers whose claims are ignored now."""
+        return self._claims.ignored(training.monotonic())
 
     def follow(
         self,
@@ -52,24 +52,24 @@ class CatchUp:
         own: History,
         others: Others,
         partners: Collection[str] = (),
-        patience: float = 0.0,
+        start_timeout: float = 0.0,
     ) -> Fetch | None:
-        """Downloads the state of somebody who is ahead.
+        """Downloads the state of a peer that is ahead.
 
         Args:
-            training: whose state is to be replaced.
+            training: the training whose state is to be replaced.
             own: its history.
-            others: who is ahead.
-            partners: peers with which this one has averaged.
-            patience: seconds to wait for a state to begin. One that has begun is waited for in any case; and a peer
-                that has nobody to go on with waits a while, too.
+            others: the peers that are ahead.
+            partners: members of the last group.
+            start_timeout: seconds to wait until a download starts. A peer that can average with nobody waits for at
+                least `START_TIMEOUT`. A download that has started is always waited for.
 
         Returns:
-            The download, if it has brought a state that counts more than `own`.
+            The download, if it has brought a greater history than `own`.
         """
         began = training.monotonic()
         if not others.together and self._claims.may_wait(began):
-            patience = max(patience, PATIENCE)
+            start_timeout = max(start_timeout, START_TIMEOUT)
         while others.ahead or self._fetches:
             self._ask(training, others, partners)
             found = self._take(training, own)
@@ -79,68 +79,68 @@ class CatchUp:
             if not self._fetches:
                 return None
             now = training.monotonic()
-            left = began + patience - now
+            left = began + start_timeout - now
             if delivering := [fetch for fetch in self._fetches if fetch.delivering]:
                 self._keep(training, delivering[0])
                 training.wait_for_fetches(delivering[:1], None)
             elif left > 0:
-                training.wait_for_fetches(self._fetches, min(left, ANOTHER_SECONDS))
+                training.wait_for_fetches(self._fetches, min(left, NEXT_DONOR_SECONDS))
             else:
-                if patience:
+                if start_timeout:
                     self._claims.failed([name for fetch in self._fetches for name in fetch.donors], now, now - began)
                 return None
         return None
 
-    def taken_over(self, before: History, now: History) -> None:
-        """The state of a download that `follow` returned has been taken over."""
+    def succeeded(self, before: History, now: History) -> None:
+        """Records that the state of a download from `follow` has been taken over."""
         self._claims.succeeded()
         self._warned = False
         if before.origin.id != now.origin.id:
-            logger.info("took over the run that another peer began: global step %d", now.step)
+            logger.info("took over the run of another origin: global step %d", now.step)
         else:
             logger.info("caught up from global step %d to %d", before.step, now.step)
 
     def failed(self, training: Training, own: History, fetch: Fetch, error: AveragingError) -> None:
-        """A download has failed, or its state cannot be taken over: the claims behind it are doubted."""
+        """Records that a download has failed, or that its state does not fit: its donors are ignored for a while."""
         now = training.monotonic()
         self._claims.failed(fetch.donors, now, now - fetch.began)
         logger.log(
             logging.INFO if self._warned else logging.WARNING,
-            "others announce a state further than global step %d, which cannot be had: %s; training goes on",
+            "peers announce more than global step %d, but their state cannot be downloaded: %s; training goes on",
             *(own.step, error),
         )
         self._warned = True
 
     def stop(self, training: Training) -> None:
-        """Gives up all downloads in progress."""
+        """Cancels all downloads."""
         self._keep(training, None)
 
     def _keep(self, training: Training, only: Fetch | None) -> None:
-        """Gives up all downloads but one."""
+        """Cancels all downloads but one."""
         for fetch in self._fetches:
             if fetch is not only:
-                training.give_up(fetch)
+                training.cancel_fetch(fetch)
         self._fetches = [fetch for fetch in self._fetches if fetch is only]
 
     def _ask(self, training: Training, others: Others, partners: Collection[str]) -> None:
-        """Begins a download, if nobody was asked for a while and nobody delivers."""
+        """Starts a download, unless the last one started recently or one delivers."""
         now = training.monotonic()
-        if any(fetch.delivering or now - fetch.began < ANOTHER_SECONDS for fetch in self._fetches):
+        if any(fetch.delivering or now - fetch.began < NEXT_DONOR_SECONDS for fetch in self._fetches):
             return
         asked = {name for fetch in self._fetches for name in fetch.donors}
-        doubted = self._claims.doubted(now)
-        claims = {name: one for name, one in others.ahead.items() if name not in asked and name not in doubted}
+        ignored = self._claims.ignored(now)
+        claims = {name: one for name, one in others.ahead.items() if name not in asked and name not in ignored}
         if not claims:
             return
         known = claims.keys() & set(partners) or claims.keys()
         best = max(claims[name] for name in known)
         names = sorted(name for name in known if claims[name] == best)
-        if len(self._fetches) >= MOST_ASKED:
-            training.give_up(self._fetches.pop(0))
+        if len(self._fetches) >= MAX_DOWNLOADS:
+            training.cancel_fetch(self._fetches.pop(0))
         self._fetches.append(training.fetch(names[: training.verify_donors], partial(check_history, wanted=best)))
 
     def _take(self, training: Training, own: History) -> Fetch | None:
-        """The first download that has ended with a state that counts more than `own`; others that have ended go."""
+        """The first finished download with a greater history than `own`; removes all finished ones before it."""
         for fetch in [fetch for fetch in self._fetches if fetch.done()]:
             self._fetches.remove(fetch)
             try:
@@ -154,14 +154,14 @@ class CatchUp:
 
 
 def check_history(user: Mapping[str, Any], wanted: History) -> None:
-    """Refuses a state that is behind what its donor has announced.
+    """Refuses a state that is behind the history its donor has announced.
 
     Args:
-        user: what the state holds of its strategy.
-        wanted: the history that was announced.
+        user: the strategy's part of the state.
+        wanted: the announced history.
 
     Raises:
-        StateError: it is behind.
+        StateError: the state is behind.
     """
     if History.unpack(user.get("history")) < wanted:
         raise StateError(f"its state is not yet at global step {wanted.step}")

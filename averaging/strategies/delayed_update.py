@@ -1,4 +1,4 @@
-"""What a round changes while training goes on: copies are averaged, and the change is added when it is there."""
+"""Averaging while training goes on: copies are averaged, and their change is added when the round ends."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from averaging.common.shared_tensors import sharing_memory
 
 
 class DelayedUpdate:
-    """Tensors that are trained, and copies of them of which a round makes the change.
+    """Trained tensors with the copies of them that a round averages.
 
     Args:
         tensors: by name.
-        kinds: names of those that may be second moments, by the kind of statistic or buffer that they are.
+        kinds: names of the statistics and buffers, grouped by kind; any kind may consist of second moments.
 
     Attributes:
-        copies: on the CPU, by name; after a round the average minus what was sent.
+        copies: on the CPU, by name; after a round they hold the average minus what was sent.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], kinds: Mapping[str, Sequence[str]]) -> None:
@@ -29,15 +29,15 @@ class DelayedUpdate:
 
     @torch.no_grad()
     def copy(self) -> None:
-        """Copies what the tensors hold now: it is about to be sent."""
+        """Copies the present tensors, right before they are sent."""
         for name, tensor in self._tensors.items():
             self.copies[name].copy_(tensor)
         self._sent_moments = {name: self.copies[name].clone() for name in _moments(self._kinds.values(), self.copies)}
 
     @torch.no_grad()
     def add(self) -> None:
-        """Adds the change to what the tensors hold now. The caller holds their lock."""
-        was = {name: self._tensors[name].clone() for name in self._tied}  # before the first of them is written
+        """Adds the change to the present tensors. The caller holds their lock."""
+        was = {name: self._tensors[name].clone() for name in self._tied}  # tied tensors before any of them is written
         for name, tensor in self._tensors.items():
             change, result = self.copies[name].to(tensor.device), was.get(name, tensor)
             if name in self._sent_moments and bool((result >= 0).all()):
@@ -49,9 +49,9 @@ class DelayedUpdate:
 
 
 def _moments(kinds: Iterable[Sequence[str]], sent: Mapping[str, torch.Tensor]) -> list[str]:
-    """Names of second moments: of the kinds of statistics of which nothing is below 0 in any parameter's.
+    """Names of the second moments: a kind whose values are at least 0 for every parameter counts as one.
 
-    A single parameter's momentum may well be above 0, all of it. The running variances of a model are a kind, too.
+    The kind matters, since the momentum of a single parameter may be positive by chance.
     """
     found = [names for names in kinds if all(bool((sent[name] >= 0).all()) for name in names)]
     return [name for names in found for name in names]
@@ -60,8 +60,8 @@ def _moments(kinds: Iterable[Sequence[str]], sent: Mapping[str, torch.Tensor]) -
 def _add_to_moment(moment: torch.Tensor, change: torch.Tensor, sent: torch.Tensor) -> None:
     """Adds a late change to a second moment so that it stays at least 0.
 
-    A moment that was `sent` has decayed since, and the change would have decayed with it: no more than `moment / sent`
-    of it is left, since squares of gradients only add to it.
+    The moment has decayed since it was `sent`, and the change would have decayed with it. Since squares of gradients
+    only add to the moment, at most the fraction `moment / sent` of the change is left.
     """
     left = torch.where(sent > moment, moment / sent, 1.0)
     moment.add_(change * left).clamp_(min=0)

@@ -1,4 +1,4 @@
-"""Many local steps between two rounds, and an outer optimizer for what they have changed."""
+"""DiLoCo: many local steps between two rounds, and an outer optimizer that applies their change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from averaging.peer.round_options import RoundOptions
 from averaging.peer.topics import Adopt
 from averaging.protocol.messages import CompressionType
 from averaging.state.snapshots import Extras
-from averaging.strategies.averaging_schedule import AveragingSchedule, whole
+from averaging.strategies.averaging_schedule import AveragingSchedule, check_whole_number
 from averaging.strategies.base import needs_closure
 from averaging.strategies.lockstep import LockstepStrategy
 from averaging.strategies.model_fragment import Fragment, cut
@@ -31,36 +31,36 @@ from averaging.training.training_state import count_in, take_tensor
 OuterFactory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 NESTEROV: OuterFactory = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
-"""The outer optimizer of the paper."""
+"""The outer optimizer of the DiLoCo paper."""
 
 
 class DiLoCo(LockstepStrategy):
-    """Averages what many local steps have changed, and hands that to an outer optimizer (Douillard et al., 2023).
+    """Averages the change of many local steps and applies it with an outer optimizer (Douillard et al., 2023).
 
-    Every `every` local steps the pseudo-gradient, where the model was after the last global step minus where it is, is
-    averaged between the peers; the outer optimizer makes its step from there, and all go on from the result
-    (arXiv:2311.08105). With `fragments` the model is averaged in so many pieces at staggered steps, each once in
-    `every`, so that the peak traffic is a fraction; with `delay` training goes on while a round is in progress
-    (Streaming DiLoCo, Douillard et al., 2025, arXiv:2501.18512).
+    Every `every` local steps the pseudo-gradient is averaged between the peers: the model after the last global step
+    minus the present model. The outer optimizer steps from there, and all peers go on from the result
+    (arXiv:2311.08105). With `fragments` the model is averaged in pieces at staggered steps, each piece once in `every`
+    steps, which lowers the peak traffic. With `delay` training goes on during a round (Streaming DiLoCo, Douillard et
+    al., 2025, arXiv:2501.18512).
 
-    A peer that is alone makes the outer step with its own pseudo-gradient. If a round fails, or lacks a part of the
-    result, nothing changes, and the next turn sends all that has come since. A peer that has missed a global step takes
-    over the state of another one and puts its own local steps on top.
+    A peer that is alone makes the outer step with its own pseudo-gradient. If a round fails or lacks a part of the
+    result, nothing changes, and the next round sends all local steps since the last global step. A peer that has missed
+    a global step takes over the state of another peer and adds its own local steps.
 
-    The outer state, the model after the last global step and what the outer optimizer keeps, is on the CPU.
+    The outer state (the model after the last global step, and the outer optimizer's state) is kept on the CPU.
 
     Args:
         every: local steps between two rounds of the same fragment.
-        outer: makes the outer optimizer of a list of parameters.
-        fragments: pieces of the model, about equal in size, no tensor cut; `every` must be a multiple.
-        delay: local steps between the start of a fragment's round and its result; 0 waits for it.
-        alpha: how much of the local model remains where a result arrives: alpha * local + (1 - alpha) * global.
+        outer: makes the outer optimizer from a list of parameters.
+        fragments: number of pieces, of about equal size, without splitting a tensor. `every` must be a multiple.
+        delay: local steps between the start of a fragment's round and its result; 0 waits for the round.
+        alpha: weight of the local model when a result arrives: `alpha * local + (1 - alpha) * global`.
         compression: see `Strategy`.
         error_feedback: see `Strategy`.
-        max_norm: of the gradients of each local step and of the pseudo-gradient, see `Strategy`.
+        max_norm: for the gradients of each local step and for the pseudo-gradient, see `Strategy`.
 
     Raises:
-        ConfigError: an argument that cannot work.
+        ConfigError: an argument is invalid.
     """
 
     def __init__(
@@ -76,15 +76,15 @@ class DiLoCo(LockstepStrategy):
         max_norm: float | None = None,
     ) -> None:
         super().__init__(compression=compression, error_feedback=error_feedback, max_norm=max_norm)
-        whole("every", every, 1)
+        check_whole_number("every", every, 1)
         if type(fragments) is not int or fragments < 1 or every % fragments:
             raise ConfigError(
-                f"every must be a multiple of fragments: {every} steps are not of {fragments!r} fragments"
+                f"every must be a multiple of fragments, but {every} steps cannot be divided into {fragments!r}"
             )
-        self._turns = AveragingSchedule(every // fragments)
-        if whole("delay", delay, 0) >= self._turns.every:
+        self._schedule = AveragingSchedule(every // fragments)
+        if check_whole_number("delay", delay, 0) >= self._schedule.every:
             raise ConfigError(
-                f"a fragment's round begins every {self._turns.every} steps, so delay must be less, not {delay}"
+                f"a fragment's round begins every {self._schedule.every} steps; delay must be less, not {delay}"
             )
         if not (is_finite(alpha) and 0 <= alpha <= 1):
             raise ConfigError(f"alpha must be from 0 to 1, not {alpha!r}")
@@ -97,23 +97,23 @@ class DiLoCo(LockstepStrategy):
         self._make_outer = outer
         self._fragments: list[Fragment] = []
         self._pending: SignalSafeFuture[Receipt] | None = None
-        self._begun = History()  # where the pending round began
-        self._loaded = False  # the anchors are those of a state, local steps may have been made from there
-        self._discarded = False  # the local steps since the last global step are in others' result already
+        self._pending_history = History()  # when the pending round began
+        self._loaded = False  # whether the anchors come from a state; local steps may follow them
+        self._discarded = False  # whether another peer's result may include the local steps since the last global step
 
     def __repr__(self) -> str:
-        more = {"fragments": (self.fragments, 1), "delay": (self.delay, 0), "alpha": (self.alpha, 0.0)}
-        told = "".join(f", {name}={value}" for name, (value, usual) in more.items() if value != usual)
-        return f"DiLoCo(every={self.every}{told}{self._options()})"
+        defaults = {"fragments": (self.fragments, 1), "delay": (self.delay, 0), "alpha": (self.alpha, 0.0)}
+        options = "".join(f", {name}={value}" for name, (value, default) in defaults.items() if value != default)
+        return f"DiLoCo(every={self.every}{options}{self._options()})"
 
     @property
     def samples(self) -> float:
         """Local steps since the last round."""
-        return self._turns.steps
+        return self._schedule.steps
 
     def start(self, training: Training) -> None:
-        """Cuts the model into fragments, each with its outer optimizer."""
-        self._fragments = []  # those of an averager that could not start
+        """Divides the model into fragments and creates an outer optimizer for each."""
+        self._fragments = []  # `start` may have failed for another averager
         pieces = cut({name: tensor.numel() for name, tensor in training.parameters.items()}, self.fragments)
         for number, names in enumerate(pieces):
             parameters = {name: training.parameters[name] for name in names}
@@ -122,8 +122,8 @@ class DiLoCo(LockstepStrategy):
                 for name, parameter in parameters.items()
             }
             changes = {name: torch.zeros_like(anchor, requires_grad=False) for name, anchor in anchors.items()}
-            # Buffers are averaged as they are, with the last fragment; as copies, since a result that came between
-            # forward and backward would change what autograd has kept.
+            # The last fragment's round also averages the buffers. It uses copies, since a result that arrived between
+            # forward and backward would change what autograd has saved.
             buffers = training.buffers if number == len(pieces) - 1 else {}
             averages = {name: buffer.detach().to("cpu", copy=True) for name, buffer in buffers.items()}
             topic = training.topic(
@@ -139,7 +139,7 @@ class DiLoCo(LockstepStrategy):
             self._fragments.append(Fragment(number, parameters, anchors, changes, topic, outer, copied))
 
     def joined(self, training: Training) -> None:
-        """A peer that begins a run, or has loaded parameters alone, starts from what it holds."""
+        """Starts from the present parameters if no outer state was taken over."""
         if self.history.step == 0 and not self._loaded:
             self._anchor()
         super().joined(training)
@@ -147,7 +147,7 @@ class DiLoCo(LockstepStrategy):
     def step(
         self, training: Training, closure: Callable[[], float] | None = None, batch_size: int | None = None
     ) -> float | None:
-        """One local step; the first starts from what the model is then, loaded or averaged meanwhile."""
+        """One local step. The first one starts from the present parameters: they may have been loaded or averaged."""
         if training.local_step == self.history.step == 0:
             with training.locked():
                 self._anchor()
@@ -158,38 +158,38 @@ class DiLoCo(LockstepStrategy):
             fragment.anchor()
 
     def after_step(self, training: Training) -> None:
-        """Ends a round whose result is due, and begins one if it is time."""
-        self._turns.count(training.now())
+        """Ends a round whose result is due, and begins the next one if that is due."""
+        self._schedule.count(training.now())
         if self._pending is not None:
-            if self._turns.steps < self.delay:
+            if self._schedule.steps < self.delay:
                 return
             self._end(training, self._pending)
-        others = self.others(training, training.told(wait=False))
-        if self.keep_up(training, others):
+        others = self.others(training, training.announcements(wait=False))
+        if self.catch_up(training, others):
             return
         fragment = self._next_fragment
-        if self._turns.is_due(training.now(), training.awaited_until(fragment.topic, self.history.phase)):
+        if self._schedule.is_due(training.now(), training.declared_until(fragment.topic, self.history.phase)):
             self._begin(training, fragment, others.together)
             if self._pending is not None and not self.delay:
                 self._end(training, self._pending)
 
     def finish(self, training: Training) -> None:
-        """Waits for the result that is on its way."""
+        """Waits for the round in progress."""
         if self._pending is not None:
             self._end(training, self._pending)
 
-    def conclude(self, training: Training, partners: Collection[str], patience: float) -> Receipt | None:
-        """Makes one more outer step of each fragment, with the local steps since the last; drops them if that fails."""
+    def conclude(self, training: Training, partners: Collection[str], timeout: float) -> Receipt | None:
+        """Makes one more outer step of each fragment; drops the local steps of a fragment whose round fails."""
         receipt: Receipt | None = None
-        end = training.monotonic() + patience
-        # Of the fragment that was averaged last there may be nothing new at any peer.
-        is_new = self.samples + self.others(training, training.told()).samples > 0
+        end = training.monotonic() + timeout
+        # The fragment that was averaged last may have changed at no peer since.
+        is_new = self.samples + self.others(training, training.announcements()).samples > 0
         for _ in self._fragments if is_new else self._fragments[1:]:
-            told = training.told()
-            together = self.others(training, told).together
-            if not together and not told.keys().isdisjoint(partners):
-                break  # what this peer made alone would not be the others'
-            self._begin(training, self._next_fragment, together, patience=max(0.0, end - training.monotonic()))
+            announcements = training.announcements()
+            together = self.others(training, announcements).together
+            if not together and not announcements.keys().isdisjoint(partners):
+                break  # an outer step of this peer alone would make its weights differ from the partners'
+            self._begin(training, self._next_fragment, together, search_timeout=max(0.0, end - training.monotonic()))
             if self._pending is not None:
                 receipt = self._end(training, self._pending)
         with training.replacing():
@@ -198,25 +198,25 @@ class DiLoCo(LockstepStrategy):
         return receipt
 
     def _begin(
-        self, training: Training, fragment: Fragment, together: tuple[str, ...], patience: float | None = None
+        self, training: Training, fragment: Fragment, together: tuple[str, ...], search_timeout: float | None = None
     ) -> None:
-        """Begins the round of a fragment; a peer that has nobody to average with makes its outer step at once."""
+        """Begins the round of a fragment; a peer that can average with nobody makes its outer step at once."""
         fragment.measure()
         if self.max_norm is not None:
             clip(fragment.changes.values(), self.max_norm)
-        self._turns.taken()
+        self._schedule.restart()
         if not together:
             self._step(training, fragment, None)
             return
-        self._begun = self.history
+        self._pending_history = self.history
         options: RoundOptions = {
             "phase": self.history.phase,
             "gather": {"samples": training.weight},
-            "awaited": self._level(training, together),
+            "expected_peers": self._expected_peers(training, together),
             "state": digest_of_piece(self._anchors, self.history.step),
         }
-        if patience is not None:
-            options["patience"] = patience
+        if search_timeout is not None:
+            options["search_timeout"] = search_timeout
         self._pending = training.begin(fragment.topic, **options)
 
     def _end(self, training: Training, pending: SignalSafeFuture[Receipt]) -> Receipt:
@@ -225,12 +225,12 @@ class DiLoCo(LockstepStrategy):
         except BaseException:
             if pending.done():  # a KeyboardInterrupt ends the wait, not the round
                 self._pending = None
-                with suppress(AveragingError):  # else `on_round` has raised, and the result is not taken up
+                with suppress(AveragingError):  # `on_round` has raised, so the result is not applied
                     self._discarded = bool(pending.result().group_id)
             raise
         self._pending = None
-        if self.history != self._begun:
-            return receipt  # a checkpoint has been loaded meanwhile, and the result is of other parameters
+        if self.history != self._pending_history:
+            return receipt  # a checkpoint was loaded meanwhile, so the result belongs to other parameters
         if receipt.averaged:
             self._step(training, self._next_fragment, receipt)
         else:
@@ -245,7 +245,7 @@ class DiLoCo(LockstepStrategy):
         self.announce(training)
 
     def _take_over(self, training: Training, fetch: Fetch) -> None:
-        """Puts the local steps that nobody has yet on top of the state, unless it is of another origin."""
+        """Adds the local steps that no result includes to the state, unless it is of another origin."""
         origin = self.history.origin.id
         own = [] if self._discarded else [fragment.local_steps() for fragment in self._fragments]
         super()._take_over(training, fetch)
@@ -257,7 +257,7 @@ class DiLoCo(LockstepStrategy):
 
     @property
     def _anchors(self) -> list[torch.Tensor]:
-        """The model after the last global step, which all peers hold alike."""
+        """The model after the last global step, equal at all peers."""
         return [anchor for fragment in self._fragments for anchor in fragment.anchors.values()]
 
     @property
@@ -265,7 +265,7 @@ class DiLoCo(LockstepStrategy):
         return self._fragments[self.history.step % len(self._fragments)]
 
     def state(self) -> Extras:
-        """The model after the last global step, and the outer optimizers' state."""
+        """The model after the last global step, and the state of the outer optimizers."""
         tensors: dict[str, torch.Tensor] = {}
         outer = []
         for fragment in self._fragments:
@@ -273,15 +273,15 @@ class DiLoCo(LockstepStrategy):
             found, packed = pack_optimizer(fragment.outer, f"outer{fragment.number}")
             tensors |= found
             outer.append(packed)
-        return Extras(tensors, {"outer": outer, "since": self._turns.steps})
+        return Extras(tensors, {"outer": outer, "since": self._schedule.steps})
 
     def load(self, tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None:
-        """Takes over another peer's outer state; the hyperparameters of the outer optimizer stay this one's."""
+        """Loads an outer state; the hyperparameters of the outer optimizers do not change."""
         super().load(tensors, user)
         since = count_in(user, "since")
         outer = user.get("outer")
         if not isinstance(outer, list) or len(outer) != len(self._fragments):
-            raise StateError(f"its model is not cut into {len(self._fragments)} fragments, as it is here")
+            raise StateError(f"its model is not divided into {len(self._fragments)} fragments, as this peer's is")
         found = [
             {name: take_tensor(tensors, f"anchor/{name}", anchor) for name, anchor in fragment.anchors.items()}
             for fragment in self._fragments
@@ -294,21 +294,21 @@ class DiLoCo(LockstepStrategy):
             for fragment, anchors in zip(self._fragments, found, strict=True):
                 for name, anchor in anchors.items():
                     fragment.anchors[name].copy_(anchor)
-        self._turns.steps, self._loaded = since, True
+        self._schedule.steps, self._loaded = since, True
         self._discarded = False
 
 
 def _check_outer(outer: Any, given: Iterable[torch.nn.Parameter]) -> None:
-    """Whether it is an optimizer of just the parameters that were given: with the model's, nothing would be learnt.
+    """Checks that an outer optimizer has exactly the given parameters: with the model's own nothing would be learnt.
 
     Raises:
-        ConfigError: it is not, or steps only with a closure.
+        ConfigError: it has others, or requires a closure.
     """
     groups = getattr(outer, "param_groups", [])
     if {id(parameter) for group in groups for parameter in group["params"]} != {id(parameter) for parameter in given}:
         raise ConfigError(
-            "outer must make an optimizer of all the parameters that it is called with, which are not the model's own; "
-            f"it made {type(outer).__name__} of others: outer=lambda parameters: torch.optim.SGD(parameters, lr=0.7)"
+            "outer must make an optimizer of all the parameters that it is called with, not of the model's own; "
+            f"its {type(outer).__name__} has others. Use outer=lambda parameters: torch.optim.SGD(parameters, lr=0.7)"
         )
     if needs_closure(outer):
-        raise ConfigError(f"outer makes {type(outer).__name__}, which evaluates the model during its step; use another")
+        raise ConfigError(f"outer makes a {type(outer).__name__}, whose step requires a closure; use another optimizer")

@@ -1,4 +1,4 @@
-"""Gradients of one large batch, gathered by all peers together."""
+"""Gradient averaging: all peers gather the gradients of one large batch together."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from averaging.training.tensor_math import clip, full_precision
 from averaging.training.training import Training
 
 WAITED_BATCHES = 2.0
-"""How long a peer waits for the batches of others that complete the joined one, in times of its own last batch."""
+"""How long a peer waits until other peers complete the joint batch, in multiples of its own last batch time."""
 
 
 class GradientAveraging(LockstepStrategy):
-    """Peers of different speeds gather gradients until they have a batch together, average them, and step.
+    """Peers of different speeds gather the gradients of one large batch, average them, and make the same step.
 
-    Each `opt.step(batch_size=n)` adds the gradients of n samples (the loss is their mean) to this peer's. As soon as
-    all peers together have `target_batch_size` samples, the gradients are averaged, weighted by samples, and every peer
-    makes the same step of its optimizer: the step of one process with the joined batch, as long as one group takes all
-    peers in (`group_size`). Until then the parameters stay as they are (Diskin et al., 2021, arXiv:2106.10207). A peer
-    whose next batch would be one too many, since those that others compute complete the joined one, waits for them.
+    Each `opt.step(batch_size=n)` adds the gradients of n samples (the loss is their mean) to this peer's own. Once all
+    peers together have `target_batch_size` samples, the gradients are averaged, weighted by samples, and every peer
+    steps its optimizer with the average. If one group has room for all peers (`group_size`), that equals the step of
+    one process with the joint batch. Until then the parameters do not change (Diskin et al., 2021, arXiv:2106.10207).
+    A peer waits instead of computing another batch if the batches in progress elsewhere complete the joint one.
 
-    A peer that is alone steps when it has the batch itself. If a round fails, the gradients stay and it is tried again
-    at the next `opt.step`. A peer that comes too late for a step takes over the state of another one; the gradients it
-    has gathered meanwhile belong to old parameters and are dropped.
+    A peer that is alone steps when it has the whole batch itself. If a round fails, the gradients stay and the next
+    `opt.step` tries again. A peer that misses a global step takes over the state of another peer; it drops the
+    gradients gathered meanwhile, because they belong to old parameters.
 
     Args:
         target_batch_size: samples of one global step, of all peers together.
         compression: see `Strategy`.
         error_feedback: see `Strategy`.
-        max_norm: of this peer's mean gradient, before it is averaged.
+        max_norm: for this peer's mean gradient, before it is averaged.
 
     Raises:
-        ConfigError: an argument that cannot work.
+        ConfigError: an argument is invalid.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class GradientAveraging(LockstepStrategy):
             raise ConfigError(f"target_batch_size must be a whole number, at least 1, not {target_batch_size!r}")
         self.target_batch_size = target_batch_size
         self._gathered = 0
-        self._returned = math.inf  # when the last step was over, and the present batch was begun
+        self._batch_began = math.inf  # when the last step returned
 
     def __repr__(self) -> str:
         return f"GradientAveraging(target_batch_size={self.target_batch_size}{self._options()})"
@@ -70,21 +70,21 @@ class GradientAveraging(LockstepStrategy):
         return self._gathered
 
     def schedule(self, training: Training) -> int:
-        """The learning rate follows the global steps."""
+        """The number of global steps."""
         return self.history.step
 
     def start(self, training: Training) -> None:
-        """Makes the mean gradients, which are averaged, and, if there are buffers, averages those along.
+        """Creates the topic of the mean gradients and the averaged buffers.
 
         Raises:
-            ConfigError: the optimizer steps only with a closure, so the gradients are not there before its step.
+            ConfigError: the optimizer requires a closure, so there are no gradients before its step.
         """
         if needs_closure(training.optimizer):
             raise ConfigError(
                 f"{type(training.optimizer).__name__} evaluates the model during its step, so its gradients cannot be "
-                "gathered before; train with LocalSGD or DiLoCo"
+                "gathered before it; use LocalSGD or DiLoCo"
             )
-        # The running mean over all samples so far, so that nothing is rescaled before or after a round.
+        # A running mean, so that nothing has to be rescaled before or after a round.
         self._means = {
             name: torch.zeros_like(parameter, dtype=full_precision(parameter), requires_grad=False)
             for name, parameter in training.parameters.items()
@@ -101,39 +101,41 @@ class GradientAveraging(LockstepStrategy):
     def step(
         self, training: Training, closure: Callable[[], float] | None = None, batch_size: int | None = None
     ) -> float | None:
-        """Adds the gradients, and makes a global step if there are samples enough."""
+        """Adds the gradients, and makes a global step if all peers together have enough samples."""
         if type(batch_size) is not int or batch_size < 1:
             raise ConfigError(
                 f"GradientAveraging counts samples: call opt.step(batch_size=n), not {batch_size!r}; in a trainer that "
-                "calls it, use the class of averaging.integrations for it"
+                "calls step() itself, use its class from averaging.integrations"
             )
         loss = training.evaluate(closure)
         self._gather(training, batch_size)
         training.count_local_step(batch_size)
-        others = self.others(training, training.told())
+        others = self.others(training, training.announcements())
         if self._is_worth_waiting(others):
             others = self._wait_for_the_rest(training)
-        if not self.keep_up(training, others) and self._is_complete(others):
+        if not self.catch_up(training, others) and self._is_complete(others):
             self.announce(training)
             self._global_step(training, others.together)
-        self.announce(training, coming=batch_size)
-        self._returned = training.now()
+        self.announce(training, computing=batch_size)
+        self._batch_began = training.now()
         return loss
 
     def _is_complete(self, others: Others) -> bool:
         return self._gathered + others.samples >= self.target_batch_size
 
     def _is_worth_waiting(self, others: Others) -> bool:
-        """Whether the batches that others compute now complete the joined one, so that one more would be too many."""
-        coming = self._gathered + others.samples + others.coming
-        return not self._is_complete(others) and coming >= self.target_batch_size
+        """Whether the batches that other peers compute now complete the joint batch."""
+        expected = self._gathered + others.samples + others.computing
+        return not self._is_complete(others) and expected >= self.target_batch_size
 
     def _wait_for_the_rest(self, training: Training) -> Others:
-        """Waits while that is so, but not much longer than a batch of this peer's takes."""
+        """Waits until other peers have completed the joint batch, or can no longer; bounded by this peer's speed."""
         self.announce(training)
-        patience = max(0.0, min(WAITED_BATCHES * (training.now() - self._returned), training.group_wait))
-        told = training.told_until(lambda told: not self._is_worth_waiting(self.others(training, told)), patience)
-        return self.others(training, told)
+        timeout = max(0.0, min(WAITED_BATCHES * (training.now() - self._batch_began), training.group_wait))
+        seen = training.wait_for_announcements(
+            lambda seen: not self._is_worth_waiting(self.others(training, seen)), timeout
+        )
+        return self.others(training, seen)
 
     def _gather(self, training: Training, samples: int) -> None:
         for name, parameter in training.parameters.items():
@@ -150,7 +152,7 @@ class GradientAveraging(LockstepStrategy):
                     mean.lerp_(parameter.grad.to(mean.dtype), samples / total)
         self._gathered = total
 
-    def _forget_gradients(self) -> None:
+    def _drop_gradients(self) -> None:
         self._gathered = 0
         for name, mean in self._means.items():
             mean.zero_()
@@ -167,7 +169,7 @@ class GradientAveraging(LockstepStrategy):
                     phase=self.history.phase,
                     weight=self._gathered,
                     gather={"samples": self._gathered, "lacking": _bitmap(lacking, len(self._present))},
-                    awaited=self._level(training, together),
+                    expected_peers=self._expected_peers(training, together),
                     state=digest_of_piece(list(training.parameters.values()), self.history.step),
                 )
             finally:  # also after a KeyboardInterrupt
@@ -178,58 +180,58 @@ class GradientAveraging(LockstepStrategy):
             for member in receipt.members:
                 lacking &= _numbers(receipt.gathered[member], "lacking")
         for number, (name, parameter) in enumerate(training.parameters.items()):
-            # As in one process, the optimizer passes over a parameter for which nobody has a gradient.
+            # Like in one process, the optimizer skips a parameter for which no peer has a gradient.
             parameter.grad = None if number in lacking else self._means[name].to(_gradient_dtype(parameter), copy=True)
         with training.replacing():
             training.optimizer.step()
             self._advance(training, receipt, self._gathered)
-            self._forget_gradients()
+            self._drop_gradients()
 
     def _unclip(self, scale: torch.Tensor | None) -> None:
-        """The batch goes on, and it is the mean of all of it that is clipped."""
+        """Undoes `clip` after a failed round, because the mean of the whole batch is clipped later."""
         if scale is not None and scale > 0:
             for mean in self._means.values():
                 mean.div_(scale.to(mean.device, mean.dtype))
 
     def step_alone(self, training: Training, closure: Callable[[], float] | None) -> float | None:
-        """Changes nothing: a batch of this peer alone is not what its optimizer is tuned for."""
+        """Makes no step: the optimizer is not tuned for a batch of this peer alone."""
         training.count_local_step()
         return training.evaluate(closure)
 
-    def conclude(self, training: Training, partners: Collection[str], patience: float) -> Receipt | None:
-        """The parameters of all are equal; averages the buffers, which batches since the last step have changed."""
+    def conclude(self, training: Training, partners: Collection[str], timeout: float) -> Receipt | None:
+        """Averages the buffers, which may differ since the last global step; the parameters are equal already."""
         if not training.buffers:
             return None
         topic = training.topic("buffers", training.buffers, adopt=Adopt.WHOLE)
-        return self._average_at_the_end(training, topic, patience)
+        return self._average_at_the_end(training, topic, timeout)
 
     def load(self, tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None:
-        """Drops what has been gathered, which is of other parameters."""
+        """Loads the state and drops the gathered gradients, which belong to other parameters."""
         super().load(tensors, user)
-        self._forget_gradients()
+        self._drop_gradients()
 
 
 def _check_gradient(name: str, gradient: torch.Tensor, allows_non_finite: bool) -> None:
     if gradient.layout is not torch.strided:
         raise TensorError(
             f"the gradient of {name!r} is {gradient.layout}; make it dense, for example with "
-            "Embedding(..., sparse=False), or train with LocalSGD"
+            "Embedding(..., sparse=False), or use LocalSGD"
         )
     if not allows_non_finite and not all_finite(gradient):
         raise TensorError(
-            f"the gradient of {name!r} holds NaN or infinity, so this batch is not counted; leave it out, use a "
-            "GradScaler if it comes from float16, or allow it with non_finite='allow'"
+            f"the gradient of {name!r} holds NaN or infinity, so this batch is not counted; skip the batch, use a "
+            "GradScaler for float16, or allow such values with non_finite='allow'"
         )
 
 
 def _gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """The dtype of its gradients. Newer torch lets a parameter have another one for them, and takes only that then."""
+    """The dtype of the parameter's gradients, which newer torch lets differ from that of the parameter."""
     dtype: torch.dtype | None = getattr(parameter, "grad_dtype", None)
     return parameter.dtype if dtype is None else dtype
 
 
 def _bitmap(numbers: Collection[int], count: int) -> bytes:
-    """Which of so many numbers are there, one bit each: of a large model a list would be too long for a gather."""
+    """Packs a set of numbers below `count` with one bit each, since `gather` is too small for a list of them."""
     bits = bytearray(-(-count // 8))
     for number in numbers:
         bits[number // 8] |= 1 << number % 8
@@ -237,8 +239,8 @@ def _bitmap(numbers: Collection[int], count: int) -> bytes:
 
 
 def _numbers(user: Any, key: str) -> set[int]:
-    """The numbers that a member has told its group as a bitmap under `key`; none if it told something else."""
-    told = user.get(key) if isinstance(user, dict) else None
-    if not isinstance(told, bytes):
+    """Unpacks `_bitmap` from under `key` of a member's `gather`; empty if it is malformed."""
+    bitmap = user.get(key) if isinstance(user, dict) else None
+    if not isinstance(bitmap, bytes):
         return set()
-    return {8 * place + bit for place, byte in enumerate(told) for bit in range(8) if byte >> bit & 1}
+    return {8 * place + bit for place, byte in enumerate(bitmap) for bit in range(8) if byte >> bit & 1}

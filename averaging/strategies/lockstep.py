@@ -1,4 +1,4 @@
-"""What strategies share whose peers must hold equal parameters: a history, and global steps that count for all."""
+"""Base of the strategies whose peers hold equal parameters: a history, and global steps."""
 
 from __future__ import annotations
 
@@ -12,96 +12,97 @@ import torch
 from averaging.common.safe_msgpack import is_number
 from averaging.errors import StateError
 from averaging.observe.receipts import Receipt
-from averaging.peer.round_options import Awaited
+from averaging.peer.round_options import ExpectedPeers
 from averaging.strategies.base import Strategy
-from averaging.training.history import History, Others, Stage, look_around
+from averaging.training.history import History, Others, Stage, compare_progress
 from averaging.training.training import Training
 
 logger = logging.getLogger(__name__)
 
 MAX_SAMPLES = 2.0**53
-"""The most samples of one member in one step; a history with infinitely many could be announced to nobody."""
+"""Upper limit of one member's samples in a step: discovery would not accept a history with infinitely many."""
 
 
 class LockstepStrategy(Strategy):
     """A strategy in which peers make global steps together.
 
-    A step counts for those who have the whole result. A peer that has missed one, or made another than the rest, takes
-    over the state of one that is ahead; nobody makes the same step twice.
+    A step counts for the members that have the whole result. A peer that has missed a step, or has made a different
+    one, takes over the state of a peer that is ahead. No peer makes the same step twice.
     """
 
-    _crowded = False  # there have been more peers than a group takes
-    _missing: Mapping[str, bytes] = {}  # those who were lost in the last round or did not come, and their progress then
+    _warned_group_size = False
+    _missing: Mapping[str, bytes] = {}  # last announcements of the peers that the last round lacked or dropped
 
     @property
     def global_step(self) -> int:
-        """Steps that this run has made together, those of the downloaded state included."""
+        """Number of global steps of the run."""
         return self.history.step
 
-    def announced(self, training: Training) -> History:
-        """The history itself: peers that announce equal ones hold equal parameters."""
+    def announced_history(self, training: Training) -> History:
+        """The history itself: peers that announce equal histories hold equal parameters."""
         return self.history
 
-    def others(self, training: Training, told: Mapping[str, bytes]) -> Others:
-        """Reads the progress of the other peers, by endpoint."""
-        # A peer that was missed once is not waited for again until it shows a sign of life.
-        told = {name: progress for name, progress in told.items() if self._missing.get(name) != progress}
-        return look_around(
+    def others(self, training: Training, announcements: Mapping[str, bytes]) -> Others:
+        """Reads the announced progress of the other peers, by endpoint."""
+        # The last round lacked these peers; nobody waits for them again until they announce something new.
+        present = {name: progress for name, progress in announcements.items() if self._missing.get(name) != progress}
+        return compare_progress(
             self.history,
-            told,
+            present,
             self._partners,
-            doubted=self._catching_up.doubted(training),
+            ignored=self._downloads.ignored(training),
             donates=training.donates,
             trains=self.stage is Stage.TRAINING,
         )
 
     def load(self, tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None:
-        """Takes over what another peer has; the averager sets the history.
+        """Checks that a state has a history; the averager sets it.
 
         Raises:
-            StateError: there is no history in it.
+            StateError: it has none.
         """
         if "history" not in user:
             raise StateError("the state has no history of global steps")
 
-    def _level(self, training: Training, together: tuple[str, ...]) -> Awaited:
-        """Whom the next round waits for: those of `together` that have neither left nor gone on.
+    def _expected_peers(self, training: Training, together: tuple[str, ...]) -> ExpectedPeers:
+        """The peers of `together` for which the next round waits, as long as they neither leave nor advance.
 
-        Warns once if its group has no room for all of them.
+        Warns once if a group has no room for all of them.
         """
-        if not self._crowded and len(together) >= training.group_size:
-            self._crowded = True
+        if not self._warned_group_size and len(together) >= training.group_size:
+            self._warned_group_size = True
             logger.warning(
-                "%d peers make global steps together, and group_size is %d: whoever is in another group has no part in "
+                "%d peers make global steps together, but group_size is %d: peers outside the group have no part in "
                 "a step. Set group_size to at least %d at all peers",
                 len(together) + 1,
                 training.group_size,
                 len(together) + 1,
             )
         own, partners, trains = self.history, self._partners, self.stage is Stage.TRAINING
-        return lambda told: look_around(own, told, partners, trains=trains).together
+        return lambda announcements: compare_progress(own, announcements, partners, trains=trains).together
 
     def _advance(self, training: Training, receipt: Receipt | None, samples: float) -> None:
-        """Notes a global step.
+        """Adds a global step to the history.
 
         Args:
-            training: whose step it is.
-            receipt: of its round; None if this peer has made it alone.
-            samples: in it, of this peer; those of the others are in the receipt.
+            training: the training that made the step.
+            receipt: of its round; None if this peer has made the step alone.
+            samples: this peer's samples in a step that it made alone.
         """
-        training.say_alone(receipt is None)
+        training.log_alone(receipt is None)
         if receipt is not None:
-            came = set(receipt.members) - {dropped.endpoint for dropped in receipt.dropped}
-            self._partners = frozenset(came)
-            self._missing = {name: word for name, word in training.told(wait=False).items() if name not in came}
+            present = set(receipt.members) - {dropped.endpoint for dropped in receipt.dropped}
+            self._partners = frozenset(present)
+            announcements = training.announcements(wait=False)
+            self._missing = {name: progress for name, progress in announcements.items() if name not in present}
         if receipt is None:
             self.history = self.history.after(secrets.token_bytes(20), samples)
         else:
-            told = [gathered_samples(receipt.gathered[member]) for member in receipt.members]
-            self.history = self.history.after(receipt.group_id, sum(told))
+            samples_of_members = (gathered_samples(receipt.gathered[member]) for member in receipt.members)
+            self.history = self.history.after(receipt.group_id, sum(samples_of_members))
 
 
 def gathered_samples(user: Any) -> float:
-    """The samples that a member has announced to its group; 0 if it announced something else."""
+    """The samples in a member's `gather`; 0 if it is malformed."""
     samples = user.get("samples") if isinstance(user, dict) else None
     return float(samples) if is_number(samples) and 0 < samples <= MAX_SAMPLES else 0.0

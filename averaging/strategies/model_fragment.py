@@ -1,4 +1,4 @@
-"""A piece of the model as `DiLoCo` averages it, and how the model is cut into such pieces."""
+"""A fragment of the model as `DiLoCo` averages it, and the division of a model into fragments."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Fragment:
 
     Attributes:
         parameters: of the model, trained by the inner optimizer.
-        anchors: what they were after the last global step, on the CPU.
-        changes: anchors minus parameters; after a round, the average of all peers'.
-        buffers: of the model, each with its copy; after a round that holds the average of all peers'.
+        anchors: the parameters after the last global step, on the CPU.
+        changes: the pseudo-gradient, anchors minus parameters; after a round its average.
+        buffers: pairs of a model's buffer and its copy; after a round the copy holds the average.
     """
 
     def __init__(
@@ -39,40 +39,40 @@ class Fragment:
 
     @torch.no_grad()
     def anchor(self) -> None:
-        """Starts from what the model is now."""
+        """Sets the anchors to the present parameters."""
         for name, parameter in self.parameters.items():
             self.anchors[name].copy_(parameter)
 
     @torch.no_grad()
     def measure(self) -> None:
-        """Computes the pseudo-gradient, and copies the buffers."""
+        """Computes the pseudo-gradient and copies the buffers."""
         for name, parameter in self.parameters.items():
             torch.sub(self.anchors[name], parameter.to("cpu", self.anchors[name].dtype), out=self.changes[name])
         for buffer, copied in self.buffers:
             copied.copy_(buffer)
 
     def step(self, alpha: float) -> None:
-        """The outer step, and the model's way back to its result and to the averaged buffers."""
+        """Makes the outer step and writes its result and the averaged buffers to the model."""
         for name, anchor in self.anchors.items():
             anchor.grad = self.changes[name]
         self.outer.step()
         with torch.no_grad():
-            # Of parameters that share memory, before the first of them is written.
+            # Copies of parameters that share memory, made before any of them is written.
             was = {name: self.parameters[name].clone() for name in self._tied} if alpha else {}
             for name, parameter in self.parameters.items():
                 self.anchors[name].grad = None
                 result = self.anchors[name].to(parameter.device, parameter.dtype)
                 if alpha:
-                    # Where both are equal, so is the mixture, to the bit: what nobody trains has no pseudo-gradient.
+                    # lerp_ of equal values is exact, so parameters that nobody trains keep a pseudo-gradient of 0.
                     parameter.copy_(was.get(name, parameter).lerp_(result, 1 - alpha))
                 else:
-                    parameter.copy_(result)  # also over infinity and NaN, of which no mixture gets rid
+                    parameter.copy_(result)  # also replaces infinity and NaN, which lerp_ would keep
             for buffer, average in self.buffers:
                 buffer.copy_(average)
 
     @torch.no_grad()
     def local_steps(self) -> dict[str, torch.Tensor]:
-        """What the local steps since the last global step have changed."""
+        """The change by the local steps since the last global step: parameters minus anchors."""
         return {
             name: parameter.to("cpu", self.anchors[name].dtype) - self.anchors[name]
             for name, parameter in self.parameters.items()
@@ -80,23 +80,23 @@ class Fragment:
 
     @torch.no_grad()
     def export(self) -> None:
-        """Leaves the model after the last global step in the parameters; local steps since then are dropped."""
+        """Sets the parameters to the anchors, which drops the local steps since the last global step."""
         for name, parameter in self.parameters.items():
             parameter.copy_(self.anchors[name])
 
     @torch.no_grad()
     def rebase(self, steps: Mapping[str, torch.Tensor]) -> None:
-        """Puts local steps on top of the model after the last global step."""
+        """Sets the parameters to the anchors plus `steps`."""
         for name, parameter in self.parameters.items():
             parameter.copy_(self.anchors[name] + steps[name])
 
 
 def cut(sizes: Mapping[str, int], pieces: int) -> list[list[str]]:
-    """Cuts tensors, in order, into pieces of about equal size; each has one tensor at least.
+    """Divides tensors, in order, into pieces of about equal size, each with at least one tensor.
 
     Args:
-        sizes: elements of each tensor, by name.
-        pieces: how many.
+        sizes: number of elements of each tensor, by name.
+        pieces: number of pieces.
 
     Raises:
         ConfigError: there are fewer tensors than pieces.
@@ -109,7 +109,7 @@ def cut(sizes: Mapping[str, int], pieces: int) -> list[list[str]]:
     for place, name in enumerate(names):
         left = len(names) - place
         open_pieces = pieces - len(result)
-        # A new piece begins where its share begins, or where there are only as many tensors left as pieces.
+        # A piece begins at its share of all elements, or if only one tensor is left for each remaining piece.
         if not result or (open_pieces and (seen * pieces >= len(result) * total or left <= open_pieces)):
             result.append([])
         result[-1].append(name)

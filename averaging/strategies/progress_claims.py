@@ -1,19 +1,18 @@
-"""Which claims to be ahead deserve an attempt to download the state behind them. Pure: the caller brings the time."""
+"""Decides which peers that claim to be ahead are asked for their state. Pure: the caller passes the time."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
 FIRST_PAUSE, LAST_PAUSE = 0.25, 8.0
-"""Seconds after the first failed download until the same peers are asked again, doubled after each further failure;
-and the most, unless the download itself took longer."""
+"""Seconds for which claims are ignored after the first failed download, doubled with each further failure; and the
+maximum, unless the download itself took longer."""
 
 
 class ProgressClaims:
-    """Remembers whose claims failed: a peer that could not deliver what it claims holds nobody up.
+    """Remembers whose claims failed, so that a peer that cannot deliver what it claims delays nobody.
 
-    A peer that was not asked before is asked at once. One that failed is doubted until its pause is over, and then
-    asked again.
+    A peer that was not asked before is asked at once. A peer that failed is ignored for a pause and then asked again.
     """
 
     def __init__(self) -> None:
@@ -21,17 +20,17 @@ class ProgressClaims:
         self._failures = 0
         self._next = 0.0
 
-    def doubted(self, now: float) -> Collection[str]:
-        """Those whose claims are passed over at `now`, in seconds of a clock that is not set back."""
+    def ignored(self, now: float) -> Collection[str]:
+        """The peers whose claims are ignored at `now`, in seconds of a monotonic clock."""
         return frozenset(self._failed) if now < self._next else frozenset()
 
     def may_wait(self, now: float) -> bool:
-        """Whether training may be held up by the next attempt: not as long as the last failure is recent."""
+        """Whether training may wait for the next download: not while the last failure is recent."""
         return now >= self._next
 
     def failed(self, donors: Collection[str], now: float, seconds: float) -> None:
-        """None of these could deliver, which took so many seconds."""
-        if now - seconds < self._next:  # the attempt began when others were doubted already
+        """Records that none of `donors` could deliver, and that finding out took `seconds`."""
+        if now - seconds < self._next:  # it began while other peers were ignored already
             self._next = max(self._next, now + seconds)
         else:
             self._failed.clear()
@@ -40,5 +39,5 @@ class ProgressClaims:
         self._failed.update(donors)
 
     def succeeded(self) -> None:
-        """What failed before is forgotten."""
+        """Forgets all failures."""
         self._failed, self._failures, self._next = set(), 0, 0.0

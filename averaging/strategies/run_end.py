@@ -1,4 +1,4 @@
-"""How training ends: the peers come together once more, and compare the weights that they are left with."""
+"""The end of training: the peers average once more and compare their final weights."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from averaging.common.sanitize import listed
 from averaging.observe.training_status import Finish
 from averaging.strategies.base import Strategy
-from averaging.training.history import Stage, ending, read_progress, training_on
+from averaging.training.history import Stage, done_training, read_progress, still_training
 from averaging.training.training import Training
 
-PATIENCE = 2.0
-"""Seconds that a peer that is ahead may take to begin to send its state."""
+START_TIMEOUT = 2.0
+"""Seconds within which a peer that is ahead must start to send its state."""
 
 logger = logging.getLogger("averaging.training")
 
@@ -20,74 +20,78 @@ logger = logging.getLogger("averaging.training")
 class RunEnd:
     """The end of one peer's training, in the training thread.
 
-    The other peers see in this peer's progress that it trains no more, and do not wait for it in their rounds. It waits
-    until all of them have come as far, or its time is over.
+    The other peers read in this peer's progress that its training has ended, and no longer wait for it in their rounds.
+    It waits until their training has ended, too, or its time is up.
 
     Args:
-        timeout: seconds until the result is there at the latest.
+        timeout: seconds until `finish` returns at the latest.
     """
 
     def __init__(self, training: Training, strategy: Strategy, timeout: float) -> None:
         self._training, self._strategy = training, strategy
         self._end = training.monotonic() + timeout
-        self._digests: dict[str, str] = {}  # of those who have finished; they may leave meanwhile
+        self._digests: dict[str, str] = {}  # kept, since a peer that has finished may leave
 
     def finish(self) -> Finish:
-        """Ends what is in progress, brings the peers together, and compares."""
+        """Ends the round in progress, makes the weights of all peers equal, and compares them."""
         training, strategy = self._training, self._strategy
         strategy.finish(training)
         self._announce(Stage.WAITING)
-        # Of those who wait for somebody in vain, the first whose time is over takes the others along.
-        told = self._wait(lambda told: not training_on(told) or bool(ending(told, Stage.CONCLUDING)), self._left / 2)
+        # If the training of some peer does not end, the first peer whose time is up ends the wait of the others.
+        seen = self._wait(
+            lambda seen: not still_training(seen) or bool(done_training(seen, Stage.CONCLUDING)), self._remaining / 2
+        )
         self._announce(Stage.CONCLUDING)
-        late, partners = training_on(told), ending(told)
+        late, partners = still_training(seen), done_training(seen)
         if late:
-            logger.warning("%d peers go on training; this one ends without them: %s", len(late), listed(sorted(late)))
-        self._come_level(partners, self._left / 2)
-        receipt = strategy.conclude(training, partners, self._left)
-        self._come_level(partners, self._left)
+            logger.warning(
+                "%d peers are still training; this one ends without them: %s", len(late), listed(sorted(late))
+            )
+        self._catch_up(partners, self._remaining / 2)
+        receipt = strategy.conclude(training, partners, self._remaining)
+        self._catch_up(partners, self._remaining)
         own = strategy.digest = training.digest()
         self._announce(Stage.ENDED)
-        self._wait(lambda told: all(self._digest_of(name, told) for name in partners & told.keys()), self._left)
+        self._wait(lambda seen: all(self._digest_of(name, seen) for name in partners & seen.keys()), self._remaining)
         digests = {name: self._digests.get(name, "") for name in sorted(partners)}
-        # Nobody leaves, and takes its record along, before the others have read it.
+        # A peer that leaves withdraws its record, so it stays until the others have read it.
         self._announce(Stage.COMPARED)
-        self._wait(lambda told: partners & told.keys() <= ending(told, Stage.COMPARED), self._left)
+        self._wait(lambda seen: partners & seen.keys() <= done_training(seen, Stage.COMPARED), self._remaining)
         return Finish(own, digests, tuple(sorted(late)), receipt)
 
     def _announce(self, stage: Stage) -> None:
         self._strategy.stage = stage
         self._strategy.announce(self._training)
 
-    def _come_level(self, partners: frozenset[str], seconds: float) -> None:
-        """Takes over the state of those who are ahead, until all partners that are still there are level."""
+    def _catch_up(self, partners: frozenset[str], seconds: float) -> None:
+        """Takes over the state of peers that are ahead, until all remaining partners have the same history."""
         training, strategy = self._training, self._strategy
         end = training.monotonic() + seconds
 
-        def is_level(told: Mapping[str, bytes]) -> bool:
-            return partners & told.keys() <= set(strategy.others(training, told).together)
+        def is_level(seen: Mapping[str, bytes]) -> bool:
+            return partners & seen.keys() <= set(strategy.others(training, seen).together)
 
         while (left := end - training.monotonic()) > 0:
-            told = self._wait(lambda told: is_level(told) or bool(strategy.others(training, told).ahead), left)
-            if is_level(told):
+            seen = self._wait(lambda seen: is_level(seen) or bool(strategy.others(training, seen).ahead), left)
+            if is_level(seen):
                 return
-            strategy.keep_up(training, strategy.others(training, told), min(left, PATIENCE))
+            strategy.catch_up(training, strategy.others(training, seen), min(left, START_TIMEOUT))
 
     @property
-    def _left(self) -> float:
+    def _remaining(self) -> float:
         return max(0.0, self._end - self._training.monotonic())
 
     def _wait(self, condition: Callable[[Mapping[str, bytes]], bool], seconds: float) -> Mapping[str, bytes]:
-        """Waits until the others' progress fulfils the condition, at most so long; returns their progress."""
-        told = self._training.told_until(condition, seconds)
-        self._training.forget()  # what was heard before
-        for name in told:
-            self._digest_of(name, told)
-        return told
+        """Waits until the other peers' announcements fulfil the condition, or for `seconds`; returns them."""
+        seen = self._training.wait_for_announcements(condition, seconds)
+        self._training.refresh()
+        for name in seen:
+            self._digest_of(name, seen)
+        return seen
 
-    def _digest_of(self, name: str, told: Mapping[str, bytes]) -> str:
+    def _digest_of(self, name: str, seen: Mapping[str, bytes]) -> str:
         """The digest of the weights of a peer that has finished; empty if it has not."""
-        progress = read_progress({name: told[name]}).get(name)
+        progress = read_progress({name: seen[name]}).get(name)
         if progress is not None and progress.digest:
             self._digests[name] = progress.digest
         return self._digests.get(name, "")

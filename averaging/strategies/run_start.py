@@ -1,4 +1,4 @@
-"""How a peer that trains begins: with the state of the run, or else as the origin of a run of its own."""
+"""The start of training: a peer takes over the state of the run, or becomes the origin of a new one."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from averaging.training.training import Training
 
 logger = logging.getLogger("averaging.training")
 
-PATIENCE = 1.0
-"""Seconds for which a peer that begins a run looks for others that began one at the same moment."""
+SETTLE_SECONDS = 1.0
+"""Seconds for which a peer that begins a run looks for others that began one at the same time."""
 
 
 class RunStart:
-    """The first moments of one peer that trains, in the peer's event loop.
+    """The start of one peer's training, in the peer's event loop.
 
     Args:
-        peer: entered.
+        peer: an entered peer.
         check: called with what a state holds besides its tensors, see `Training`.
         take_over: called with a downloaded state, see `Training`.
         now: seconds since the epoch.
@@ -49,10 +49,10 @@ class RunStart:
         self._now, self._rng = now, rng
 
     async def begin(self) -> None:
-        """Takes over the state of the run; if nobody has one, this peer's parameters become one that others can take.
+        """Takes over the state of the run; without one, this peer offers its own parameters as the origin of a run.
 
         Raises:
-            StateError: there are peers with a state, and none could deliver it.
+            StateError: there are peers with a state, but none could deliver it.
         """
         joins = set(self._peer.config.join) - {self._peer.endpoint}
         if joins and await self._take_over_from(self._donors()):
@@ -62,49 +62,39 @@ class RunStart:
             origin = Origin(rank, -self._now, self._rng.randbytes(8).hex())
             self._strategy.history = History(origin=origin)
             await self._peer.commit(1)
-        self._peer.progress.tell(self._strategy.progress(self._training).pack())
+        self._peer.progress.announce(self._strategy.progress(self._training).pack())
         if not joins:
             return
-        if await self._somebody_counts_more() and await self._take_over_from(self._donors(above=True)):
+        if await self._greater_history_appears() and await self._take_over_from(self._donors(above=True)):
             return
         logger.info(
-            "no peer of run %r has a state that counts more, so this peer begins with its own parameters",
+            "no peer of run %r has the state of a greater origin, so this peer begins with its own parameters",
             self._peer.run_id,
         )
 
     def _donors(self, *, above: bool = False) -> list[str]:
-        """Who offers a state: those of the greatest origin first, of these the one that has averaged most.
+        """The peers that offer a state: those of the greatest origin first, then by descending priority.
 
         Args:
-            above: only those with a history to which this peer yields.
+            above: only peers whose history is greater than this peer's.
         """
-        progress = read_progress(self._peer.progress.told)
-        own, donates = self._strategy.announced(self._training), self._training.donates
-        offered = [(priority, name) for priority, name in self._peer.donors if priority > 0]
-        if above:
-            offered = [
-                (priority, name)
-                for priority, name in offered
-                if name in progress and own.yields_to(progress[name].history, donates=donates)
-            ]
+        progress = read_progress(self._peer.progress.announcements)
+        own, donates = self._strategy.announced_history(self._training), self._training.donates
+        offered = [
+            (priority, name)
+            for priority, name in self._peer.donors
+            if priority > 0
+            and (not above or (name in progress and own.yields_to(progress[name].history, donates=donates)))
+        ]
         histories = [progress[name].history for _, name in offered if name in progress]
         best = max(histories).origin if histories else Origin()
-        return [
-            name
-            for _, name in sorted(
-                offered,
-                key=lambda donor: (
-                    donor[1] not in progress or progress[donor[1]].history.origin != best,
-                    -donor[0],
-                    donor[1],
-                ),
-            )
-        ]
+        preferred = {name for name, one in progress.items() if one.history.origin == best}
+        return [name for _, name in sorted(offered, key=lambda donor: (donor[1] not in preferred, -donor[0], donor[1]))]
 
-    async def _somebody_counts_more(self) -> bool:
-        """Whether a peer with a greater history offers its state, now or soon."""
+    async def _greater_history_appears(self) -> bool:
+        """Whether a peer with a greater history offers its state, now or within `SETTLE_SECONDS`."""
         try:
-            async with asyncio.timeout(PATIENCE), aclosing(self._peer.progress.watch()) as changes:
+            async with asyncio.timeout(SETTLE_SECONDS), aclosing(self._peer.progress.watch()) as changes:
                 async for _ in changes:
                     if self._donors(above=True):
                         return True
@@ -113,10 +103,10 @@ class RunStart:
         return bool(self._donors(above=True))
 
     async def _take_over_from(self, donors: list[str]) -> bool:
-        """Whether the state of one of them was taken over; not if there are none, or all of them are gone.
+        """Takes over the state of one of `donors`. Returns False if there are none, or all of them are gone.
 
         Raises:
-            StateError: none could deliver a state, although somebody is there.
+            StateError: none could deliver a state, although not all are gone.
         """
         if not donors:
             return False
@@ -125,10 +115,10 @@ class RunStart:
             await self._peer.take_over(fetched, self._take_over)
         except StateError as error:
             if error.gone >= set(donors):
-                logger.warning("%s; nobody is there any more, so this peer does without", error)
+                logger.warning("%s; all of these peers are gone, so this peer starts without their state", error)
                 return False
             raise StateError(
-                f"{error}. A newcomer does not train without the run's state: check that it reaches those peers "
+                f"{error}. A newcomer does not train without the run's state: check that it can reach those peers "
                 "and has the same model and optimizer, then start it again"
             ) from error
         return True

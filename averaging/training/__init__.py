@@ -1,1 +1,1 @@
-"""The training thread's side: the inner optimizer, what travels beside the tensors, the way to the peer's thread."""
+"""What runs in the training thread: the inner optimizer, the state besides the tensors, the link to the peer."""

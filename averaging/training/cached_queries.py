@@ -1,4 +1,4 @@
-"""What the training thread asks of a peer with every step: the last answer is kept, so that it need not wait."""
+"""Caches what the training thread asks the peer's thread in every step, so that it need not wait."""
 
 from __future__ import annotations
 
@@ -12,55 +12,55 @@ from averaging.training.signal_safe_future import SignalSafeFuture
 
 T = TypeVar("T")
 
-MAX_ANSWERS = 64
-"""Questions whose last answer is kept; topics have a new phase with every step."""
+MAX_CACHED = 64
+"""Cached queries. There are ever new ones, since the phase of a topic changes with every step."""
 
 FRESH_SECONDS = 0.02
-"""What discovery says is asked for again after so long; else each step of a small model would wait for that thread."""
+"""Age at which a result is queried again. Without a cache each step of a small model would wait for the thread."""
 
 
 class CachedQueries:
-    """The last answers to what was asked of the peer's thread, by question."""
+    """The last results of queries in the peer's thread, by key."""
 
     def __init__(self) -> None:
-        self._answers: dict[Hashable, _Answer[Any]] = {}
+        self._cached: dict[Hashable, _CachedQuery[Any]] = {}
 
-    def recent(self, thread: EventLoopThread, what: Hashable, ask: Callable[[], T], *, wait: bool) -> T:
-        """What `ask` returns in the peer's thread; asked again after a while, waited for at the first time.
+    def recent(self, thread: EventLoopThread, key: Hashable, query: Callable[[], T], *, wait: bool) -> T:
+        """Returns the result of `query` in the peer's thread; waits only if nothing is cached.
 
         Args:
-            thread: the peer's.
-            what: the question: what is asked under the same name has the same answer.
-            ask: called in `thread`.
-            wait: for the answer to what was asked last; if not, the one before may be returned.
+            thread: the peer's thread.
+            key: identifies the query; one key must always come with an equivalent query.
+            query: called in `thread`.
+            wait: whether to wait for a query in progress; if not, the result before that is returned.
 
         Raises:
-            ClosedError: the thread has been closed, or has failed.
+            ClosedError: the thread was closed, or has failed.
         """
         now = time.monotonic()
-        kept: _Answer[T] | None = self._answers.get(what)
+        kept: _CachedQuery[T] | None = self._cached.get(key)
         if kept is None:
-            kept = _Answer(now, thread.start(on_loop(ask)))
-            if len(self._answers) >= MAX_ANSWERS:
-                self._answers.clear()
-            self._answers[what] = kept
-        elif kept.coming.done():
-            kept.latest = kept.coming
+            kept = _CachedQuery(now, thread.start(on_loop(query)))
+            if len(self._cached) >= MAX_CACHED:
+                self._cached.clear()
+            self._cached[key] = kept
+        elif kept.pending.done():
+            kept.latest = kept.pending
             if now - kept.asked_at >= FRESH_SECONDS:
-                kept.asked_at, kept.coming = now, thread.start(on_loop(ask))
+                kept.asked_at, kept.pending = now, thread.start(on_loop(query))
         if wait or kept.latest is None:
-            kept.latest = kept.coming
+            kept.latest = kept.pending
         return thread.wait(kept.latest)
 
-    def forget(self) -> None:
-        """Everything is asked for anew."""
-        self._answers.clear()
+    def clear(self) -> None:
+        """Forgets all results, so that each is queried again."""
+        self._cached.clear()
 
 
 @dataclass(slots=True)
-class _Answer(Generic[T]):
-    """What the peer's thread has said last, and what it was asked since."""
+class _CachedQuery(Generic[T]):
+    """The last result of a query, and its latest execution."""
 
     asked_at: float
-    coming: SignalSafeFuture[T]
+    pending: SignalSafeFuture[T]
     latest: SignalSafeFuture[T] | None = None

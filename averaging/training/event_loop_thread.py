@@ -1,4 +1,4 @@
-"""A thread with an event loop, in which a peer lives while the training thread computes."""
+"""A thread with an event loop, in which the peer runs beside the training thread."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ logger = logging.getLogger("averaging.training")
 T = TypeVar("T")
 
 SIGNAL_PERIOD = 0.5
-"""Seconds after which a waiting thread looks up: a signal that came just before a wait does not interrupt that wait."""
+"""Seconds between two checks of a waiting thread, since a signal right before a wait does not interrupt it."""
 
 
 class _EventLoop(asyncio.SelectorEventLoop):
-    """Ends its executor itself: asyncio starts a thread for that, which Python 3.12 refuses as the interpreter ends."""
+    """Shuts its executor down directly: asyncio would start a thread, which Python 3.12 forbids at interpreter exit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,19 +36,19 @@ class _EventLoop(asyncio.SelectorEventLoop):
 
 
 class EventLoopThread:
-    """A daemon thread whose event loop keeps one async context entered until `close`, or until the context fails.
+    """A daemon thread whose event loop keeps an async context entered until `close`, or until the context fails.
 
-    The constructor returns once the context is entered. At the end of the interpreter the thread is closed in order.
+    The constructor returns once the context is entered. At interpreter exit the thread is closed in order.
 
-    The threads that call it share no lock with it: a signal's exception may come between any two instructions of
-    theirs, and would leave it taken.
+    Calling threads share no lock with it: a signal handler may raise between any two of their instructions, and would
+    leave the lock held.
 
     Args:
-        context: entered and left by the same task, so it may hold a TaskGroup: if that fails, the thread ends.
-        name: of the thread, and of what the errors speak.
+        context: entered and left by the same task, so it may hold a TaskGroup. If the group fails, the thread ends.
+        name: name of the thread, also for errors.
 
     Raises:
-        Exception: whatever entering the context raises; there is no thread then.
+        Exception: whatever entering the context raises; the thread has ended then.
     """
 
     def __init__(self, context: AbstractAsyncContextManager[object], name: str) -> None:
@@ -59,12 +59,12 @@ class EventLoopThread:
         self._loop = self._runner.get_loop()
         self._entered: SignalSafeFuture[None] = SignalSafeFuture()
         self._closing = asyncio.Event()
-        self._life: asyncio.Task[None] | None = None
-        self._calls: set[_Call] = set()  # of this thread alone
-        self._ended = False  # from here on no call begins
-        self._gone = False  # from here on no call ends
+        self._main_task: asyncio.Task[None] | None = None
+        self._calls: set[_Call] = set()  # used by this thread only
+        self._ended = False  # from here on no call starts
+        self._gone = False  # from here on no call returns
         self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run_thread, name=name, daemon=True)
         atexit.register(self.close)
         try:
             self._thread.start()
@@ -75,13 +75,13 @@ class EventLoopThread:
             raise
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs `coroutine` in the thread's loop and waits for it.
+        """Runs `coroutine` in the thread's loop and waits for its result.
 
-        Any exception in the waiting thread, such as a KeyboardInterrupt, cancels the coroutine, waits until it has
-        ended, and is raised then.
+        If the waiting thread raises, for example a KeyboardInterrupt, the coroutine is cancelled; the exception
+        propagates once it has ended.
 
         Raises:
-            ClosedError: the thread was closed or its context failed, before or meanwhile; the failure is its cause.
+            ClosedError: the thread was closed or its context has failed, before or meanwhile; the failure is its cause.
             Exception: whatever the coroutine raises.
         """
         call = _Call(coroutine)
@@ -89,52 +89,52 @@ class EventLoopThread:
             self._submit(call)
             self._wait_for(call.result)
         except BaseException:
-            self._give_up(call)
+            self._abandon(call)
             raise
         result: T = call.result.result()
         return result
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> SignalSafeFuture[T]:
-        """Runs `coroutine` in the thread's loop without waiting for it; at the end of the thread it is cancelled.
+        """Runs `coroutine` in the thread's loop without waiting; it is cancelled when the thread ends.
 
         Raises:
-            ClosedError: as `run`; so does the future.
+            ClosedError: as for `run`; the future may raise it as well.
         """
         call = _Call(coroutine)
         try:
             self._submit(call)
         except BaseException:
-            self._give_up(call)
+            self._abandon(call)
             raise
         return call.result
 
     def wait(self, result: SignalSafeFuture[T]) -> T:
-        """Waits for what `start` returned; a KeyboardInterrupt ends the wait and not what is waited for.
+        """Waits for what `start` returned. A KeyboardInterrupt ends the wait, not the coroutine.
 
         Raises:
-            ClosedError: the thread ended before the coroutine began, or this is a fork of its process.
+            ClosedError: the thread ended before the coroutine did, or this process is a fork.
             Exception: whatever the coroutine raises.
         """
         self._wait_for(result)
         return result.result()
 
     def check(self) -> None:
-        """Whether the thread still lives.
+        """Checks that the thread is running.
 
         Raises:
-            ClosedError: it does not.
+            ClosedError: it is not.
         """
-        if self._ended or self._elsewhere:
+        if self._ended or self._in_fork:
             raise self._not_running()
 
     def begin_to_close(self) -> None:
-        """Begins what `close` does, without waiting for it."""
-        if not self._elsewhere:
+        """Starts to close the thread without waiting for its end."""
+        if not self._in_fork:
             self._schedule(self._stop)
 
     def close(self) -> None:
-        """Cancels the calls in progress, leaves the context, and ends the thread; again, it does nothing."""
-        if self._elsewhere:
+        """Cancels the calls in progress, leaves the context, and ends the thread. Further calls do nothing."""
+        if self._in_fork:
             return
         self._schedule(self._stop)
         while self._thread.is_alive():
@@ -142,16 +142,16 @@ class EventLoopThread:
         atexit.unregister(self.close)
 
     @property
-    def _elsewhere(self) -> bool:
-        """Whether this is a forked copy of the process, in which the thread does not exist."""
+    def _in_fork(self) -> bool:
+        """Whether this process is a fork, in which the thread does not exist."""
         return os.getpid() != self._pid
 
     def _not_running(self) -> ClosedError:
-        if self._elsewhere:
-            return ClosedError(f"{self._name} lives in process {self._pid}; this fork of it cannot use it")
+        if self._in_fork:
+            return ClosedError(f"{self._name} runs in process {self._pid}; a fork of that process cannot use it")
         if self._failure is None:
             return ClosedError(f"{self._name} has been closed")
-        error = ClosedError(f"{self._name} has ended after {_first(self._failure)!r}; start a new one")
+        error = ClosedError(f"{self._name} has ended after {_first_error(self._failure)!r}; start a new one")
         error.__cause__ = self._failure
         return error
 
@@ -161,26 +161,26 @@ class EventLoopThread:
             raise self._not_running()
 
     def _schedule(self, callback: Callable[..., object], *args: object) -> bool:
-        """Has the thread call it, unless its loop is closed."""
+        """Schedules a call in the thread. Returns False if its loop is closed."""
         try:
             self._loop.call_soon_threadsafe(callback, *args)
         except RuntimeError:
-            if not self._loop.is_closed():  # a signal's handler has raised it
+            if not self._loop.is_closed():  # a signal handler has raised it
                 raise
             return False
         return True
 
     def _wait_for(self, result: SignalSafeFuture[Any]) -> None:
         while not result.done():
-            if self._elsewhere:  # what was begun before the fork ends in the parent
+            if self._in_fork:  # the call ends in the parent process only
                 raise self._not_running()
             result.wait(SIGNAL_PERIOD)
             if self._gone and not result.done():
                 raise self._not_running()
 
-    def _give_up(self, call: _Call) -> None:
-        """Nobody waits for the call any more: an exception came in between, no matter where."""
-        if not self._elsewhere:
+    def _abandon(self, call: _Call) -> None:
+        """Cancels a call for which nobody waits, after an exception at any point of the waiting thread."""
+        if not self._in_fork:
             with suppress(RuntimeError, ClosedError):
                 self._loop.call_soon_threadsafe(self._cancel, call)
                 self._wait_for(call.result)
@@ -189,10 +189,10 @@ class EventLoopThread:
 
     # In the thread
 
-    def _work(self) -> None:
+    def _run_thread(self) -> None:
         try:
             with self._runner:
-                self._runner.run(self._live())
+                self._runner.run(self._main())
         except BaseException as error:
             self._failure = error
             if self._entered.done():
@@ -206,9 +206,9 @@ class EventLoopThread:
         self._calls.clear()
         self._gone = True
 
-    async def _live(self) -> None:
+    async def _main(self) -> None:
         try:
-            self._life = asyncio.current_task()
+            self._main_task = asyncio.current_task()
             async with self._context:
                 self._entered.set_result(None)
                 try:
@@ -216,13 +216,13 @@ class EventLoopThread:
                 finally:
                     await self._end_calls()
         except BaseException as error:
-            self._failure = error  # known before the end is
+            self._failure = error  # before `_ended` is set
             raise
         finally:
             self._ended = True
 
     async def _end_calls(self) -> None:
-        self._closing.set()  # no call begins from here on
+        self._closing.set()  # from here on no call starts
         tasks = [call.task for call in self._calls if call.task is not None]
         for task in tasks:
             task.cancel()
@@ -230,8 +230,8 @@ class EventLoopThread:
 
     def _stop(self) -> None:
         self._closing.set()
-        if self._life is not None and not self._entered.done():
-            self._life.cancel()
+        if self._main_task is not None and not self._entered.done():
+            self._main_task.cancel()
 
     def _begin(self, call: _Call) -> None:
         self._calls.add(call)
@@ -240,19 +240,19 @@ class EventLoopThread:
             call.task.add_done_callback(lambda task: self._finish(call, task))
 
     def _cancel(self, call: _Call) -> None:
-        call.given_up = True
+        call.abandoned = True
         if call.task is not None:
             call.task.cancel()
-        elif not call.result.done():  # the exception came before it could begin
+        elif not call.result.done():  # it has not started yet
             self._calls.discard(call)
             call.coroutine.close()
             call.result.set_exception(asyncio.CancelledError())
 
     def _finish(self, call: _Call, task: asyncio.Task[Any]) -> None:
-        if task.cancelled() and self._closing.is_set() and not call.given_up:
-            return  # the end of the thread tells why
+        if task.cancelled() and self._closing.is_set() and not call.abandoned:
+            return  # `_run_thread` sets the reason
         self._calls.discard(call)
-        # The end of a task calls Python code, in which an exception of a signal would be lost: not in their thread.
+        # Drops the task here: its finalizer runs Python code, in which a signal in the waiting thread would be lost.
         call.task = None
         if task.cancelled():
             call.result.set_exception(asyncio.CancelledError())
@@ -268,15 +268,15 @@ async def on_loop(read: Callable[[], T]) -> T:
 
 
 class _Call:
-    """A coroutine that some other thread waits for."""
+    """A coroutine for whose result another thread waits."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         self.coroutine = coroutine
         self.result: SignalSafeFuture[Any] = SignalSafeFuture()
         self.task: asyncio.Task[Any] | None = None
-        self.given_up = False
+        self.abandoned = False
 
 
-def _first(error: BaseException) -> BaseException:
-    """The first error in a group of them."""
-    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
+def _first_error(error: BaseException) -> BaseException:
+    """The first error in a group, or the error itself."""
+    return _first_error(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error

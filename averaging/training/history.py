@@ -1,4 +1,4 @@
-"""Where a run began, which steps it has made together, and how far each peer is. Pure: no clock, no network."""
+"""The history of a run and the progress of its peers. Pure: no clock, no network."""
 
 from __future__ import annotations
 
@@ -20,42 +20,42 @@ MAX_LINEAGE = 64
 
 
 class Stage(IntEnum):
-    """How far a peer's training has come to its end; the numbers are in its record."""
+    """Stage of a peer's training. The numbers are part of its progress record."""
 
     TRAINING = 0
-    """It goes on training."""
+    """The peer is training."""
     WAITING = 1
-    """It trains no more, and waits until the others have come as far."""
+    """Its training has ended, and it waits until that of the others has."""
     CONCLUDING = 2
-    """It takes part in a last round with those who wait."""
+    """It takes part in a last round with the waiting peers."""
     ENDED = 3
     """It announces the digest of its weights."""
     COMPARED = 4
-    """It has the digests of all that end with it."""
+    """It has the digests of all peers that end with it."""
 
 
 class Rank(IntEnum):
-    """Why a peer began with its own parameters; the greater rank counts."""
+    """Why a peer began with its own parameters. The greater rank wins."""
 
     UNSHARED = 0
-    """Nobody can download its state, so it gives way to every other origin."""
+    """Nobody can download its state, so it yields to every other origin."""
     FOUND_NOBODY = 1
-    """It was told whom to join, and found nobody with a state."""
+    """It was configured to join peers, and found none with a state."""
     APPOINTED = 2
-    """It was told to join nobody, so it is meant to begin the run."""
+    """It was configured to join nobody, so it is meant to begin the run."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Origin:
-    """The beginning of a run: the peer whose parameters all others have taken over.
+    """The origin of a run: the peer whose parameters all others have taken over.
 
-    Peers of two origins have different parameters, so they average neither gradients nor changes with each other. The
-    greater origin counts: first by rank, then the earlier one, then any.
+    Peers of different origins have different parameters, so they never average gradients or changes with each other.
+    The greater origin wins: the one with the higher rank, then the earlier one, then the greater id.
 
     Attributes:
-        rank: why that peer began with its own parameters.
-        earliness: minus the time at which it began, in seconds since the epoch.
-        id: random, in hexadecimal; empty if nobody can download that state.
+        rank: why the peer began with its own parameters.
+        earliness: negative time at which it began, in seconds since the epoch.
+        id: random, hexadecimal; empty if nobody can download its state.
     """
 
     rank: Rank = Rank.UNSHARED
@@ -63,15 +63,15 @@ class Origin:
     id: str = ""
 
     def pack(self) -> list[int | float | str]:
-        """For msgpack, a checkpoint or a record."""
+        """Packs it for msgpack, in a checkpoint or a record."""
         return [int(self.rank), self.earliness, self.id]
 
     @classmethod
     def unpack(cls, packed: object) -> Origin:
-        """What `pack` returned.
+        """Unpacks what `pack` returned.
 
         Raises:
-            StateError: it is something else.
+            StateError: `packed` is malformed.
         """
         match packed:
             case [int(rank), float() | int() as earliness, str(id)] if (
@@ -83,17 +83,17 @@ class Origin:
 
 @dataclass(frozen=True, slots=True, order=True)
 class History:
-    """Where a run began and the steps it has made together. Peers with equal histories hold equal parameters.
+    """The origin of a run and its global steps. Peers with equal histories hold equal parameters.
 
-    The greater of two histories counts: the one with more steps, then the one whose last step had more samples, then
-    any; before the first step the greater origin. A peer with the lesser history takes over the state of one with the
-    greater.
+    The greater of two histories wins: the one with more steps, then the one with more samples in the last step, then
+    the greater lineage; before the first step the greater origin. A peer with the lesser history takes over the state
+    of a peer with the greater one.
 
     Attributes:
-        step: how many.
-        samples: in the last of them, of the whole group.
-        lineage: a hash over the origin and the groups that made them, in hexadecimal; empty before the first.
-        origin: where the run began.
+        step: number of global steps.
+        samples: of the whole group in the last step.
+        lineage: hash of the origin and the groups of all steps, hexadecimal; empty before the first step.
+        origin: of the run.
     """
 
     step: int = 0
@@ -102,25 +102,25 @@ class History:
     origin: Origin = field(default_factory=Origin)
 
     def after(self, group_id: bytes, samples: float) -> History:
-        """The history once one more step has been made, with that group."""
+        """The history after one more step, made with that group."""
         chained = hashlib.sha256(f"{self.origin.id}{self.lineage}".encode() + group_id).hexdigest()
         return History(self.step + 1, samples, chained[:16], self.origin)
 
     @property
     def phase(self) -> str:
-        """Under which peers with this history meet, and no others."""
+        """The phase of topics in which only peers with this history meet."""
         return f"{self.step}-{self.lineage or self.origin.id}"
 
     def pack(self) -> list[int | float | str | list[int | float | str]]:
-        """For msgpack, a checkpoint or a record."""
+        """Packs it for msgpack, in a checkpoint or a record."""
         return [self.step, self.samples, self.lineage, self.origin.pack()]
 
     @classmethod
     def unpack(cls, packed: object) -> History:
-        """What `pack` returned.
+        """Unpacks what `pack` returned.
 
         Raises:
-            StateError: it is something else.
+            StateError: `packed` is malformed.
         """
         match packed:
             case [step, float() | int() as samples, str(lineage), origin] if (
@@ -130,99 +130,103 @@ class History:
         raise StateError(f"{str(packed)[:100]!r} is not the history of a run")
 
     def yields_to(self, other: History, *, donates: bool) -> bool:
-        """Whether a peer with this history takes over the state of one with the other.
+        """Whether a peer with this history takes over the state of a peer with the other one.
 
         Args:
             other: of a peer whose state can be downloaded.
-            donates: whether this peer's own state can be downloaded. If not, nobody can follow it, so it gives way to
-                every other history that is as far.
+            donates: whether this peer's own state can be downloaded. If not, nobody can follow it, so it yields to
+                every other history with as many steps.
         """
         return other > self or (not donates and other.step == self.step and other != self)
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far one peer is: what it has done with others, what it has gathered for the next step, and what it works on.
+    """The progress of one peer.
 
     Attributes:
+        history: origin of the run, and its steps.
         samples: gathered for the next step.
-        coming: in the batch that it computes now; 0 while it waits.
+        computing: samples in the batch that it computes now; 0 while it waits.
         donates: whether its state can be downloaded.
         stage: of its training.
         digest: of its weights, once the training has ended.
-        rate: local steps, or samples, per second, see `StepRate`; None if it is not known.
+        rate: local steps or samples per second, see `StepRate`; None if unknown.
     """
 
     history: History
     samples: float = 0.0
-    coming: float = 0.0
+    computing: float = 0.0
     donates: bool = True
     stage: Stage = Stage.TRAINING
     digest: str = ""
     rate: float | None = None
 
     def pack(self) -> bytes:
-        """For a record in discovery; `step_rate.PLACE` is the place of the rate in it."""
+        """For a record in discovery; `step_rate.INDEX` is the place of the rate in it."""
         ends = [int(self.stage), self.digest, self.rate]
-        packed: bytes = msgpack.packb([self.history.pack(), self.samples, self.coming, self.donates, *ends])
+        packed: bytes = msgpack.packb([self.history.pack(), self.samples, self.computing, self.donates, *ends])
         return packed
 
     @classmethod
     def unpack(cls, packed: bytes) -> Progress | None:
-        """What `pack` returned, with or without a rate that can be believed; None if it is something else."""
+        """Unpacks what `pack` returned; an implausible rate is ignored. Returns None if `packed` is malformed."""
         try:
-            history, samples, coming, donates, stage, digest, *more = unpack(packed, MAX_ITEMS)
-            if not all(is_number(one) and one >= 0 for one in (samples, coming)):
+            history, samples, computing, donates, stage, digest, *more = unpack(packed, MAX_ITEMS)
+            if not all(is_number(one) and one >= 0 for one in (samples, computing)):
                 return None
             if not isinstance(donates, bool) or not isinstance(digest, str) or len(digest) > MAX_LINEAGE:
                 return None
             rate = check_rate(more[0]) if more else None
-            return cls(History.unpack(history), float(samples), float(coming), donates, Stage(stage), digest, rate)
+            return cls(History.unpack(history), float(samples), float(computing), donates, Stage(stage), digest, rate)
         except (StateError, ValueError, TypeError):
             return None
 
 
 @dataclass(frozen=True, slots=True)
 class Others:
-    """What the progress of the other peers comes to, as one peer sees it.
+    """What the progress of the other peers means to one peer.
 
     Attributes:
-        together: those with the same history, and partners who are about to announce that they have it.
-        samples: that those with the same history have gathered for the next step, all in all.
-        coming: in the batches that they compute now.
-        ahead: those whose state can be downloaded and who claim a history that counts more, with that.
+        together: peers with the same history, and partners that have not announced it yet.
+        samples: gathered for the next step by all peers with the same history.
+        computing: samples in the batches that these peers compute now.
+        ahead: peers that can donate a state and claim a greater history, with that history.
     """
 
     together: tuple[str, ...]
     samples: float
-    coming: float
+    computing: float
     ahead: Mapping[str, History]
 
 
-def look_around(
+def compare_progress(
     own: History,
-    told: Mapping[str, bytes],
+    announcements: Mapping[str, bytes],
     partners: Collection[str] = (),
     *,
-    doubted: Collection[str] = (),
+    ignored: Collection[str] = (),
     donates: bool = True,
     trains: bool = True,
 ) -> Others:
-    """Reads the progress of the other peers.
+    """Compares the announced progress of the other peers with a peer's own history.
 
     Args:
-        own: history of the peer that looks.
-        told: progress by endpoint; what is unreadable is left out.
-        partners: with whom it has made its last step; their progress may be a few steps old.
-        doubted: those whose claim to be ahead is passed over.
-        donates: whether the own state can be downloaded, see `History.yields_to`.
-        trains: whether this peer goes on training; one that does is together only with others that do.
+        own: history of the peer.
+        announcements: packed progress by endpoint; a malformed one is ignored.
+        partners: members of its last group, whose progress may be a few steps old.
+        ignored: peers whose claim to be ahead is ignored.
+        donates: whether the peer's own state can be downloaded, see `History.yields_to`.
+        trains: whether the peer is training; it is together only with peers of which the same is true.
     """
-    progress = read_progress(told)
+    progress = read_progress(announcements)
     ahead = {
         name: one.history
         for name, one in progress.items()
-        if _can_donate(name, one) and name not in doubted and own.yields_to(one.history, donates=donates)
+        if name not in ignored
+        and one.donates
+        and not name.startswith(CLIENT_PREFIX)
+        and own.yields_to(one.history, donates=donates)
     }
     peers = {name: one for name, one in progress.items() if (one.stage is Stage.TRAINING) is trains}
     together = tuple(
@@ -231,43 +235,39 @@ def look_around(
     return Others(
         together=together,
         samples=sum(one.samples for one in peers.values() if one.history == own),
-        coming=sum(one.coming for one in peers.values() if one.history == own),
+        computing=sum(one.computing for one in peers.values() if one.history == own),
         ahead=ahead,
     )
 
 
 def look_for_greater_origin(
-    own: History, told: Mapping[str, bytes], *, doubted: Collection[str] = (), donates: bool = True
+    own: History, announcements: Mapping[str, bytes], *, ignored: Collection[str] = (), donates: bool = True
 ) -> Others:
-    """The same for strategies whose peers need not be equal: only a peer of another origin can be ahead."""
-    progress = read_progress(told)
+    """Like `compare_progress`, for strategies whose peers may differ: only a peer of another origin can be ahead."""
+    progress = read_progress(announcements)
     strangers = {name for name, one in progress.items() if one.history.origin.id != own.origin.id}
-    others = look_around(own, {name: told[name] for name in strangers}, doubted=doubted, donates=donates)
+    others = compare_progress(own, {name: announcements[name] for name in strangers}, ignored=ignored, donates=donates)
     together = tuple(name for name in progress if name not in strangers)
     return Others(together, 0.0, 0.0, others.ahead)
 
 
-def read_progress(told: Mapping[str, bytes]) -> dict[str, Progress]:
-    """The progress of each peer by endpoint, in order; what is unreadable is left out."""
-    read = {name: Progress.unpack(packed) for name, packed in sorted(told.items())}
+def read_progress(announcements: Mapping[str, bytes]) -> dict[str, Progress]:
+    """The progress of each peer by endpoint, in order; a malformed one is left out."""
+    read = {name: Progress.unpack(packed) for name, packed in sorted(announcements.items())}
     return {name: one for name, one in read.items() if one is not None}
 
 
-def of_one_run(own: History, told: Mapping[str, bytes]) -> frozenset[str]:
-    """Those whose run began where this one did, and those of whom that cannot be read."""
-    others = {name for name, one in read_progress(told).items() if one.history.origin.id != own.origin.id}
-    return frozenset(told.keys() - others)
+def same_origin(own: History, announcements: Mapping[str, bytes]) -> frozenset[str]:
+    """The peers whose run has the same origin, and those whose progress is malformed."""
+    others = {name for name, one in read_progress(announcements).items() if one.history.origin.id != own.origin.id}
+    return frozenset(announcements.keys() - others)
 
 
-def training_on(told: Mapping[str, bytes]) -> frozenset[str]:
-    """Those who go on training, and those of whom that cannot be read."""
-    return frozenset(told.keys() - ending(told))
+def still_training(announcements: Mapping[str, bytes]) -> frozenset[str]:
+    """The peers that are training, and those whose progress is malformed."""
+    return frozenset(announcements.keys() - done_training(announcements))
 
 
-def ending(told: Mapping[str, bytes], stage: Stage = Stage.WAITING) -> frozenset[str]:
-    """Those who train no more and have come at least to that stage."""
-    return frozenset(name for name, one in read_progress(told).items() if one.stage >= stage)
-
-
-def _can_donate(name: str, progress: Progress) -> bool:
-    return progress.donates and not name.startswith(CLIENT_PREFIX)
+def done_training(announcements: Mapping[str, bytes], stage: Stage = Stage.WAITING) -> frozenset[str]:
+    """The peers whose training has ended and has reached at least `stage`."""
+    return frozenset(name for name, one in read_progress(announcements).items() if one.stage >= stage)

@@ -11,13 +11,13 @@ from averaging.errors import ConfigError, TensorError
 
 
 def named_parameters(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """The parameters of an optimizer, each once, in the order of its groups.
+    """The parameters of an optimizer by name, each once, in the order of its groups.
 
-    Their names are those the optimizer was given (`AdamW(model.named_parameters())`), else `group0.param0` and so on.
+    The names are those the optimizer was given (`AdamW(model.named_parameters())`), else `group0.param0` and so on.
 
     Raises:
-        TensorError: a parameter is not floating-point, does not require a gradient or cannot be written to, or two have
-            the same name.
+        TensorError: a parameter is not floating-point, does not require a gradient or is not writable, or two
+            parameters have the same name.
     """
     named: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
@@ -28,7 +28,9 @@ def named_parameters(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor
                 continue
             seen.add(id(parameter))
             if not parameter.is_floating_point():
-                raise TensorError(f"parameter {name!r} is {parameter.dtype}; only floating-point ones can be averaged")
+                raise TensorError(
+                    f"parameter {name!r} is {parameter.dtype}; only floating-point parameters can be averaged"
+                )
             if not parameter.requires_grad:
                 raise TensorError(
                     f"parameter {name!r} does not require a gradient; give the optimizer only those that do: "
@@ -42,11 +44,11 @@ def named_parameters(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor
 
 
 def named_buffers(buffers: Any) -> dict[str, torch.Tensor]:
-    """The buffers that a user has given, under names that no parameter has.
+    """Checks buffers and prefixes their names with `buffer/`, so that they differ from those of parameters.
 
     Raises:
-        ConfigError: they are not tensors by name.
-        TensorError: one of them cannot be written to.
+        ConfigError: `buffers` is not a mapping of names to tensors.
+        TensorError: a buffer is not writable.
     """
     if not isinstance(buffers, Mapping):
         raise ConfigError(
@@ -60,16 +62,20 @@ def named_buffers(buffers: Any) -> dict[str, torch.Tensor]:
 
 
 def _check_writable(what: str, tensor: torch.Tensor) -> None:
-    """Whether a result can be written to it, which the first newcomer or the first round would find out else.
+    """Checks that a result can be written to a tensor, at once instead of in the first round.
 
     Raises:
         TensorError: it cannot.
     """
     if tensor.is_meta:
-        raise TensorError(f"{what} is on the meta device and has no values; give it some, as model.to_empty() does")
+        raise TensorError(
+            f"{what} is on the meta device and has no values; give it values first, for example with model.to_empty()"
+        )
     if tensor.is_inference():
-        raise TensorError(f"{what} was made in inference mode, and can be written to in it alone; make it outside")
+        raise TensorError(
+            f"{what} was made in inference mode and is writable only there; make it outside of inference mode"
+        )
     if tensor.layout is torch.strided and any(
         stride == 0 and extent > 1 for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)
     ):
-        raise TensorError(f"several elements of {what} are the same in memory, as expand() makes them; clone() it")
+        raise TensorError(f"several elements of {what} share memory, as after expand(); clone() it")

@@ -1,7 +1,7 @@
-"""An optimizer's state as it travels with the model: its tensors by name, the rest as what msgpack can pack.
+"""Packs the state of an optimizer: its tensors by name, and the rest as a structure for msgpack.
 
-In the rest, numbers, strings and None stand for themselves. Everything else is a map of one entry: `tensor` and the
-tensor's name, `list` or `tuple` and the items, `dict` and the list of [key, value] pairs.
+In that structure numbers, strings and None stand for themselves. Everything else is a map with one entry: `tensor` with
+the tensor's name, `list` or `tuple` with the items, or `dict` with a list of [key, value] pairs.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ OPTIONAL: Mapping[type[torch.optim.Optimizer], Mapping[str, str]] = {
     torch.optim.AdamW: {"amsgrad": "max_exp_avg_sq"},
     torch.optim.RMSprop: {"momentum": "momentum_buffer", "centered": "grad_avg"},
 }
-"""What is kept of each parameter only with some option, and is not made later on: without it a step fails.
+"""Entries that an optimizer keeps only with some option and does not create later: without them a step fails.
 
-SGD is not among them: it makes its `momentum_buffer` when there is none.
+SGD is not listed, since it creates a missing `momentum_buffer`.
 """
 
 PREFIX = "optimizer"
-"""The names of the inner optimizer's tensors start so: `optimizer/0/exp_avg`."""
+"""Prefix of the names of the inner optimizer's tensors, such as `optimizer/0/exp_avg`."""
 
 
 def pack_optimizer(
     optimizer: torch.optim.Optimizer, prefix: str = PREFIX
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The optimizer's state, without its hyperparameters: its tensors by name (not copied), and the rest.
+    """Packs an optimizer's state without its hyperparameters.
 
-    The names of the tensors start with `prefix` and a slash.
+    Returns:
+        The tensors (not copied) by names that start with `prefix` and a slash, and the rest.
 
     Raises:
         StateError: a value is neither a number, a string, a dense tensor, None, nor a list, tuple or dict of these.
@@ -47,16 +48,16 @@ def pack_optimizer(
 def load_optimizer(
     optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor], packed: object, prefix: str = PREFIX
 ) -> None:
-    """Takes over what `pack_optimizer` made of another peer's optimizer; the hyperparameters stay as they are.
+    """Loads what `pack_optimizer` returned at another peer; the hyperparameters do not change.
 
     Raises:
-        StateError: it is malformed or belongs to another kind of optimizer; nothing was changed.
+        StateError: it is malformed or of another class of optimizer; nothing was changed.
     """
     if not isinstance(packed, dict) or not isinstance(packed.get("class"), str):
         raise StateError("the state of its optimizer is unreadable")
     ours = type(optimizer).__name__
     if packed["class"] != ours:
-        raise StateError(f"its optimizer is {packed['class'][:100]}, here it is {ours}; use the same one")
+        raise StateError(f"its optimizer is {packed['class'][:100]}, but this peer's is {ours}; use the same class")
     of_optimizer = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{prefix}/")}
     own = optimizer.state_dict()
     numbers = {number for group in own["param_groups"] for number in group["params"]}
@@ -65,14 +66,14 @@ def load_optimizer(
         raise StateError("the state of its optimizer is unreadable")
     for key, values in state.items():
         if isinstance(key, int) and (key not in numbers or not isinstance(values, dict)):
-            raise StateError(f"the state of its optimizer has a parameter {key} that this one lacks")
+            raise StateError(f"the state of its optimizer has a parameter {key} that this peer's lacks")
     _check_options(optimizer, own["param_groups"], state)
     with restored_on_error(optimizer):
         try:
             optimizer.load_state_dict({"state": state, "param_groups": own["param_groups"]})
-        except Exception as error:  # any optimizer's own checks, and what it stumbles over without any
+        except Exception as error:  # optimizers differ in what they check
             what = f"{type(error).__name__}: {error}"
-            raise StateError(f"{ours} does not take the state of its optimizer: {what}") from error
+            raise StateError(f"{ours} cannot load the state of its optimizer: {what}") from error
         _keep_dtypes(optimizer, own["param_groups"], state)
         _lay_out(optimizer)
 
@@ -80,39 +81,39 @@ def load_optimizer(
 def _check_options(
     optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: Mapping[int | str, Any]
 ) -> None:
-    """Whether a state was kept with the options of this optimizer, as far as it shows."""
+    """Checks that a state was made with the options of this optimizer, as far as its entries show."""
     optional = next((optional for kind, optional in OPTIONAL.items() if isinstance(optimizer, kind)), {})
     for group in groups:
         for number in group["params"]:
             values = state.get(number)
             for option, entry in optional.items():
-                # There is nothing of a parameter that has had no gradient.
+                # A parameter without a gradient so far has no entries.
                 if values and (entry in values) != bool(group.get(option)):
                     has = "has" if entry in values else "lacks"
                     raise StateError(
-                        f"the state of its optimizer {has} {entry!r}, and {type(optimizer).__name__} has "
-                        f"{option}={group.get(option)!r} here; use the same {option}"
+                        f"the state of its optimizer {has} {entry!r}, but this peer's {type(optimizer).__name__} has "
+                        f"{option}={group.get(option)!r}; use the same {option}"
                     )
 
 
 def _keep_dtypes(
     optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: Mapping[int | str, Any]
 ) -> None:
-    """Undoes that torch rounds what it loads to the dtype of the parameter: float32 beside bfloat16 is on purpose."""
+    """Restores the dtypes of a state, since torch casts it to that of the parameter, such as float32 to bfloat16."""
     for group, numbers in zip(optimizer.param_groups, groups, strict=True):
         for parameter, number in zip(group["params"], numbers["params"], strict=True):
-            for key, came in state.get(number, {}).items():
-                if key != "step" and isinstance(came, torch.Tensor) and came.is_floating_point():
+            for key, received in state.get(number, {}).items():
+                if key != "step" and isinstance(received, torch.Tensor) and received.is_floating_point():
                     loaded = optimizer.state[parameter].get(key)
-                    if isinstance(loaded, torch.Tensor) and loaded.dtype != came.dtype:
-                        optimizer.state[parameter][key] = came.to(loaded.device)
+                    if isinstance(loaded, torch.Tensor) and loaded.dtype != received.dtype:
+                        optimizer.state[parameter][key] = received.to(loaded.device)
 
 
 def _lay_out(optimizer: torch.optim.Optimizer) -> None:
-    """Gives what came dense the strides of its parameter: a fused optimizer takes them for equal, and does not look."""
+    """Gives loaded tensors the strides of their parameter, since fused optimizers assume them unchecked."""
     for parameter, values in optimizer.state.items():
         if not isinstance(parameter, torch.Tensor):
-            continue  # some optimizers keep things of their own beside those of the parameters
+            continue  # some optimizers keep entries that belong to no parameter
         for key, value in values.items():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                 as_parameter = torch.empty_like(parameter, dtype=value.dtype, device=value.device, requires_grad=False)
@@ -122,7 +123,7 @@ def _lay_out(optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def restored_on_error(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Gives an optimizer back its state, as it was, if the block that loads another one raises."""
+    """Restores an optimizer's state if the block, which loads another one, raises."""
     before = {"state": optimizer.state, "param_groups": optimizer.param_groups}
     try:
         yield
@@ -147,7 +148,7 @@ def _pack(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
             return {"dict": [[key, _pack(item, f"{name}/{key}", tensors)] for key, item in value.items()]}
     what = value.layout if isinstance(value, torch.Tensor) else type(value).__name__
     raise StateError(
-        f"{name} of the optimizer's state is {what}, which cannot be shared with newcomers; "
+        f"{name} of the optimizer's state is {what}, which newcomers cannot download; "
         "use another optimizer, or share_state=False"
     )
 
@@ -164,7 +165,7 @@ def _unpack(packed: Any, tensors: Mapping[str, torch.Tensor], parameters: int) -
             return tuple(_unpack(item, tensors, parameters) for item in items)
         case {"dict": list(pairs)} if all(_is_pair(pair) for pair in pairs) and _are_quick(pairs, parameters):
             return {key: _unpack(item, tensors, parameters) for key, item in pairs}
-    raise StateError(f"the state of its optimizer holds {str(packed)[:100]}, which nobody packs")
+    raise StateError(f"the state of its optimizer holds {str(packed)[:100]}, which is invalid")
 
 
 def _is_pair(pair: object) -> bool:
@@ -172,9 +173,9 @@ def _is_pair(pair: object) -> bool:
 
 
 def _are_quick(pairs: list[tuple[int | str, Any]], parameters: int) -> bool:
-    """Whether a dict of these is made in no time: of many integers each could be compared with all before it.
+    """Whether a dict of these pairs is cheap to build: many chosen integers could collide.
 
-    The numbers of this optimizer's own parameters are no choice of whoever sent them.
+    The numbers of this optimizer's own parameters cannot be chosen by the sender.
     """
     integers = [key for key, _ in pairs if isinstance(key, int)]
     return len(integers) <= MAX_INTEGER_KEYS or all(0 <= key < parameters for key in integers)

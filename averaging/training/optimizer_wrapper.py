@@ -1,4 +1,4 @@
-"""An optimizer around another one that the rest of torch takes for the inner one."""
+"""An optimizer that wraps another one, for subclasses that change `step`."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from averaging.errors import ConfigError
 
 
 class OptimizerWrapper(torch.optim.Optimizer):
-    """The parameters, state and defaults of an inner optimizer, with hooks of its own; subclasses define `step`.
+    """Has the parameters, state and defaults of an inner optimizer, and its own hooks; subclasses define `step`.
 
-    Schedulers, gradient scalers and whatever else asks for a `torch.optim.Optimizer` work with it. It adds one key to
-    the state dict, and loads the inner optimizer's as well as its own.
+    Schedulers, gradient scalers and other users of a `torch.optim.Optimizer` work with it. It adds one key to the state
+    dict, and loads state dicts with or without that key.
 
     Args:
-        optimizer: the inner one.
+        optimizer: the inner optimizer.
 
     Attributes:
-        state_key: the key in the state dict under which the wrapper's own state is found.
+        state_key: key of the wrapper's own state in the state dict.
     """
 
     state_key = "averaging"
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._inner = optimizer
-        # Not super().__init__, which would make groups of its own: this only prepares the hooks.
+        # This only prepares the hooks; super().__init__ would create parameter groups.
         super().__setstate__({})
 
     @property
@@ -36,17 +36,17 @@ class OptimizerWrapper(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The inner optimizer's."""
+        """Parameter groups of the inner optimizer."""
         return self._inner.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The inner optimizer's."""
+        """State of the inner optimizer."""
         return self._inner.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The inner optimizer's."""
+        """Defaults of the inner optimizer."""
         return self._inner.defaults
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -56,7 +56,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Resets the gradients, as the inner optimizer does."""
+        """Resets the gradients with the inner optimizer."""
         self._inner.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
@@ -66,12 +66,12 @@ class OptimizerWrapper(torch.optim.Optimizer):
             ConfigError: always.
         """
         raise ConfigError(
-            "what is averaged is fixed when the averager starts; "
-            "add the group to the inner optimizer before, or close this averager and make a new one"
+            "the averaged tensors cannot change after the averager has started; add the group to the inner optimizer "
+            "before, or close this averager and make a new one"
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state dict, with the averager's own state under one more key."""
+        """The inner optimizer's state dict, with the averager's own state under `state_key`."""
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         state_dict = {**self._inner.state_dict(), self.state_key: self._own_state()}
@@ -81,12 +81,12 @@ class OptimizerWrapper(torch.optim.Optimizer):
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what `state_dict` returned here, or the state dict of an inner optimizer; that leaves the own state.
+        """Loads a state dict from `state_dict`, or one of the inner optimizer, which leaves the own state unchanged.
 
-        Newcomers get this state from now on, with the parameters that are there: load those first.
+        From now on newcomers get this state with the present parameters, so load the parameters first.
 
         Raises:
-            ConfigError: the own state is malformed, or of another strategy or scheduler.
+            ConfigError: the own state is malformed, or belongs to another strategy or scheduler.
             ClosedError: the averager was closed, or its thread has failed.
         """
         state_dict = dict(state_dict)
@@ -99,9 +99,9 @@ class OptimizerWrapper(torch.optim.Optimizer):
             after(self)
 
     def _own_state(self) -> dict[str, Any]:
-        """What the state dict holds besides the inner optimizer's."""
+        """The value of `state_key` in the state dict."""
         raise NotImplementedError
 
     def _load(self, inner: dict[str, Any], own: object) -> None:
-        """Loads the inner optimizer's state dict and what `_own_state` returned, which may be malformed."""
+        """Loads the inner optimizer's state dict and a value of `_own_state`, which may be malformed."""
         raise NotImplementedError

@@ -15,31 +15,31 @@ from averaging.errors import ConfigError
 
 
 def make_scheduler(make: Any, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """The scheduler that the averager drives.
+    """Makes the scheduler that the averager drives.
 
     Raises:
-        ConfigError: `make` does not make one, or one that wants to be told a loss.
+        ConfigError: `make` returns no scheduler, or one whose `step` takes a loss.
     """
     if not callable(make):
         raise ConfigError(
-            "scheduler must make one of an optimizer, such as functools.partial(StepLR, step_size=30), not "
-            f"{type(make).__name__}; one that is made already is stepped by the training loop"
+            "scheduler must be a function of the optimizer, such as functools.partial(StepLR, step_size=30), not "
+            f"{type(make).__name__}; a scheduler that already exists is stepped by the training loop"
         )
     made = make(optimizer)
     if not isinstance(made, LRScheduler) or isinstance(made, ReduceLROnPlateau):
         raise ConfigError(
-            f"the averager cannot drive {type(made).__name__}; make it around the averager, and step it in the "
-            "training loop"
+            f"the averager cannot drive {type(made).__name__}; make it with the averager as its optimizer, and "
+            "step it in the training loop"
         )
     return made
 
 
 @contextmanager
 def loaded(scheduler: LRScheduler | None, saved: object) -> Iterator[None]:
-    """Loads a scheduler's state, if there are both, and gives it back its own if that or the block raises.
+    """Loads a scheduler's state, if there are both; restores the former state if that or the block raises.
 
     Raises:
-        ConfigError: it is the state of another kind.
+        ConfigError: the state belongs to another class of scheduler.
     """
     if scheduler is None or not isinstance(saved, dict):
         yield
@@ -48,10 +48,10 @@ def loaded(scheduler: LRScheduler | None, saved: object) -> Iterator[None]:
     try:
         try:
             scheduler.load_state_dict(saved)
-        except Exception as error:  # whatever it stumbles over in the state of another kind
+        except Exception as error:  # schedulers do not check their state
             raise ConfigError(
-                f"the state dict has the state of another scheduler than {type(scheduler).__name__} "
-                f"({type(error).__name__}: {error}); use the same one, or drop it: "
+                f"the state dict holds the state of another scheduler than {type(scheduler).__name__} "
+                f"({type(error).__name__}: {error}); use the same scheduler, or remove that state: "
                 "del state_dict['averaging']['scheduler']"
             ) from error
         yield
@@ -61,16 +61,16 @@ def loaded(scheduler: LRScheduler | None, saved: object) -> Iterator[None]:
 
 
 def drive(scheduler: LRScheduler, steps: int) -> None:
-    """Steps it until it has made so many steps."""
+    """Steps a scheduler until it has made `steps` steps."""
     with warnings.catch_warnings():
-        # A newcomer's schedule goes on where the run is, before the inner optimizer has made its first step.
+        # A newcomer's scheduler catches up with the run before the inner optimizer has stepped.
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
         while _steps_of(scheduler) < steps:
             scheduler.step()
 
 
 def _steps_of(scheduler: Any) -> int:
-    """How many it has made; a ChainedScheduler does not count, but each of those that it chains makes every step."""
+    """Steps made so far. A ChainedScheduler does not count them, but each scheduler in it makes every step."""
     while isinstance(scheduler, ChainedScheduler):
         scheduler = scheduler._schedulers[0]
     made: int = scheduler.last_epoch
@@ -78,7 +78,7 @@ def _steps_of(scheduler: Any) -> int:
 
 
 def set_initial_lr(optimizer: torch.optim.Optimizer) -> None:
-    """Tells the groups their initial learning rate, which a scheduler wants to find if it does not begin at step 0."""
+    """Sets `initial_lr` of the groups, which a scheduler requires if it does not begin at step 0."""
     for group in optimizer.param_groups:
         if (lr := group.get("lr")) is not None:
             group.setdefault("initial_lr", lr.clone() if isinstance(lr, torch.Tensor) else lr)

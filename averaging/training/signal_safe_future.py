@@ -1,4 +1,4 @@
-"""A result that a thread waits for in which signals raise exceptions, as Ctrl+C does in the main thread."""
+"""A future for threads in which signal handlers raise, such as the main thread on Ctrl+C."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ T = TypeVar("T")
 
 
 class SignalSafeFuture(Generic[T]):
-    """Set by one thread and waited for by others, whatever is raised in these, and between whichever instructions.
+    """One thread sets it and others wait, even if a signal handler raises between any two of their instructions.
 
-    The locks of `concurrent.futures` are taken in Python code: an exception that comes right behind that leaves them
-    taken for ever, and the thread that sets the result waits for ever (https://bugs.python.org/issue29988). Here
-    nothing is held that the other side needs.
+    `concurrent.futures` acquires its locks in Python code. An exception right after that leaves a lock held, and the
+    thread that sets the result waits forever (https://bugs.python.org/issue29988). Here no thread holds a lock that
+    another one needs.
     """
 
     def __init__(self) -> None:
         self._done = False
         self._value: T
         self._error: BaseException | None = None
-        self._unset = threading.Lock()  # held until it is set; its methods are in C, and take it or raise
+        self._unset = threading.Lock()  # held until it is set; its methods, in C, acquire it or raise
         self._unset.acquire()
 
     def done(self) -> bool:
@@ -28,12 +28,12 @@ class SignalSafeFuture(Generic[T]):
         return self._done
 
     def wait(self, seconds: float) -> None:
-        """Returns when it is set; perhaps only after so many seconds, if several threads wait or have waited."""
+        """Waits until it is set; if several threads wait, it may take all of `seconds` although it was set earlier."""
         if not self._done:
             self._unset.acquire(timeout=seconds)
 
     def result(self) -> T:
-        """What was set.
+        """The value that was set.
 
         Raises:
             BaseException: the exception that was set.
@@ -43,7 +43,7 @@ class SignalSafeFuture(Generic[T]):
                 raise self._error
             return self._value
         finally:
-            del self  # else the error would hold the frame that holds the error
+            del self  # avoids a reference cycle of the error and its frame
 
     def set_result(self, value: T) -> None:
         """Sets it, once."""

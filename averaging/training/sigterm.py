@@ -1,6 +1,6 @@
-"""SIGTERM, which every scheduler sends before SIGKILL: the peers of this process leave their runs in order.
+"""Makes the peers of this process leave their runs in order on SIGTERM, which job schedulers send before SIGKILL.
 
-Peers that vanish without a word cost the others seconds in each round until their records have expired.
+Peers that end without leaving cost the others seconds in each round until their records have expired.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ logger = logging.getLogger("averaging.training")
 
 
 class LeavesOnSigterm(Protocol):
-    """What leaves on SIGTERM."""
+    """An object that leaves its run on SIGTERM."""
 
     def begin_to_leave(self) -> None:
-        """Begins to leave its run, without waiting."""
+        """Starts to leave its run without waiting."""
         ...
 
     def leave(self) -> None:
-        """Leaves its run, and waits until that is done."""
+        """Leaves its run and waits until that is done."""
         ...
 
 
@@ -32,7 +32,7 @@ Before: TypeAlias = "Callable[[int, FrameType | None], object] | int | None"
 
 
 class _Handler:
-    """Takes SIGTERM for all leavers of the process, and hands it on to whatever took it before."""
+    """Handles SIGTERM for all leavers of the process, then calls the previous handler."""
 
     def __init__(self) -> None:
         self.leavers: dict[LeavesOnSigterm, None] = {}  # ordered
@@ -52,14 +52,14 @@ class _Handler:
             os.kill(os.getpid(), number)
 
     def install(self) -> None:
-        """Takes the signal, unless it is ignored, or C code takes it, which nobody could hand it on to."""
+        """Installs itself, unless the signal is ignored or C code, which cannot be called from here, handles it."""
         before = signal.getsignal(signal.SIGTERM)
         if before not in (self, signal.SIG_IGN, None):
             self._before = before
             signal.signal(signal.SIGTERM, self)
 
     def uninstall(self) -> None:
-        """Gives the signal back, unless somebody else has taken it since, who may hand it on."""
+        """Restores the previous handler, unless another handler was installed since, which may call this one."""
         is_installed = signal.getsignal(signal.SIGTERM) == self
         if is_installed:
             signal.signal(signal.SIGTERM, self._before)
@@ -69,7 +69,7 @@ _HANDLER = _Handler()
 
 
 def leave_on_sigterm(leaver: LeavesOnSigterm) -> None:
-    """Has `leaver` leave when SIGTERM comes. Only the main thread can do so; in another thread nothing happens."""
+    """Registers `leaver` to leave on SIGTERM. Does nothing outside of the main thread."""
     if threading.current_thread() is not threading.main_thread():
         return
     _HANDLER.leavers[leaver] = None
@@ -77,7 +77,7 @@ def leave_on_sigterm(leaver: LeavesOnSigterm) -> None:
 
 
 def stay_on_sigterm(leaver: LeavesOnSigterm) -> None:
-    """Ends what `leave_on_sigterm` began; again, it does nothing."""
+    """Undoes `leave_on_sigterm`. Further calls do nothing."""
     _HANDLER.leavers.pop(leaver, None)
     if not _HANDLER.leavers and threading.current_thread() is threading.main_thread():
         _HANDLER.uninstall()

@@ -1,4 +1,4 @@
-"""What strategies compute with tensors: in a precision in which sums lose little, and within a norm. Pure."""
+"""Tensor functions of the strategies: accumulation dtype and clipping. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from averaging.errors import TensorError
 
 
 def full_precision(tensor: torch.Tensor) -> torch.dtype:
-    """float32 for the half-precision dtypes, in which sums lose too much; else the tensor's own."""
+    """float32 for the half-precision dtypes, whose sums are too inexact; else the tensor's dtype."""
     return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
 
 
@@ -18,7 +18,7 @@ def clip(tensors: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
     """Scales tensors in place so that their joint norm is at most `max_norm`.
 
     Returns:
-        By what they were multiplied, 0-dim.
+        The factor by which they were multiplied, 0-dim.
 
     Raises:
         TensorError: one of them is sparse.

@@ -29,45 +29,43 @@ from averaging.training.tensor_math import clip
 
 logger = logging.getLogger("averaging.training")
 
-TakeOver = Callable[[State], None]
-
 
 class Fetch:
-    """A download of the run's state that goes on while this peer trains.
+    """A download of the run's state while this peer trains.
 
     Attributes:
         donors: endpoints that are asked.
-        began: when, see `Training.monotonic`.
-        delivering: whether one of them has begun to send a state that was accepted so far.
+        began: when it began, see `Training.monotonic`.
+        delivering: whether a donor has started to send a state that was accepted so far.
     """
 
     def __init__(self, donors: Sequence[str], began: float) -> None:
         self.donors, self.began = tuple(donors), began
         self.delivering = False
-        self.coming: SignalSafeFuture[FetchedState] = SignalSafeFuture()
-        self.task: asyncio.Task[Any] | None = None  # in the peer's thread
-        self.begun = asyncio.Event()  # likewise: it delivers
+        self.result: SignalSafeFuture[FetchedState] = SignalSafeFuture()
+        self.task: asyncio.Task[Any] | None = None  # used by the peer's thread only
+        self.started = asyncio.Event()  # likewise; set together with `delivering`
 
     def done(self) -> bool:
-        """Whether it has ended, in whatever way."""
-        return self.coming.done()
+        """Whether it has ended, with or without a state."""
+        return self.result.done()
 
 
 class Training:
-    """One averager as its strategy sees it, from the training thread.
+    """What a strategy works with: an averager's optimizer and peer, seen from the training thread.
 
     Args:
-        optimizer: the inner one.
+        optimizer: the inner optimizer.
         parameters: by name, in the optimizer's order.
-        buffers: floating-point buffers of the model that are averaged along, by name.
-        peer: of those tensors; not entered yet.
-        note: called with the receipt of every round.
-        check: called in the peer's thread with what a state that is being downloaded holds besides its tensors; it
-            raises StateError if that cannot be taken over.
+        buffers: the averaged floating-point buffers of the model, by name.
+        peer: the peer of these tensors, not entered yet.
+        on_receipt: called with the receipt of every round.
+        check: called in the peer's thread with what a state holds besides its tensors, while that is downloaded; raises
+            StateError if the state cannot be taken over.
         take_over: called in the peer's thread with a downloaded state, before the tensors are overwritten.
 
     Attributes:
-        local_step: steps made, those of the downloaded or loaded state included.
+        local_step: number of local steps, including those of a downloaded or loaded state.
     """
 
     def __init__(
@@ -77,27 +75,27 @@ class Training:
         buffers: dict[str, torch.Tensor],
         peer: Peer,
         *,
-        note: Callable[[Receipt], None],
+        on_receipt: Callable[[Receipt], None],
         check: Callable[[Mapping[str, Any]], None],
-        take_over: TakeOver,
+        take_over: Callable[[State], None],
     ) -> None:
         self.optimizer = optimizer
         self.parameters, self.buffers = parameters, buffers
         self.local_step = 0
         self._peer = peer
-        self._note, self._check, self._take_over = note, check, take_over
+        self._on_receipt, self._check, self._take_over = on_receipt, check, take_over
         self._weight = 1.0
         self._warned = ""
         self._alone = False
-        self._averaged = {name: tensor.detach() for name, tensor in self.tensors.items()}  # in the same memory
-        self._groups = self._trained()
-        self._answers = CachedQueries()
+        self._averaged = {name: tensor.detach() for name, tensor in self.tensors.items()}  # sharing their memory
+        self._initial_ids = self._parameter_ids()
+        self._queries = CachedQueries()
         self._rate = StepRate()
         self._running: EventLoopThread | None = None
-        self._whole = self.topic("", self.tensors, commits=True)
+        self._model_topic = self.topic("", self.tensors, commits=True)
 
     def run_in(self, thread: EventLoopThread) -> None:
-        """From now on the peer lives in `thread`."""
+        """Sets the thread in which the peer runs."""
         self._running = thread
 
     @property
@@ -113,7 +111,7 @@ class Training:
 
     @property
     def weight(self) -> float:
-        """Weight of this peer in averages where the strategy sets none; finite and at least 0."""
+        """Weight of this peer in rounds for which the strategy sets none; finite and at least 0."""
         return self._weight
 
     @weight.setter
@@ -132,17 +130,17 @@ class Training:
 
     @property
     def donates(self) -> bool:
-        """Whether others can download this peer's state."""
+        """Whether other peers can download this peer's state."""
         return self._peer.config.share_state and self._peer.config.mode is not Mode.CLIENT
 
     @property
     def verify_donors(self) -> int:
-        """So many donors must have the same state before one is believed."""
+        """Number of donors that must have the same state before a download is accepted."""
         return self._peer.config.verify_donors
 
     @property
     def group_size(self) -> int:
-        """Members of a group at most."""
+        """Maximum number of members of a group."""
         return self._peer.config.group_size
 
     def now(self) -> float:
@@ -150,14 +148,11 @@ class Training:
         return time.time()
 
     def monotonic(self) -> float:
-        """Seconds of a clock that is not set back."""
+        """Seconds of a monotonic clock."""
         return time.monotonic()
 
     def statistics(self) -> dict[str, torch.Tensor]:
-        """The optimizer's statistics of the shape of their parameter, such as momentum, by name.
-
-        The number of steps is none, although it has the shape of a 0-dim parameter.
-        """
+        """The optimizer's statistics in the shape of their parameter, such as momentum, by name; without `step`."""
         return {
             f"{key}/{name}": value
             for name, parameter in self.parameters.items()
@@ -170,46 +165,46 @@ class Training:
 
     # Steps
 
-    def check_places(self) -> None:
-        """Whether what is averaged is still what is trained: nothing moved since the start, added or replaced.
+    def check_tensors(self) -> None:
+        """Checks that the averaged tensors are still the trained ones.
 
         Raises:
-            TensorError: it is not.
+            TensorError: a tensor was moved in memory, or the inner optimizer has other parameters now.
         """
         for name, tensor in self.tensors.items():
-            # Both move together where torch shares the memory with other processes, which changes nothing here.
+            # `share_memory_()` moves both, which is harmless.
             if tensor.data_ptr() != self._averaged[name].data_ptr():
                 raise TensorError(
                     f"{name!r} has been moved in memory, as `model.to()` and `.data = ...` do; move the model first, "
                     "then make the averager, and write later values in place, with `copy_`"
                 )
-        if self._trained() != self._groups:
+        if self._parameter_ids() != self._initial_ids:
             raise TensorError(
-                "the inner optimizer has other parameters than when the averager was made, which is what is averaged; "
-                "add them before, or close this averager and make a new one"
+                "the inner optimizer has other parameters than when the averager was made; the averaged ones cannot "
+                "change: add parameters before, or close this averager and make a new one"
             )
 
-    def _trained(self) -> list[list[int]]:
-        """The inner optimizer's parameters; those of the start live as long as this."""
+    def _parameter_ids(self) -> list[list[int]]:
+        """Identities of the inner optimizer's parameters; `parameters` keeps the initial ones alive."""
         return [[id(parameter) for parameter in group["params"]] for group in self.optimizer.param_groups]
 
     def evaluate(self, closure: Callable[[], float] | None) -> float | None:
-        """Calls a closure, if there is one, with gradients on, as optimizers do."""
+        """Calls a closure, if there is one, with gradients enabled."""
         if closure is None:
             return None
         with self._own_work(), torch.enable_grad():
             return closure()
 
     def inner_step(self, closure: Callable[[], float] | None = None, max_norm: float | None = None) -> float | None:
-        """One step of the inner optimizer under the tensors' lock, which is free until the optimizer changes something.
+        """One step of the inner optimizer under the tensors' lock.
 
-        Some training loops put the whole forward and backward pass into the closure; rounds in progress and newcomers
-        need not wait for that. An optimizer that has begun to change the parameters when it evaluates the closure, as
-        LBFGS does when it does so again, must find in them what it wrote.
+        The lock is free while a closure is evaluated, so that a forward and backward pass inside it does not delay
+        rounds and newcomers. An optimizer that has changed parameters before it evaluates the closure, as LBFGS does,
+        must find them unchanged: then the lock is held.
 
         Args:
             closure: reevaluates the model and returns the loss.
-            max_norm: gradients are clipped to this norm before they are used; None leaves them.
+            max_norm: gradients are clipped to this norm before they are used; None does not clip.
         """
         with self._own_work(), ExitStack() as lock:
             lock.enter_context(self._peer.tensors())
@@ -223,7 +218,7 @@ class Training:
         return loss
 
     def _freeing(self, lock: ExitStack, closure: Callable[[], float], max_norm: float | None) -> Callable[[], float]:
-        """The closure, evaluated without the lock as long as the parameters are what they are now."""
+        """Wraps a closure so that it is evaluated without the lock while no parameter has changed."""
         untouched = self._versions()
 
         def evaluated() -> float:
@@ -245,29 +240,26 @@ class Training:
             clip((p.grad for p in self.parameters.values() if p.grad is not None), max_norm)
 
     def _versions(self) -> list[int]:
-        """How often each parameter has been written to."""
+        """Counts of writes to each parameter."""
         return [parameter._version for parameter in self.parameters.values()]
 
     def count_local_step(self, samples: int | None = None) -> None:
-        """A step that was not the inner optimizer's.
+        """Counts a local step in which the inner optimizer did not step.
 
         Args:
-            samples: behind it, where the strategy counts them; then the step rate is that of samples.
+            samples: behind the step; the step rate counts samples then.
         """
         self.local_step += 1
         self._rate.count(1 if samples is None else samples)
 
     @property
     def step_rate(self) -> float | None:
-        """Local steps, or samples, per second of this peer's own work, without the time of rounds.
-
-        None as long as it is not known.
-        """
+        """Local steps or samples per second of this peer's own work, without the time of rounds; None if unknown."""
         return self._rate.per_second
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Around each call that may wait for others: the time between two of them is this peer's own work."""
+        """Wraps a call that may wait for other peers; the time between two such calls is this peer's own work."""
         self._rate.begin(self.monotonic())
         try:
             yield
@@ -276,7 +268,7 @@ class Training:
 
     @contextmanager
     def _own_work(self) -> Iterator[None]:
-        """Around what counts for the step rate inside of `step`."""
+        """Wraps what counts as this peer's own work inside of `measuring`."""
         began = self.monotonic()
         try:
             yield
@@ -288,10 +280,10 @@ class Training:
         return self._peer.tensors()
 
     def replacing(self) -> AbstractContextManager[list[torch.Tensor]]:
-        """The tensors' lock; what they hold at the end is the new state, see `Peer.replacing`.
+        """The tensors' lock; the values at the end are the new state, see `Peer.replacing`.
 
         Raises:
-            ClosedError: the averager was closed, perhaps by `on_round` or a signal's handler, or its thread has failed.
+            ClosedError: the averager was closed, perhaps by `on_round` or a signal handler, or its thread has failed.
         """
         self._thread.check()
         return self._peer.replacing()
@@ -299,16 +291,16 @@ class Training:
     # Rounds
 
     def topic(self, name: str, tensors: Mapping[str, torch.Tensor], **options: Unpack[TopicOptions]) -> Topic:
-        """Something that can be averaged, see `Peer.topic`; what has the name of a buffer is never compressed.
+        """Creates a topic, see `Peer.topic`. Tensors with the name of a buffer are never compressed.
 
-        Running variances and constants of a model are not what codes with one scale for large and small are for.
+        A codec has one scale for large and small values, which running variances and constants do not survive.
         """
         made = self._peer.topic(name, tensors, **options)
         exact = tensors.keys() & self.buffers.keys()
         return made.sending_exactly(exact) if exact else made
 
     def average(self, topic: Topic | None = None, **options: Unpack[RoundOptions]) -> Receipt:
-        """Averages a topic with a group, and waits for the end of the round.
+        """Averages a topic with a group and waits for the end of the round.
 
         Args:
             topic: from `topic`; the peer's own tensors if None.
@@ -318,171 +310,170 @@ class Training:
             The receipt, also when no group was found or the round failed. A peer that is alone gets it at once.
 
         Raises:
-            ConfigError: a weight or a gather that cannot work.
-            TensorError: there is NaN or infinity in what is to be averaged, or it has been moved.
+            ConfigError: a weight or a `gather` is invalid.
+            TensorError: a tensor to be averaged holds NaN or infinity, or has been moved.
             ClosedError: the averager was closed, or its thread has failed.
         """
-        return self._noted(self._thread.run(self._round(topic, options)))
+        return self._report(self._thread.run(self._round(topic, options)))
 
     def begin(self, topic: Topic | None = None, **options: Unpack[RoundOptions]) -> SignalSafeFuture[Receipt]:
-        """Like `average`, without waiting: `receipt_of` what this returns is the receipt."""
+        """Begins what `average` does without waiting; `receipt_of` waits for the returned future."""
         return self._thread.start(self._round(topic, options))
 
-    def receipt_of(self, begun: SignalSafeFuture[Receipt]) -> Receipt:
-        """The receipt of a round that was begun; waits for its end."""
-        return self._noted(self._thread.wait(begun))
+    def receipt_of(self, started: SignalSafeFuture[Receipt]) -> Receipt:
+        """Waits for a round from `begin` and returns its receipt."""
+        return self._report(self._thread.wait(started))
 
     def _round(self, topic: Topic | None, options: RoundOptions) -> Coroutine[Any, Any, Receipt]:
-        self.check_places()
+        self.check_tensors()
         self._synchronize()
         config, weight = self._peer.config, self.weight
-        # One declaration, and one more for each of the group bits that may have to be dropped.
-        patience = min(config.group_wait * (1 + len(config.group_bits)), config.round_timeout)
-
-        awaited = options.get("awaited", frozenset)
+        # One declaration, and another one for each group bit that may have to be dropped.
+        search_timeout = min(config.group_wait * (1 + len(config.group_bits)), config.round_timeout)
+        expected_peers = options.get("expected_peers", frozenset)
 
         async def average() -> Receipt:
             alone = len(self._peer.peers) == 1
-            told = self._peer.progress.told
+            announcements = self._peer.progress.announcements
             chosen: RoundOptions = {
                 "weight": weight,
-                "enough": all_of(awaited, told),
-                "awaited": awaited,
-                "patience": 0.0 if alone else patience,
+                "start_size": all_of(expected_peers, announcements),
+                "expected_peers": expected_peers,
+                "search_timeout": 0.0 if alone else search_timeout,
             }
-            if awaited(told) and ("awaited" in options or "patience" not in options):
-                chosen["overtaken"] = lambda told: not awaited(told)  # all that it could wait for have left
+            if expected_peers(announcements) and ("expected_peers" in options or "search_timeout" not in options):
+                chosen["stop_search"] = lambda seen: not expected_peers(seen)  # all of them have left
             chosen.update(options)
-            return await self._peer.average(topic or self._whole, **chosen)
+            return await self._peer.average(topic or self._model_topic, **chosen)
 
         return average()
 
     def digest(self) -> str:
-        """A digest of the model's weights, 16 hexadecimal digits: equal at all peers that hold the same bytes."""
+        """Digest of the model's weights, 16 hexadecimal digits; equal at all peers that hold the same bytes."""
         with self._peer.tensors() as tensors:
             return digest_of_tensors(tensors)
 
     def _synchronize(self) -> None:
-        """Makes sure that the peer's thread sees what the training thread has computed."""
+        """Waits until the device has computed the tensors, since the peer's thread copies them."""
         for device in {tensor.device for tensor in self.tensors.values()}:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
 
-    def _noted(self, receipt: Receipt) -> Receipt:
-        """Warns of a failed round, but not again and again for the same reason."""
+    def _report(self, receipt: Receipt) -> Receipt:
+        """Passes a receipt on, and warns of a failed round once per reason."""
         reason = "" if receipt.averaged else receipt.reason
         if reason and reason != self._warned:
-            logger.warning("%s; training goes on, and rounds that fail like this are not reported again", receipt)
+            logger.warning("%s; training goes on, and further rounds that fail like this are not logged", receipt)
         self._warned = reason
-        self._note(receipt)
+        self._on_receipt(receipt)
         return receipt
 
-    def say_alone(self, alone: bool) -> None:
-        """Tells in the log when this peer begins to step alone, and when that is over."""
+    def log_alone(self, alone: bool) -> None:
+        """Warns when this peer begins to make global steps alone."""
         if alone and not self._alone:
-            logger.warning("%r is alone and trains on; peers that come are averaged with", self._peer)
+            logger.warning("%r is alone and trains on; it averages again as soon as other peers come", self._peer)
         self._alone = alone
 
     def warn(self, what: str, error: Exception) -> None:
-        """Warns of a failure after which training goes on, once for each."""
-        told = f"{what}: {error}"
-        if told != self._warned:
-            logger.warning("%s; training goes on", told)
-        self._warned = told
+        """Warns once of a failure after which training goes on."""
+        warning = f"{what}: {error}"
+        if warning != self._warned:
+            logger.warning("%s; training goes on", warning)
+        self._warned = warning
 
-    # The others
+    # Other peers
 
-    def tell(self, progress: bytes, *, soon: bool = True) -> None:
-        """Announces to the other peers how far this one is, see `RunProgress.tell`; does not wait for its thread."""
-        self._thread.start(on_loop(lambda: self._peer.progress.tell(progress, soon=soon)))
+    def announce(self, progress: bytes, *, soon: bool = True) -> None:
+        """Announces this peer's progress, see `RunProgress.announce`; does not wait for the peer's thread."""
+        self._thread.start(on_loop(lambda: self._peer.progress.announce(progress, soon=soon)))
 
-    def told(self, *, wait: bool = True) -> dict[str, bytes]:
-        """How far the other peers are, by endpoint.
+    def announcements(self, *, wait: bool = True) -> dict[str, bytes]:
+        """The packed progress of the other peers, by endpoint.
 
         Args:
-            wait: for the peer's thread; if not, what it has said when it was asked last may be returned.
+            wait: whether to wait for the peer's thread; if not, the result may be one step old.
         """
-        return self._answers.recent(self._thread, "told", lambda: self._peer.progress.told, wait=wait)
+        return self._queries.recent(self._thread, "announcements", lambda: self._peer.progress.announcements, wait=wait)
 
-    def told_until(self, condition: Callable[[dict[str, bytes]], bool], seconds: float) -> dict[str, bytes]:
-        """Waits until what the others tell fulfils `condition`, at most so long; returns what they tell."""
+    def wait_for_announcements(self, condition: Callable[[dict[str, bytes]], bool], seconds: float) -> dict[str, bytes]:
+        """Waits until the announcements fulfil `condition`, or for `seconds`; returns them."""
         return self._thread.run(self._peer.progress.until(condition, seconds))
 
     @property
     def group_wait(self) -> float:
-        """Seconds that one declaration of this peer lasts."""
+        """Seconds for which one declaration of this peer lasts."""
         return self._peer.config.group_wait
 
-    def awaited_until(self, topic: Topic, phase: str = "") -> float | None:
-        """Until when others that train wait for a group in this topic, seconds since the epoch; None if nobody does.
+    def declared_until(self, topic: Topic, phase: str = "") -> float | None:
+        """When the last declaration of other training peers for this topic expires; None if there is none.
 
-        It does not wait for the peer's thread: what that has said when it was asked last is returned.
+        In seconds since the epoch. It does not wait for the peer's thread, so the result may be one step old.
         """
-        what = (topic.schema.topic, phase)
-        return self._answers.recent(self._thread, what, lambda: self._peer.awaited_until(topic, phase), wait=False)
+        key = (topic.schema.topic, phase)
+        return self._queries.recent(self._thread, key, lambda: self._peer.declared_until(topic, phase), wait=False)
 
     def fetch(self, donors: Sequence[str], check: Callable[[Mapping[str, Any]], None]) -> Fetch:
-        """Begins to download the state of the first of `donors` that delivers one; training can go on meanwhile.
+        """Starts to download the state of the first of `donors` that delivers one; training can go on meanwhile.
 
         Args:
             donors: endpoints.
-            check: called with what the state holds of the strategy, as soon as a donor begins to send; it raises
-                StateError if that is not what is wanted, and then the next donor is asked.
+            check: called with the strategy's part of the state as soon as a donor starts to send; raises StateError if
+                the state is not wanted, and then the next donor is asked.
         """
         fetch = Fetch(donors, self.monotonic())
 
-        def begun(user: Mapping[str, Any]) -> None:
+        def started(user: Mapping[str, Any]) -> None:
             self._check(user)
             check(user["strategy"])
             fetch.delivering = True
-            fetch.begun.set()
+            fetch.started.set()
 
         async def download() -> FetchedState:
             fetch.task = asyncio.current_task()
             offering = {name for _, name in self._peer.donors}
-            return await self._peer.fetch_state([name for name in fetch.donors if name in offering], begun)
+            return await self._peer.fetch_state([name for name in fetch.donors if name in offering], started)
 
-        fetch.coming = self._thread.start(download())
+        fetch.result = self._thread.start(download())
         return fetch
 
     def wait_for_fetches(self, fetches: Sequence[Fetch], seconds: float | None) -> None:
-        """Waits until one of them has ended, or begins to deliver if none does; at most so many seconds."""
+        """Waits until one of them ends, or starts to deliver if it did not yet; at most for `seconds`."""
 
         async def wait() -> None:
-            begun = [asyncio.create_task(fetch.begun.wait()) for fetch in fetches if not fetch.delivering]
+            started = [asyncio.create_task(fetch.started.wait()) for fetch in fetches if not fetch.delivering]
             ends = [fetch.task for fetch in fetches if fetch.task is not None]
             try:
-                await asyncio.wait([*ends, *begun], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait([*ends, *started], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                for one in begun:
+                for one in started:
                     one.cancel()
 
         self._thread.run(wait())
 
-    def give_up(self, fetch: Fetch) -> None:
-        """Ends a download that nobody waits for any more."""
+    def cancel_fetch(self, fetch: Fetch) -> None:
+        """Cancels a download."""
         self._thread.start(on_loop(lambda: fetch.task is not None and fetch.task.cancel()))
 
     def receive(self, fetch: Fetch) -> Mapping[str, Any]:
-        """Waits for a download; returns what the state holds of the strategy.
+        """Waits for a download and returns the strategy's part of the state.
 
         Raises:
-            StateError: nobody delivered a sound state.
+            StateError: no donor delivered a valid state.
             ClosedError: the averager was closed, or its thread has failed.
         """
-        user: Mapping[str, Any] = self._thread.wait(fetch.coming).state.user["strategy"]
+        user: Mapping[str, Any] = self._thread.wait(fetch.result).state.user["strategy"]
         return user
 
     def take_over(self, fetch: Fetch) -> None:
-        """Takes over all of a state that was received.
+        """Takes over a downloaded state completely.
 
         Raises:
             StateError: it does not fit; nothing was changed.
             RoundError: the application held the tensors' lock for more than `round_timeout`; nothing was changed.
         """
-        self._thread.run(self._peer.take_over(self._thread.wait(fetch.coming), self._take_over))
-        self.forget()
+        self._thread.run(self._peer.take_over(self._thread.wait(fetch.result), self._take_over))
+        self.refresh()
 
-    def forget(self) -> None:
-        """What the others have announced is asked for anew."""
-        self._answers.forget()
+    def refresh(self) -> None:
+        """Forgets cached announcements and declarations."""
+        self._queries.clear()

@@ -1,4 +1,4 @@
-"""What of a training travels beside the averaged tensors: newcomers are given it, checkpoints hold it."""
+"""The state of a training besides the averaged tensors, for newcomers and checkpoints."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ logger = logging.getLogger("averaging.training")
 
 
 class StrategyState(Protocol):
-    """The strategy of an averager, as far as its state travels."""
+    """The part of a strategy that its state needs."""
 
     history: History
 
-    def announced(self, training: Training) -> History:
-        """The history that other peers compare with theirs."""
+    def announced_history(self, training: Training) -> History:
+        """The history with which other peers compare theirs."""
         ...
 
     def state(self) -> Extras:
-        """What newcomers and checkpoints need of the strategy: its tensors (not copied) and numbers."""
+        """The tensors (not copied) and numbers of the strategy that newcomers and checkpoints need."""
         ...
 
     def load(self, tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None:
-        """Takes over what `state` returned, here or at another peer.
+        """Loads what `state` returned, here or at another peer.
 
         Raises:
             StateError: it is malformed; nothing was changed.
@@ -44,16 +44,16 @@ class StrategyState(Protocol):
 
 
 class TrainingState:
-    """The state of the inner optimizer, of the strategy and of the scheduler, the other buffers, and the step counter.
+    """The state of optimizer, strategy and scheduler, the buffers that are not averaged, and the step counter.
 
-    `shared` and `take_over` are called in the peer's thread, `shared` also in the training thread where that commits a
-    state; the rest in the training thread.
+    `shared` and `take_over` are called in the peer's thread, `shared` also in the training thread when that commits a
+    state. All other methods are called in the training thread.
 
     Args:
-        training: whose optimizer and step counter it is.
+        training: has the optimizer and the step counter.
         strategy: of the averager.
-        scheduler: that the averager drives, if there is one. Newcomers are not given its state: they drive their own.
-        buffers: of the model that are not averaged, by name.
+        scheduler: driven by the averager, if there is one. Newcomers do not get its state; they drive their own.
+        buffers: the model's buffers that are not averaged, by name.
         max_steps: a state that claims more steps is refused.
     """
 
@@ -71,25 +71,25 @@ class TrainingState:
     # For newcomers
 
     def shared(self) -> Extras:
-        """What newcomers are given (not copied).
+        """The state for newcomers (not copied).
 
         Raises:
-            StateError: the inner optimizer keeps something that cannot be given.
+            StateError: the inner optimizer has a value that cannot be packed.
         """
         tensors, packed = pack_optimizer(self._training.optimizer)
         strategy = self._strategy.state()
         user = {
             "local_step": self._training.local_step,
             "optimizer": packed,
-            "strategy": self._of_strategy(strategy.user),
+            "strategy": self._pack_strategy(strategy.user),
         }
         return Extras({**tensors, **self._buffers, **{f"strategy/{n}": t for n, t in strategy.tensors.items()}}, user)
 
     def check(self, user: Mapping[str, Any]) -> None:
-        """Looks at what a state holds besides its tensors, before these are downloaded.
+        """Checks what a state holds besides its tensors, before these are downloaded.
 
         Raises:
-            StateError: it is malformed, or not of this strategy, or it claims more than `max_steps`.
+            StateError: it is malformed, belongs to another strategy, or claims more than `max_steps`.
         """
         if "optimizer" not in user:
             return
@@ -101,19 +101,21 @@ class TrainingState:
         self._check_kind(strategy)
         steps = max(local_step, History.unpack(strategy["history"]).step if "history" in strategy else 0)
         if steps > self._max_steps:
-            raise StateError(f"it claims {steps} steps, and max_steps is {self._max_steps}; raise that if it is true")
+            raise StateError(
+                f"it claims {steps} steps, but max_steps is {self._max_steps}; raise max_steps if the claim is true"
+            )
 
     def take_over(self, state: State) -> None:
-        """Takes over what another peer has `shared`. The caller holds the tensors' lock.
+        """Loads the `shared` state of another peer. The caller holds the tensors' lock.
 
         Raises:
-            StateError: it is malformed, or not of this run, optimizer or strategy; nothing was changed.
+            StateError: it is malformed or does not fit this run, optimizer or strategy; nothing was changed.
         """
         if state.version < 1:
-            raise StateError("its state has never been averaged and belongs to no run")
+            raise StateError("its state was never averaged, so it belongs to no run")
         self.check(state.user)
         if "optimizer" not in state.user:
-            logger.warning("the state has no optimizer's in it; only the parameters are taken over")
+            logger.warning("the state has no optimizer state; only the parameters are taken over")
             return
         strategy = state.user["strategy"]
         kept = {name: take_tensor(state.tensors, name, buffer) for name, buffer in self._buffers.items()}
@@ -136,22 +138,22 @@ class TrainingState:
     # For checkpoints
 
     def saved(self) -> dict[str, Any]:
-        """What a checkpoint holds beside the model's and the inner optimizer's state dict (copied)."""
+        """The state for checkpoints (copied), besides the state dicts of the model and the inner optimizer."""
         strategy = self._strategy.state()
         scheduler = {} if self._scheduler is None else {"scheduler": self._scheduler.state_dict()}
         return scheduler | {
             "local_step": self._training.local_step,
             "strategy": {
                 "tensors": {name: tensor.detach().clone() for name, tensor in strategy.tensors.items()},
-                "user": self._of_strategy(strategy.user),
+                "user": self._pack_strategy(strategy.user),
             },
         }
 
     def load(self, inner: dict[str, Any], saved: Mapping[str, Any]) -> None:
-        """Loads the inner optimizer's state dict and what was `saved`. The caller holds the tensors' lock.
+        """Loads the inner optimizer's state dict and a `saved` state. The caller holds the tensors' lock.
 
         Raises:
-            ConfigError: it is of another strategy or scheduler; the inner optimizer and the scheduler are as they were.
+            ConfigError: it belongs to another strategy or scheduler; optimizer and scheduler were not changed.
         """
         strategy, schedule = saved.get("strategy"), saved.get("scheduler")
         optimizer = self._training.optimizer
@@ -164,13 +166,13 @@ class TrainingState:
                     if isinstance(strategy, dict):
                         self._load_strategy(strategy.get("tensors", {}), strategy.get("user", {}))
             except StateError as error:
-                raise ConfigError(f"the state dict is not of {self._strategy!r}: {error}") from error
+                raise ConfigError(f"the state dict does not fit {self._strategy!r}: {error}") from error
             self._training.local_step = saved["local_step"]
 
     def _check_averaged(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Whether the same tensors are averaged there as here.
+        """Checks that the other peer averages the same tensors.
 
-        Shapes alone would let a larger or smaller model pass, and one whose parameters were given in another order.
+        Shapes alone would accept a model of another size, and one with its parameters in another order.
         """
         own = list(self._training.tensors)
         theirs = [
@@ -181,50 +183,50 @@ class TrainingState:
         ]
         if len(theirs) != len(own):
             which = f"{theirs[len(own)]!r} only there" if len(theirs) > len(own) else f"{own[len(theirs)]!r} only here"
-            raise StateError(f"it averages {len(theirs)} tensors, this peer {len(own)}, {which}; use the same model")
+            raise StateError(f"it averages {len(theirs)} tensors, this peer {len(own)} ({which}); use the same model")
         if theirs != own and set(theirs) == set(own):
             there, here = next((there, here) for there, here in zip(theirs, own, strict=True) if there != here)
-            raise StateError(f"it averages {there!r} where this peer has {here!r}; give parameters in the same order")
+            raise StateError(f"it averages {there!r} where this peer has {here!r}; pass parameters in the same order")
 
-    def _of_strategy(self, user: Mapping[str, Any]) -> dict[str, Any]:
-        """What travels of the strategy besides its tensors."""
-        history = self._strategy.announced(self._training)
+    def _pack_strategy(self, user: Mapping[str, Any]) -> dict[str, Any]:
+        """The strategy's part of a state, without its tensors."""
+        history = self._strategy.announced_history(self._training)
         return {"kind": type(self._strategy).__name__, "history": history.pack(), **user}
 
     def _load_strategy(self, tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None:
-        """Loads what travels of the strategy. One that does not make steps together may come without a history."""
+        """Loads the strategy's part of a state, which has no history if the strategy makes no global steps."""
         history = History.unpack(user["history"]) if "history" in user else None
         self._strategy.load(tensors, user)
         if history is not None:
             self._strategy.history = history
 
     def _check_kind(self, strategy: Mapping[str, Any]) -> None:
-        """Whether a state is of the same kind of strategy; those of peers without one are taken, too."""
+        """Checks that a state has the same class of strategy, or none."""
         kind, ours = strategy.get("kind"), type(self._strategy).__name__
         if kind not in (None, ours):
-            raise StateError(f"its strategy is {str(kind)[:100]}, here it is {ours}; use the same one")
+            raise StateError(f"its strategy is {str(kind)[:100]}, but this peer's is {ours}; use the same strategy")
 
 
 def take_tensor(tensors: Mapping[str, torch.Tensor], name: str, like: torch.Tensor) -> torch.Tensor:
-    """The tensor of that name, if it is of the same shape and dtype as `like`.
+    """The tensor of that name, with the shape and dtype of `like`.
 
     Raises:
-        StateError: it is missing, or another.
+        StateError: it is missing, or has another shape or dtype.
     """
     found = tensors.get(name)
     if found is None:
         raise StateError(f"the state lacks {name!r}")
     if found.shape != like.shape or found.dtype != like.dtype:
         there, here = (f"{t.dtype} {list(t.shape)}" for t in (found, like))
-        raise StateError(f"{name!r} is {there} in the state, here {here}")
+        raise StateError(f"{name!r} is {there} in the state, but {here} at this peer")
     return found
 
 
 def count_in(user: Mapping[str, Any], name: str) -> int:
-    """The whole number of that name, 0 if there is none.
+    """The count of that name, 0 if there is none.
 
     Raises:
-        StateError: it is something else.
+        StateError: it is not a count.
     """
     count = user.get(name, 0)
     if not is_count(count):

@@ -1,1 +1,1 @@
-"""How peers reach each other: a contract, gRPC, and a network in memory."""
+"""Calls between peers: the contract, its gRPC implementation, and an in-memory network for tests."""

@@ -1,11 +1,11 @@
-"""The contract between a peer and the network: what a peer serves, and how it calls another one.
+"""The interface between a peer and the network: what a peer serves, and how it calls other peers.
 
-Two implementations keep it: `transport.grpc` on real sockets and `transport.memory` in one process, on virtual time if
-wanted. Nothing above knows which one it runs on.
+There are two implementations: `transport.grpc` with real sockets, and `transport.memory` in one process, optionally on
+virtual time. The rest of the package does not depend on which one is used.
 
-On both sides a stream is an async generator. The caller closes it (`contextlib.aclosing`) to end the call; if the
-caller goes away, the transport closes the callee's generator, which sees a `GeneratorExit` or a `CancelledError` where
-it waits.
+On both sides a stream is an async generator. The caller closes it (`contextlib.aclosing`) to end the call. If the
+caller disappears, the transport closes the callee's generator, which gets a `GeneratorExit` or a `CancelledError` at
+its `yield` or `await`.
 """
 
 from __future__ import annotations
@@ -32,123 +32,129 @@ from averaging.protocol.schema import Schema
 
 
 class AveragingService(Protocol):
-    """What a peer answers to other peers' averaging calls."""
+    """The calls about averaging that a peer serves."""
 
     def join_group(self, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
-        """The verdict, then what became of the group."""
+        """Yields the verdict on the request, then the group or the reason why there is none."""
         ...
 
     def aggregate_part(self, messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
-        """Takes a sender's parts in order and yields their averages in the same order."""
+        """Reads a sender's parts in order and yields their averages in the same order.
+
+        It asks for a second message only after a round has accepted the sender. The transport relies on that: until
+        then it bounds what the sender can make it hold.
+        """
         ...
 
     def download_state(self, resume: Resume | None, caller: str) -> AsyncGenerator[DownloadData, None]:
-        """The last committed state, in chunks, without what the caller has of it; nothing if it is not shared.
+        """Yields the last committed state in chunks; nothing if it is not shared.
 
-        `caller` is the host that asks, in words that are the same for all its connections.
+        Args:
+            resume: the part that the caller has already. It is skipped if the states agree.
+            caller: identifies the calling host; the same for all its connections.
         """
         ...
 
     def get_status(self) -> PeerStatus:
-        """Who this peer is and what it is doing."""
+        """Returns who this peer is and what it is doing."""
         ...
 
     def get_schema(self) -> Schema:
-        """What this peer averages."""
+        """Returns the schema of the tensors that this peer averages."""
         ...
 
     def watch_rounds(self, last: int) -> AsyncGenerator[Watched, None]:
-        """The receipts of this peer's attempts: the last few, and each further one until it leaves."""
+        """Yields the `last` receipts of this peer, and each further one until it leaves."""
         ...
 
 
 class GossipService(Protocol):
-    """What a peer answers to other peers' discovery calls.
+    """The calls about discovery that a peer serves.
 
     Raises:
-        WrongRunError: from any of them, if the caller belongs to another run.
-        ProtocolViolationError: from any of them, if the caller breaks the rules.
+        WrongRunError: from any method, if the caller belongs to another run.
+        ProtocolViolationError: from any method, if the caller violates the protocol.
     """
 
     def exchange(self, digest: Digest) -> AsyncGenerator[ExchangeReply, None]:
-        """What the caller lacks, and last what this peer lacks."""
+        """Yields the records that the caller lacks, and last the ids of those that this peer lacks."""
         ...
 
     async def push(self, run_id: str, rumours: tuple[Rumour, ...]) -> tuple[Refusal, ...]:
-        """Takes fresh records and passes them on; returns those that were refused."""
+        """Accepts fresh records and forwards them; returns the refused ones."""
         ...
 
     def subscribe(self, digest: Digest) -> AsyncGenerator[tuple[Record, ...], None]:
-        """What the caller lacks, then every fresh record, without end."""
+        """Yields the records that the caller lacks, then every fresh record, without end."""
         ...
 
     def list_records(self, key: str) -> tuple[Record, ...]:
-        """The records under `key`, or all of them if it is empty."""
+        """Returns the records under `key`, or all records if it is empty."""
         ...
 
 
 class Transport(Protocol):
-    """One peer's place on the network. All calls name the other peer by its endpoint.
+    """One peer's access to the network. All calls name the other peer by its endpoint.
 
     Raises:
-        PeerUnreachableError: from any call: nobody answers, or the connection broke.
-        CallRefusedError: from any call: the peer answered with an error of its own.
-        ProtocolViolationError: from any call: the peer answered with something malformed.
+        PeerUnreachableError: from any call: there is no answer, or the connection was lost.
+        CallRefusedError: from any call: the peer answered with an error.
+        ProtocolViolationError: from any call: the answer is malformed.
     """
 
     async def bind(self) -> str:
-        """Takes the address to listen on and returns this peer's endpoint; nothing is served yet.
+        """Binds the address to listen on and returns this peer's endpoint. Nothing is served yet.
 
         Raises:
-            ListenError: the address cannot be had.
+            ListenError: the address is not available.
         """
         ...
 
     async def serve(self, averaging: AveragingService, gossip: GossipService | None) -> None:
-        """Starts to answer calls; returns at once."""
+        """Starts to serve calls and returns at once."""
         ...
 
     async def close(self, grace: float = 0.0) -> None:
-        """Stops serving, giving calls in progress `grace` seconds to end, and closes all connections."""
+        """Stops serving, after at most `grace` seconds for calls in progress, and closes all connections."""
         ...
 
     def join_group(self, endpoint: str, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
-        """Asks `endpoint` to lead this peer."""
+        """Asks `endpoint` to lead this peer, and yields its answers."""
         ...
 
     def aggregate_part(
         self, endpoint: str, messages: AsyncIterator[AveragingData]
     ) -> AsyncGenerator[AveragingData, None]:
-        """Sends parts to their reducer as the network takes them, and yields the replies."""
+        """Sends parts to their reducer `endpoint` with the network's backpressure, and yields the replies."""
         ...
 
     def download_state(self, endpoint: str, resume: Resume | None = None) -> AsyncGenerator[DownloadData, None]:
-        """Reads the state of `endpoint`, without what is here if `endpoint` has the same and can leave it out."""
+        """Downloads the state of `endpoint`. Bytes named by `resume` are skipped if `endpoint` has the same."""
         ...
 
     async def get_schema(self, endpoint: str) -> Schema:
-        """Asks what `endpoint` averages."""
+        """Returns the schema of the tensors that `endpoint` averages."""
         ...
 
     def exchange(self, endpoint: str, digest: Digest) -> AsyncGenerator[ExchangeReply, None]:
-        """Compares records with `endpoint`."""
+        """Synchronizes records with `endpoint`."""
         ...
 
     async def push(self, endpoint: str, run_id: str, rumours: tuple[Rumour, ...]) -> tuple[Refusal, ...]:
-        """Tells `endpoint` fresh records."""
+        """Sends fresh records to `endpoint`; returns the refused ones."""
         ...
 
     def subscribe(self, endpoint: str, digest: Digest) -> AsyncGenerator[tuple[Record, ...], None]:
-        """Listens to what `endpoint` hears."""
+        """Yields the fresh records that `endpoint` receives."""
         ...
 
 
 async def is_alive(transport: Transport, endpoint: str) -> bool:
-    """Whether a peer answers anything; the caller says how long it may take."""
+    """Whether a peer answers a call, also with an error. It has no timeout of its own."""
     try:
         await transport.get_schema(endpoint)
     except PeerUnreachableError:
         return False
     except (CallRefusedError, ProtocolViolationError):
-        return True  # other software perhaps, but alive
+        return True  # perhaps other software, but alive
     return True

@@ -1,7 +1,7 @@
-"""A network in memory: the transport for tests and simulations, with delays, losses, deaths, freezes and cuts.
+"""An in-memory network for tests and simulations, with delays, losses, killed and frozen peers, and partitions.
 
-It keeps the contract of `transport.base`: what arrives, arrives in order; a broken call raises on both sides; a call
-that its caller closes is closed at the callee. Messages are handed over, not encoded.
+It implements the interface of `transport.base`: messages arrive in order, a broken call raises on both sides, and a
+call that its caller closes is closed at the callee. Messages are passed as objects, not encoded.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 WINDOW = 4
-"""Messages that may be under way in one direction of a call before its sender waits."""
+"""Messages in flight in one direction of a call before its sender waits."""
 
 
 class MemoryNetwork:
-    """All peers of a simulation.
+    """The network of all peers of a simulation.
 
     Args:
         rng: source of every delay and loss.
-        latency: least and greatest delay of a message, in seconds.
+        latency: minimum and maximum delay of a message, in seconds.
         loss: probability that a message breaks its call instead of arriving.
 
     Attributes:
-        calls: how many calls of each method were made.
-        errors: exceptions that a service raised and its contract does not allow; a test wants none.
+        calls: number of calls by method.
+        errors: exceptions of services that their interface does not allow. Tests expect none.
     """
 
     def __init__(
@@ -77,35 +77,35 @@ class MemoryNetwork:
         self._refused: set[tuple[str, str]] = set()  # caller and callee
 
     def transport(self, endpoint: str | None) -> MemoryTransport:
-        """A place on this network; None gives one to a client, which nobody can call."""
+        """Returns a transport for `endpoint`; None makes a client, which cannot be called."""
         return MemoryTransport(self, endpoint)
 
     def kill(self, endpoint: str) -> None:
-        """Breaks every call from and to `endpoint` and serves none any more, as when its process dies."""
+        """Breaks every call from and to `endpoint` and serves no further one, as if its process died."""
         self._serving.pop(endpoint, None)
         self._break_calls(lambda call: endpoint in (call.caller, call.callee), f"{endpoint} died")
 
     def freeze(self, endpoint: str) -> None:
-        """Nothing arrives from or at `endpoint` until `thaw`, and nobody is told, as with SIGSTOP."""
+        """Delays all messages from and to `endpoint` until `thaw`, without errors, as with SIGSTOP."""
         self._frozen.setdefault(endpoint, asyncio.Event())
 
     def thaw(self, endpoint: str) -> None:
-        """Ends a freeze; what was under way arrives."""
+        """Ends a freeze; delayed messages arrive."""
         if event := self._frozen.pop(endpoint, None):
             event.set()
 
     def cut(self, *parts: frozenset[str]) -> None:
-        """Separates the named sets of endpoints from each other until `heal`."""
+        """Partitions the network into these sets of endpoints until `heal`."""
         self._parts = list(parts)
         self._break_calls(lambda call: not self._connected(call.caller, call.callee), "the network is cut")
 
     def refuse(self, caller: str, callee: str) -> None:
-        """What one calls the other is refused from now on, as by a firewall; what that one calls arrives."""
+        """Refuses all calls from `caller` to `callee`, as a firewall does. Calls in the other direction arrive."""
         self._refused.add((caller, callee))
         self._break_calls(lambda call: (call.caller, call.callee) == (caller, callee), "connection reset")
 
     def heal(self) -> None:
-        """Ends a cut, and lets all calls through."""
+        """Ends all cuts and refusals."""
         self._parts = []
         self._refused.clear()
 
@@ -129,7 +129,7 @@ class MemoryNetwork:
 
 @dataclass(frozen=True, slots=True)
 class _Item(Generic[T]):
-    """A message, the end of the stream, or its error, and when it arrives."""
+    """A message, the end of the stream, or its error, and its time of arrival."""
 
     due: float
     message: T | None = None
@@ -165,7 +165,7 @@ class _Pipe(Generic[T]):
             await asyncio.sleep(max(0.0, item.due - asyncio.get_running_loop().time()))
             await self._call.network._not_frozen(self._call.caller, self._call.callee)
             if self._call.broken and item.error is None:
-                continue  # the error is behind it in the queue
+                continue  # the error follows in the queue
             self._window.release()
             if item.error is not None:
                 raise item.error
@@ -175,7 +175,7 @@ class _Pipe(Generic[T]):
 
 
 class _Call:
-    """A call under way between two endpoints."""
+    """A call in progress between two endpoints."""
 
     def __init__(self, network: MemoryNetwork, caller: str, callee: str) -> None:
         self.network, self.caller, self.callee = network, caller, callee
@@ -196,7 +196,7 @@ class _Call:
 
 
 class MemoryTransport:
-    """One peer's place on a `MemoryNetwork`; implements `transport.base.Transport`."""
+    """One peer's transport on a `MemoryNetwork`; implements `transport.base.Transport`."""
 
     def __init__(self, network: MemoryNetwork, endpoint: str | None) -> None:
         self._network = network
@@ -208,13 +208,17 @@ class MemoryTransport:
         self._answering: set[asyncio.Task[None]] = set()
 
     async def bind(self) -> str:
-        """Returns the endpoint; raises ListenError if somebody serves there already."""
+        """Returns the endpoint.
+
+        Raises:
+            ListenError: another peer serves at this endpoint.
+        """
         if self.endpoint in self._network._serving:
             raise ListenError(f"{self.endpoint} is taken")
         return self.endpoint
 
     async def serve(self, averaging: AveragingService, gossip: GossipService | None) -> None:
-        """Starts to answer calls, each in a task of its own in the context of this call."""
+        """Starts to serve calls, each in its own task, in the context of this call."""
         self._averaging, self._gossip = averaging, gossip
         self._context = contextvars.copy_context()
         if self._listens:
@@ -295,7 +299,7 @@ class MemoryTransport:
         handler: Callable[[MemoryTransport, AsyncIterator[Any]], AsyncGenerator[T, None]],
         messages: AsyncIterator[Any] | None = None,
     ) -> AsyncGenerator[T, None]:
-        """One call: the handler runs at the callee, `messages` go up as it reads them, its replies are yielded."""
+        """Makes one call: runs the handler at the callee, uploads `messages` as it reads, and yields its replies."""
         network = self._network
         if endpoint.startswith(CLIENT_PREFIX):
             raise ProtocolViolationError(f"{endpoint} is a client, which is never dialled")
@@ -315,8 +319,8 @@ class MemoryTransport:
                     yield cast(T, reply)
         finally:
             network._open.discard(call)
-            call.server.cancel()  # which the callee sees when it runs again; nobody waits here for that
-            call.server = None  # a cancelled task holds its frames, and those the call: not all Pythons find the circle
+            call.server.cancel()  # not awaited: the callee may be frozen
+            call.server = None  # breaks a reference cycle of the task, its frames and the call
             if upload is not None:
                 upload.cancel()
                 await asyncio.gather(upload, return_exceptions=True)
@@ -325,7 +329,7 @@ class MemoryTransport:
         try:
             async for message in messages:
                 await call.up.put(message)
-        except Exception as error:  # it belongs to the caller, who reads the replies
+        except Exception as error:  # raised at the caller, which reads the replies
             call.down.end(error)
             raise
         call.up.end()

@@ -1,6 +1,6 @@
 """An asyncio event loop whose time jumps to the next timer instead of waiting for it: an hour passes in milliseconds.
 
-Together with `transport.memory` it runs whole swarms in one process, the same way for the same seed.
+With `transport.memory` it runs simulations of many peers in one process, reproducible from a seed.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ EPOCH = 1_700_000_000.0
 
 
 class DeadlockError(RuntimeError):
-    """Every task waits and no timer is set: nothing can ever happen again."""
+    """All tasks are waiting and no timer is set, so nothing can happen any more."""
 
 
 class _JumpingSelector(selectors.DefaultSelector):  # type: ignore[misc, valid-type, unused-ignore]
-    """Never waits: reports what is ready, else lets the loop's time jump by what it would have waited."""
+    """Never blocks: if nothing is ready, it advances the loop's time by the timeout instead of waiting."""
 
     jumped = 0.0
 
@@ -29,13 +29,13 @@ class _JumpingSelector(selectors.DefaultSelector):  # type: ignore[misc, valid-t
         ready = super().select(0)
         if not ready:
             if timeout is None:
-                raise DeadlockError("every task waits and no timer is set")
+                raise DeadlockError("all tasks are waiting and no timer is set")
             self.jumped += timeout
         return ready
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """Starts at 0. Threads and sockets are not for it: time does not wait for them."""
+    """An event loop on virtual time, which starts at 0. Do not use threads or sockets: time does not wait for them."""
 
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
@@ -43,7 +43,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._clock_resolution = 1e-9
 
     def time(self) -> float:
-        """Virtual seconds since the loop was made."""
+        """Virtual seconds since the loop was created."""
         return self._jumping.jumped
 
 
@@ -51,17 +51,17 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     """Like `asyncio.run`, on virtual time.
 
     Raises:
-        DeadlockError: nothing can happen any more and `main` has not returned.
+        DeadlockError: all tasks are waiting, no timer is set, and `main` has not returned.
     """
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)
 
 
 def stand_still(seconds: float) -> None:
-    """Lets time go on while nothing else does, as on a machine that sleeps.
+    """Advances time while nothing runs, as on a machine that sleeps.
 
     Raises:
-        TypeError: the running loop's time is not virtual.
+        TypeError: the running loop is not a `VirtualTimeLoop`.
     """
     loop = asyncio.get_running_loop()
     if not isinstance(loop, VirtualTimeLoop):
@@ -70,5 +70,5 @@ def stand_still(seconds: float) -> None:
 
 
 def clock() -> float:
-    """The wall clock that goes with the running loop's time, in seconds since the epoch."""
+    """Returns the virtual wall-clock time of the running loop, in seconds since the epoch."""
     return EPOCH + asyncio.get_running_loop().time()

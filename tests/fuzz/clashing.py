@@ -1,4 +1,4 @@
-"""Keys that were chosen so that a Python dict compares each with many of those before it."""
+"""Keys with colliding hashes, so that a Python dict compares each with many earlier ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BITS = (1 << 64) - 1
 
 
 def timestamps(count: int) -> list[bytes]:
-    """Timestamps of one hash, packed: for each number of nanoseconds the seconds are computed that give it."""
+    """Packed timestamps with equal hashes: for each number of nanoseconds, the seconds that give the hash."""
     back1, back2, aim = pow(_P1, -1, 1 << 64), pow(_P2, -1, 1 << 64), 12345678901234567
     found: list[bytes] = []
     nanoseconds = 0
@@ -24,7 +24,7 @@ def timestamps(count: int) -> list[bytes]:
         mixed = (mixed >> 31 | mixed << 33) & _BITS
         seconds = (mixed - _P5) * back2 & _BITS
         seconds -= 1 << 64 if seconds >> 63 else 0
-        if abs(seconds) < (1 << 61) - 1:  # else its own hash is another number
+        if abs(seconds) < (1 << 61) - 1:  # larger numbers have another hash
             found.append(struct.pack(">BBbIq", 0xC7, 12, -1, nanoseconds, seconds))
     return found
 

@@ -1,4 +1,4 @@
-"""What strangers may send: random bytes, sound messages with damage in them, and messages with odd values."""
+"""Untrusted input: random bytes, damaged valid messages, and messages with unusual values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ values = st.recursive(
     ),
     max_leaves=12,
 )
-"""Anything that msgpack can pack."""
+"""Any value that msgpack can pack."""
 
 packed = st.one_of(st.binary(max_size=80), values.map(msgpack.packb))
 
@@ -41,7 +41,7 @@ def _varint(value: int) -> bytes:
 
 @st.composite
 def protobufs(draw: st.DrawFn, depth: int = 2) -> bytes:
-    """Bytes of fields that any message could have, nested, so that most of them are read."""
+    """Encoded nested fields with numbers that messages use, so that decoders read most of them."""
     out = b""
     for _ in range(draw(st.integers(0, 6))):
         number, kind = draw(st.integers(1, 22)), draw(st.sampled_from([0, 1, 2, 2, 2, 5]))
@@ -59,7 +59,7 @@ def protobufs(draw: st.DrawFn, depth: int = 2) -> bytes:
 
 @st.composite
 def damaged(draw: st.DrawFn, sound: Sequence[bytes]) -> bytes:
-    """One of `sound` with up to four wounds: bytes changed, cut out, doubled or put in."""
+    """One of `sound` with up to four changes: bytes replaced, removed, repeated or inserted."""
     raw = draw(st.sampled_from(sound))
     for _ in range(draw(st.integers(0, 4))):
         place = draw(st.integers(0, len(raw)))
@@ -119,18 +119,18 @@ def states(draw: st.DrawFn, sound: Sequence[DownloadData]) -> list[DownloadData]
                 metadata = draw(st.one_of(packed, damaged([sound[0].metadata])))
                 messages[:1] = [DownloadData(metadata, sound[0].tensor_part)]
             case "fields":
-                told = msgpack.unpackb(sound[0].metadata)
-                field = draw(st.sampled_from(sorted([*told, "skipped"])))
+                fields = msgpack.unpackb(sound[0].metadata)
+                field = draw(st.sampled_from(sorted([*fields, "skipped"])))
                 given = draw(values)
-                if isinstance(told.get(field), list) and draw(st.booleans()):
-                    inside = told[field][0]
+                if isinstance(fields.get(field), list) and draw(st.booleans()):
+                    inside = fields[field][0]
                     if isinstance(inside, list):
                         inside[draw(st.integers(0, 2))] = given
                     else:
-                        told[field][0] = given
+                        fields[field][0] = given
                 else:
-                    told[field] = given
-                messages[:1] = [DownloadData(msgpack.packb(told), sound[0].tensor_part)]
+                    fields[field] = given
+                messages[:1] = [DownloadData(msgpack.packb(fields), sound[0].tensor_part)]
             case "cut":
                 del messages[place : place + 1]
             case "double":

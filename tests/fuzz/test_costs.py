@@ -252,7 +252,7 @@ def test_rumours_for_as_many_ranges() -> None:
             async with asyncio.TaskGroup() as tasks:
                 for some in (taken[:half], taken[half:]):  # these wait while those are being pushed
                     for number, record in enumerate(some, 1):
-                        rumours.tell(record, number, number)
+                        rumours.spread(record, number, number)
                     tasks.create_task(rumours.flush())
                     await asyncio.sleep(0.1)
 

@@ -1,4 +1,4 @@
-"""Every decoder with anything: it returns, or raises the one error that it promises, and takes little memory."""
+"""Every decoder with arbitrary input returns, or raises only its documented error, and takes little memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both sides of each stream with anything at the other end: sound peers end in time, unharmed, and answer right."""
+"""Each side of each stream with arbitrary input from the other: honest peers end in time and answer correctly."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ pauses = st.sampled_from([0.0, 0.0, 0.0, 0.3, 3 * STALL_TIMEOUT])
 
 
 Plan: TypeAlias = "tuple[list[tuple[float, Any]], Exception | None]"
-"""Of one stream: pauses and messages, and how it ends."""
+"""Plan of one stream: pauses and messages, and how it ends."""
 
 
 def plans(messages: st.SearchStrategy[Any], most: int = 6) -> st.SearchStrategy[list[Plan]]:
-    """For several streams, drawn before they run: what runs at the same time must not draw."""
+    """Plans of several streams, drawn in advance, since concurrent code must not draw."""
     ends = st.sampled_from([None, None, *ERRORS])
     return st.lists(st.tuples(st.lists(st.tuples(pauses, messages), max_size=most), ends), min_size=1, max_size=8)
 
 
 class Script:
-    """Streams that follow plans, one after the other; silence when there are no more."""
+    """Streams that follow the plans in order; silent when there are no more plans."""
 
     def __init__(self, plans: list[Plan]) -> None:
         self._plans = iter(plans)
@@ -73,7 +73,7 @@ class Script:
 
 
 class Hostile:
-    """In the place of a member's round: sends planned messages to the others, and answers theirs with planned ones."""
+    """Replaces the round of a member: sends planned messages to the others, and answers theirs with planned ones."""
 
     def __init__(self, simulation: Simulation, parts: list[Plan], answers: list[Plan]) -> None:
         self._network = simulation.network
@@ -81,7 +81,7 @@ class Hostile:
         self.answers: list[AveragingData] = []
 
     async def run(self, prepare: Prepare, timeout: float) -> None:
-        await asyncio.sleep(0.05)  # the others' rounds are there
+        await asyncio.sleep(0.05)  # the others have begun their rounds
         await asyncio.gather(*(self._attack(name) for name in ("peer:1", "peer:2") for _ in range(2)))
 
     async def _attack(self, name: str) -> None:
@@ -101,7 +101,7 @@ class Hostile:
                 yield message
 
 
-# It does not speak in the others' names: a member could, since names are not proven within a round.
+# It does not use the names of others. A member could, since names are not proven within a round.
 GROUP = Simulation(1, [Member(f"peer:{n + 1}") for n in range(3)], [(7, 3), (), (40,)]).group
 PARTS = averaging_data([GROUP.group_id, GROUP.group_id, b"", b"x" * 20], (1, 5, 16, 8)).map(
     lambda message: replace(message, endpoint="peer:3") if message.endpoint in GROUP.endpoints else message
@@ -125,7 +125,7 @@ def test_a_round_with_a_hostile_member(reply: ReplyForm, parts: list[Plan], answ
         ended = asyncio.get_running_loop().time()
 
     virtual_time.run(simulation.run(watch))
-    assert set(simulation.failures) == {"peer:3"}  # it gives no result
+    assert set(simulation.failures) == {"peer:3"}  # it returns no result
     assert simulation.failures["peer:3"] is None
     assert ended - began < 30.0
     assert {answer.code for answer in hostile.answers} <= ANSWERS
@@ -135,7 +135,7 @@ def test_a_round_with_a_hostile_member(reply: ReplyForm, parts: list[Plan], answ
 
 
 class HostileLeader:
-    """Answers requests to join with drawn messages."""
+    """Answers join requests with drawn messages."""
 
     def __init__(self, plans: list[Plan]) -> None:
         self._script = Script(plans)
@@ -233,10 +233,10 @@ def test_hostile_followers(requests: list[JoinRequest]) -> None:
             receipts = await asyncio.gather(*(peer.average() for peer in peers))
             assert {receipt.outcome for receipt in receipts} == {Outcome.AVERAGED}
             await asking
-            assert peers[0].excluded == {}  # anyone could have asked in these names
+            assert peers[0].excluded == {}  # any peer could have used these names
 
     swarm.simulate(main())
-    assert MessageCode.ACCEPTED not in codes  # none knows the schema's hash
+    assert MessageCode.ACCEPTED not in codes  # none has the hash of the schema
 
 
 SOUND = list(pack(seal(State(3, {"w": torch.arange(6.0), "n": torch.tensor(1)}, {"step": 1}))))

@@ -1,4 +1,4 @@
-"""Trains with an averager in a process of its own, in one of several ways, and tells what happens as JSON lines.
+"""Trains with an averager in a process of its own, in one of several ways, and prints what happens as JSON lines.
 
 Run as `python -m tests.integration.averager_worker WAY`.
 """
@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from averaging import DecentralizedAverager, LocalSGD, Receipt
 
 
-def tell(event: str, **fields: Any) -> None:
+def report(event: str, **fields: Any) -> None:
     print(json.dumps({"event": event, **fields}), flush=True)
 
 
@@ -38,17 +38,17 @@ def interrupted() -> None:
     with averager(2, round_timeout=1000.0) as opt:
         average = opt._peer.average
 
-        async def told(*topic: Any, **arguments: Any) -> Receipt:
-            tell("averaging")
-            return await average(*topic, **(arguments | {"patience": 1000.0}))
+        async def average_for_long(*topic: Any, **arguments: Any) -> Receipt:
+            report("averaging")
+            return await average(*topic, **(arguments | {"search_timeout": 1000.0}))
 
-        opt._peer.average = told  # type: ignore[method-assign]
+        opt._peer.average = average_for_long  # type: ignore[method-assign]
         try:
             for _ in range(2):
                 step(opt, torch.ones(1))
         except KeyboardInterrupt:
-            tell("interrupted", local_step=opt.local_step, looking=opt.status.peer.looking, endpoint=opt.endpoint)
-    tell("left", threads=[thread.name for thread in threading.enumerate() if thread.daemon])
+            report("interrupted", local_step=opt.local_step, looking=opt.status.peer.looking, endpoint=opt.endpoint)
+    report("left", threads=[thread.name for thread in threading.enumerate() if thread.daemon])
 
 
 def not_closed() -> None:
@@ -57,7 +57,7 @@ def not_closed() -> None:
     second = averager(1000, join=[first.endpoint])
     for opt in (first, second):
         step(opt, torch.ones(1))
-    tell("trained")
+    report("trained")
 
 
 def loaders() -> None:
@@ -77,16 +77,16 @@ def loaders() -> None:
         train(first)
         other.join()
         equal = torch.equal(*(opt.param_groups[0]["params"][0] for opt in (first, second)))
-        tell("trained", equal=equal, rounds=[opt.status.peer.rounds for opt in (first, second)])
+        report("trained", equal=equal, rounds=[opt.status.peer.rounds for opt in (first, second)])
 
 
 def forked() -> None:
-    """Forks while an averager runs, and tells how many threads the child has."""
+    """Forks while an averager runs, and prints how many threads the child has."""
     with averager(1000):
         if child := os.fork():
             os.waitpid(child, 0)
         else:
-            tell("forked", threads=psutil.Process().num_threads())
+            report("forked", threads=psutil.Process().num_threads())
             os._exit(0)
 
 

@@ -42,10 +42,14 @@ def secure(*hosts: str, of: str = "run", age: float = 0.0, believes: str = "run"
 
 def write(directory: Path, *hosts: str, of: str = "run") -> dict[str, Path]:
     """Files of a peer with these hosts, as options of a `Peer`."""
+    return stored(directory, authority(of), certificate(*hosts, of=of), "-".join(hosts) or "client")
+
+
+def stored(directory: Path, root: Issued, issued: Issued, name: str = "peer") -> dict[str, Path]:
+    """Files of a peer, as options of a `Peer`."""
     directory.mkdir(exist_ok=True)
-    issued = certificate(*hosts, of=of)
-    contents = {"tls_ca": authority(of).certificate, "tls_cert": issued.certificate, "tls_key": issued.key}
-    paths = {option: directory / f"{'-'.join(hosts) or 'client'}.{option}" for option in contents}
+    contents = {"tls_ca": root.certificate, "tls_cert": issued.certificate, "tls_key": issued.key}
+    paths = {option: directory / f"{name}.{option}" for option in contents}
     for option, path in paths.items():
         path.touch(mode=0o600)
         path.write_bytes(contents[option])

@@ -14,17 +14,17 @@ CHUNK_BYTES = 1 << 16
 
 
 class Fault(Enum):
-    """What happens to all connections from the moment on."""
+    """The fault of all connections."""
 
     NONE = "none"
     STALL = "stall"
-    """Nothing is read any more, so that senders are held back."""
+    """Reading stops, so that flow control stops the senders."""
     CUT = "cut"
-    """Both ends get a reset."""
+    """Both ends are reset."""
     HALF_OPEN = "half-open"
-    """All is read and thrown away; nobody is told."""
+    """Everything is read and discarded silently."""
     CORRUPT = "corrupt"
-    """All bytes become 0xff: no frame of HTTP/2, and no number."""
+    """All bytes become 0xff, which is neither an HTTP/2 frame nor a number."""
 
 
 class FaultProxy:
@@ -51,12 +51,12 @@ class FaultProxy:
         self._connections: set[asyncio.Task[None]] = set()
 
     def arm(self, fault: Fault, after: int = 0) -> None:
-        """The fault begins once so many more bytes have come for the peer."""
+        """Starts the fault after this number of further bytes for the peer."""
         self.struck.clear()
         self._loop.call_soon_threadsafe(self._arm, fault, after)
 
     def heal(self) -> None:
-        """Ends the fault; connections that it has spoilt are reset."""
+        """Ends the fault and resets the affected connections."""
         self._loop.call_soon_threadsafe(self._heal)
 
     def __enter__(self) -> Self:
@@ -108,7 +108,7 @@ class FaultProxy:
         for writer in list(self._writers):
             end = writer.get_extra_info("socket")
             if end.fileno() < 0:
-                continue  # lost already, of which its task has not heard yet
+                continue  # lost already; its task has not noticed yet
             # A close with a linger time of zero sends RST instead of FIN.
             end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             writer.transport.abort()
@@ -121,7 +121,7 @@ class FaultProxy:
         self._writers.add(writer)
         try:
             there, back = await asyncio.open_connection("127.0.0.1", self.target)
-        except (OSError, asyncio.CancelledError):  # asyncio's own callback takes a cancelled task for an error
+        except (OSError, asyncio.CancelledError):  # asyncio's own callback treats a cancelled task as an error
             self._writers.discard(writer)
             writer.close()
             return
@@ -164,7 +164,7 @@ class FaultProxy:
                 return data
             case Fault.CUT:
                 self._reset()
-                self._fault = Fault.NONE  # who calls again comes through
+                self._fault = Fault.NONE  # later connections pass
                 return b""
             case Fault.HALF_OPEN:
                 return b""
@@ -173,7 +173,7 @@ class FaultProxy:
 
 
 def free_port() -> int:
-    """A port that nobody listens on at the moment."""
+    """A port on which nothing listens at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""A group of our peer with one foreign member that does as it should and one that does not."""
+"""A group of our peer with one foreign member that follows the protocol and one that does not."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ BROKEN_PARTS: dict[str, Any] = {
     "a later generation's code": {"buffer": b"x", "size": [ELEMENTS], "dtype": "float32", "compression": 5},
     "not a number": {"buffer": b"\xff" * 4 * ELEMENTS, "size": [ELEMENTS], "dtype": "float32"},
 }
-"""What no part of a tensor of 256 float32 can be."""
+"""Messages that are no valid part of 256 float32."""
 
 
 def values(seed: int) -> torch.Tensor:
@@ -53,7 +53,7 @@ def values(seed: int) -> torch.Tensor:
 
 
 class Group:
-    """A group of our peer, `good`, which only sends and does so as it should, and `bad`.
+    """A group of our peer, `good`, which only sends and follows the protocol, and `bad`.
 
     If `bad` is a client our peer reduces everything, else it and `bad` reduce one half each.
     """
@@ -72,21 +72,21 @@ class Group:
 
     @property
     def without_bad(self) -> torch.Tensor:
-        """That of the other two."""
+        """The average of the other two."""
         return (self.ours + self.theirs) / 2
 
     def up_to(self, parts: int) -> torch.Tensor:
-        """The average if so many parts of `bad` arrive."""
+        """The average if this number of parts of `bad` arrive."""
         return torch.cat([self.of_all[: parts * ELEMENTS], self.without_bad[parts * ELEMENTS :]])
 
     @property
     def own_parts(self) -> slice:
-        """Those that our peer reduces of the two halves."""
+        """The half that our peer reduces."""
         order = [name for name in self.announced["ordered_group_endpoints"] if name != self.good.endpoint]
         return slice(0, SHAPE[0] // 2) if order[0] == self.us.endpoint else slice(SHAPE[0] // 2, SHAPE[0])
 
     async def messages(self, member: ForeignPeer) -> list[Message]:
-        """What `member` has to send to our peer."""
+        """The parts that `member` must send to our peer."""
         tensor = self.theirs if member is self.good else self.others
         result: list[Message] = await member.messages(
             reducer=self.us.endpoint, group=self.announced, schema=self.us.schema, tensors=as_bytes([tensor])
@@ -98,19 +98,19 @@ class Group:
         return asyncio.ensure_future(self.bad.send(reducer=self.us.endpoint, messages=messages, ends=ends))
 
     async def has_taken(self, count: int, sender: ForeignPeer | None = None) -> None:
-        """Our peer has taken so many parts of `bad`, or of `sender`."""
+        """Waits until our peer has received this number of parts of `bad`, or of `sender`."""
         async with asyncio.timeout(DEADLINE):
             while self._taken[(sender or self.bad).endpoint] < count:
                 self._takes.clear()
                 await self._takes.wait()
 
     def take(self, sender: str) -> None:
-        """Our peer has taken a part of `sender`."""
+        """Waits until our peer has received a part of `sender`."""
         self._taken[sender] += 1
         self._takes.set()
 
-    def farewell(self, code: str) -> list[Message]:
-        """With which `bad` gives up."""
+    def leave_notice(self, code: str) -> list[Message]:
+        """The message with which `bad` leaves."""
         return [{"code": code, "group_id": self.announced["group_id"], "endpoint": self.bad.endpoint}]
 
     async def good_sends(self) -> torch.Tensor:
@@ -120,11 +120,11 @@ class Group:
         return torch.cat([averages(reply) for reply in replies])
 
     async def ends(self, *, without: bool, kept_local: int = 0) -> torch.Tensor:
-        """Our tensor after the round, which had to go on `without` the bad member, or with it."""
-        told = await self.receipt
-        assert told.averaged, told.reason
-        assert [dropped.endpoint for dropped in told.dropped] == ([self.bad.endpoint] if without else [])
-        assert told.kept_local == kept_local
+        """Our tensor after the round, which must have continued `without` the bad member, or with it."""
+        result = await self.receipt
+        assert result.averaged, result.reason
+        assert [dropped.endpoint for dropped in result.dropped] == ([self.bad.endpoint] if without else [])
+        assert result.kept_local == kept_local
         with self.us.peer.tensors() as (tensor,):
             return tensor.clone()
 
@@ -138,7 +138,7 @@ def averages(reply: Message) -> torch.Tensor:
 async def group_with(
     foreign: Foreign, *, client: bool, replies: list[Message] | None = None, hangs: bool = False, **options: Any
 ) -> AsyncGenerator[Group, None]:
-    """Its round has begun; if `bad` is no client it answers all streams of parts with `replies`."""
+    """Begins the round of the group; if `bad` is no client it answers all streams of parts with `replies`."""
     good, bad = await foreign.client(), await (foreign.client() if client else foreign.peer())
     await bad.answer_parts(replies=replies, hangs=hangs)
     chosen: PeerOptions = {"group_size": 3, "part_size_bytes": PART, **options}  # type: ignore[typeddict-item]

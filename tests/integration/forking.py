@@ -10,12 +10,14 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from multiprocessing.reduction import DupFd
+from pathlib import Path
 from typing import Any
 
 FORKED = {
     "averaging": "averaging.cli",
     "tests.integration.worker": "tests.integration.worker",
     "tests.integration.strategy_worker": "tests.integration.strategy_worker",
+    "tests.integration.feed_rank": "tests.integration.feed_rank",
 }
 """What is started so, and what of it is imported before: modules that start no thread when they are imported."""
 
@@ -37,12 +39,23 @@ class End:
 
 
 class ForkedProcess:
-    """As far as it is used here, what `subprocess.Popen` is, for `python -m module arguments…`."""
+    """As far as it is used here, what `subprocess.Popen` is, for `python -m module arguments…`.
 
-    def __init__(self, module: str, *arguments: str, env: Mapping[str, str] | None) -> None:
+    Args:
+        program: the module, the path of a script that ends in `.py`, or `-c` for the code in the first argument.
+        arguments: of the program.
+        env: its environment; this process's own if not given.
+        directory: where it runs; that of the forkserver if not given.
+    """
+
+    def __init__(
+        self, program: str, *arguments: str, env: Mapping[str, str] | None, directory: Path | None = None
+    ) -> None:
         (stdin, to_stdin), (from_stdout, stdout), (from_stderr, stderr) = os.pipe(), os.pipe(), os.pipe()
         ends = [End(end) for end in (stdin, stdout, stderr)]
-        self._process = _CONTEXT.Process(target=_run, args=(ends, module, arguments, dict(env or os.environ)))
+        self._process = _CONTEXT.Process(
+            target=_run, args=(ends, program, arguments, dict(env or os.environ), directory)
+        )
         self._process.start()
         for end in (stdin, stdout, stderr):
             os.close(end)
@@ -76,12 +89,21 @@ def _same(end: Any) -> Any:
     return end
 
 
-def _run(ends: list[Any], module: str, arguments: tuple[str, ...], env: dict[str, str]) -> None:
+def _run(
+    ends: list[Any], program: str, arguments: tuple[str, ...], env: dict[str, str], directory: Path | None
+) -> None:
     for number, end in enumerate(ends):
         os.dup2(end.detach(), number)
     sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
     os.environ.clear()
     os.environ.update(env)
-    sys.argv = [module, *arguments]
-    sys.modules.pop(module, None)  # it is run anew, what it imports is there
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    if directory:
+        os.chdir(directory)
+    sys.argv = [program, *arguments]
+    if program == "-c":
+        exec(arguments[0], {"__name__": "__main__"})
+    elif program.endswith(".py"):
+        runpy.run_path(program, run_name="__main__")
+    else:
+        sys.modules.pop(program, None)  # it is run anew, what it imports is there
+        runpy.run_module(program, run_name="__main__", alter_sys=True)

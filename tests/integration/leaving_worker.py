@@ -1,4 +1,4 @@
-"""A peer in a process of its own that trains until it gets a signal, and tells of each round.
+"""A peer in a process of its own that trains until it gets a signal, and prints each round.
 
 Run as `python -m tests.integration.leaving_worker '{"strategy": "gradients", …}'`. It prints JSON lines: `ready`,
 `round` for each receipt, and, if it handles SIGTERM itself, `handled` and `left` when it has ended its loop.
@@ -18,7 +18,7 @@ from averaging import DecentralizedAverager, DiLoCo, GradientAveraging, LocalSGD
 from tests.integration.training import backward, batch_of, model_of
 
 
-def tell(event: str, **values: Any) -> None:
+def report(event: str, **values: Any) -> None:
     print(json.dumps({"event": event, **values}), flush=True)
 
 
@@ -28,7 +28,7 @@ def main(options: dict[str, Any]) -> None:
 
     def note(number: int, _: object) -> None:
         handled.append(number)
-        tell("handled")
+        report("handled")
 
     if options.get("handles"):
         signal.signal(signal.SIGTERM, note)
@@ -36,7 +36,7 @@ def main(options: dict[str, Any]) -> None:
     strategies = {"gradients": GradientAveraging(12), "diloco": DiLoCo(2), "local": LocalSGD(2)}
 
     def tell_round(receipt: Receipt) -> None:
-        tell("round", seconds=receipt.seconds, members=receipt.members, outcome=receipt.outcome)
+        report("round", seconds=receipt.seconds, members=receipt.members, outcome=receipt.outcome)
 
     opt = DecentralizedAverager(
         partial(torch.optim.SGD, lr=0.01)(model.parameters()),
@@ -48,7 +48,7 @@ def main(options: dict[str, Any]) -> None:
         on_round=tell_round,
         leave_on_sigterm=options.get("leave_on_sigterm", True),
     )
-    tell("ready", endpoint=opt.endpoint)
+    report("ready", endpoint=opt.endpoint)
     opt.wait_for_peers(options["peers"], 60.0)
     drawn = 0
     while not handled:
@@ -59,7 +59,7 @@ def main(options: dict[str, Any]) -> None:
     opt.step(batch_size=4)
     finish = opt.finish()
     opt.close()
-    tell("left", steps=opt.local_step - drawn, finish=str(finish))
+    report("left", steps=opt.local_step - drawn, finish=str(finish))
 
 
 if __name__ == "__main__":

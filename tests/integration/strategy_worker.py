@@ -24,7 +24,7 @@ from tests.integration.worker import FatalTransport
 BATCH = 4
 
 
-def tell(event: str, **values: Any) -> None:
+def report(event: str, **values: Any) -> None:
     print(json.dumps({"event": event, **values}), flush=True)
 
 
@@ -41,7 +41,7 @@ def digest(tensors: list[torch.Tensor]) -> str:
 
 
 class _Mortal:
-    """Mixed into a strategy: dies between a round and the step that it is for."""
+    """Mixed into a strategy: dies between a round and the step with its result."""
 
     dies_at: int | None = None
 
@@ -84,39 +84,39 @@ def main(options: dict[str, Any]) -> None:
         stall_timeout=5.0,
         receipts=options.get("receipts"),
     )
-    tell("ready", endpoint=opt.endpoint, global_step=opt.global_step)
+    report("ready", endpoint=opt.endpoint, global_step=opt.global_step)
     if options.get("together"):
         train_together(opt, model, options)
         return
     sys.stdin.readline()
     opt.wait_for_peers(options.get("peers", 1), 60.0)
-    drawn, told = 0, opt.global_step
+    drawn, reported = 0, opt.global_step
     while (opt.global_step or 0) < options["steps"]:
         if death == "before the round" and opt.global_step == at:
             die()
         backward(model, batch_of(options["number"] * 1000 + drawn, BATCH))
         drawn += 1
         opt.step(batch_size=BATCH)
-        if opt.global_step != told:
-            told = opt.global_step
+        if opt.global_step != reported:
+            reported = opt.global_step
             anchors = opt.state_dict()["averaging"]["strategy"]["tensors"]
             shown = [tensor for name, tensor in anchors.items() if name.startswith("anchor/")]
             members = len(opt.last_receipt.members) if opt.last_receipt else 1
-            tell("step", step=told, digest=digest(shown or list(model.parameters())), members=members)
-    tell("done", step=opt.global_step)
+            report("step", step=reported, digest=digest(shown or list(model.parameters())), members=members)
+    report("done", step=opt.global_step)
     sys.stdin.readline()
     opt.close()
 
 
 def train_together(opt: DecentralizedAverager, model: torch.nn.Module, options: dict[str, Any]) -> None:
-    """Waits for the others, makes so many local steps, and finishes with them."""
+    """Waits for the other peers, makes local steps, and finishes together with them."""
     with opt:
-        tell("found", peers=opt.wait_for_peers(options["peers"], 60.0), digest=digest(list(model.parameters())))
+        report("found", peers=opt.wait_for_peers(options["peers"], 60.0), digest=digest(list(model.parameters())))
         for drawn in range(options["steps"]):
             backward(model, batch_of(options["number"] * 1000 + drawn, BATCH))
             opt.step(batch_size=BATCH)
         finish = opt.finish()
-        tell("finished", alike=finish.alike, told=str(finish), digest=digest(list(model.parameters())))
+        report("finished", alike=finish.alike, text=str(finish), digest=digest(list(model.parameters())))
 
 
 if __name__ == "__main__":

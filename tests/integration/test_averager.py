@@ -29,7 +29,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 @pytest.fixture
 def make(nothing_is_left_behind: None) -> Iterator[Make]:
-    """Makes a model, different each time, and its averager."""
+    """Makes an averager of a model with new parameters."""
     made: list[DecentralizedAverager] = []
 
     def make_one(
@@ -72,7 +72,7 @@ def equal(one: torch.nn.Linear, other: torch.nn.Linear) -> bool:
 
 
 def said(averager: DecentralizedAverager) -> str:
-    """The optimizer's state, in words; equal words are equal states."""
+    """The optimizer's state as a string; equal strings are equal states."""
     return str(averager.state_dict()["state"])
 
 
@@ -157,13 +157,13 @@ def test_training_goes_on_when_the_other_leaves_and_together_when_another_comes(
     train_together((first, one), (second, other), steps=2)
     other.close()
     before = first.weight.detach().clone()
-    train(first, one, 4)  # alone, it waits for nobody
+    train(first, one, 4)  # a peer that is alone does not wait
     assert one.last_receipt is not None
     assert one.last_receipt.outcome is Outcome.NO_GROUP
     assert not torch.equal(first.weight, before)
     assert len([record for record in caplog.records if record.name == "averaging.training"]) == 1
     third, another = make(every=2, join=[one.endpoint])
-    assert another.local_step == 6  # what it has learnt alone counts too
+    assert another.local_step == 6  # the steps that it made alone count, too
     receipts = average_together(one, another)
     assert all(receipt.averaged for receipt in receipts), receipts
     assert equal(first, third)
@@ -177,21 +177,21 @@ def test_who_leaves_while_it_is_waited_for_is_waited_for_no_longer(
     _, other = make(strategy=strategy(1), join=[opt.endpoint])
     assert opt.wait_for_peers(2, 60)
     model(torch.ones(4, 3)).pow(2).mean().backward()
-    begun = threading.Event()
+    started = threading.Event()
     average = opt._peer.average
 
-    async def told(*topic: Any, **arguments: Any) -> Receipt:
-        begun.set()
+    async def average_and_signal(*topic: Any, **arguments: Any) -> Receipt:
+        started.set()
         return await average(*topic, **arguments)
 
-    monkeypatch.setattr(opt._peer, "average", told)
+    monkeypatch.setattr(opt._peer, "average", average_and_signal)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(lambda: opt.step(batch_size=4))
-        assert begun.wait(60)
+        assert started.wait(60)
         other.close()
         waiting.result(60)
     assert opt.last_receipt is not None
-    assert "the others have gone on without this peer, or left" in opt.last_receipt.reason
+    assert "the other peers have advanced without this one" in opt.last_receipt.reason
 
 
 def test_a_step_whose_on_round_closes_the_averager_says_that_it_was_closed(make: Make) -> None:
@@ -211,17 +211,17 @@ def test_a_step_whose_on_round_closes_the_averager_says_that_it_was_closed(make:
 def test_closing_in_the_middle_of_a_round_ends_it(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     model, opt = make(round_timeout=1000.0)
     before = model.weight.detach().clone()
-    begun = threading.Event()
+    started = threading.Event()
     average = opt._peer.average
 
-    async def told(*topic: Any, **arguments: Any) -> Receipt:
-        begun.set()
-        return await average(*topic, **(arguments | {"patience": 1000.0}))
+    async def average_and_signal(*topic: Any, **arguments: Any) -> Receipt:
+        started.set()
+        return await average(*topic, **(arguments | {"search_timeout": 1000.0}))
 
-    monkeypatch.setattr(opt._peer, "average", told)
+    monkeypatch.setattr(opt._peer, "average", average_and_signal)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(opt.average_now)
-        assert begun.wait(60)
+        assert started.wait(60)
         opt.close()
         with pytest.raises(ClosedError, match="has been closed"):
             waiting.result(60)
@@ -267,7 +267,7 @@ def test_a_newcomer_has_model_optimizer_state_and_counter_before_its_first_step(
 def test_a_newcomer_gets_the_last_averaged_state_while_its_donor_trains_on(make: Make) -> None:
     first, one = make()
     train(first, one, 2)
-    one.load_state_dict(one.state_dict())  # has the state of now downloaded from here on
+    one.load_state_dict(one.state_dict())  # newcomers download the present state from here on
     weights, state = copy.deepcopy(first.state_dict()), said(one)
     train(first, one, 2)
     second, other = make(join=[one.endpoint])
@@ -342,7 +342,7 @@ def test_a_newcomer_to_whom_nobody_offers_a_state_keeps_its_own_and_says_so(
     first, one = make(share_state=False)
     second, other = make(join=[one.endpoint])
     assert not equal(first, second)
-    assert other.model_version == 1  # those who come next get it
+    assert other.model_version == 1  # the next newcomers get it
     assert "no peer of run 'test' has a state" in caplog.text
 
 
@@ -362,17 +362,17 @@ def test_a_newcomer_that_cannot_get_the_state_does_not_start(make: Make) -> None
 
 def test_a_newcomer_with_another_optimizer_or_model_does_not_start(make: Make) -> None:
     _, one = make()
-    with pytest.raises(StateError, match="its optimizer is AdamW, here it is SGD"):
+    with pytest.raises(StateError, match="its optimizer is AdamW, but this peer's is SGD"):
         make(lambda parameters: torch.optim.SGD(parameters, lr=0.1), join=[one.endpoint])
     with pytest.raises(StateError, match=r"its tensor 'group0.param0' is float32\[2, 3\], here .*\[2, 4\]"):
         make(features=4, join=[one.endpoint])
 
 
 @pytest.mark.parametrize(
-    ("layers", "told"), [(1, "2 tensors, .* 'group0.param1' only there"), (3, "'group0.param2' only here")]
+    ("layers", "message"), [(1, "2 tensors, .* 'group0.param1' only there"), (3, "'group0.param2' only here")]
 )
 def test_a_newcomer_with_a_smaller_or_larger_model_whose_shapes_fit_does_not_start(
-    make: Make, layers: int, told: str
+    make: Make, layers: int, message: str
 ) -> None:
     def model_of(count: int) -> torch.optim.Optimizer:
         return torch.optim.SGD([torch.nn.Parameter(torch.ones(2)) for _ in range(count)], lr=0.1, momentum=0.9)
@@ -382,13 +382,13 @@ def test_a_newcomer_with_a_smaller_or_larger_model_whose_shapes_fit_does_not_sta
     for parameter in one.param_groups[0]["params"]:
         parameter.grad = torch.ones(2)
     one.step()
-    one.load_state_dict(one.state_dict())  # its momentum is in the state that it gives
-    with pytest.raises(StateError, match=told):
+    one.load_state_dict(one.state_dict())  # the state for newcomers has its momentum
+    with pytest.raises(StateError, match=message):
         make(lambda _: model_of(layers), join=[one.endpoint])
 
 
 def test_a_newcomer_whose_parameters_are_in_another_order_does_not_start(make: Make) -> None:
-    """They have the same shapes, so it would get the values of the one in the other."""
+    """They have the same shapes, so each would get the values of the other."""
 
     def model_of(*names: str) -> torch.optim.Optimizer:
         return torch.optim.SGD([(name, torch.nn.Parameter(torch.ones(2))) for name in names], lr=0.1)
@@ -397,7 +397,7 @@ def test_a_newcomer_whose_parameters_are_in_another_order_does_not_start(make: M
     for parameter in one.param_groups[0]["params"]:
         parameter.grad = torch.ones(2)
     one.step()
-    with pytest.raises(StateError, match="averages 'keys' where this peer has 'queries'; give parameters in the same"):
+    with pytest.raises(StateError, match="averages 'keys' where this peer has 'queries'"):
         make(lambda _: model_of("queries", "keys"), join=[one.endpoint])
 
 

@@ -162,7 +162,7 @@ def test_a_signal_without_serve_writes_nothing(
 def test_a_peer_that_finds_nobody_says_so(files: list[Path]) -> None:
     result = command("peer", files[0], *PAIR, "--round-timeout", 1, "--output", out(files[0]))
     assert result.returncode == 1
-    assert "no group came together within 1." in result.stderr
+    assert "no group within 1." in result.stderr
     assert "no other peer is in the run: start more peers of it, or wait longer" in result.stderr
     assert re.search(r"\(this peer was given no --join, so the others must join 127\.0\.0\.1:\d+, or", result.stderr)
     assert "Nothing was written" in result.stderr

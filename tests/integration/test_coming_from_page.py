@@ -1,4 +1,4 @@
-"""The code of docs/coming-from.md works as it stands there, but for addresses and sizes."""
+"""The code of docs/how-to/coming-from.md works as it stands there, but for addresses and sizes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LinearLR
 
 from averaging import DecentralizedAverager, GradientAveraging, Peer, Receipt
 
-PAGE = (Path(__file__).parents[2] / "docs" / "coming-from.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "coming-from.md").read_text()
 OPTIMIZER, TENSORS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 JOIN = 'join=["192.0.2.7:4222"]'
 

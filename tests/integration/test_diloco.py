@@ -47,10 +47,10 @@ def test_a_newcomer_takes_over_the_outer_state(start: Start) -> None:
 
 
 def test_a_peer_that_missed_a_global_step_keeps_its_local_steps(start: Start) -> None:
-    """It takes over the others' model and puts on top what it has done itself."""
+    """It takes over the other peers' model and adds its own local steps."""
     run = start()
     for _ in range(3):
-        run.add(DiLoCo(4), SGD, group_size=2)  # the two others are all that there are to wait for
+        run.add(DiLoCo(4), SGD, group_size=2)  # a group of the two other peers is full
     run.meet()
     for seed in range(2):
         step(run, 2, seed)
@@ -70,7 +70,7 @@ def test_a_peer_that_missed_a_global_step_keeps_its_local_steps(start: Start) ->
     late = run.averagers[2]
     assert late.global_step == 0
     others = parameters_of(run.models[0])
-    run.heard(2, 1, of=2)
+    run.wait_for_progress(2, 1, of=2)
     step(run, 2, 2)
     assert late.global_step == 1
     for now, base, change in zip(run.parameters()[2], others, own, strict=True):
@@ -88,10 +88,10 @@ def test_local_steps_that_are_in_the_others_result_are_not_put_on_top_where_on_r
 
     receipts: list[Receipt] = []
     run = start()
-    for tell in (None, raise_once):
+    for on_round in (None, raise_once):
         plain = torch.nn.Linear(1, 1, bias=False)
         torch.nn.init.zeros_(plain.weight)
-        run.add(DiLoCo(2, delay=delay, outer=UNIT), UNIT, plain, on_round=tell)
+        run.add(DiLoCo(2, delay=delay, outer=UNIT), UNIT, plain, on_round=on_round)
     run.meet()
 
     def train(number: int) -> None:
@@ -104,7 +104,7 @@ def test_local_steps_that_are_in_the_others_result_are_not_put_on_top_where_on_r
             pushed(run, number, 0.0)
 
     run.each(train)
-    run.heard(1, 1)
+    run.wait_for_progress(1, 1)
     pushed(run, 1, 0.0)
     assert [averager.global_step for averager in run.averagers] == [1, 1]
     assert [parameter.item() for (parameter,) in run.parameters()] == [1.0, 1.0]  # the mean of 0 and 2
@@ -114,21 +114,21 @@ def test_local_steps_that_are_in_the_others_result_are_not_put_on_top_where_on_r
 def test_a_group_that_is_too_small_for_all_is_warned_of_once(
     start: Start, strategy: Callable[[], Strategy], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Else some of them never have a part in a step, and nothing says so."""
+    """Without the warning nothing shows that some peers never take part in a step."""
     run = start()
     for _ in range(3):
         run.add(strategy(), SGD, group_size=2, group_wait=0.1)
     run.meet()
-    run.heard(0, 0, of=2)
+    run.wait_for_progress(0, 0, of=2)
     for seed in range(2):
         step(run, 0, seed, **({"batch_size": 4} if isinstance(run.averagers[0].strategy, GradientAveraging) else {}))
-    told = [record.getMessage() for record in caplog.records if "group_size" in record.getMessage()]
-    assert len(told) == 1
-    assert told[0].startswith("3 peers make global steps together, and group_size is 2: ")
+    warnings = [record.getMessage() for record in caplog.records if "group_size" in record.getMessage()]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("3 peers make global steps together, but group_size is 2: ")
 
 
 def test_training_goes_on_during_a_round_with_delay(start: Start) -> None:
-    """The other peer is not there yet; only when the result is due is it waited for."""
+    """Training waits for the other peer only when the result is due."""
     run = start()
     for _ in range(2):
         run.add(DiLoCo(4, delay=2, alpha=0.5), SGD)
@@ -184,14 +184,14 @@ def test_an_interrupt_ends_the_wait_for_a_round_and_not_the_round(
     with monkeypatch.context() as patch:
         patch.setattr(run.averagers[0]._training, "receipt_of", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            steps(run, 0, range(2 + delay))  # the other has not come yet
+            steps(run, 0, range(2 + delay))  # the other peer has not joined yet
     run.each(lambda number: steps(run, number, range(2 + delay if number else 1)))
     assert [opt.global_step for opt in run.averagers] == [1, 1]
 
 
 def test_peers_that_begin_with_their_own_parameters_are_equal_after_average_now(start: Start) -> None:
     run = start()
-    for seed in (0, 9):  # nobody offers a state, as when all begin at the same moment
+    for seed in (0, 9):  # no peer offers a state, as when all start at the same time
         run.add(DiLoCo(2), SGD, model_of(seed), share_state=False, group_size=2)
     run.meet()
     assert not equal(*run.parameters())
@@ -216,7 +216,7 @@ def test_average_now_waits_for_the_round_in_progress_first(start: Start, strateg
     assert [receipt.averaged for receipt in run.each(train)] == [True, True]
     assert equal(*run.parameters())
     for opt in run.averagers:
-        opt.strategy.finish(opt._training)  # nothing comes later
+        opt.strategy.finish(opt._training)  # no change is pending
     assert equal(*run.parameters())
 
 
@@ -310,7 +310,7 @@ def test_a_run_goes_on_from_a_checkpoint(start: Start, tmp_path: Any) -> None:
 
 
 def test_a_schedule_goes_on_from_a_checkpoint(start: Start, tmp_path: Any) -> None:
-    """Schedules of torch go on from the rate that they find, so counting alone would lower it twice."""
+    """Schedulers continue from the present learning rate, so counting alone would lower it twice."""
     schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.1)
     run = start()
     opt = run.add(GradientAveraging(8), SGD, scheduler=schedule)
@@ -340,7 +340,7 @@ def test_a_schedule_goes_on_from_a_checkpoint(start: Start, tmp_path: Any) -> No
 def test_a_result_that_comes_after_a_checkpoint_was_loaded_is_not_put_on_top(
     start: Start, strategy: Callable[[], LocalSGD | DiLoCo], whole: bool
 ) -> None:
-    """A checkpoint that is not `whole` has only the number of steps beside the inner optimizer's state."""
+    """A checkpoint that is not `whole` has only the step counter besides the inner optimizer's state."""
     run = start()
     for _ in range(2):
         run.add(strategy(), partial(torch.optim.SGD, lr=1.0), torch.nn.Linear(1, 1, bias=False))
@@ -377,7 +377,7 @@ def test_a_checkpoint_of_another_strategy_is_refused_and_changes_nothing(start: 
     saved = opt.state_dict()
     other = start()
     local = other.add(LocalSGD(3), SGD)
-    with pytest.raises(ConfigError, match="its strategy is DiLoCo, here it is LocalSGD"):
+    with pytest.raises(ConfigError, match="its strategy is DiLoCo, but this peer's is LocalSGD"):
         local.load_state_dict(saved)
     assert local.local_step == 0
 
@@ -385,12 +385,12 @@ def test_a_checkpoint_of_another_strategy_is_refused_and_changes_nothing(start: 
 def test_a_newcomer_with_another_strategy_is_refused(start: Start) -> None:
     run = start()
     run.add(DiLoCo(3), SGD)
-    with pytest.raises(StateError, match="its strategy is DiLoCo, here it is LocalSGD"):
+    with pytest.raises(StateError, match="its strategy is DiLoCo, but this peer's is LocalSGD"):
         run.add(LocalSGD(3), SGD)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ({"every": 0}, "at least 1"),
         ({"every": 10, "fragments": 3}, "multiple of fragments"),
@@ -403,8 +403,8 @@ def test_a_newcomer_with_another_strategy_is_refused(start: Start) -> None:
         ({"every": 10, "outer": None}, "outer must make an optimizer"),
     ],
 )
-def test_what_cannot_work_is_told_at_once(arguments: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_invalid_arguments_are_refused_at_once(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         DiLoCo(**arguments)
 
 
@@ -414,7 +414,7 @@ def test_an_outer_optimizer_of_other_parameters_is_refused(start: Start) -> None
     for outer in makers:
         with pytest.raises(ConfigError, match="outer must make an optimizer of all the parameters that it is called w"):
             start().add(DiLoCo(5, outer=outer), SGD, model)
-    with pytest.raises(ConfigError, match="LBFGS, which evaluates the model during its step"):
+    with pytest.raises(ConfigError, match="outer makes a LBFGS"):
         start().add(DiLoCo(5, outer=torch.optim.LBFGS), SGD, model)
 
 

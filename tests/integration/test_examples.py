@@ -186,7 +186,7 @@ Main = Callable[[list[str]], None]
         (digits.main, "--save .", "--save . is a folder; give the name of a file"),
         (digits.main, f"--save {'n' * 300}", "cannot be looked at (File name too long); give another name"),
         (digits.main, "--client-mode", "--client-mode needs --join"),
-        (digits.main, "--listen 0.0.0.0:0", "others cannot dial"),
+        (digits.main, "--listen 0.0.0.0:0", "other peers cannot dial"),
         (diloco.main, "--every 20 --fragments 3", "every must be a multiple of fragments"),
         (diloco.main, "--fragments 30 --every 30", "use at most 24"),
         (diloco.main, "--delay 20", "delay must be less"),
@@ -244,10 +244,11 @@ def test_a_folder_for_tensorboard_that_cannot_be_made_is_told(
         diloco.main([f"--tensorboard={tmp_path / 'file'}", "--steps=1"])
 
 
-def test_the_commands_of_the_readme_are_understood(capsys: pytest.CaptureFixture[str]) -> None:
-    mains = {"digits": digits.main, "diloco": diloco.main, "three_lines": three_lines.main}
-    commands = re.findall(r"`\.venv/bin/python -m examples\.(\w+)(.*)`", (ROOT / "README.md").read_text())
-    assert sorted(name for name, _ in commands) == sorted(mains)
+def test_the_commands_of_the_page_are_understood(capsys: pytest.CaptureFixture[str]) -> None:
+    mains = {"ddp": ddp.main, "digits": digits.main, "diloco": diloco.main, "three_lines": three_lines.main}
+    pages = "".join((ROOT / "docs" / "how-to" / page).read_text() for page in ("examples.md", "gpus.md"))
+    commands = re.findall(r"^(?:python|torchrun .*) -m examples\.(\w+)(.*)$", pages, re.MULTILINE)
+    assert {name for name, _ in commands} == set(mains)
     for name, arguments in commands:
         with pytest.raises(SystemExit) as ended:
             mains[name]([*arguments.split(), "--help"])  # an option before it that is not known is an error

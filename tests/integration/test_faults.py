@@ -1,4 +1,4 @@
-"""Faults of real processes and connections in a round, after some usual ones: learned deadlines keep the loss small."""
+"""Faults of real processes and connections after some normal rounds: learned deadlines keep the delay small."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from averaging.deadlines.learned_deadlines import ENOUGH_WAITS
+from averaging.deadlines.learned_deadlines import MIN_WAITS
 from tests.integration.fault_proxy import Fault, FaultProxy
 from tests.integration.held import Held, wait_until_given_back
 from tests.integration.processes import JsonProcess, Workers, average
@@ -15,13 +15,13 @@ from tests.integration.processes import JsonProcess, Workers, average
 STALL_TIMEOUT = 30.0
 OPTIONS = {"group_size": 3, "stall_timeout": STALL_TIMEOUT, "round_timeout": 60.0}
 FAULTY = {"group_wait": 30.0}
-"""It never leads, since the others' time ends before: a leader may fail before all have read that the group begins."""
-PARTS_OF_USUAL_ROUNDS = ENOUGH_WAITS * 26
-"""That a member sends to the two others: 600,000 float32 in parts of 64 KiB are 37 for all three."""
+"""It never leads, since the others' time ends first: a leader might fail before all members know of the group."""
+PARTS_OF_USUAL_ROUNDS = MIN_WAITS * 26
+"""Parts that a member sends to the two others: 600,000 float32 in parts of 64 KiB are 37 for all three."""
 
 
 def check_others(workers: Workers, receipts: list[dict[str, Any]]) -> None:
-    """They lost nobody but the victim, soon, and hold the average of all, of the two, or their own values.
+    """They dropped only the victim, soon, and hold the average of all, of the two, or their own values.
 
     Or that of the victim and one of them, if the victim has lost the other, whose connection failed before the one's.
     """
@@ -34,40 +34,40 @@ def check_others(workers: Workers, receipts: list[dict[str, Any]]) -> None:
     assert any(receipt["dropped"] for receipt in receipts)
 
 
-def blames_by_what_was_learned(receipt: dict[str, Any]) -> bool:
-    """Whether somebody was lost at a deadline such as `4 × its median of 1 s`, or `2 × its last of 1 s`."""
+def dropped_at_a_learned_deadline(receipt: dict[str, Any]) -> bool:
+    """Whether a member was dropped at a deadline such as `4 × its median of 1 s` or `2 × its last of 1 s`."""
     return any("× its " in reason for reason in receipt["reasons"])
 
 
 def reset(processes: list[JsonProcess]) -> None:
-    """They hold different values again."""
+    """Gives them different values again."""
     for process in processes:
         process.send("reset")
         process.expect("reset")
 
 
 def next_round(processes: list[JsonProcess]) -> None:
-    """All three are in it again."""
+    """All three take part again."""
     for receipt in average(*processes):
         assert receipt["outcome"] == "averaged", receipt
         assert len(receipt["members"]) == 3, receipt
         assert receipt["dropped"] == [], receipt
 
 
-def test_a_process_that_is_stopped_and_goes_on(workers: Workers) -> None:
+def test_a_process_that_is_stopped_and_continues(workers: Workers) -> None:
     stops = FAULTY | {"fatal_step": "sending", "after": PARTS_OF_USUAL_ROUNDS, "sends": "SIGSTOP"}
     processes = workers.start(*({"value": n, **OPTIONS, **(stops if n == 2 else {})} for n in range(3)))
-    for _ in range(ENOUGH_WAITS):
+    for _ in range(MIN_WAITS):
         next_round(processes)
     before = [Held.by(process) for process in processes]
     reset(processes)
     for process in processes:
         process.send("average")
     receipts = [process.expect("receipt") for process in processes[:2]]
-    assert any(map(blames_by_what_was_learned, receipts)), receipts
+    assert any(map(dropped_at_a_learned_deadline, receipts)), receipts
     processes[2].signal(signal.SIGCONT)
     own = processes[2].expect("receipt")
-    assert not blames_by_what_was_learned(own), own  # it blames nobody for its own stop
+    assert not dropped_at_a_learned_deadline(own), own  # it drops no other for its own stop
     assert set(own["dropped"]) <= set(workers.endpoints[:2])
     check_others(workers, receipts)
     next_round(processes)
@@ -80,7 +80,7 @@ def test_a_connection_that_fails_in_the_round(workers: Workers, fault: Fault) ->
         behind = FAULTY | {"listen": f"127.0.0.1:{proxy.target}", "advertise": f"127.0.0.1:{proxy.port}"}
         processes = workers.start(*({"value": n, **OPTIONS, **(behind if n == 2 else {})} for n in range(3)))
         assert workers.endpoints[2] == behind["advertise"]
-        for _ in range(ENOUGH_WAITS):
+        for _ in range(MIN_WAITS):
             next_round(processes)
         before = [Held.by(process) for process in processes]
         reset(processes)
@@ -93,9 +93,9 @@ def test_a_connection_that_fails_in_the_round(workers: Workers, fault: Fault) ->
         wait_until_given_back(processes, before)
 
 
-def test_a_slow_link_drops_nobody(workers: Workers) -> None:
+def test_no_member_is_dropped_over_a_slow_link(workers: Workers) -> None:
     with FaultProxy(rate=1e6) as proxy:
         behind = {"listen": f"127.0.0.1:{proxy.target}", "advertise": f"127.0.0.1:{proxy.port}"}
         processes = workers.start(*({"value": n, **OPTIONS, **(behind if n == 2 else {})} for n in range(3)))
-        for _ in range(ENOUGH_WAITS + 1):
+        for _ in range(MIN_WAITS + 1):
             next_round(processes)

@@ -1,4 +1,4 @@
-"""Parts of groups that our peer does not know, not yet, or no more, and rounds that cannot be."""
+"""Parts of groups that our peer does not know, not yet, or no longer, and impossible rounds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 
-async def test_parts_of_a_group_that_nobody_knows(foreign: Foreign) -> None:
+async def test_parts_of_an_unknown_group(foreign: Foreign) -> None:
     sender = await foreign.peer()
     part = {"buffer": bytes(32), "size": [8], "dtype": "float32"}
     message = {"code": "PART_FOR_AVERAGING", "group_id": b"?" * 20, "endpoint": sender.endpoint, "tensor_part": part}
@@ -29,7 +29,7 @@ async def test_parts_of_a_group_that_nobody_knows(foreign: Foreign) -> None:
             assert await sender.send(reducer=us.endpoint, messages=[message]) == [{"code": "BAD_GROUP_ID"}]
 
 
-async def test_parts_that_come_after_the_round(foreign: Foreign) -> None:
+async def test_parts_after_the_round(foreign: Foreign) -> None:
     async with group_with(foreign, client=True) as group:
         messages = await group.messages(group.bad)
         await asyncio.gather(group.bad.send(reducer=group.us.endpoint, messages=messages), group.good_sends())
@@ -40,7 +40,7 @@ async def test_parts_that_come_after_the_round(foreign: Foreign) -> None:
 
 @pytest.mark.parametrize("begins", [True, False], ids=["it begins", "it is disbanded"])
 @pytest.mark.parametrize("accepted", [True, False], ids=["accepted", "not yet accepted"])
-async def test_parts_that_come_before_the_beginning(
+async def test_parts_before_the_round(
     foreign: Foreign, monkeypatch: pytest.MonkeyPatch, accepted: bool, begins: bool
 ) -> None:
     waits = asyncio.Event()
@@ -84,21 +84,21 @@ async def test_parts_that_come_before_the_beginning(
 
 
 async def test_weights_that_sum_to_zero(foreign: Foreign) -> None:
-    """An error before the round: our peer takes part in none."""
+    """This is an error before the round, in which our peer takes no part."""
     node = await foreign.peer()
     async with our_peer([values(1)], part_size_bytes=PART) as us, us.averaging(weight=0) as receipt:
         assert await us.asks_to_join(node, gather(0.0)) == "ACCEPTED"
         group = await us.begins(node)
-        told = await receipt
-        assert not told.averaged
-        assert "sum to zero" in told.reason
+        result = await receipt
+        assert not result.averaged
+        assert "sum to zero" in result.reason
         messages = await node.messages(
             reducer=us.endpoint, group=group, schema=us.schema, tensors=as_bytes([values(2)])
         )
         assert await node.send(reducer=us.endpoint, messages=messages) == [{"code": "BAD_GROUP_ID"}]
 
 
-async def test_a_part_for_which_nobody_with_a_weight_is_left(foreign: Foreign) -> None:
+async def test_a_part_without_a_remaining_weight(foreign: Foreign) -> None:
     good, bad = await foreign.client(), await foreign.client()
     options: PeerOptions = {"group_size": 3, "part_size_bytes": PART, "stall_timeout": 3.0}
     async with our_peer([values(1)], **options) as us, us.averaging(weight=0) as receipt:
@@ -111,13 +111,13 @@ async def test_a_part_for_which_nobody_with_a_weight_is_left(foreign: Foreign) -
             reducer=us.endpoint, group=group, schema=us.schema, tensors=as_bytes([values(2)])
         )
         assert await good.send(reducer=us.endpoint, messages=messages) == [{"code": "INTERNAL_ERROR"}]
-        told = await receipt
+        result = await receipt
         with us.peer.tensors() as (tensor,):
             assert torch.equal(tensor, values(1))
-    reasons = {dropped.endpoint: dropped.reason for dropped in told.dropped}
+    reasons = {dropped.endpoint: dropped.reason for dropped in result.dropped}
     assert reasons.keys() == {good.endpoint, bad.endpoint}
     assert "INTERNAL_ERROR" in reasons[good.endpoint]
-    assert told.kept_local == SHAPE[0]
+    assert result.kept_local == SHAPE[0]
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ async def test_a_part_for_which_nobody_with_a_weight_is_left(foreign: Foreign) -
     [(5e-324, 1e-320, 1), (1e-39, 1e-39, 1), (1.0, 1e50, 2), (1.0, 1e308, 2)],
 )
 async def test_weights_far_apart(foreign: Foreign, good_weight: float, bad_weight: float, average: float) -> None:
-    """A weight is a member's word: none makes NaN of the others' tensors, not even that of one who sends nothing."""
+    """Members choose their weights: none may turn the average into NaN, not even one of a member that sends nothing."""
     good, bad = await foreign.client(), await foreign.client()
     ones, threes = torch.ones(SHAPE), torch.full(SHAPE, 3.0)
     options: PeerOptions = {"group_size": 3, "part_size_bytes": PART, "stall_timeout": 3.0}

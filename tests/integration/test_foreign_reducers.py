@@ -1,4 +1,4 @@
-"""Foreign reducers that break the contract, fail or die: their parts keep our local values."""
+"""Foreign reducers that break the protocol, fail or die: their parts keep our local values."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ AT_ONCE = [(broken, 0) for broken in ("nothing", "an internal error", "another s
 
 
 @pytest.mark.parametrize(("broken", "first"), AFTER_ONE_PART + AT_ONCE)
-async def test_a_reducer_that_answers_nonsense(foreign: Foreign, broken: str, first: int) -> None:
-    """Its parts keep their local values; it is still heard as a sender."""
+async def test_a_reducer_with_invalid_answers(foreign: Foreign, broken: str, first: int) -> None:
+    """Its parts keep their local values; as a sender it still takes part."""
     replies = [reply(GOOD_PART)] * first + BROKEN_REPLIES[broken]
     async with group_with(foreign, client=False, replies=replies) as group:
         await ends_with_local_values(group, first)
@@ -84,8 +84,8 @@ async def test_a_reducer_that_never_answers(foreign: Foreign) -> None:
         await ends_with_local_values(group, 1)
 
 
-async def test_a_reducer_that_answers_all_and_never_ends_its_stream(foreign: Foreign) -> None:
-    """Nothing is missing, so nobody is lost, and the round does not wait out stall_timeout."""
+async def test_a_reducer_that_never_ends_its_stream(foreign: Foreign) -> None:
+    """All averages arrived, so no member is dropped, and the round does not wait for stall_timeout."""
     replies, waits = (
         [reply(GOOD_PART)] * (PARTS // 2),
         {"round_timeout": 99.0, "stall_timeout": 50.0, "min_stall_timeout": 0.2},
@@ -114,8 +114,8 @@ async def test_a_reducer_that_dies(foreign: Foreign) -> None:
 
 
 async def test_a_reducer_that_fails_and_then_sends(foreign: Foreign) -> None:
-    """It is lost as a reducer before its first part comes; as a sender it is still heard."""
-    lost = Heard(": lost ")
+    """It is dropped as a reducer before its first part arrives; as a sender it still takes part."""
+    lost = Heard(": dropped ")
     with lost.on("averaging.allreduce"):
         async with group_with(foreign, client=False, replies=[reply(code="INTERNAL_ERROR")]) as group:
             async with asyncio.timeout(DEADLINE):
@@ -124,7 +124,7 @@ async def test_a_reducer_that_fails_and_then_sends(foreign: Foreign) -> None:
 
 
 class Heard(logging.Handler):
-    """Waits for something that is logged."""
+    """Waits for a log message."""
 
     def __init__(self, words: str) -> None:
         super().__init__(logging.INFO)
@@ -148,7 +148,7 @@ class Heard(logging.Handler):
 
 
 async def test_two_members_of_which_one_cannot_reduce(foreign: Foreign) -> None:
-    """What our peer has averaged and told the other it adopts itself."""
+    """Our peer adopts the averages that it has sent to the other member."""
     bad = await foreign.peer()
     ours, theirs = values(1), values(2)
     async with our_peer([ours.clone()], part_size_bytes=PART) as us, us.averaging() as receipt:
@@ -157,7 +157,7 @@ async def test_two_members_of_which_one_cannot_reduce(foreign: Foreign) -> None:
         group = await us.begins(bad)
         messages = await bad.messages(reducer=us.endpoint, group=group, schema=us.schema, tensors=as_bytes([theirs]))
         replies = await bad.send(reducer=us.endpoint, messages=messages)
-        told = await receipt
+        result = await receipt
         half = SHAPE[0] // 2
         own = slice(0, half) if group["ordered_group_endpoints"][0] == us.endpoint else slice(half, SHAPE[0])
         wanted = ours.clone()
@@ -165,9 +165,9 @@ async def test_two_members_of_which_one_cannot_reduce(foreign: Foreign) -> None:
         assert torch.equal(torch.cat([averages(r) for r in replies]), wanted[own])
         with us.peer.tensors() as (tensor,):
             assert torch.equal(tensor, wanted)
-    assert told.averaged, told.reason
-    assert told.kept_local == half
-    assert [dropped.endpoint for dropped in told.dropped] == [bad.endpoint]
+    assert result.averaged, result.reason
+    assert result.kept_local == half
+    assert [dropped.endpoint for dropped in result.dropped] == [bad.endpoint]
 
 
 async def test_our_peer_gives_up(foreign: Foreign) -> None:
@@ -199,7 +199,7 @@ async def test_our_peer_breaks_down(foreign: Foreign, monkeypatch: pytest.Monkey
         await bad.tell(follower=us.endpoint, code="ACCEPTED")
         group = begun(us, bad)
         await bad.begin(group=group)
-        farewell = await bad.opened()
-        assert farewell == {"code": "INTERNAL_ERROR", "group_id": group["group_id"], "endpoint": us.endpoint}
+        notice = await bad.opened()
+        assert notice == {"code": "INTERNAL_ERROR", "group_id": group["group_id"], "endpoint": us.endpoint}
         with pytest.raises(ExceptionGroup):
             await averaging

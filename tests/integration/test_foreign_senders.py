@@ -1,4 +1,4 @@
-"""Foreign senders that break the contract, give up or die: our reducer goes on with the others."""
+"""Foreign senders that break the protocol, leave or die: our reducer continues with the others."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ AT_ONCE = [(broken, 0) for broken in ("another shape", *BROKEN_MESSAGES)]
 
 
 @pytest.mark.parametrize(("broken", "place"), IN_THE_MIDDLE + AT_ONCE)
-async def test_a_sender_of_nonsense(foreign: Foreign, broken: str, place: int) -> None:
-    """Its parts before that count, if they came; it hears nothing but the code."""
+async def test_a_sender_of_invalid_messages(foreign: Foreign, broken: str, place: int) -> None:
+    """Its earlier parts count if they arrived; it gets only the code."""
     async with group_with(foreign, client=True, stall_timeout=3.0) as group:
         messages = await group.messages(group.bad)
         if broken in BROKEN_PARTS:
@@ -47,12 +47,12 @@ async def test_a_sender_of_nonsense(foreign: Foreign, broken: str, place: int) -
         assert await group.bad.send(reducer=group.us.endpoint, messages=messages) == VIOLATION
         wanted = group.up_to(place)
         if broken in ("not a message", "an unknown code") and place == 0:
-            await group.bad.send(reducer=group.us.endpoint, messages=group.farewell("CANCELLED"))
+            await group.bad.send(reducer=group.us.endpoint, messages=group.leave_notice("CANCELLED"))
         assert torch.equal(await group.good_sends(), wanted)
         assert torch.equal(await group.ends(without=True), wanted)
 
 
-async def test_streams_of_those_who_have_no_business_here(foreign: Foreign) -> None:
+async def test_streams_of_peers_that_are_no_senders_of_the_group(foreign: Foreign) -> None:
     stranger = await foreign.peer()
     async with group_with(foreign, client=True) as group:
         for name in (stranger.endpoint, group.us.endpoint, "", "client::nobody"):
@@ -97,13 +97,13 @@ async def test_a_second_stream_of_the_same_sender(foreign: Foreign) -> None:
 
 @pytest.mark.parametrize("code", ["CANCELLED", "INTERNAL_ERROR"])
 @pytest.mark.parametrize("sent", [0, 1, PARTS])
-async def test_a_member_that_gives_up(foreign: Foreign, sent: int, code: str) -> None:
+async def test_a_member_that_leaves(foreign: Foreign, sent: int, code: str) -> None:
     async with group_with(foreign, client=True, stall_timeout=3.0) as group:
         messages = (await group.messages(group.bad))[:sent]
         sending = group.bad_sends(messages, ends=sent == 0)
         await group.has_taken(sent)
-        assert await group.bad.send(reducer=group.us.endpoint, messages=group.farewell(code)) == []
-        await group.bad.break_off()  # another member could have said it in its name
+        assert await group.bad.send(reducer=group.us.endpoint, messages=group.leave_notice(code)) == []
+        await group.bad.break_off()  # another member could have sent the notice in its name
         await asyncio.gather(sending, return_exceptions=True)
         wanted = group.up_to(sent)
         assert torch.equal(await group.good_sends(), wanted)

@@ -222,7 +222,7 @@ async def test_the_next_donor_is_asked_after_those_that_are_gone(foreign: Foreig
 
 async def test_without_any_donor_nothing_changes() -> None:
     async with our_peer(named(1)) as us:
-        with pytest.raises(StateError, match="nobody offers one"):
+        with pytest.raises(StateError, match="no peer shares its state"):
             await us.peer.download_state()
 
 

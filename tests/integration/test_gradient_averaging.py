@@ -1,4 +1,4 @@
-"""GradientAveraging around its arithmetic: peers alone, late, new; gradients that are refused."""
+"""GradientAveraging besides its arithmetic: lone, late and new peers, and refused gradients."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_peer_alone_gathers_its_batch_and_says_that_it_is_alone(
 def test_gradients_may_be_of_another_dtype_than_their_parameters(start: Start) -> None:
     run = start()
     opt = run.add(GradientAveraging(4), SGD, model_of(0, torch.bfloat16))
-    dtype = torch.float32 if hasattr(torch.Tensor, "grad_dtype") else torch.bfloat16  # older torch knows no other
+    dtype = torch.float32 if hasattr(torch.Tensor, "grad_dtype") else torch.bfloat16  # older torch has no `grad_dtype`
     for parameter in run.models[0].parameters():
         parameter.grad_dtype = dtype
         parameter.grad = torch.full_like(parameter, 0.5, dtype=dtype)
@@ -105,11 +105,11 @@ def test_a_newcomer_goes_on_from_the_global_step_of_the_run(start: Start) -> Non
 def test_peers_of_the_same_speed_do_not_gather_more_than_the_batch(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who is first waits for the batches that the others compute, and does not begin one too many."""
+    """The first peer waits for the batches in progress at the others instead of computing another one."""
     run = start()
     for _ in range(3):
         opt = run.add(GradientAveraging(12), SGD)
-        # Batches that take long beside the time in which word gets around.
+        # Batches take long compared with the delay of announcements.
         monkeypatch.setattr(opt._training, "now", lambda: 1000 * time.time())
     run.meet()
     batches = [0, 0, 0]
@@ -118,12 +118,12 @@ def test_peers_of_the_same_speed_do_not_gather_more_than_the_batch(
         while (run.averagers[number].global_step or 0) < 8:
             batches[number] += 1
             backward(run.models[number], batch_of(1000 * number + batches[number], 4))
-            run.heard(number, run.averagers[number].global_step or 0, of=2)
+            run.wait_for_progress(number, run.averagers[number].global_step or 0, of=2)
             run.averagers[number].step(batch_size=4)
 
     run.each(train)
     assert all(equal(run.parameters()[0], other) for other in run.parameters())
-    assert sum(batches) <= 1.5 * 3 * 8  # at first nobody knows how large the batches of others are
+    assert sum(batches) <= 1.5 * 3 * 8  # at first no peer knows the batch sizes of the others
 
 
 def test_a_peer_that_missed_a_step_takes_over_the_state_of_another(start: Start) -> None:
@@ -136,13 +136,13 @@ def test_a_peer_that_missed_a_step_takes_over_the_state_of_another(start: Start)
         if number < 2:
             gather_until(run, number, 3)
 
-    run.each(train)  # the third is busy with its first batch all the while
+    run.each(train)  # the third peer still computes its first batch
     slow = run.averagers[2]
     assert slow.global_step == 0
-    run.heard(2, 3)
+    run.wait_for_progress(2, 3)
     step(run, 2, 77, batch_size=4)
     assert slow.global_step == 3
-    assert slow.status.samples == 0  # its gradients were for the parameters of step 0
+    assert slow.status.samples == 0  # its gradients belonged to the parameters of step 0
     assert equal(run.parameters()[2], run.parameters()[0])
     run.each(lambda number: gather_until(run, number, 5))
     assert all(equal(run.parameters()[0], other) for other in run.parameters())
@@ -168,17 +168,17 @@ def test_one_that_is_ahead_and_cannot_be_reached_is_told_of_once_and_not_asked_a
 
     monkeypatch.setattr(transport, "download_state", refused)
     run.each(lambda number: gather_until(run, number, 1, samples=500) if number < 2 else None)
-    run.heard(2, 1, of=2)
+    run.wait_for_progress(2, 1, of=2)
     ahead = {peer.endpoint for peer in run.averagers[:2]}
     for count in (2, 4):
-        while len(asked) < count:  # a download fails beside the steps
+        while len(asked) < count:  # downloads fail while it makes steps
             step(run, 2, 0, batch_size=4)
         for seed in range(20):
             step(run, 2, seed, batch_size=4)
         assert (len(asked), set(asked)) == (count, ahead)
         now[0] += FIRST_PAUSE
     warnings = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
-    assert len([told for told in warnings if "connection refused" in told]) == 1, warnings
+    assert len([warning for warning in warnings if "connection refused" in warning]) == 1, warnings
     monkeypatch.setattr(transport, "download_state", reach)
     now[0] += FIRST_PAUSE
     step(run, 2, 25, batch_size=4)
@@ -196,7 +196,7 @@ def test_a_client_trains_along(start: Start) -> None:
 
 
 def test_parameters_for_which_nobody_has_a_gradient_are_passed_over(start: Start) -> None:
-    """AdamW would decay them; one peer's gradient is enough."""
+    """Otherwise AdamW would decay them; a gradient at one peer suffices for a step."""
     run = start()
     adam = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
     for _ in range(2):
@@ -221,7 +221,7 @@ def test_parameters_for_which_nobody_has_a_gradient_are_passed_over(start: Start
 
 
 def test_most_of_a_model_of_many_tensors_may_lack_gradients(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the experts of a mixture do. Who lacks which must fit into a gather."""
+    """As with a mixture of experts. The list of lacking gradients must fit into `gather`."""
     monkeypatch.setattr(group, "MAX_GATHER_BYTES", 256)
     run = start()
     adam = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
@@ -312,23 +312,23 @@ def test_what_is_gathered_after_a_failed_round_is_clipped_as_one_batch(
     run.meet()
     step(run, 1, 1, batch_size=4)
 
-    def gathered(told: Mapping[str, bytes]) -> bool:
-        return any(one is not None and one.samples == 4 for one in map(Progress.unpack, told.values()))
+    def gathered(announcements: Mapping[str, bytes]) -> bool:
+        return any(one is not None and one.samples == 4 for one in map(Progress.unpack, announcements.values()))
 
-    assert gathered(run.averagers[0]._training.told_until(gathered, PATIENCE))
-    run.averagers[0]._training.forget()
+    assert gathered(run.averagers[0]._training.wait_for_announcements(gathered, PATIENCE))
+    run.averagers[0]._training.refresh()
     if interrupted:
         with monkeypatch.context() as patch:
             patch.setattr(run.averagers[0]._training, "average", Mock(side_effect=KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 step(run, 0, 2, batch_size=4)
     else:
-        step(run, 0, 2, batch_size=4)  # the batch is complete, but the other one does not come
+        step(run, 0, 2, batch_size=4)  # the batch is complete, but the other peer does not join
         assert run.averagers[0].last_receipt is not None
         assert run.averagers[0].last_receipt.outcome is Outcome.NO_GROUP
     assert run.averagers[0].status.samples == 4.0
     run.averagers[1].close()
-    run.averagers[0]._training.forget()
+    run.averagers[0]._training.refresh()
     step(run, 0, 3, batch_size=4)
     assert run.averagers[0].global_step == 1
 
@@ -360,7 +360,7 @@ def test_buffers_are_averaged_along_and_counters_reach_newcomers(
     assert buffers[0]["1.running_mean"].abs().sum() > 0
     counted = {
         opt.endpoint: one["1.num_batches_tracked"].item() for opt, one in zip(run.averagers, buffers, strict=True)
-    }  # each its own: who is faster gathers more of the global batches
+    }  # a faster peer gathers more of each global batch
     assert all(counted.values())
     caplog.set_level(logging.INFO, "averaging.peer")
     add(GradientAveraging(8))
@@ -373,7 +373,7 @@ def test_buffers_are_averaged_along_and_counters_reach_newcomers(
     [partial(GradientAveraging, 8), partial(DiLoCo, 2), partial(LocalSGD, 2), partial(LocalSGD, 2, overlap=True), None],
 )
 def test_buffers_are_not_compressed(start: Start, strategy: Callable[..., Strategy] | None) -> None:
-    """A code with one scale for large and small ones makes 0 of a small variance, by whose root one divides."""
+    """A codec with one scale for all values rounds a small variance to 0, by whose root the layer divides."""
     run = start()
     constants = 10.0 ** -torch.arange(5.0)
     for _ in range(2):

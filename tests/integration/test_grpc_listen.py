@@ -80,9 +80,9 @@ async def test_an_advertised_port_is_kept() -> None:
 @pytest.mark.parametrize(
     ("listen", "advertise", "join", "words"),
     [
-        ("127.0.0.1:0", None, ["192.0.2.7:4222"], "and 192.0.2.7:4222 is on none"),
+        ("127.0.0.1:0", None, ["192.0.2.7:4222"], "and 192.0.2.7:4222 is elsewhere"),
         ("here.example.org:0", None, ["192.0.2.7:4222"], "here.example.org is 127.0.0.1 here, where only peers on"),
-        ("here.example.org:0", None, [], "here.example.org is 127.0.0.1 here, where only peers on loopback addresses"),
+        ("here.example.org:0", None, [], "here.example.org is 127.0.0.1 here, where only peers on this machine can"),
         ("127.0.0.1:0", None, [], None),
         ("127.0.0.1:0", None, ["192.0.2.7:4222", "[::1]:4222"], None),
         ("127.0.0.1:0", None, ["here.example.org:4222"], None),
@@ -147,9 +147,9 @@ async def test_a_client_takes_no_address() -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0", "[0::0]:0", "0:0"])
 async def test_all_addresses_need_one_that_is_advertised(listen: str) -> None:
-    with pytest.raises(ConfigError, match="others cannot dial; give `advertise`"):
+    with pytest.raises(ConfigError, match="other peers cannot dial; give `advertise`"):
         await bound(listen)
-    with pytest.raises(ConfigError, match="others cannot dial"):
+    with pytest.raises(ConfigError, match="other peers cannot dial"):
         await bound(listen, "0.0.0.0:4222")
 
 

@@ -292,7 +292,7 @@ async def test_the_status_behind_a_failed_write_is_waited_for(monkeypatch: pytes
 
     async def status(tries: int, code: grpc.StatusCode) -> grpc.StatusCode | None:
         try:
-            await grpc_client.raise_for_true_status(cast("grpc_client.StreamCall", Ending(tries, code)))
+            await grpc_client.raise_for_callee_status(cast("grpc_client.StreamCall", Ending(tries, code)))
         except grpc.aio.AioRpcError as error:
             return error.code()
         return None

@@ -136,6 +136,30 @@ async def test_a_service_that_ends_early_ends_the_upload() -> None:
 
 
 @pytest.mark.asyncio
+async def test_the_messages_of_a_refused_sender_are_read_to_the_end() -> None:
+    """Some clients lose the answer if a write fails."""
+    sent = 0
+
+    async def messages() -> AsyncGenerator[AveragingData, None]:
+        nonlocal sent
+        for _ in range(20):
+            sent += 1
+            yield part(1, 64)
+
+    async def refuses(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
+        await anext(messages)
+        yield AveragingData(MessageCode.BAD_GROUP_ID)
+
+    async with (
+        serving(FakePeer(aggregate=refuses)) as (_, endpoint),
+        client() as caller,
+        aclosing(caller.aggregate_part(endpoint, messages())) as replies,
+    ):
+        assert [reply.code async for reply in replies] == [MessageCode.BAD_GROUP_ID]
+    assert sent == 20
+
+
+@pytest.mark.asyncio
 async def test_codes_and_messages_without_a_part_pass() -> None:
     cancelled = AveragingData(MessageCode.CANCELLED, b"group", "a:1")
 

@@ -1,4 +1,4 @@
-"""Every command of docs/grpcurl.md is run as it stands there, and prints what the page says."""
+"""Every command of docs/operate/grpcurl.md is run as it stands there, and prints what the page says."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import sys
 import sysconfig
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.integration.pages import Block, blocks_of
 from tests.integration.processes import DEADLINE, averaging_process
 
-PAGE = (Path(__file__).parents[2] / "docs" / "grpcurl.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "operate" / "grpcurl.md").read_text()
 ADDRESS = "127.0.0.1:4222"
 """Of the peer on the page; the tests' own takes a free port."""
 
@@ -26,25 +26,11 @@ PROGRAMS = {
 }
 
 
-@dataclass(frozen=True)
-class Block:
-    """A fenced block."""
-
-    language: str
-    text: str
-
-
-def blocks_of(page: str) -> list[Block]:
-    return [
-        Block(language, text) for language, text in re.findall(r"^```(\w*)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
-    ]
-
-
 def cases_of(blocks: list[Block]) -> list[tuple[str, str]]:
     """Each command, and the output that follows it."""
     return [
         (block.text.strip(), following.text if following.language in ("json", "text") else "")
-        for block, following in zip(blocks, [*blocks[1:], Block("", "")], strict=True)
+        for block, following in zip(blocks, [*blocks[1:], Block("", "", "")], strict=True)
         if block.language == "sh"
     ]
 

@@ -59,7 +59,7 @@ async def test_a_request_longer_than_its_method_needs_is_refused() -> None:
     request = b"\xfa\x7f" + bytes([0x80, 0x80, 0x10]) + bytes(1 << 18)  # a field that nobody knows
     async with serving(FakePeer()) as (_, endpoint), grpc.aio.insecure_channel(endpoint) as channel:
         call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(methods.GET_SCHEMA.path)
-        with pytest.raises(grpc.aio.AioRpcError, match="at most 65536 are taken") as raised:
+        with pytest.raises(grpc.aio.AioRpcError, match="at most 65536 are accepted") as raised:
             await call(request)
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
@@ -158,13 +158,14 @@ def test_a_host_has_so_many_calls_in_progress() -> None:
         cast("grpc.aio.ServicerContext[Any, Any]", Context(peer))
         for peer in ("ipv4:192.0.2.7:1", "ipv4:192.0.2.7:2", "ipv6:%5B2001:db8::7%5D:1")
     )
-    with callers.call(one), callers.call(other):
-        with callers.call(again):
-            with pytest.raises(BusyError, match="2 calls of your host are in progress"), callers.call(one):
+    path = methods.GET_STATUS.path
+    with callers.call(one, path), callers.call(other, path):
+        with callers.call(again, path):
+            with pytest.raises(BusyError, match="2 calls of your host are in progress"), callers.call(one, path):
                 pass
-            with callers.call(other):
+            with callers.call(other, path):
                 pass
-        with callers.call(one):
+        with callers.call(one, path):
             pass
     assert not callers._calls
 

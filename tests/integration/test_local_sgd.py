@@ -1,4 +1,4 @@
-"""LocalSGD around its arithmetic: late changes, statistics, slower peers."""
+"""LocalSGD besides its arithmetic: late changes, statistics, slower peers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.integration.training import (
 
 
 def test_overlap_adds_the_change_when_it_arrives(start: Start) -> None:
-    """Two peers at 1 and 3 meet at 2; what they do meanwhile is kept."""
+    """Two peers at 1 and 3 average to 2, and their steps during the round are kept."""
     run = start()
     for value in (1.0, 3.0):
         model = torch.nn.Linear(1, 1, bias=False)
@@ -94,7 +94,7 @@ def test_an_interrupt_ends_the_wait_for_a_late_change_and_not_the_round(
         patch.setattr(first._training, "receipt_of", interrupted)
         with pytest.raises(KeyboardInterrupt):
             first.average_now()
-    first.step()  # the other has not come yet
+    first.step()  # the other peer has not joined yet
     second.step()
     for averager in run.averagers:
         averager.strategy.finish(averager._training)
@@ -115,7 +115,7 @@ def test_a_newcomer_gets_what_a_peer_has_learnt_alone(start: Start) -> None:
 
 
 def test_a_newcomers_turn_comes_after_all_its_steps(start: Start) -> None:
-    """What it is given is of just after a round, with others or alone."""
+    """Its state is from right after a round, with others or alone."""
     run = start()
     run.add(LocalSGD(4), SGD)
     steps(run, 0, range(5))
@@ -159,13 +159,13 @@ def test_a_second_moment_stays_positive_when_a_change_comes_late(start: Start) -
         assert opt.last_receipt is not None
         assert opt.last_receipt.averaged
     (state,) = run.averagers[0].state_dict()["state"].values()
-    # What 20 steps without a gradient leave of the mean of both.
+    # The mean of both, decayed by 20 steps without a gradient.
     mean = (0.05 + 0.05 * 0.95) * (100 + 1e-6) / 2
     torch.testing.assert_close(state["exp_avg_sq"], torch.full((1, 3), mean * 0.95**20))
 
 
 def test_a_running_variance_stays_positive_when_a_change_comes_late(start: Start) -> None:
-    """Below 0 its root is NaN, in evaluation."""
+    """Otherwise its root, in evaluation, would be NaN."""
     run = start()
     for variance in (100.0, 0.0):
         model = torch.nn.Sequential(torch.nn.Linear(3, 1, bias=False))
@@ -186,12 +186,12 @@ def test_a_running_variance_stays_positive_when_a_change_comes_late(start: Start
         opt.strategy.finish(opt._training)
         assert opt.last_receipt is not None
         assert opt.last_receipt.averaged
-    torch.testing.assert_close(buffers["running_var"], torch.full((3,), 5.0))  # what is left by now of the mean
+    torch.testing.assert_close(buffers["running_var"], torch.full((3,), 5.0))  # the mean, decayed since
     torch.testing.assert_close(buffers["running_mean"], torch.tensor([-40.0, 40.0, 0.0]))  # the whole change
 
 
 def test_statistics_are_not_compressed(start: Start) -> None:
-    """A code with one scale for large and small ones makes 0 of a small second moment, by which Adam divides."""
+    """A codec with one scale for all values rounds a small second moment to 0, by which Adam divides."""
     run = start()
     for _ in range(2):
         torch.manual_seed(0)
@@ -200,9 +200,9 @@ def test_statistics_are_not_compressed(start: Start) -> None:
     run.meet()
 
     def train(number: int) -> None:
-        for turn in range(40):  # some rows are seen by one of them alone, and not any more
+        for iteration in range(40):  # some rows occur at one peer only, and only in the first steps
             run.models[number].zero_grad()
-            rows = torch.tensor([number, 2, 3] if turn < 2 else [2, 3])
+            rows = torch.tensor([number, 2, 3] if iteration < 2 else [2, 3])
             loss: torch.Tensor = run.models[number](rows).pow(2).sum()
             loss.backward()  # type: ignore[no-untyped-call]
             run.averagers[number].step()
@@ -230,7 +230,7 @@ def test_statistics_that_come_later_are_averaged_from_then_on(start: Start, over
     def apart(number: int) -> None:
         for seed in range(2):
             step_without_head(number, seed)
-        if overlap:  # the round has ended before the next turn
+        if overlap:  # the round has ended before the next one is due
             run.averagers[number].strategy.finish(run.averagers[number]._training)
 
     def together(number: int) -> None:
@@ -238,7 +238,7 @@ def test_statistics_that_come_later_are_averaged_from_then_on(start: Start, over
         run.averagers[number].strategy.finish(run.averagers[number]._training)
 
     run.each(apart)
-    run.each(together)  # both begin it when both rounds have failed
+    run.each(together)  # both begin when both rounds have failed
     assert [(opt.last_receipt or Receipt(0, Outcome.FAILED)).averaged for opt in run.averagers] == [True, True]
     first, second = (opt.state_dict()["state"] for opt in run.averagers)
     for place in range(4):
@@ -246,7 +246,7 @@ def test_statistics_that_come_later_are_averaged_from_then_on(start: Start, over
 
 
 def test_a_slower_peer_comes_early_rather_than_too_late(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others wait until some moment; it would need longer for all its steps, so it joins before that."""
+    """The others' declarations expire before it has made all its steps, so it averages earlier."""
     run = start()
     for every in (2, 1000):
         run.add(LocalSGD(every), SGD, group_wait=20.0)
@@ -254,10 +254,10 @@ def test_a_slower_peer_comes_early_rather_than_too_late(start: Start, monkeypatc
     now = [1000.0]
     slow = run.averagers[1]._training
     monkeypatch.setattr(slow, "now", lambda: now[0])
-    monkeypatch.setattr(slow, "awaited_until", lambda topic, phase="": now[0] + 5.0)
+    monkeypatch.setattr(slow, "declared_until", lambda topic, phase="": now[0] + 5.0)
     waiting = threading.Thread(target=steps, args=(run, 0, range(2)))
     waiting.start()
-    for seed in range(2):  # two, to know how long a step takes
+    for seed in range(2):  # two, to measure the time per step
         step(run, 1, 50 + seed)
         now[0] += 1.0
     waiting.join(PATIENCE)
@@ -268,7 +268,7 @@ def test_a_slower_peer_comes_early_rather_than_too_late(start: Start, monkeypatc
 def test_who_has_waited_for_a_round_that_is_over_is_no_reason_for_the_next_one(
     start: Start, monkeypatch: pytest.MonkeyPatch, overlap: bool
 ) -> None:
-    """Else one round follows the other, since everybody comes early for those who came early."""
+    """Otherwise rounds would follow each other at once, each early because of the last."""
     run = start()
     for every in (2, 1000):
         run.add(LocalSGD(every, overlap=overlap), SGD, group_wait=20.0)
@@ -278,10 +278,10 @@ def test_who_has_waited_for_a_round_that_is_over_is_no_reason_for_the_next_one(
     monkeypatch.setattr(opt._training, "now", lambda: now[0])
     topic = opt._training.topic("", opt._training.tensors)
 
-    async def heard(waits: bool) -> None:
+    async def wait_until_seen(waits: bool) -> None:
         async with aclosing(opt._peer.discovery.watch(group_key("test", ""))) as changes:
             async for _ in changes:
-                if (opt._peer.awaited_until(topic) is not None) == waits:
+                if (opt._peer.declared_until(topic) is not None) == waits:
                     return
 
     def slow_step(seed: int) -> None:
@@ -290,15 +290,15 @@ def test_who_has_waited_for_a_round_that_is_over_is_no_reason_for_the_next_one(
 
     waiting = threading.Thread(target=steps, args=(run, 0, range(2)))
     waiting.start()
-    opt._thread.run(asyncio.wait_for(heard(True), PATIENCE))
-    for seed in range(2):  # comes early in the second
+    opt._thread.run(asyncio.wait_for(wait_until_seen(True), PATIENCE))
+    for seed in range(2):  # averages early in the second
         slow_step(seed)
     waiting.join(PATIENCE)
     for averager in run.averagers:
         averager.strategy.finish(averager._training)
     assert opt.last_receipt is not None
     assert opt.last_receipt.averaged
-    opt._thread.run(asyncio.wait_for(heard(False), PATIENCE))
+    opt._thread.run(asyncio.wait_for(wait_until_seen(False), PATIENCE))
     receipt = opt.last_receipt
     slow_step(2)
     opt.strategy.finish(opt._training)
@@ -306,7 +306,7 @@ def test_who_has_waited_for_a_round_that_is_over_is_no_reason_for_the_next_one(
 
 
 def test_nobody_comes_early_for_an_auxiliary(start: Start) -> None:
-    """It waits for the next round all the time, whenever that is."""
+    """An auxiliary looks for a group all the time."""
     run = start()
     opt = run.add(LocalSGD(1000), SGD)
     shapes = dict(run.models[0].named_parameters())
@@ -314,22 +314,22 @@ def test_nobody_comes_early_for_an_auxiliary(start: Start) -> None:
     thread = EventLoopThread(auxiliary, "the auxiliary")
     topic = opt._training.topic("", opt._training.tensors)
 
-    async def awaited(by: str) -> float | None:
+    async def declared(by: str) -> float | None:
         async with aclosing(opt._peer.discovery.watch(group_key("test", ""))) as changes:
             async for looking in changes:
                 if by in looking:
                     break
-        return opt._peer.awaited_until(topic)
+        return opt._peer.declared_until(topic)
 
     def awaited_once_looking(by: str) -> float | None:
-        return opt._thread.run(asyncio.wait_for(awaited(by), PATIENCE))
+        return opt._thread.run(asyncio.wait_for(declared(by), PATIENCE))
 
     try:
         thread.start(auxiliary.average())
         assert awaited_once_looking(auxiliary.endpoint) is None
         trains = run.add(LocalSGD(1000), SGD, group_wait=PATIENCE)
         run.meet()
-        trains._training.begin(enough=8, patience=PATIENCE)
+        trains._training.begin(start_size=8, search_timeout=PATIENCE)
         assert awaited_once_looking(trains.endpoint) is not None
     finally:
         thread.close()

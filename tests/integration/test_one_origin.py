@@ -1,4 +1,4 @@
-"""Peers in processes of their own that start at the same moment with the same list of whom to join are one run."""
+"""Peers in separate processes that start at the same time with the same `join` list form one run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def free_ports(count: int) -> list[int]:
 
 @pytest.mark.parametrize("strategy", ["gradients", "diloco", "local"])
 def test_three_processes_with_the_same_arguments_hold_the_same_parameters(strategy: str, tmp_path: Path) -> None:
-    """Each has a list that names all of them, itself included, and parameters of its own."""
+    """Each peer joins all of them, itself included, and has its own parameters."""
     addresses = [f"127.0.0.1:{port}" for port in free_ports(3)]
     files = [tmp_path / f"{number}.jsonl" for number in range(3)]
     with ExitStack() as stack:
@@ -34,8 +34,8 @@ def test_three_processes_with_the_same_arguments_hold_the_same_parameters(strate
         assert [event["peers"] for event in found] == [True] * 3
         assert len({event["digest"] for event in found}) == 1
         ends = all_expect(processes, "finished")
-        assert [(event["alike"], event["told"]) for event in ends] == [(True, "all 3 peers hold the same weights")] * 3
+        assert [(event["alike"], event["text"]) for event in ends] == [(True, "all 3 peers hold the same weights")] * 3
         assert len({event["digest"] for event in ends}) == 1
         assert [process.wait() for process in processes] == [0] * 3
-    told = averaging_command("explain", "--summary", *map(str, files)).stdout
-    assert "states: the same in all of" in told
+    explained = averaging_command("explain", "--summary", *map(str, files)).stdout
+    assert "states: the same in all of" in explained

@@ -453,9 +453,9 @@ async def test_a_wrong_run_token_or_authority_fails_at_once(tmp_path: Path, what
             listens |= write(tmp_path / "foreign", "127.0.0.1", of="foreign")
     words = {
         "run": "belongs to run 'one', not to 'two'; give both peers the same run id",
-        "token": "its run does not take this peer's token",
-        "no token": "its run wants a token, and this peer has none",
-        "authority": "its certificate is not of an authority in tls_ca",
+        "token": "its run does not accept this peer's token",
+        "no token": "its run requires a token, and this peer has none",
+        "authority": "its certificate was not issued by an authority in tls_ca",
         "TLS": "it does not speak TLS",
     }
     async with AsyncExitStack() as stack:

@@ -88,7 +88,7 @@ async def test_if_the_application_cannot_take_the_state_nothing_changes() -> Non
 @pytest.mark.asyncio
 async def test_what_is_shared_besides_may_not_take_the_name_of_an_averaged_tensor() -> None:
     async with AsyncExitStack() as stack:
-        with pytest.raises(StateError, match="'w' has the name of an averaged one"):
+        with pytest.raises(StateError, match="'w' has the name of an averaged tensor"):
             await enter(stack, {"w": torch.zeros(3)}, extra_state=lambda: Extras({"w": torch.ones(3)}, {}))
 
 
@@ -130,7 +130,7 @@ async def test_who_offers_what_newcomers_refuse_is_told_so_at_the_start(
         donor = await enter(stack, {"w": torch.zeros(3)}, extra_state=lambda: extras)
         await donor.commit()
         [told] = [one.getMessage() for one in caplog.records if one.name == "averaging.state"]
-        assert told.startswith("newcomers refuse the state that this peer offers: ")
+        assert told.startswith("newcomers will refuse this peer's state: ")
         assert reason in told
 
 
@@ -165,7 +165,9 @@ async def test_who_comes_to_offer_what_newcomers_refuse_is_told_so_once(caplog: 
             await donor.commit()
             with pytest.raises(StateError, match="it has more than 65792 items"):
                 await newcomer.download_state()
-        assert [one.levelname for one in caplog.records if "this peer offers" in one.getMessage()] == ["WARNING"]
+        assert [one.levelname for one in caplog.records if "refuse this peer's state" in one.getMessage()] == [
+            "WARNING"
+        ]
 
 
 @pytest.mark.asyncio
@@ -190,7 +192,7 @@ async def test_a_donor_that_was_killed_and_started_anew_is_not_taken_for_its_ear
 async def test_nobody_to_download_from() -> None:
     async with AsyncExitStack() as stack:
         peer = await enter(stack, {"w": torch.zeros(1)})
-        with pytest.raises(StateError, match="nobody offers one"):
+        with pytest.raises(StateError, match="no peer shares its state"):
             await peer.download_state()
 
 

@@ -120,7 +120,7 @@ async def test_errors_are_those_of_the_library() -> None:
         with pytest.raises(CallRefusedError, match="internal error") as refused:
             await say(channel, "bug")
         assert "secret" not in str(refused.value)
-        with pytest.raises(CallRefusedError, match="at most 100 are taken"):
+        with pytest.raises(CallRefusedError, match="at most 100 are accepted"):
             await say(channel, "x" * 200)
         with pytest.raises(PeerUnreachableError, match=r"no answer within 0\.05 s"):
             await say(channel, "wait", 0.05)

@@ -150,7 +150,7 @@ async def test_a_peer_is_dialled_by_address_and_by_name(host: str) -> None:
 async def test_a_caller_without_a_good_certificate_is_turned_away(credentials: Credentials) -> None:
     service = FakePeer()
     async with serving(service, credentials=secure(*HERE)) as (_, endpoint), client(credentials=credentials) as caller:
-        with pytest.raises(PeerUnreachableError, match="hung up at once; do both use TLS, with certificates of one"):
+        with pytest.raises(PeerUnreachableError, match="closed the connection at once; do both use TLS"):
             await one(caller.join_group(endpoint, REQUEST))
     assert service.requests == []
 
@@ -171,7 +171,7 @@ async def test_a_caller_without_any_certificate_is_turned_away() -> None:
     ("listener", "words"),
     [
         (Credentials(), "does not speak TLS"),
-        (secure(*HERE, of="foreign", believes="foreign"), "not of an authority in tls_ca"),
+        (secure(*HERE, of="foreign", believes="foreign"), "not issued by an authority in tls_ca"),
         (secure(*HERE, age=2), "has expired"),
     ],
 )
@@ -192,7 +192,7 @@ async def test_a_listener_at_a_host_that_is_not_its_own_is_not_believed() -> Non
     port = (await advertised.bind()).rpartition(":")[2]
     await advertised.serve(FakePeer(), None)
     async with client(credentials=secure(*HERE)) as caller:
-        with pytest.raises(PeerUnreachableError, match="its certificate does not stand for this host"):
+        with pytest.raises(PeerUnreachableError, match="its certificate is not valid for this host"):
             await caller.get_status(f"127.0.0.1:{port}")
     await advertised.close()
 
@@ -234,7 +234,7 @@ async def test_a_certificate_that_expires_while_a_connection_lasts_lets_nobody_i
             c.exchange(peer, replace(DIGEST, endpoint=own)),
             c.subscribe(peer, replace(DIGEST, endpoint=own)),
         ):
-            with pytest.raises(CallRefusedError, match=f"calls itself {own}, but its certificate has expired on"):
+            with pytest.raises(CallRefusedError, match=f"calls itself {own}, but its certificate expired on"):
                 await one(call)
         assert await one(c.aggregate_part(peer, sent(replace(part(0), endpoint=own))))
     assert len(service.requests) == 1
@@ -315,9 +315,7 @@ async def test_a_whole_peer_turns_impostors_away(tmp_path: Path) -> None:
 @pytest.mark.asyncio
 async def test_a_certificate_for_another_host_is_noticed_at_the_start(tmp_path: Path) -> None:
     peer = Peer([torch.zeros(1)], run_id="run", **write(tmp_path, "b.example.org"))  # type: ignore[arg-type]
-    with pytest.raises(
-        ConfigError, match=r"stands for b\.example\.org, and others are to reach this peer at 127\.0\.0"
-    ):
+    with pytest.raises(ConfigError, match=r"stands for b\.example\.org, but other peers reach this one at 127\.0\.0"):
         await peer.__aenter__()
 
 
@@ -360,7 +358,7 @@ async def test_the_caller_is_told_what_to_give(name: str) -> None:
     service, gossip = FakePeer(), FakeGossip()
     async with serving(service, gossip, credentials=Credentials(tokens=(TOKEN,))) as (_, endpoint):
         for tokens in ((), ("another-token-012345",), (OLD_TOKEN, TOKEN)):
-            told = "does not take this peer's token" if tokens else "wants a token, and this peer has none"
+            told = "does not accept this peer's token" if tokens else "requires a token, and this peer has none"
             async with client(credentials=Credentials(tokens=tokens)) as caller:
                 with pytest.raises(UnauthenticatedError, match=f"its run {told}: .* token_file"):
                     await CALLS[name](caller, endpoint)
@@ -491,9 +489,7 @@ async def test_other_machines_connect_with_tls_or_if_that_is_wanted(listen: str)
             await one.close()
 
     for exposed in (None, Credentials(tokens=(TOKEN,))):
-        with pytest.raises(
-            ConfigError, match="other machines can connect to .*: give tls_ca, .* or insecure=True where"
-        ):
+        with pytest.raises(ConfigError, match="other machines can connect to .*: give tls_ca, .* or insecure=True if"):
             await bind(exposed)
     assert (await bind(Credentials(insecure=True))).startswith("a.example.org:")
     assert (await bind(secure("a.example.org"))).startswith("a.example.org:")
@@ -521,7 +517,7 @@ async def test_loopback_is_dialled_by_those_who_are_there() -> None:
             if dialled:
                 assert await remote.get_schema(endpoint) == SCHEMA
             else:
-                with pytest.raises(ProtocolViolationError, match="a loopback address, which is this very machine"):
+                with pytest.raises(ProtocolViolationError, match="a loopback address"):
                     await remote.get_schema(endpoint)
             await remote.close()
         for given, dialled in ((("127.0.0.1:1",), True), (("192.0.2.7:1",), False)):

@@ -1,4 +1,4 @@
-"""What a peer's end costs the others: by SIGTERM, which schedulers send, by SIGKILL, and by its own handler."""
+"""The cost of a peer's end for the others: by SIGTERM, by SIGKILL, and with its own signal handler."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ wait for 30."""
 
 
 def start(stack: ExitStack, **options: Any) -> JsonProcess:
-    told = json.dumps({"peers": 3, **options})
-    return stack.enter_context(JsonProcess("python", "-m", "tests.integration.leaving_worker", told))
+    arguments = json.dumps({"peers": 3, **options})
+    return stack.enter_context(JsonProcess("python", "-m", "tests.integration.leaving_worker", arguments))
 
 
 def three(stack: ExitStack, strategy: str, **of_the_last: Any) -> list[JsonProcess]:
-    """Three peers that have had a round together."""
+    """Three peers that have averaged once."""
     peers = [start(stack, strategy=strategy)]
     seed = peers[0].expect("ready")["endpoint"]
     peers += [start(stack, strategy=strategy, join=[seed]), start(stack, strategy=strategy, join=[seed], **of_the_last)]
@@ -60,7 +60,7 @@ def test_nobody_waits_for_a_peer_whose_process_was_ended(strategy: str, number: 
 
 @pytest.mark.parametrize("strategy", ["gradients", "diloco", "local"])
 def test_a_script_that_handles_sigterm_goes_on_and_ends_as_it_wants(strategy: str) -> None:
-    """Its peer has left; its own steps, such as those before a checkpoint, still work."""
+    """After its peer has left, local steps still work."""
     with ExitStack() as stack:
         *survivors, ended = three(stack, strategy, handles=True)
         ended.signal(signal.SIGTERM)
@@ -69,7 +69,7 @@ def test_a_script_that_handles_sigterm_goes_on_and_ends_as_it_wants(strategy: st
         assert left == {
             "event": "left",
             "steps": 1,
-            "finish": "left the run before its end, so what the others hold is not known",
+            "finish": "left the run before its end, so the weights of the other peers are unknown",
         }
         assert ended.wait() == 0
         assert slowest_after(survivors, 3) < BOUND

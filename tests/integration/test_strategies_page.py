@@ -1,4 +1,4 @@
-"""The strategy in the docs works as it stands there."""
+"""The example strategy of docs/how-to/strategies.md works."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from averaging import DiLoCo, GradientAveraging, LocalSGD, Outcome, Receipt, Strategy
 from tests.integration.training import Run, backward, batch_of, equal
 
-PAGE = Path(__file__).parents[2] / "docs" / "strategies.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "strategies.md"
 
 
 FINISHING, OF_ONES_OWN = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
@@ -25,7 +25,7 @@ FINISHING, OF_ONES_OWN = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re
 def test_what_finish_leaves_in_the_model_is_the_same_everywhere(
     start: Callable[[], Run], strategy: Callable[[], Strategy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The page's own lines, at two peers that have each done something since the last round."""
+    """Runs the code of the page at two peers with different steps since the last round."""
     run = start()
     for _ in range(2):
         run.add(strategy(), partial(torch.optim.SGD, lr=0.1), group_size=2)

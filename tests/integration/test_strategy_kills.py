@@ -1,4 +1,4 @@
-"""Peers that train are killed at the worst moments, and others join; all who finish hold the same parameters."""
+"""Training peers are killed at critical moments and others join; all that finish hold the same parameters."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ Optimizers = Callable[..., torch.optim.Optimizer]
 
 
 def train_apart(run: Run, steps: int) -> None:
-    """So many local steps of each peer, each with its own data."""
+    """Local steps of each peer, each with its own data."""
 
     def train(number: int) -> None:
         for step in range(steps):
@@ -95,10 +95,10 @@ def streaming_by_hand(steps: int, every: int, fragments: list[list[int]], delay:
         for number, model in enumerate(models):
             backward(model, batch_of(100 * number + step - 1, 4))
             inner[number].step()
-        turn, since = divmod(step, interval)
+        number_of_round, since = divmod(step, interval)
         with torch.no_grad():
-            if turn > 0 and since == delay:
-                which = (turn - 1) % len(fragments)
+            if number_of_round > 0 and since == delay:
+                which = (number_of_round - 1) % len(fragments)
                 for place in fragments[which]:
                     anchors[place].grad = sent[place]
                 outer[which].step()
@@ -107,7 +107,7 @@ def streaming_by_hand(steps: int, every: int, fragments: list[list[int]], delay:
                     for place in fragments[which]:
                         parameters[place].mul_(alpha).add_(anchors[place], alpha=1 - alpha)
             if since == 0:
-                for place in fragments[(turn - 1) % len(fragments)]:
+                for place in fragments[(number_of_round - 1) % len(fragments)]:
                     changes = [anchors[place] - list(model.parameters())[place] for model in models]
                     sent[place] = (changes[0] + changes[1]) / 2
     return [parameters_of(model) for model in models]
@@ -125,7 +125,7 @@ def test_streaming_diloco_is_the_papers(start: Callable[[], Run]) -> None:
 
 
 def test_what_nobody_trains_stays_where_it_is_when_results_are_mixed_in(start: Callable[[], Run]) -> None:
-    """A rounding error would be a pseudo-gradient, of which an outer optimizer such as Adam makes a full step."""
+    """Adam as the outer optimizer would turn a rounding error into a full step."""
     run = start()
     for _ in range(2):
         model = model_of(0)
@@ -138,7 +138,7 @@ def test_what_nobody_trains_stays_where_it_is_when_results_are_mixed_in(start: C
 
 
 class Logged(GradientAveraging):
-    """Notes which batches went into which global step."""
+    """Records which batches each global step averages."""
 
     def __init__(self, target_batch_size: int) -> None:
         super().__init__(target_batch_size)
@@ -164,7 +164,7 @@ class Logged(GradientAveraging):
 def test_gradient_averaging_is_one_process_with_the_joined_batch(
     start: Callable[[], Run], optimizer: Optimizers
 ) -> None:
-    """Peers of unequal batches, at their own speed, for 20 steps; whatever they put together, one process can."""
+    """Peers with unequal batches and speeds make 20 steps that equal those of one process."""
     sizes, steps = [2, 3, 7], 20
     run, strategies = start(), [Logged(sum(sizes)) for _ in sizes]
     for strategy in strategies:

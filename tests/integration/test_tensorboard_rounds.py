@@ -109,7 +109,7 @@ def test_what_cannot_be_written_is_one_warning(caplog: pytest.LogCaptureFixture)
     rounds(RECEIPT)
     rounds(RECEIPT)
     assert [record.getMessage() for record in caplog.records] == [
-        "this log cannot write round 7: [Errno 28] No space left on device. Training goes on"
+        "this log cannot write round 7: [Errno 28] No space left on device. Training continues"
     ]
     assert receipts == [RECEIPT, RECEIPT]
 

@@ -14,7 +14,7 @@ from averaging import DecentralizedAverager, GradientAveraging
 
 
 class Wrapped(torch.optim.Optimizer):
-    """As accelerate's: loads the state dict at once, and tells `step` nothing but a closure."""
+    """Like that of accelerate: loads the state dict at once, and passes only a closure to `step`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer

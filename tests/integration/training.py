@@ -1,4 +1,4 @@
-"""Several averagers that train together in one process, each in a thread of its own, over gRPC."""
+"""Several averagers that train together over gRPC in one process, each in its own thread."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def batch_of(seed: int, samples: int, dtype: torch.dtype = torch.float32) -> tup
 
 
 def backward(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """The gradients of the mean squared error on a batch, in place of those that were there."""
+    """Replaces the gradients by those of the mean squared error on a batch."""
     model.zero_grad()
     inputs, targets = batch
     loss: torch.Tensor = (model(inputs) - targets).pow(2).mean()
@@ -88,19 +88,19 @@ class Run:
         """Waits until all peers know each other."""
         assert all(averager.wait_for_peers(len(self.averagers), PATIENCE) for averager in self.averagers)
 
-    def heard(self, number: int, global_step: int, of: int = 1) -> None:
-        """Waits until a peer has heard that so many others are at that global step, or further."""
+    def wait_for_progress(self, number: int, global_step: int, of: int = 1) -> None:
+        """Waits until a peer knows that `of` others are at that global step or further."""
         averager = self.averagers[number]
 
-        async def heard() -> None:
+        async def wait() -> None:
             async with aclosing(averager._peer.progress.watch()) as changes:
-                async for told in changes:
-                    progress = map(Progress.unpack, told.values())
+                async for announcements in changes:
+                    progress = map(Progress.unpack, announcements.values())
                     if sum(one is not None and one.history.step >= global_step for one in progress) >= of:
                         return
 
-        averager._thread.run(asyncio.wait_for(heard(), PATIENCE))
-        averager._training.forget()
+        averager._thread.run(asyncio.wait_for(wait(), PATIENCE))
+        averager._training.refresh()
 
     def each(self, train: Callable[[int], T]) -> list[T]:
         """Calls `train` with the number of each peer, in a thread for each, at the same time."""

@@ -1,4 +1,4 @@
-"""Faults of one peer among whole peers in virtual time: what goes wrong, with whom, and when."""
+"""Faults of one peer among complete peers in virtual time: which fault, in which role, and when."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ LOWER, UPPER = 0.3, 4.0
 """Bounds of the deadlines, in seconds."""
 
 TIMEOUT = 40.0
-"""For so long a group is looked for, and a round may take so long, in seconds."""
+"""Timeouts of the search for a group and of a round, in seconds."""
 
 STOPPED, GONE, CLOCK_OFF, DISCOVERY_DOWN = 5.0, 1.0, 30.0, 60.0
-"""How long, or how far, in seconds."""
+"""Duration of a fault, or shift of a clock, in seconds."""
 
 BOUND = TIMEOUT + STOPPED + CLOCK_TOLERANCE + 1.0
-"""Seconds in which the victim must have come to an end of its attempt, with whatever result."""
+"""Seconds within which the victim's attempt must end, with any result."""
 
 ELEMENTS = 8000
 
 
 class FlakyDiscovery(MemoryDiscovery):
-    """Can be out of reach."""
+    """A discovery that can be unreachable."""
 
     down = False
 
@@ -57,7 +57,7 @@ class FlakyDiscovery(MemoryDiscovery):
 
 
 class FaultyTransport(MemoryTransport):
-    """Calls `strike` when its moment has come, and can spoil what it sends.
+    """Calls `strike` at the chosen moment, and can corrupt sent messages.
 
     Attributes:
         moment: empty while all is well.
@@ -75,11 +75,11 @@ class FaultyTransport(MemoryTransport):
             return False
         self.moment = ""
         self.strike()
-        await asyncio.sleep(0)  # a process that was stopped goes no further
+        await asyncio.sleep(0)  # a stopped process does not continue
         return True
 
     async def spoiled(self, messages: AsyncIterator[T], *moments: str) -> AsyncGenerator[T, None]:
-        """Strikes at the first or the last of the messages, as `moments` have it."""
+        """Strikes at the first or the last of the messages, depending on `moments`."""
         first, held = True, None
         async for message in messages:
             if held is not None:
@@ -127,7 +127,7 @@ class FaultyTransport(MemoryTransport):
 
 
 class _Serving:
-    """The service of the same."""
+    """The service of that peer."""
 
     def __init__(self, service: AveragingService, transport: FaultyTransport) -> None:
         self._service, self._transport = service, transport
@@ -156,7 +156,7 @@ class _Serving:
 
 
 class World:
-    """Three peers and the victim, whose role follows from how long it would wait for a group.
+    """Three peers and the victim, whose role follows from how long it is willing to wait for a group.
 
     Attributes:
         before: tensors by name, as they were when the last round began.
@@ -227,10 +227,10 @@ class World:
         for name, peer in self.peers.items():
             with process(name):
                 await stack.enter_async_context(peer)
-        stack.callback(self.all_well)  # who is stopped could not leave
+        stack.callback(self.all_well)  # a stopped peer could not leave
 
     async def round(self) -> dict[str, Receipt]:
-        """The receipts of one attempt of all who live.
+        """The receipts of one attempt of all live peers.
 
         Raises:
             TimeoutError: the victim's had not ended when it should.
@@ -248,7 +248,7 @@ class World:
         if self._stuck:
             self.all_well()
         if self._victims is not None:
-            # It must come to an end by itself: of what stays until then, it can know nothing.
+            # It must end without help: nothing informs it about state that remains until then.
             await asyncio.wait([self._victims], timeout=BOUND)
             if not self._victims.done():
                 self._victims.cancel()
@@ -259,7 +259,7 @@ class World:
         return receipts
 
     def all_well(self) -> None:
-        """The fault is over, unless the victim is dead."""
+        """Ends the fault, unless the victim is dead."""
         self.clock_off = 0.0
         self.transport.moment = self.transport.spoil = ""
         if self._vanishing:
@@ -273,7 +273,7 @@ class World:
             self._loop.continue_process(self.victim)
 
     def arm(self, fault: str, moment: str) -> None:
-        """The fault will happen at that moment of the next round, or happens now."""
+        """Schedules the fault for that moment of the next round, or causes it now."""
         self.transport.spoil = {"corrupted bytes": "corrupt", "truncated stream": "truncate"}.get(fault, "")
         self.transport.strike = lambda: self._strike(fault)
         if moment == "between rounds" or fault in ("clock off by 30 s", "discovery unreachable"):
@@ -290,14 +290,14 @@ class World:
                 network.cut(frozenset({victim}))
                 if self._victims is not None:
                     loop.call_soon(self._victims.cancel)
-            case "stopped, then going on":  # SIGSTOP, SIGCONT: what came meanwhile comes now
+            case "stopped, then going on":  # SIGSTOP, SIGCONT: messages that arrived meanwhile are read now
                 network.freeze(victim)
                 loop.stop_process(victim)
                 loop.call_later(STOPPED, self._go_on, context=self._context)
-            case "stuck loop":  # its transport's threads still accept calls and take what comes
+            case "stuck loop":  # its transport's threads still accept calls and messages
                 self._stuck = True
                 loop.stop_process(victim)
-            case "half-open":  # what is under way never arrives, in both directions, and it runs on
+            case "half-open":  # messages in transit never arrive, in both directions; the process runs on
                 self._vanishing = True
                 network.freeze(victim)
             case "reset":
@@ -317,6 +317,6 @@ class World:
         self.network._break_calls(lambda call: self.victim in (call.caller, call.callee), "connection reset")
 
     def mean(self, *names: str) -> torch.Tensor:
-        """Of what they had before the round."""
+        """The mean of their tensors before the round."""
         total: Any = sum(self.weights[name] * self.before[name] for name in names)
         return total / sum(self.weights[name] for name in names)  # type: ignore[no-any-return]

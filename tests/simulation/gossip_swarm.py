@@ -25,7 +25,7 @@ NO_AVERAGING = cast(AveragingService, None)
 
 
 class LossyTransport(MemoryTransport):
-    """Loses requests too, before they do anything; the network itself loses replies."""
+    """Also loses requests, before they have an effect; the network itself loses replies."""
 
     async def push(self, endpoint: str, run_id: str, rumours: tuple[Rumour, ...]) -> tuple[Refusal, ...]:
         target = "nobody:1" if self._network.rng.random() < self._network.loss else endpoint
@@ -48,7 +48,7 @@ class Host:
             async with self.discovery:
                 self.joined.set()
                 await self.leave.wait()
-            await asyncio.sleep(0.1)  # the grace of a real transport: what is on its way arrives
+            await asyncio.sleep(0.1)  # a real transport, too, lets calls in progress end
         finally:
             await self.transport.close()
 
@@ -110,7 +110,7 @@ class GossipSwarm:
         return [self[name] for name in names]
 
     async def kill(self, endpoint: str) -> None:
-        """Ends a peer as SIGKILL does: nobody hears of it."""
+        """Ends a peer as SIGKILL does, without a message to the others."""
         host = self.hosts.pop(endpoint)
         self.network.kill(endpoint)
         self.network.cut(frozenset([endpoint]))
@@ -125,7 +125,7 @@ class GossipSwarm:
         await host.task
 
     def simulate(self, main: Coroutine[Any, Any, None]) -> None:
-        """Runs `main`, ends all peers, and checks that no service raised what it must not."""
+        """Runs `main`, ends all peers, and checks that no service raised an unexpected error."""
 
         async def scenario() -> None:
             async with self.running():
@@ -176,7 +176,7 @@ def everywhere(discoveries: Iterable[GossipDiscovery], key: str, subkeys: set[st
 
 
 def members(discovery: GossipDiscovery) -> set[str]:
-    """Who is there, as one peer sees it, itself included."""
+    """The members that one peer sees, itself included."""
     return set(discovery.get(peers_key(RUN)))
 
 

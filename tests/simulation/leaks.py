@@ -1,4 +1,4 @@
-"""What is left behind: tasks, collections that have grown, objects of rounds that are over."""
+"""Finds leaks: tasks, collections that have grown, objects of finished rounds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from averaging.deadlines.learned_deadlines import Deadlines
 from averaging.matchmaking import search_state
 from averaging.matchmaking.exclusions import Exclusions
 from averaging.matchmaking.response_history import ResponseHistory
-from averaging.peer.rounds import _Attempt
+from averaging.peer.rounds import _Round
 from averaging.state.assembler import StateAssembler
 from averaging.transport.memory import MemoryNetwork
 
@@ -28,20 +28,20 @@ PASSING = (
     SenderSide,
     WaitMonitor,
     search_state.SearchState,
-    _Attempt,
+    _Round,
     StateAssembler,
 )
-"""Nothing of these outlives its round, search or download."""
+"""Types whose objects must not outlive their round, search or download."""
 
 ON_PURPOSE = ("_expirations", "_scheduled", "_sealed", "_copy")
-"""Heaps in which what is outdated stays for a while, as cancelled timers do, and the one state that others download."""
+"""Heaps that keep outdated entries for a while, such as cancelled timers, and the state that others download."""
 
 BOUNDED = (Deadlines, Exclusions, ResponseHistory)
-"""They remember members on purpose, up to a number that tests of their own check."""
+"""Types that remember members intentionally, up to a limit that other tests check."""
 
 
 def tasks() -> Counter[str]:
-    """What runs in the loop now."""
+    """The tasks that run in the loop now."""
     return Counter(task.get_coro().__qualname__ for task in asyncio.all_tasks())  # type: ignore[union-attr]
 
 
@@ -52,7 +52,7 @@ def passing() -> Counter[str]:
 
 
 def sizes(root: object) -> Counter[str]:
-    """How many elements every collection has that can be reached from `root` through objects of this library."""
+    """The size of every collection that is reachable from `root` through objects of this library."""
     found: Counter[str] = Counter()
     seen: set[int] = set()
     waiting: list[tuple[str, object]] = [(type(root).__name__, root)]

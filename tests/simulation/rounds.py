@@ -31,7 +31,7 @@ ROUND_SECONDS = 30.0
 
 
 def nodes(count: int) -> list[Member]:
-    """So many members that send and reduce."""
+    """`count` members that send and reduce."""
     return [Member(f"peer:{port + 1}") for port in range(count)]
 
 
@@ -41,7 +41,7 @@ def assert_close(tensors: list[torch.Tensor], expected: list[torch.Tensor], tole
 
 
 class OneRound:
-    """A peer that serves nothing but one round."""
+    """A peer that serves only one round."""
 
     def __init__(self, round_: AllReduce, schema: Schema) -> None:
         self.round, self.schema = round_, schema
@@ -139,7 +139,7 @@ class Simulation:
         return await self.rounds[name].run(prepare, ROUND_SECONDS)
 
     async def run(self, disturb: Callable[[dict[str, asyncio.Task[RoundResult]]], object] | None = None) -> None:
-        """Runs all members' rounds; `results` and `failures` tell how each ended, `seconds` how long all took."""
+        """Runs the rounds of all members and sets `results`, `failures` and `seconds`."""
         for name, transport in self.transports.items():
             await transport.serve(OneRound(self.rounds[name], self.schema), None)
         began = asyncio.get_running_loop().time()
@@ -161,7 +161,7 @@ class Simulation:
         assert self.network.errors == []
 
     def mean(self, *names: str) -> list[torch.Tensor]:
-        """The weighted mean, in float64, of what the named members (or all that send) had before."""
+        """The weighted mean, in float64, of the initial tensors of the named members, or of all that send."""
         members = [m for m in self.group.members if (m.endpoint in names if names else m.sends)]
         total = sum(member.weight for member in members)
         return [
@@ -170,7 +170,7 @@ class Simulation:
         ]
 
     def assert_between_the_means(self, name: str, survivors: list[str]) -> None:
-        """Each element is the mean of all, the mean of the survivors, or (its reducer was lost) the local value."""
+        """Each element is the mean of all, that of the survivors, or (if its reducer was dropped) the local value."""
         candidates = [self.mean(), self.mean(*survivors), [t.double() for t in self.before[name]]]
         for index, tensor in enumerate(self.tensors[name]):
             off = torch.stack([(tensor.double() - candidate[index]).abs() for candidate in candidates])
@@ -181,7 +181,7 @@ class Simulation:
         await asyncio.gather(task, return_exceptions=True)
 
     def slow_down(self, name: str, seconds: float) -> None:
-        """Each message of a sender takes so long."""
+        """Delays each message of a sender."""
         transport = self.transports[name]
         call = transport.aggregate_part
 

@@ -1,4 +1,4 @@
-"""Rounds of all-reduce on the memory network, in virtual time, against the mean computed by hand."""
+"""All-reduce rounds on the memory network in virtual time, compared with the mean."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 1e-6, t
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("reply", list(ReplyForm))
 @pytest.mark.parametrize("count", [2, 3, 8])
-def test_everybody_ends_with_the_mean(count: int, reply: ReplyForm, dtype: torch.dtype) -> None:
+def test_all_members_end_with_the_mean(count: int, reply: ReplyForm, dtype: torch.dtype) -> None:
     simulation = Simulation(count, nodes(count), dtype=dtype, reply=reply)
     virtual_time.run(simulation.run())
     for name, result in simulation.results.items():
@@ -41,19 +41,19 @@ def test_everybody_ends_with_the_mean(count: int, reply: ReplyForm, dtype: torch
 
 
 @pytest.mark.parametrize("compression", [c for c in CompressionType if c is not CompressionType.NONE])
-def test_lossy_codes_leave_everybody_with_the_same_bytes(compression: CompressionType) -> None:
+def test_lossy_codecs_give_all_members_the_same_bytes(compression: CompressionType) -> None:
     simulation = Simulation(3, nodes(4), [(300,), (5, 7)], compression=compression, part_size_bytes=256)
     virtual_time.run(simulation.run())
     first, *others = simulation.tensors.values()
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
-    # The parts and their average are each encoded once; six standard deviations over 256 buckets is the coarsest code.
+    # Parts and average are each encoded once. The coarsest codec has 256 buckets over six standard deviations.
     for tensor, wanted in zip(first, simulation.mean(), strict=True):
         assert (tensor.double() - wanted).abs().mean() < 0.05
 
 
 @pytest.mark.parametrize("compression", [CompressionType.FLOAT16, CompressionType.BLOCKWISE_INT8])
-def test_deltas_keep_the_local_value_up_to_the_code(compression: CompressionType) -> None:
+def test_deltas_keep_the_local_value_up_to_the_error_of_the_codec(compression: CompressionType) -> None:
     simulation = Simulation(3, nodes(4), [(300,)], compression=compression, reply=ReplyForm.DELTA, part_size_bytes=256)
     virtual_time.run(simulation.run())
     for name in simulation.results:
@@ -149,7 +149,7 @@ def test_a_member_that_goes_silent_is_given_up_in_bounded_time(seed: int) -> Non
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_member_that_leaves_tells_the_others(seed: int) -> None:
+def test_a_member_that_leaves_announces_it(seed: int) -> None:
     simulation = Simulation(seed, nodes(3), [(200,)], proven=True)
     took = 0.0
 
@@ -161,7 +161,7 @@ def test_a_member_that_leaves_tells_the_others(seed: int) -> None:
         took = asyncio.get_running_loop().time()
 
     virtual_time.run(simulation.run(leave))
-    assert took < STALL_TIMEOUT  # nobody waited for a deadline
+    assert took < STALL_TIMEOUT  # no deadline had to pass
     for name in ("peer:1", "peer:2"):
         simulation.assert_between_the_means(name, ["peer:1", "peer:2"])
 
@@ -181,15 +181,15 @@ def overflowing(simulation: Simulation, values: Sequence[float]) -> None:
         (ReplyForm.DELTA, torch.float16, (-6e4, 6e4, 6e4)),
     ],
 )
-def test_a_sum_that_overflows_is_neither_adopted_nor_an_innocent_reducers_offence(
+def test_a_sum_that_overflows_is_not_adopted_and_not_held_against_the_reducer(
     reply: ReplyForm, dtype: torch.dtype, values: Sequence[float], caplog: pytest.LogCaptureFixture
 ) -> None:
     simulation = Simulation(1, nodes(3), [(400,)], reply=reply, dtype=dtype)
     overflowing(simulation, values)
     virtual_time.run(simulation.run())
-    told = [record.getMessage() for record in caplog.records if "overflows" in record.getMessage()]
-    assert told
-    assert all(f"of part 0 of peer:1 overflows {str(dtype).removeprefix('torch.')}" in message for message in told)
+    messages = [record.getMessage() for record in caplog.records if "overflows" in record.getMessage()]
+    assert messages
+    assert all(f"of part 0 of peer:1 overflows {str(dtype).removeprefix('torch.')}" in message for message in messages)
     for name, result in simulation.results.items():
         assert all(dropped.code is DropCode.INTERNAL_ERROR for dropped in result.dropped)
         assert bool(torch.isfinite(simulation.tensors[name][0]).all())
@@ -203,7 +203,7 @@ def test_a_sum_that_overflows_is_neither_adopted_nor_an_innocent_reducers_offenc
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_whatever_is_lost_every_round_ends(seed: int) -> None:
+def test_every_round_ends_whatever_messages_are_lost(seed: int) -> None:
     rng = random.Random(seed)
     count = rng.randrange(2, 9)
     simulation = Simulation(seed, nodes(count), [(100,), (30,)], loss=rng.choice([0.001, 0.01, 0.1]))
@@ -216,7 +216,7 @@ def test_whatever_is_lost_every_round_ends(seed: int) -> None:
 
 
 async def stream(simulation: Simulation, *messages: AveragingData) -> list[AveragingData]:
-    """What peer:1 answers to a stream of a stranger's."""
+    """What peer:1 answers to a stream of another peer."""
 
     async def outgoing() -> object:
         for message in messages:
@@ -226,7 +226,7 @@ async def stream(simulation: Simulation, *messages: AveragingData) -> list[Avera
     return [reply async for reply in stranger.aggregate_part("peer:1", outgoing())]  # type: ignore[arg-type]
 
 
-def test_a_reducer_that_answers_once_more_than_it_was_asked_costs_nobody_the_round() -> None:
+def test_an_extra_reply_of_a_reducer_does_not_fail_the_round() -> None:
     simulation = Simulation(1, nodes(3))
     serve = simulation.rounds["peer:1"].aggregate_part
 
@@ -247,7 +247,7 @@ def test_a_reducer_that_answers_once_more_than_it_was_asked_costs_nobody_the_rou
 
 
 @pytest.mark.parametrize("name", ["stranger:1", "peer:2", "peer:1"])
-def test_who_is_no_sender_or_comes_twice_is_refused_and_the_round_goes_on(name: str) -> None:
+def test_unknown_senders_and_second_streams_are_refused_and_the_round_goes_on(name: str) -> None:
     simulation = Simulation(1, nodes(3), [(400,)])
     answers: list[AveragingData] = []
 
@@ -262,7 +262,7 @@ def test_who_is_no_sender_or_comes_twice_is_refused_and_the_round_goes_on(name: 
         assert_close(tensors, simulation.mean(), 1e-6)
 
 
-def test_a_sender_that_is_given_up_before_its_first_part_is_read_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+def test_dropping_a_sender_before_its_first_part_is_read_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
     simulation = Simulation(1, nodes(2))
 
     async def main() -> None:
@@ -275,7 +275,7 @@ def test_a_sender_that_is_given_up_before_its_first_part_is_read_is_no_error(cap
         )
         serving = reducing.serve(part, asyncio.Queue())  # type: ignore[arg-type]  # never read
         answer = asyncio.ensure_future(anext(serving))
-        await asyncio.sleep(0)  # the stream is open, and its parts are about to be read
+        await asyncio.sleep(0)  # the stream is open and its parts are not read yet
         reducing.drop_unfinished("the round's deadline passed")
         assert (await answer).code is MessageCode.CANCELLED
         await serving.aclose()

@@ -1,4 +1,4 @@
-"""A wall clock that is set while a group is looked for neither puts off the end of the search nor brings it on."""
+"""A wall clock that is set during a search neither delays the end of the search nor causes it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Clock:
 
 
 def search_alone(mode: Mode, behind: float) -> Receipt:
-    """What becomes of the search of a peer that finds nobody, if its clock is set after a second."""
+    """The receipt of a peer that finds no other, if its clock is set after a second."""
     clock, rng = Clock(), random.Random(1)
     registry = MemoryRegistry(clock=clock, rng=rng)
     peer = Peer(
@@ -68,7 +68,7 @@ def test_a_search_ends_in_time(mode: Mode) -> None:
 
 
 @pytest.mark.parametrize("mode", [Mode.NODE, Mode.CLIENT])
-def test_one_that_is_set_forward_does_not_end_the_search(mode: Mode) -> None:
+def test_a_clock_that_is_set_forward_does_not_end_the_search(mode: Mode) -> None:
     clock, rng = Clock(), random.Random(1)
     clock.behind = STEP
     network, registry = MemoryNetwork(rng), MemoryRegistry(clock=virtual_time.clock, rng=rng)
@@ -112,7 +112,7 @@ def test_a_search_ends_in_time_if_it_is_set_forward(mode: Mode) -> None:
 
 
 class SilentLeader:
-    """The network: who is asked to lead accepts, as the clock is set back, and is never heard again."""
+    """The network: the leader accepts, the clock is set back, and the leader sends nothing more."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -138,7 +138,7 @@ def matchmaking_of(transport: Transport, discovery: MemoryDiscovery, clock: Cloc
     )
 
 
-def test_a_follower_waits_for_a_silent_leader_no_longer() -> None:
+def test_a_follower_waits_no_longer_for_a_silent_leader() -> None:
     async def main() -> float:
         clock, loop = Clock(), asyncio.get_running_loop()
         registry = MemoryRegistry(clock=clock, rng=random.Random(1))
@@ -149,14 +149,14 @@ def test_a_follower_waits_for_a_silent_leader_no_longer() -> None:
                 await matchmaking.find_group(pack_gather(1.0, None, Mode.NODE), clock() + TIMEOUT)
             return loop.time()
 
-    # It may have begun to ask once more just before the end.
+    # It may have asked once more just before the end.
     assert virtual_time.run(main()) < TIMEOUT + CLOCK_TOLERANCE + 3.0 + CLOCK_TOLERANCE
 
 
-def test_a_declaration_that_runs_out_as_it_is_taken_back_is_no_matter_of_the_clocks(
+def test_a_declaration_that_expires_while_it_is_replaced_is_not_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """As of followers whose leader begins at the very end of their own time."""
+    """As with followers whose leader begins when their own declaration expires."""
     clock = Clock()
 
     class Late(MemoryDiscovery):

@@ -1,4 +1,4 @@
-"""Deadlines learned in a few usual rounds, in virtual time: who is silent costs little, who is slow is kept."""
+"""Deadlines learned in a few normal rounds, in virtual time: silent members cost little, slow ones are kept."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from averaging.allreduce import RoundResult
 from averaging.allreduce.round import Prepare
-from averaging.allreduce.wait_monitor import LAGGING
+from averaging.allreduce.wait_monitor import FOLLOW_UP_FACTOR
 from averaging.deadlines.learned_deadlines import Deadlines
 from averaging.errors import AveragingError, CallRefusedError, ProtocolViolationError, RoundError
 from averaging.observe.receipts import DropCode
@@ -22,7 +22,7 @@ from tests.simulation.rounds import STALL_TIMEOUT, Simulation, nodes
 
 LOWER, UPPER = 0.2, 20.0
 USUAL = 5
-VICTIM, UNTOLD = "peer:4", "peer:3"
+VICTIM, UNINFORMED = "peer:4", "peer:3"
 SILENT = ["before opening", "first part", "last part", "replies"]
 ELEMENTS = 1600
 
@@ -33,7 +33,7 @@ def members(client: bool) -> list[Member]:
 
 
 class Rounds:
-    """Rounds of the same members, one after the other, who learn."""
+    """Successive rounds of the same members with learned deadlines."""
 
     def __init__(self, seed: int, *, client: bool = False, latency: tuple[float, float] = (0.001, 0.02)) -> None:
         self._seed, self.members, self.latency = seed, members(client), latency
@@ -43,7 +43,7 @@ class Rounds:
     async def one(
         self, prepare: Callable[[Simulation], object] = lambda _: None, may_fail: Collection[str] = ()
     ) -> dict[str, RoundResult]:
-        """The results of the next one; `prepare` may return what disturbs it."""
+        """The results of the next round; `prepare` may return a coroutine function that disturbs it."""
         self._seed += 1
         simulation = Simulation(self._seed, self.members, [(ELEMENTS,)], latency=self.latency, deadlines=self.deadlines)
         began = asyncio.get_running_loop().time()
@@ -53,14 +53,14 @@ class Rounds:
         return simulation.results
 
     async def usual(self) -> float:
-        """Learns; returns how long a round usually takes."""
+        """Runs normal rounds to learn from; returns the longest duration."""
         for _ in range(USUAL):
             assert all(not result.dropped for result in (await self.one()).values())
         return max(self.seconds[-USUAL:])
 
 
 class Silent:
-    """Lets the victim go silent in a round, until the others are through."""
+    """Makes the victim silent in a round until the others are done."""
 
     def __init__(self, when: str) -> None:
         self._when = when
@@ -70,7 +70,7 @@ class Silent:
         network, transport, round_ = simulation.network, simulation.transports[VICTIM], simulation.rounds[VICTIM]
         call, reduce = transport.aggregate_part, round_.aggregate_part
         reducers = sum(member.reduces for member in simulation.group.members)
-        last = ELEMENTS // reducers // 16  # of the parts that one of them gets, or nearly
+        last = ELEMENTS // reducers // 16  # about the number of parts per reducer
 
         async def sent(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
             number = 0
@@ -106,7 +106,7 @@ class Silent:
 
 
 def dead_leader(simulation: Simulation) -> object:
-    """The victim has led the group and died before one of its followers was told that it begins."""
+    """The victim has led the group and died before it announced the group to one of its followers."""
 
     async def never_begins(prepare: Prepare, timeout: float) -> RoundResult:
         raise RoundError("it is not in the round")
@@ -119,15 +119,15 @@ def dead_leader(simulation: Simulation) -> object:
     async def die(_: dict[str, asyncio.Task[RoundResult]]) -> None:
         simulation.network.kill(VICTIM)
 
-    for name in (UNTOLD, VICTIM):
+    for name in (UNINFORMED, VICTIM):
         simulation.rounds[name].run = never_begins  # type: ignore[method-assign]
-    simulation.rounds[UNTOLD].aggregate_part = unknown  # type: ignore[method-assign]
+    simulation.rounds[UNINFORMED].aggregate_part = unknown  # type: ignore[method-assign]
     return die
 
 
 @pytest.mark.parametrize("client", [False, True])
 @pytest.mark.parametrize("when", SILENT)
-def test_who_goes_silent_costs_about_a_round_more(when: str, client: bool) -> None:
+def test_a_silent_member_costs_about_one_more_round(when: str, client: bool) -> None:
     async def main() -> None:
         rounds = Rounds(1, client=client)
         usual = await rounds.usual()
@@ -135,7 +135,7 @@ def test_who_goes_silent_costs_about_a_round_more(when: str, client: bool) -> No
             stop = Silent(when)
             began = asyncio.get_running_loop().time()
             results = await rounds.one(stop.prepare, may_fail={VICTIM})
-            # A deadline that was missed is doubled, so who goes silent again and again costs more.
+            # A missed deadline is doubled, so a member that is silent repeatedly costs more.
             assert stop.others_were_done - began <= 2 * usual + 2 * LOWER * 2**number
             dropped = [lost for name in results if name != VICTIM for lost in results[name].dropped]
             assert {lost.endpoint for lost in dropped} == {VICTIM}
@@ -148,7 +148,7 @@ def test_who_goes_silent_costs_about_a_round_more(when: str, client: bool) -> No
 
 @pytest.mark.parametrize("client", [False, True])
 @pytest.mark.parametrize("when", SILENT)
-def test_a_newcomer_that_goes_silent_in_its_first_round_costs_about_a_round_more(when: str, client: bool) -> None:
+def test_a_newcomer_that_is_silent_in_its_first_round_costs_about_one_more_round(when: str, client: bool) -> None:
     async def main() -> None:
         rounds = Rounds(6, client=client)
         newcomer = rounds.members.pop()
@@ -166,16 +166,16 @@ def test_a_newcomer_that_goes_silent_in_its_first_round_costs_about_a_round_more
     virtual_time.run(main())
 
 
-def test_who_is_not_there_when_parts_come_is_not_waited_for_as_a_sender() -> None:
-    """Nothing is known of anybody yet, so senders may take 20 s to open their streams, as long as nothing is wrong."""
+def test_an_unreachable_reducer_is_not_waited_for_as_a_sender() -> None:
+    """Nothing is known yet, so senders may take 20 s to open their streams unless something is wrong."""
 
     async def main() -> None:
         rounds = Rounds(8)
-        results = await rounds.one(dead_leader, may_fail={UNTOLD, VICTIM})
-        assert rounds.seconds[0] < 4 * LOWER  # each hears only one of three, which counts half
+        results = await rounds.one(dead_leader, may_fail={UNINFORMED, VICTIM})
+        assert rounds.seconds[0] < 4 * LOWER  # each receives from only one of three, so time counts half
         for name in ("peer:1", "peer:2"):
             assert {lost.endpoint: lost.code for lost in results[name].dropped} == {
-                UNTOLD: DropCode.REFUSED,
+                UNINFORMED: DropCode.REFUSED,
                 VICTIM: DropCode.CONNECTION_LOST,
             }
 
@@ -184,7 +184,7 @@ def test_who_is_not_there_when_parts_come_is_not_waited_for_as_a_sender() -> Non
 
 @pytest.mark.parametrize("latency", [(0.2, 0.8), (0.001, 0.02)])
 @pytest.mark.parametrize("seed", range(5))
-def test_newcomers_that_are_as_slow_as_the_others_are_kept(seed: int, latency: tuple[float, float]) -> None:
+def test_newcomers_as_slow_as_the_others_are_kept(seed: int, latency: tuple[float, float]) -> None:
     async def main() -> None:
         rounds = Rounds(seed, latency=latency)
         newcomer = rounds.members.pop()
@@ -195,7 +195,7 @@ def test_newcomers_that_are_as_slow_as_the_others_are_kept(seed: int, latency: t
     virtual_time.run(main())
 
 
-def test_a_newcomer_that_is_far_slower_than_the_others_is_in_after_a_few_rounds() -> None:
+def test_a_much_slower_newcomer_takes_part_after_a_few_rounds() -> None:
     async def main() -> None:
         rounds = Rounds(7)
         newcomer = rounds.members.pop()
@@ -211,8 +211,8 @@ def test_a_newcomer_that_is_far_slower_than_the_others_is_in_after_a_few_rounds(
     virtual_time.run(main())
 
 
-def test_narrow_links_drop_nobody() -> None:
-    """A part takes nearly all the time that it may; the answer of who is asked waits behind it, nearly as long."""
+def test_no_member_is_dropped_over_narrow_links() -> None:
+    """A part takes nearly its whole deadline, and the answer to a ping, which queues behind it, nearly as long."""
 
     async def main() -> None:
         everybody = members(client=False)
@@ -237,7 +237,7 @@ def slowly(ask: Callable[[str], Awaitable[Schema]], seconds: float) -> Callable[
     return asked
 
 
-def test_a_client_that_cannot_reach_one_reducer_keeps_the_others_only_now_and_then() -> None:
+def test_a_client_that_cannot_reach_one_reducer_delays_the_others_only_rarely() -> None:
     async def main() -> None:
         rounds = Rounds(12, client=True)
         usual = await rounds.usual()
@@ -248,7 +248,7 @@ def test_a_client_that_cannot_reach_one_reducer_keeps_the_others_only_now_and_th
             assert {lost.endpoint for lost in results[cut_off].dropped} == {VICTIM}
             assert not results["peer:1"].dropped + results["peer:2"].dropped
         kept = [seconds for seconds in rounds.seconds[USUAL:] if seconds > 2 * usual + 2 * LOWER]
-        assert len(kept) <= 12  # five until it is the longest, then the 1st, 2nd, 3rd, 5th, 9th, 17th and 33rd
+        assert len(kept) <= 12  # five up to the longest deadline, then the 1st, 2nd, 3rd, 5th, 9th, 17th and 33rd
         assert sum(kept) <= 9 * UPPER
         results = await rounds.one()
         assert not any(result.dropped for result in results.values())
@@ -257,7 +257,7 @@ def test_a_client_that_cannot_reach_one_reducer_keeps_the_others_only_now_and_th
 
 
 @pytest.mark.parametrize("known", [False, True])
-def test_a_reducer_that_can_be_called_but_cannot_call_another_is_not_waited_for_as_long_as_a_silent_one(
+def test_a_reducer_that_cannot_call_another_is_waited_for_less_than_a_silent_one(
     known: bool,
 ) -> None:
     async def main() -> None:
@@ -265,16 +265,16 @@ def test_a_reducer_that_can_be_called_but_cannot_call_another_is_not_waited_for_
         if known:
             await rounds.usual()
         for _ in range(12):
-            results = await rounds.one(lambda simulation: simulation.network.refuse(UNTOLD, VICTIM))
+            results = await rounds.one(lambda simulation: simulation.network.refuse(UNINFORMED, VICTIM))
             [lost] = results[VICTIM].dropped
-            assert lost.endpoint == UNTOLD
-            assert lost.reason.endswith(f"after answering this peer all the same; can it reach {VICTIM}?")
-        assert max(rounds.seconds) <= LAGGING * LOWER + 1.0 < UPPER / 4
+            assert lost.endpoint == UNINFORMED
+            assert lost.reason.endswith(f"can it reach {VICTIM}?")
+        assert max(rounds.seconds) <= FOLLOW_UP_FACTOR * LOWER + 1.0 < UPPER / 4
 
     virtual_time.run(main())
 
 
-def test_a_reducer_of_little_has_answered_long_before_a_slow_link_has_carried_its_first_part() -> None:
+def test_a_reducer_of_a_small_shard_may_send_its_first_part_much_later_over_a_slow_link() -> None:
     async def main() -> None:
         everybody = [*(Member(name, bandwidth=100.0) for name in ("a:1", "b:1")), Member("slow:1", bandwidth=70.0)]
         deadlines = {member.endpoint: Deadlines(LOWER, UPPER) for member in everybody}
@@ -289,8 +289,8 @@ def test_a_reducer_of_little_has_answered_long_before_a_slow_link_has_carried_it
     virtual_time.run(main())
 
 
-def test_one_that_nobody_can_call_is_soon_through_with_its_round() -> None:
-    """It need not know that: a router may stand before it. Others are answered, and send it nothing."""
+def test_a_member_that_cannot_be_called_ends_its_round_soon() -> None:
+    """It may not know that, for example behind a router. It gets averages, but no member sends it parts."""
 
     async def main() -> None:
         rounds = Rounds(14)
@@ -301,13 +301,13 @@ def test_one_that_nobody_can_call_is_soon_through_with_its_round() -> None:
 
         results = await rounds.one(hide)
         assert len(results[VICTIM].dropped) == 3
-        # While nobody is heard at all, time counts half.
-        assert rounds.seconds[0] <= 2 * LAGGING * LOWER + 1.0 < UPPER / 4
+        # While nothing is received at all, time counts half.
+        assert rounds.seconds[0] <= 2 * FOLLOW_UP_FACTOR * LOWER + 1.0 < UPPER / 4
 
     virtual_time.run(main())
 
 
-def test_a_reducer_that_is_dead_in_the_first_round_is_lost_after_the_longest_deadline() -> None:
+def test_a_reducer_that_is_dead_in_the_first_round_is_dropped_after_the_longest_deadline() -> None:
     async def main() -> None:
         rounds = Rounds(10)
         rounds.members[-1] = Member(VICTIM, mode=Mode.AUXILIARY)
@@ -315,15 +315,15 @@ def test_a_reducer_that_is_dead_in_the_first_round_is_lost_after_the_longest_dea
         for name in ("peer:1", "peer:2", "peer:3"):
             (lost,) = results[name].dropped
             assert (lost.endpoint, lost.code) == (VICTIM, DropCode.SILENT)
-            assert "nor an answer when asked" in lost.reason
+            assert "no answer to a ping" in lost.reason
             assert lost.waited is not None
             assert UPPER <= lost.waited <= UPPER + 2 * LOWER
 
     virtual_time.run(main())
 
 
-def test_a_reducer_that_lives_but_never_replies_is_given_up_after_two_stall_timeouts() -> None:
-    """However long it takes whenever it is asked."""
+def test_a_live_reducer_that_never_replies_is_dropped_after_two_stall_timeouts() -> None:
+    """However long it takes to answer a ping."""
 
     async def never(
         first: AveragingData, messages: AsyncIterator[AveragingData]
@@ -350,12 +350,12 @@ def test_a_reducer_that_lives_but_never_replies_is_given_up_after_two_stall_time
 
 
 @pytest.mark.parametrize("latency", [(0.2, 0.8), (0.1, 0.3)])
-def test_a_network_that_is_slow_all_over_drops_nobody(latency: tuple[float, float]) -> None:
+def test_no_member_is_dropped_in_a_slow_network(latency: tuple[float, float]) -> None:
     virtual_time.run(Rounds(2, latency=latency).usual())
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_network_that_gets_three_times_slower_drops_nobody(seed: int) -> None:
+def test_no_member_is_dropped_when_the_network_gets_three_times_slower(seed: int) -> None:
     async def main() -> None:
         rounds = Rounds(seed, latency=(0.2, 0.3))
         await rounds.usual()
@@ -366,7 +366,7 @@ def test_a_network_that_gets_three_times_slower_drops_nobody(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.1, 0.3])
-def test_one_link_that_gets_three_times_slower_is_kept(seconds: float) -> None:
+def test_a_member_whose_link_gets_three_times_slower_is_kept(seconds: float) -> None:
     async def main() -> None:
         rounds = Rounds(3)
         for each in [seconds] * USUAL + [3 * seconds] * USUAL:
@@ -377,8 +377,8 @@ def test_one_link_that_gets_three_times_slower_is_kept(seconds: float) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_an_observer_that_was_stopped_drops_nobody(seed: int) -> None:
-    """The time goes on for a minute and nothing happens meanwhile, as when a machine sleeps."""
+def test_a_process_that_was_stopped_drops_no_member(seed: int) -> None:
+    """Time advances while nothing runs, as when a machine sleeps."""
 
     async def main() -> None:
         rounds = Rounds(seed, latency=(0.02, 0.03))
@@ -396,8 +396,8 @@ def test_an_observer_that_was_stopped_drops_nobody(seed: int) -> None:
     virtual_time.run(main())
 
 
-def test_who_hears_nobody_at_all_waits_twice_as_long() -> None:
-    """One member's own link is down for a moment: the others may drop it, but it gives nobody up for silence."""
+def test_an_isolated_member_waits_twice_as_long() -> None:
+    """A member's own link is down briefly: the others may drop it, but it drops no other for silence."""
 
     async def main() -> None:
         rounds = Rounds(4)
@@ -418,13 +418,13 @@ def test_who_hears_nobody_at_all_waits_twice_as_long() -> None:
 
 
 @pytest.mark.parametrize("bytes_per_second", [100.0, 1e6])
-def test_a_round_has_the_time_that_its_bytes_take_on_slow_links_besides_its_timeout(
+def test_the_transfer_time_on_slow_links_is_added_to_the_round_timeout(
     bytes_per_second: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tests.simulation.rounds.ROUND_SECONDS", 3.0)
     monkeypatch.setattr("averaging.allreduce.round.SLOW_LINK", bytes_per_second)
     simulation = Simulation(1, nodes(2), [(200,)], part_size_bytes=64)
-    simulation.slow_down("peer:2", 0.9 * STALL_TIMEOUT)  # of its seven parts each
+    simulation.slow_down("peer:2", 0.9 * STALL_TIMEOUT)  # for each of its seven parts
     virtual_time.run(simulation.run())
     dropped = [lost for result in simulation.results.values() for lost in result.dropped]
     if bytes_per_second == 100.0:
@@ -437,8 +437,8 @@ def test_a_round_has_the_time_that_its_bytes_take_on_slow_links_besides_its_time
 
 
 @pytest.mark.parametrize("refusal", [None, CallRefusedError("peer:1", "no"), ProtocolViolationError("no schema")])
-def test_a_reducer_that_waits_for_a_newcomer_is_not_given_up(refusal: AveragingError | None) -> None:
-    """One reducer knows nothing of the victim and waits long for it; it answers when asked, so the others wait too."""
+def test_a_reducer_that_waits_for_a_newcomer_is_not_dropped(refusal: AveragingError | None) -> None:
+    """One reducer has learned nothing about the victim and waits long. It answers pings, so the others wait too."""
 
     def prepare(simulation: Simulation) -> object:
         for transport in simulation.transports.values():

@@ -1,4 +1,4 @@
-"""What every implementation of discovery does, each in virtual time."""
+"""The contract of discovery, for every implementation, in virtual time."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ Scenario = Callable[[Discovery, Discovery], Awaitable[None]]
 
 
 class Simulation:
-    """Runs a scenario for two peers, both ways round."""
+    """Runs a scenario for two peers, and again with the peers exchanged."""
 
     def __init__(self, two: Two) -> None:
         self._two = two
@@ -74,12 +74,12 @@ class Simulation:
         self.peers(lambda one, other: scenario(one.discovery, other.discovery))
 
     def peers(self, scenario: Callable[[Peer, Peer], Awaitable[None]]) -> None:
-        for turned in (False, True):
-            virtual_time.run(self._run(scenario, turned))
+        for exchanged in (False, True):
+            virtual_time.run(self._run(scenario, exchanged))
 
-    async def _run(self, scenario: Callable[[Peer, Peer], Awaitable[None]], turned: bool) -> None:
+    async def _run(self, scenario: Callable[[Peer, Peer], Awaitable[None]], exchanged: bool) -> None:
         async with self._two() as (one, other):
-            await (scenario(other, one) if turned else scenario(one, other))
+            await (scenario(other, one) if exchanged else scenario(one, other))
 
 
 @pytest.fixture(
@@ -107,14 +107,14 @@ def test_what_one_stores_the_other_reads(simulate: Simulation) -> None:
         expiration = later(10)
         await one.store(KEY, "x:1", b"value", expiration)
         await one.store(KEY + "1", "y:1", b"", expiration)
-        assert one.get(KEY) == {"x:1": Entry(b"value", expiration)}  # its own at once
+        assert one.get(KEY) == {"x:1": Entry(b"value", expiration)}  # the owner reads it at once
         await settle()
         for view in (one, other):
             assert view.get(KEY) == {"x:1": Entry(b"value", expiration)}
             assert view.get("run.nothing") == {}
-            assert view.names("x:1")
-            assert view.names("y:1")
-            assert not view.names("z:1")
+            assert view.knows("x:1")
+            assert view.knows("y:1")
+            assert not view.knows("z:1")
             assert {"x:1", "y:1"} <= view.endpoints()
 
     simulate(scenario)
@@ -131,20 +131,20 @@ def test_a_later_record_replaces_an_earlier_one(simulate: Simulation) -> None:
     simulate(scenario)
 
 
-def test_a_record_is_withdrawn_by_its_owner_alone(simulate: Simulation) -> None:
+def test_only_the_owner_withdraws_a_record(simulate: Simulation) -> None:
     async def scenario(one: Discovery, other: Discovery) -> None:
         await one.store(KEY, "x:1", b"", later(10))
         await settle()
         await other.withdraw(KEY, "x:1")
         await other.withdraw(KEY, "nothing:1")
         await settle()
-        assert one.names("x:1")
+        assert one.knows("x:1")
         await one.withdraw(KEY, "x:1")
         assert one.get(KEY) == {}
         await settle()
         for view in (one, other):
             assert view.get(KEY) == {}
-            assert not view.names("x:1")
+            assert not view.knows("x:1")
         await one.store(KEY, "x:1", b"again", later(10))
         await settle()
         assert other.get(KEY)["x:1"].value == b"again"
@@ -152,7 +152,7 @@ def test_a_record_is_withdrawn_by_its_owner_alone(simulate: Simulation) -> None:
     simulate(scenario)
 
 
-def test_a_record_is_gone_at_the_moment_it_expires(simulate: Simulation) -> None:
+def test_a_record_is_gone_when_it_expires(simulate: Simulation) -> None:
     async def scenario(one: Discovery, other: Discovery) -> None:
         await one.store(KEY, "x:1", b"", expiration := later(5))
         await asyncio.sleep(4.999)
@@ -160,13 +160,13 @@ def test_a_record_is_gone_at_the_moment_it_expires(simulate: Simulation) -> None
         await asyncio.sleep(expiration - virtual_time.clock() + 1e-6)
         for view in (one, other):
             assert view.get(KEY) == {}
-            assert not view.names("x:1")
+            assert not view.knows("x:1")
             assert "x:1" not in view.endpoints()
 
     simulate(scenario)
 
 
-def test_the_first_owner_holds_a_place_until_it_goes(simulate: Simulation) -> None:
+def test_the_first_owner_holds_a_place_until_its_record_expires(simulate: Simulation) -> None:
     async def scenario(one: Discovery, other: Discovery) -> None:
         await one.store(KEY, "x:1", b"first", later(5))
         await settle()
@@ -193,9 +193,7 @@ def test_the_first_owner_holds_a_place_until_it_goes(simulate: Simulation) -> No
         (KEY, "x:1", b"", float("nan")),
     ],
 )
-def test_what_cannot_be_stored_is_told(
-    simulate: Simulation, key: str, subkey: str, value: bytes, seconds: float
-) -> None:
+def test_invalid_records_raise(simulate: Simulation, key: str, subkey: str, value: bytes, seconds: float) -> None:
     async def scenario(one: Discovery, other: Discovery) -> None:
         with pytest.raises(DiscoveryError, match="cannot store"):
             await one.store(key, subkey, value, later(seconds))
@@ -204,7 +202,7 @@ def test_what_cannot_be_stored_is_told(
     simulate(scenario)
 
 
-def test_too_many_records_are_told(simulate: Simulation) -> None:
+def test_too_many_records_raise(simulate: Simulation) -> None:
     async def scenario(one: Discovery, other: Discovery) -> None:
         async def store_many() -> None:
             for number in range(257):
@@ -237,7 +235,7 @@ def test_watching_yields_at_once_and_at_every_change(simulate: Simulation) -> No
     simulate(scenario)
 
 
-def test_watching_merges_what_the_reader_is_too_slow_for(simulate: Simulation) -> None:
+def test_watching_merges_changes_for_a_slow_reader(simulate: Simulation) -> None:
     async def scenario(one: Discovery, other: Discovery) -> None:
         async with aclosing(other.watch(KEY)) as watching:
             assert await anext(watching) == {}
@@ -255,7 +253,7 @@ def test_leaving_withdraws_and_ends_watching(simulate: Simulation) -> None:
     async def scenario(one: Peer, other: Peer) -> None:
         await one.discovery.store(KEY, "x:1", b"", later(100))
         await settle()
-        assert other.discovery.names("x:1")
+        assert other.discovery.knows("x:1")
 
         async def watch() -> int:
             return len([entries async for entries in one.discovery.watch("run.watched")])
@@ -265,7 +263,7 @@ def test_leaving_withdraws_and_ends_watching(simulate: Simulation) -> None:
         await one.leave()
         assert await watcher == 1
         await settle()
-        assert not other.discovery.names("x:1")
+        assert not other.discovery.knows("x:1")
         with pytest.raises(ClosedError):
             await one.discovery.store(KEY, "x:1", b"", later(100))
         await one.discovery.withdraw(KEY, "x:1")

@@ -1,4 +1,4 @@
-"""A member that breaks the protocol, or sends NaN: out of the round, named, and in the one case left out later too."""
+"""A member that breaks the protocol or sends NaN is dropped; after a protocol violation it is also excluded."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Spoiler:
             yield replace(message, tensor_part=wire, encoded=[])
 
 
-def test_parts_that_anybody_can_have_sent_are_refused_for_the_round_alone() -> None:
+def test_malformed_parts_without_proof_of_the_sender_do_not_exclude() -> None:
     swarm = Swarm(3)
     peers = [swarm.peer(f"peer:{n + 1}", [torch.full((768,), float(n))], **OPTIONS) for n in range(3)]
     spoiling = Spoiler(peers[2], averages=False)
@@ -79,7 +79,7 @@ def test_parts_that_anybody_can_have_sent_are_refused_for_the_round_alone() -> N
 
 
 @pytest.mark.parametrize("spoiler", range(3))  # whether it would lead or follow
-def test_who_broke_the_protocol_is_left_out_for_minutes_and_then_taken_in_again(spoiler: int) -> None:
+def test_a_peer_that_broke_the_protocol_is_excluded_for_some_minutes(spoiler: int) -> None:
     swarm = Swarm(3)
     peers = [swarm.peer(f"peer:{n + 1}", [torch.full((768,), float(n))], **OPTIONS) for n in range(3)]
     spoiling = Spoiler(peers[spoiler], averages=True)
@@ -124,7 +124,7 @@ def test_who_broke_the_protocol_is_left_out_for_minutes_and_then_taken_in_again(
     swarm.simulate(main())
 
 
-def test_who_sends_nan_is_refused_for_the_round_named_and_counted() -> None:
+def test_a_member_that_sends_nan_is_dropped_and_counted() -> None:
     swarm = Swarm(4)
     tensors = [torch.full((768,), value) for value in (1.0, 3.0, float("nan"))]
     policies = [NonFinite.REFUSE, NonFinite.REFUSE, NonFinite.ALLOW]
@@ -150,7 +150,7 @@ def test_who_sends_nan_is_refused_for_the_round_named_and_counted() -> None:
 
 
 @pytest.mark.parametrize("code", [MessageCode.PROTOCOL_VIOLATION, MessageCode.BAD_GROUP_ID])
-def test_who_refuses_this_peer_is_not_remembered_for_it(code: MessageCode) -> None:
+def test_refusing_this_peer_is_no_offence(code: MessageCode) -> None:
     swarm = Swarm(3)
     peers = [swarm.peer(f"peer:{n + 1}", [torch.zeros(9)], group_size=2, group_wait=2.0) for n in range(2)]
 
@@ -170,8 +170,8 @@ def test_who_refuses_this_peer_is_not_remembered_for_it(code: MessageCode) -> No
     swarm.simulate(main())
 
 
-def test_a_client_is_not_to_blame_for_who_named_it_as_a_leader() -> None:
-    """Anybody can declare in its name, though it can never be asked."""
+def test_a_client_is_not_excluded_if_another_peer_declares_it_as_a_leader() -> None:
+    """Without certificates, any peer can store a declaration with its endpoint."""
     swarm = Swarm(1)
     node = swarm.peer("peer:1", [torch.zeros(2)], **OPTIONS)
     client = swarm.peer("", [torch.ones(2)], mode=Mode.CLIENT, **OPTIONS)

@@ -1,4 +1,4 @@
-"""Records of progress that nobody backs: they hold up neither those who train nor those who begin."""
+"""False progress records delay neither training peers nor newcomers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FAR_AHEAD = Progress(History(10**12, 1e9, "ff", Origin(Rank.APPOINTED, -1.0, "ev
 
 
 class Silent:
-    """Accepts every call and never answers, but for whether it lives."""
+    """Accepts every call and answers none but the check whether it is alive."""
 
     async def download_state(self, resume: Resume | None, caller: str) -> AsyncGenerator[DownloadData, None]:
         await asyncio.Event().wait()
@@ -56,7 +56,7 @@ def three(seed: int, strategy: str) -> Run:
 def claiming(
     run: Run, name_of: Callable[[int], str], pause: float, *, serves: bool
 ) -> Callable[[], Coroutine[Any, Any, None]]:
-    """A member of discovery that announces progress in the name of others, again and again.
+    """A member of discovery that repeatedly announces progress under other names.
 
     Args:
         name_of: in whose name it does so, by the number of the claim.
@@ -96,7 +96,7 @@ def claiming(
 
 @cache
 def undisturbed_steps(strategy: str) -> int:
-    """Global steps that are made where nobody claims anything."""
+    """Global steps without any false claim."""
     return min(site.global_step or 0 for site in three(1, strategy).simulate())
 
 

@@ -1,6 +1,6 @@
-"""Every fault, of a peer in every role, at every moment: the others go on, agree, and their average is accounted for.
+"""Every fault, of a peer in every role, at every moment: the others continue, agree, and account for their average.
 
-`docs/reliability.md` has the table of the cells; a test compares it with what runs here.
+`docs/operate/reliability.md` has the table of the cells; a test compares it with what runs here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from averaging import Receipt
-from averaging.deadlines.learned_deadlines import ENOUGH_WAITS
+from averaging.deadlines.learned_deadlines import MIN_WAITS
 from averaging.matchmaking.rules import CLOCK_TOLERANCE
 from averaging.observe.receipts import DropCode, Outcome
 from tests.simulation import leaks, processes
@@ -55,7 +55,7 @@ LEGEND = {
 
 
 def left_out(fault: str, role: str, moment: str) -> str:
-    """Why a cell makes no sense, as a letter of the legend; empty if it does."""
+    """Why a cell is impossible, as a letter of the legend; empty if it is possible."""
     if moment in IN_ROUND:
         if role in ("leader", "follower"):
             return "a"
@@ -82,26 +82,24 @@ def left_out(fault: str, role: str, moment: str) -> str:
 
 
 CELLS = [cell for cell in itertools.product(FAULTS, ROLES, MOMENTS) if not left_out(*cell)]
-IN_VAIN = ("stuck loop", "leader", "matchmaking")
-"""The leader takes a follower in and gets stuck: that one waits for its own declared time, the others not so long."""
+MAY_BE_LATE = ("stuck loop", "leader", "matchmaking")
+"""The leader accepts a follower and gets stuck: the follower waits for its own declared time, the others less."""
 
 ROUNDS = [cell for cell in CELLS if cell[1] != "donor"]
 DOWNLOADS = [cell for cell in CELLS if cell[1] == "donor"]
 
 IDLE = 60.0
-"""Seconds after which the records of a round have expired."""
+"""Seconds after which all records of a round have expired."""
 
 LOOKING = 2 * (3.0 + CLOCK_TOLERANCE) + 3.0
-"""A follower waits for its leader's declared time and the tolerance, perhaps behind another one, then looks again."""
+"""A follower waits for its leader's declared time plus the tolerance, perhaps twice, then searches again."""
 
 
-def check(
-    world: World, receipts: dict[str, Receipt], usual: float, moment: str, *, waits_in_vain: bool = False
-) -> None:
-    """One round with a fault in it; `waits_in_vain`: a follower may be too late for the others' round."""
+def check(world: World, receipts: dict[str, Receipt], usual: float, moment: str, *, may_be_late: bool = False) -> None:
+    """One round with a fault; `may_be_late`: a follower may be too late for the round of the others."""
     finished = {name: receipt for name, receipt in receipts.items() if receipt.averaged}
     late = set(world.others) - finished.keys()
-    assert len(late) <= (1 if waits_in_vain else 0), {name: str(receipt) for name, receipt in receipts.items()}
+    assert len(late) <= (1 if may_be_late else 0), {name: str(receipt) for name, receipt in receipts.items()}
     assert all(receipts[name].outcome is Outcome.NO_GROUP for name in late)
     for name in set(world.others) - late:
         receipt = receipts[name]
@@ -114,25 +112,25 @@ def check(
 
 
 def check_group(world: World, group: dict[str, Receipt], receipts: Collection[Receipt]) -> None:
-    """Finishers of one group agree, and hold the averages of whom their receipts name."""
+    """Members of one group that finished agree, and hold the average of the members that their receipts name."""
     members = next(iter(group.values())).members
     for place in range(len(members)):
         assert len({receipt.accounts[place].digest for receipt in group.values()} - {""}) <= 1
     whole = [world.tensors[name] for name, receipt in group.items() if not receipt.kept_local]
     assert all(torch.equal(whole[0], tensor) for tensor in whole)
-    # Each reducer's receipt tells, in order, whom it averaged without from then on.
+    # Each reducer's receipt lists, in order, the members it dropped, and averaged without from then on.
     absent = {frozenset(lost.endpoint for lost in r.dropped[:n]) for r in receipts for n in range(len(r.dropped) + 1)}
     means = [world.mean(*(name for name in members if name not in lost)) for lost in absent if lost < set(members)]
     for name, receipt in group.items():
         if name == world.victim:
-            continue  # it may have lost the others one by one
+            continue  # it may have dropped the others one by one
         allowed = [*means, world.before[name]] if receipt.kept_local else means
         off = torch.stack([(world.tensors[name] - mean).abs() for mean in allowed]).amin(dim=0)
         assert off.max() < 1e-12
 
 
 def check_victim(fault: str, moment: str, receipt: Receipt, usual: float) -> None:
-    """It came to an end by itself, in time, says why, and blames nobody for its own stop."""
+    """Its attempt ended in time without help, with a reason, and it drops no other for its own stop."""
     assert receipt.averaged or receipt.reason, receipt
     assert all(lost.reason for lost in receipt.dropped)
     stopped = STOPPED if fault.startswith("stopped") else 0.0
@@ -141,29 +139,29 @@ def check_victim(fault: str, moment: str, receipt: Receipt, usual: float) -> Non
     if fault in ("stopped, then going on", "stuck loop"):
         assert DropCode.SILENT not in {lost.code for lost in receipt.dropped}, str(receipt)
     if fault == "half-open" and moment in IN_ROUND:
-        # It suspects its own link, so its clock goes half as fast; and it asks those who are silent.
+        # It suspects its own link, so its clock runs at half speed; and it pings silent reducers.
         assert {lost.code for lost in receipt.dropped} == {DropCode.SILENT}, str(receipt)
         assert receipt.allreduce_seconds <= 2 * usual + 4 * LOWER, str(receipt)
 
 
 class Remains:
-    """What is there while nothing happens."""
+    """The resources that exist while nothing happens."""
 
     def __init__(self, tasks: Counter[str], sizes: Mapping[str, Counter[str]], passing: Counter[str]) -> None:
         self.tasks, self.sizes, self.passing = tasks, sizes, passing
 
     @classmethod
     async def of(cls, world: World) -> Remains:
-        """Waits until what a round left for later is over."""
-        gc.collect()  # garbage generators are not gone before a task of the loop has closed them
+        """Waits until the deferred work of a round is done."""
+        gc.collect()  # a task of the loop must close garbage generators
         await asyncio.sleep(IDLE)
         first = {name: leaks.sizes(world.peers[name]) for name in world.alive}
-        await asyncio.sleep(1.0)  # a record that was renewed just then is no longer on its way
+        await asyncio.sleep(1.0)  # a record that was just renewed has arrived
         sizes = {name: found & leaks.sizes(world.peers[name]) for name, found in first.items()}
         return cls(leaks.tasks(), sizes, leaks.passing())
 
     def check(self, before: Remains) -> None:
-        """Nothing is there that was not there before the fault."""
+        """No resource exists that did not exist before the fault."""
         assert self.passing <= before.passing, self.passing - before.passing
         assert self.tasks <= before.tasks, self.tasks - before.tasks
         for name, found in self.sizes.items():
@@ -173,7 +171,7 @@ class Remains:
 
 @pytest.fixture(scope="module", autouse=True)
 def only_what_is_new() -> Iterator[None]:
-    """After each cell the garbage collector need not look at all that was imported; pytest keeps no log with errors."""
+    """Exempts imported objects from garbage collection after each cell, and keeps pytest from logging errors."""
     gc.collect()
     gc.freeze()
     logging.disable(logging.WARNING)
@@ -189,7 +187,7 @@ def test_a_round(fault: str, role: str, moment: str) -> None:
         async with AsyncExitStack() as stack:
             await world.enter(stack)
             usual = 0.0
-            for _ in range(ENOUGH_WAITS):
+            for _ in range(MIN_WAITS):
                 receipts = await world.round()
                 assert all(len(r.members) == 4 and not r.dropped for r in receipts.values()), receipts
                 usual = max(usual, *(r.allreduce_seconds for r in receipts.values()))
@@ -197,7 +195,7 @@ def test_a_round(fault: str, role: str, moment: str) -> None:
             world.arm(fault, moment)
             receipts = await world.round()
             assert not world.transport.moment, "the fault did not happen"
-            check(world, receipts, usual, moment, waits_in_vain=(fault, role, moment) == IN_VAIN)
+            check(world, receipts, usual, moment, may_be_late=(fault, role, moment) == MAY_BE_LATE)
             if not world.dead:
                 check_victim(fault, moment, receipts[world.victim], usual)
             await asyncio.sleep(DISCOVERY_DOWN if fault.startswith("discovery") else 2 * STOPPED)
@@ -250,13 +248,13 @@ def test_a_download(fault: str, role: str, moment: str) -> None:
 
 
 def table() -> str:
-    """The cells in Markdown: a row per role and moment that has a cell at all, a column per fault."""
+    """The cells in Markdown: a row per role and moment with any cell, a column per fault."""
     places = list(itertools.product(ROLES, MOMENTS))
     rows = [place for place in places if any(not left_out(fault, *place) for fault in FAULTS)]
     lines = ["| | " + " | ".join(FAULTS) + " |", "|---|" + "---|" * len(FAULTS)]
     for role, moment in rows:
         cells = [
-            left_out(fault, role, moment) or ("✓¹" if (fault, role, moment) == IN_VAIN else "✓") for fault in FAULTS
+            left_out(fault, role, moment) or ("✓¹" if (fault, role, moment) == MAY_BE_LATE else "✓") for fault in FAULTS
         ]
         lines.append(f"| {role}, {moment} | " + " | ".join(cells) + " |")
     lines.append("")
@@ -272,5 +270,5 @@ def test_every_reason_is_used() -> None:
 
 
 def test_the_table_in_the_documents_is_this_one() -> None:
-    page = Path(__file__).parents[2] / "docs" / "reliability.md"
+    page = Path(__file__).parents[2] / "docs" / "operate" / "reliability.md"
     assert table() in page.read_text(), f"put this into {page.name}:\n{table()}"

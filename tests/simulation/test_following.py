@@ -1,4 +1,4 @@
-"""A peer whose leader has begun asks nobody else, whatever that leader suggests."""
+"""A peer whose leader has begun asks no other peer, even if that leader suggests one."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from averaging.transport.base import Transport
 
 
 class WillingLeaders:
-    """A transport behind which everybody accepts and begins without a moment's delay.
+    """A transport to peers that accept and begin without delay.
 
     Attributes:
-        asked: who was asked to lead.
+        asked: the peers that were asked to lead.
     """
 
     def __init__(self, suggested: str) -> None:
@@ -39,7 +39,7 @@ class WillingLeaders:
 
 
 @pytest.mark.parametrize("suggested", ["", "second:1", "third:1"])
-def test_nobody_is_asked_once_the_group_has_begun(suggested: str) -> None:
+def test_no_peer_is_asked_once_the_group_has_begun(suggested: str) -> None:
     leaders = WillingLeaders(suggested)
 
     async def find_group() -> Group:

@@ -1,4 +1,4 @@
-"""Gossip between many peers in virtual time: what is stored is read everywhere, whatever the network does."""
+"""Gossip between many peers in virtual time: stored records reach all peers over a bad network."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.simulation.gossip_swarm import (
 
 
 @pytest.mark.parametrize("count", [2, 8, 64])
-def test_a_fresh_record_reaches_everybody_with_one_message_each(count: int) -> None:
+def test_a_new_record_reaches_every_peer_with_one_message_each(count: int) -> None:
     swarm = GossipSwarm(1, settings=GossipSettings(exchange_interval=1e6))
 
     async def main() -> None:
@@ -45,7 +45,7 @@ def test_a_fresh_record_reaches_everybody_with_one_message_each(count: int) -> N
     swarm.simulate(main())
 
 
-def test_what_is_stored_in_one_tick_is_told_in_one_message_each() -> None:
+def test_records_of_one_tick_travel_in_one_message() -> None:
     swarm = GossipSwarm(1, settings=GossipSettings(exchange_interval=1e6))
 
     async def main() -> None:
@@ -59,7 +59,7 @@ def test_what_is_stored_in_one_tick_is_told_in_one_message_each() -> None:
     swarm.simulate(main())
 
 
-def test_what_all_store_at_once_all_read() -> None:
+def test_all_peers_read_what_all_store_at_once() -> None:
     swarm = GossipSwarm(2)
 
     async def main() -> None:
@@ -72,13 +72,13 @@ def test_what_all_store_at_once_all_read() -> None:
         for peer in peers:
             assert {entry.value for entry in peer.get(KEY).values()} == {b"%d" % number for number in range(64)}
             assert peer.endpoints() == names
-            assert peer.names("peer-7:1")
-            assert not peer.names("peer-64:1")
+            assert peer.knows("peer-7:1")
+            assert not peer.knows("peer-64:1")
 
     swarm.simulate(main())
 
 
-def test_exchanges_alone_bring_what_rumours_missed() -> None:
+def test_exchanges_bring_what_rumours_missed() -> None:
     swarm = GossipSwarm(3)
 
     async def main() -> None:
@@ -94,7 +94,7 @@ def test_exchanges_alone_bring_what_rumours_missed() -> None:
 
 
 @pytest.mark.parametrize("signed", [False, True])
-def test_sixty_four_peers_converge_though_a_fifth_of_the_messages_is_lost(signed: bool) -> None:
+def test_sixty_four_peers_converge_although_a_fifth_of_the_messages_is_lost(signed: bool) -> None:
     swarm = GossipSwarm(4, loss=0.2, settings=GossipSettings(tick=1.0))  # fewer messages, so that it is fast
 
     async def main() -> None:
@@ -115,13 +115,13 @@ def test_sixty_four_peers_converge_though_a_fifth_of_the_messages_is_lost(signed
             await peers[number].withdraw(KEY, names[number])
         await until(everywhere(peers, KEY, set(names[4:8])), within=20, step=1.0)
         await asyncio.sleep(max(0.0, swarm.settings.peer_lifetime - now()))
-        # A sign of life that is lost often may come after the one before has expired, but it comes.
+        # A renewal may be lost so often that the record before it expires, but it arrives.
         await until(everywhere(peers, PEERS, set(names)), within=10, step=1.0)
 
     swarm.simulate(main())
 
 
-def test_dead_peers_do_not_cut_anybody_off_from_rumours() -> None:
+def test_dead_peers_cut_no_peer_off_from_rumours() -> None:
     swarm = GossipSwarm(5, settings=GossipSettings(exchange_interval=1e6, peer_lifetime=1000.0))
 
     async def main() -> None:
@@ -131,15 +131,15 @@ def test_dead_peers_do_not_cut_anybody_off_from_rumours() -> None:
             swarm.network.freeze(name) if swarm.rng.random() < 0.5 else await swarm.kill(name)
         living = [host.discovery for name, host in swarm.hosts.items() if name not in dead]
         await living[0].store(KEY, "a:1", b"", in_an_hour())
-        await until(everywhere(living, KEY, {"a:1"}), within=swarm.settings.rumour_patience)
+        await until(everywhere(living, KEY, {"a:1"}), within=swarm.settings.rumour_timeout)
 
     swarm.simulate(main())
 
 
-# Expiry, withdrawal, watching
+# Expiration, withdrawal, watching
 
 
-def test_what_is_withdrawn_goes_everywhere_and_what_expires_goes_by_itself() -> None:
+def test_a_withdrawal_reaches_all_peers_and_an_expiration_needs_no_message() -> None:
     swarm = GossipSwarm(6)
 
     async def main() -> None:
@@ -174,7 +174,7 @@ def test_a_withdrawal_beats_the_old_record_that_arrives_late() -> None:
     swarm.simulate(main())
 
 
-def test_watching_merges_changes_and_sees_expiry_at_its_moment() -> None:
+def test_watching_merges_changes_and_sees_an_expiration_in_time() -> None:
     swarm = GossipSwarm(8)
 
     async def main() -> None:

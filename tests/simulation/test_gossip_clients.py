@@ -1,4 +1,4 @@
-"""Peers that nobody can dial gossip through a member; in virtual time."""
+"""Clients, which accept no connections, gossip through a member; in virtual time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.simulation.gossip_swarm import (
 )
 
 
-def test_a_client_reads_and_stores_through_a_member_and_turns_to_another_when_that_dies() -> None:
+def test_a_client_reads_and_stores_through_a_member_and_through_another_when_that_dies() -> None:
     swarm = GossipSwarm(27)
 
     async def main() -> None:
@@ -40,16 +40,16 @@ def test_a_client_reads_and_stores_through_a_member_and_turns_to_another_when_th
         await client.store(KEY, "from-client:1", b"", in_an_hour())
         await until(everywhere([*peers, client], KEY, {"peer-3:1", "from-client:1"}), within=1)
         for _ in range(4):  # whomever it follows is dead in the end
-            followed = client._members.followed
+            followed = client._members.stream_source
             assert followed is not None
             await swarm.kill(followed)
             name = f"after-{followed}"
             await next(iter(swarm.hosts.values())).discovery.store(KEY, name, b"", in_an_hour())
             await until(lambda name=name: name in client.get(KEY), within=10)  # type: ignore[misc]
-            await until(lambda: client._members.followed is not None, within=10)
+            await until(lambda: client._members.stream_source is not None, within=10)
         await swarm.stop(host.transport.endpoint)
         rest = [one.discovery for one in swarm.hosts.values()]
-        await until(lambda: not any(peer.names("from-client:1") for peer in rest), within=3)
+        await until(lambda: not any(peer.knows("from-client:1") for peer in rest), within=3)
 
     swarm.simulate(main())
 
@@ -61,8 +61,8 @@ def test_a_client_leaves_a_member_that_falls_silent() -> None:
         peers = await swarm.grow(3)
         host = swarm.start(None, ["peer-0:1"])
         await joined(host)
-        await until(lambda: host.discovery._members.followed is not None, within=1)
-        followed = host.discovery._members.followed
+        await until(lambda: host.discovery._members.stream_source is not None, within=1)
+        followed = host.discovery._members.stream_source
         assert followed is not None
         swarm.network.freeze(followed)
         other = next(peer for name, peer in zip(swarm.hosts, peers, strict=False) if name != followed)
@@ -75,10 +75,10 @@ def test_a_client_leaves_a_member_that_falls_silent() -> None:
 
 @pytest.mark.parametrize("begins", [False, True])
 @pytest.mark.parametrize("refuses", [False, True])
-def test_a_client_asks_a_member_that_gives_it_no_stream_more_and_more_seldom(
+def test_a_client_backs_off_from_a_member_that_gives_it_no_stream(
     monkeypatch: pytest.MonkeyPatch, begins: bool, refuses: bool
 ) -> None:
-    """Though it answers comparisons, as one without `Subscribe` does, or behind what cuts streams that have begun."""
+    """Also if it answers exchanges: it may not implement `Subscribe`, or a proxy may cut its streams."""
     swarm = GossipSwarm(28)
     asked: list[float] = []
 
@@ -101,7 +101,7 @@ def test_a_client_asks_a_member_that_gives_it_no_stream_more_and_more_seldom(
 
 
 def test_a_client_that_reads_too_slowly_is_cut_off() -> None:
-    swarm = GossipSwarm(29, settings=GossipSettings(follower_backlog=10, most_followers=1))
+    swarm = GossipSwarm(29, settings=GossipSettings(stream_backlog=10, max_streams=1))
 
     async def main() -> None:
         (peer,) = await swarm.grow(1)
@@ -123,6 +123,6 @@ def test_a_client_that_reads_too_slowly_is_cut_off() -> None:
     swarm.simulate(main())
 
 
-def test_a_client_needs_somebody_to_join() -> None:
+def test_a_client_needs_a_peer_to_join() -> None:
     with pytest.raises(ConfigError, match="needs a peer to join"):
         GossipDiscovery(RUN, "client::x", GossipSwarm().network.transport(None))

@@ -1,4 +1,4 @@
-"""Peers that gossip while their clocks differ: when records are forgotten, and what both sides are told."""
+"""Gossip between peers whose clocks differ: when records are removed, and what both sides log."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ def test_a_dead_peer_whose_clock_was_ahead_is_forgotten_as_soon_as_any_other(ahe
         rest = [swarm[name] for name in everybody - {"ahead:1"}]
         await until(lambda: all(members(peer) == everybody for peer in rest), within=20)
         await until(everywhere(rest, KEY, {"ahead:1"}), within=1)
-        await asyncio.sleep(60)  # its signs of life are renewed
+        await asyncio.sleep(60)  # its presence record is renewed
         assert all(members(peer) == everybody for peer in rest)
         await swarm.kill("ahead:1")
-        # The latest sign of life may reach the last of them some exchanges later.
+        # The last renewal may reach some peers a few exchanges later.
         await until(lambda: not any("ahead:1" in peer.endpoints() for peer in rest), within=30 + 3 + 15)
         assert everywhere(rest, KEY, set())()
         await joined(swarm.start("newcomer:1", ["peer-1:1"]))
-        for _ in range(40):  # nobody gives it back to anybody
+        for _ in range(40):  # no peer sends it to another
             await asyncio.sleep(1)
             assert not any("ahead:1" in members(host.discovery) for host in swarm.hosts.values())
 
     swarm.simulate(main())
 
 
-def test_who_watches_sees_a_record_of_a_clock_that_is_ahead_go_when_it_is_dropped() -> None:
+def test_a_watcher_sees_the_early_removal_of_a_record_from_a_clock_ahead() -> None:
     swarm = GossipSwarm(42)
 
     async def main() -> None:
@@ -67,14 +67,14 @@ def test_who_watches_sees_a_record_of_a_clock_that_is_ahead_go_when_it_is_droppe
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> dict[str, str]:
-    """By how much each peer's clock is said to differ."""
+    """The logged offset of each peer's clock."""
     found = [re.search(r"groups with (\S+) may fail: its clock is (.* s) (ahead|behind)", m) for m in caplog.messages]
     return {one[1]: f"{one[2]} {one[3]}" for one in found if one is not None}
 
 
 @pytest.mark.parametrize("apart", [4.0, 12.0, 40.0, 4000.0])
 @pytest.mark.parametrize("joiner", [1, -1], ids=["the joiner is ahead", "the joiner is behind"])
-def test_both_sides_name_a_clock_that_is_too_far_from_theirs(
+def test_both_sides_log_a_clock_that_is_too_far_from_theirs(
     caplog: pytest.LogCaptureFixture, apart: float, joiner: int
 ) -> None:
     swarm = GossipSwarm(43)
@@ -84,21 +84,21 @@ def test_both_sides_name_a_clock_that_is_too_far_from_theirs(
         await joined(swarm.start("b:1", ["a:1"], clock=clock(joiner * apart)))
         await asyncio.sleep(30)
         for name, other, ahead in (("a:1", "b:1", joiner * apart), ("b:1", "a:1", -joiner * apart)):
-            found = swarm[name]._clocks.apart(now())
+            found = swarm[name]._offsets.excessive(now())
             assert found == {other: pytest.approx(ahead, abs=0.1)}
 
     swarm.simulate(main())
-    told, other = ("ahead", "behind") if joiner > 0 else ("behind", "ahead")
+    expected, other = ("ahead", "behind") if joiner > 0 else ("behind", "ahead")
     seconds = f"{apart:.0f} s" if apart > 10 else f"{apart:.1f} s"
     found = warnings(caplog)
     assert set(found) == {"a:1", "b:1"}
-    assert found["b:1"].endswith(told)
+    assert found["b:1"].endswith(expected)
     assert found["a:1"].endswith(other)
     assert {words.rpartition(" ")[0] for words in found.values()} <= {seconds, "3.9 s"}
 
 
 @pytest.mark.parametrize("apart", [0.0, 2.9, -2.9])
-def test_clocks_within_the_tolerance_are_no_matter(caplog: pytest.LogCaptureFixture, apart: float) -> None:
+def test_clocks_within_the_tolerance_are_not_logged(caplog: pytest.LogCaptureFixture, apart: float) -> None:
     swarm = GossipSwarm(44, latency=(0.001, 0.5))
 
     async def main() -> None:
@@ -112,13 +112,13 @@ def test_clocks_within_the_tolerance_are_no_matter(caplog: pytest.LogCaptureFixt
     assert warnings(caplog) == {}
 
 
-def test_a_peer_that_slept_while_others_called_it_blames_no_clock(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_peer_that_stood_still_while_others_called_it_logs_no_clock(caplog: pytest.LogCaptureFixture) -> None:
     swarm = GossipSwarm(45)
 
     async def main() -> None:
         await swarm.grow(4)
         await asyncio.sleep(10)
-        swarm.network.freeze("peer-1:1")  # what is under way to it arrives later
+        swarm.network.freeze("peer-1:1")  # messages to it arrive later
         await asyncio.sleep(40)
         swarm.network.thaw("peer-1:1")
         await asyncio.sleep(60)
@@ -127,7 +127,7 @@ def test_a_peer_that_slept_while_others_called_it_blames_no_clock(caplog: pytest
     assert warnings(caplog) == {}
 
 
-def test_a_client_and_the_member_that_it_follows_name_each_other(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_and_the_source_of_its_stream_log_each_other(caplog: pytest.LogCaptureFixture) -> None:
     swarm = GossipSwarm(46)
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""Peers that gossip, in virtual time: they join, leave, die, come back, are cut off and found again."""
+"""Gossip between peers that join, leave, die, return, or are cut off, in virtual time."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def test_a_killed_peer_and_its_records_vanish_at_all_others() -> None:
         await until(everywhere(rest, KEY, set()), within=20)
         names = {f"peer-{number}:1" for number in range(16)} - {"peer-3:1"}
         await until(everywhere(rest, PEERS, names), within=swarm.settings.peer_lifetime)
-        assert not any(peer.names("peer-3:1") for peer in rest)
+        assert not any(peer.knows("peer-3:1") for peer in rest)
 
     swarm.simulate(main())
 
 
-def test_who_gives_no_sign_of_life_is_no_peer_any_more_though_other_records_of_it_last() -> None:
+def test_a_peer_without_a_presence_record_is_not_listed_although_other_records_of_it_last() -> None:
     swarm = GossipSwarm(5)
 
     async def main() -> None:
@@ -62,8 +62,8 @@ def test_who_gives_no_sign_of_life_is_no_peer_any_more_though_other_records_of_i
     swarm.simulate(main())
 
 
-def test_a_peer_that_slept_through_its_own_expiry_is_back_at_once() -> None:
-    """Its late sign of life is told; the exchanges would bring it only some time."""
+def test_a_peer_that_stood_still_beyond_its_expiration_is_back_at_once() -> None:
+    """A rumour carries the late renewal; exchanges would take longer."""
     quiet = GossipSettings(exchange_interval=1000.0, retry_interval=1000.0)
     swarm = GossipSwarm(settings=quiet)
 
@@ -78,7 +78,7 @@ def test_a_peer_that_slept_through_its_own_expiry_is_back_at_once() -> None:
     swarm.simulate(main())
 
 
-def test_a_sign_of_life_that_finds_no_room_is_reported_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_presence_record_that_does_not_fit_is_logged_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
     swarm = GossipSwarm(settings=GossipSettings(limits=Limits(records=2), peer_lifetime=3.0))
 
     async def main() -> None:
@@ -86,7 +86,7 @@ def test_a_sign_of_life_that_finds_no_room_is_reported_and_tried_again(caplog: p
         await until(lambda: not members(swarm["a:1"]), 3.5)
         for number in range(2):
             await swarm["a:1"].store(KEY, f"{number}:1", b"", virtual_time.clock() + 8)
-        await until(lambda: "cannot show the others that it is here" in caplog.text, 8)
+        await until(lambda: "could not renew the record" in caplog.text, 8)
         await until(lambda: members(swarm["a:1"]) == {"a:1"}, 11)
 
     swarm.simulate(main())
@@ -128,7 +128,7 @@ def test_two_peers_that_know_only_each_other_find_each_other_in_either_order(gap
     swarm.simulate(main())
 
 
-def test_one_living_seed_is_enough_and_ones_own_address_is_none() -> None:
+def test_one_live_seed_is_enough_and_the_own_address_is_not_one() -> None:
     swarm = GossipSwarm(13)
 
     async def main() -> None:
@@ -158,7 +158,7 @@ def test_seeds_that_all_fail_are_named_with_the_reasons_in_time() -> None:
         }
         assert "dead:1: connection refused; other:1 belongs to run 'another', not to 'run'; " in str(caught.value)
         del swarm.hosts["a:1"]
-        # What had been started is over: nobody asks any more.
+        # All tasks have ended: no seed is called any more.
         calls = swarm.network.calls["exchange"]
         await asyncio.sleep(20)
         assert swarm.network.calls["exchange"] == calls
@@ -166,21 +166,21 @@ def test_seeds_that_all_fail_are_named_with_the_reasons_in_time() -> None:
     swarm.simulate(main())
 
 
-def test_who_waits_for_a_seed_for_longer_than_a_record_lasts_is_seen_as_soon_as_it_has_joined() -> None:
+def test_a_peer_that_joined_after_its_presence_record_expired_is_seen_at_once() -> None:
     swarm = GossipSwarm(18)
 
     async def main() -> None:
-        patient = swarm.start("a:1", ["late:1"], join_timeout=100.0)
+        waiting = swarm.start("a:1", ["late:1"], join_timeout=100.0)
         await asyncio.sleep(60)
         await joined(swarm.start("late:1"))
-        await joined(patient)
+        await joined(waiting)
         await until(everywhere([swarm["a:1"], swarm["late:1"]], PEERS, {"a:1", "late:1"}), within=1)
         assert swarm["late:1"].refused == {}
 
     swarm.simulate(main())
 
 
-def test_a_peer_that_slept_while_it_joined_asks_on() -> None:
+def test_a_peer_that_stood_still_while_it_joined_goes_on() -> None:
     swarm = GossipSwarm(16)
 
     async def main() -> None:
@@ -194,7 +194,7 @@ def test_a_peer_that_slept_while_it_joined_asks_on() -> None:
     swarm.simulate(main())
 
 
-def test_a_run_that_stood_still_while_many_joined_takes_them_all_in() -> None:
+def test_all_join_a_run_that_stood_still_meanwhile() -> None:
     swarm = GossipSwarm(17)
 
     async def main() -> None:
@@ -225,7 +225,7 @@ def test_a_seed_that_comes_late_is_found() -> None:
     swarm.simulate(main())
 
 
-def test_a_swarm_that_was_cut_in_two_becomes_one_again() -> None:
+def test_a_partitioned_run_becomes_one_again() -> None:
     swarm = GossipSwarm(16)
 
     async def main() -> None:
@@ -233,7 +233,7 @@ def test_a_swarm_that_was_cut_in_two_becomes_one_again() -> None:
         names = list(swarm.hosts)
         left, right = frozenset(names[:16]), frozenset(names[16:])
         swarm.network.cut(left, right)
-        # Much longer than anybody is believed to live without a sign
+        # Much longer than the lifetime of a presence record
         await until(lambda: all(members(swarm[name]) == set(left) for name in left), within=60)
         await until(lambda: all(members(swarm[name]) == set(right) for name in right), within=60)
         await peers[0].store(KEY, "left:1", b"", in_an_hour())
@@ -246,7 +246,7 @@ def test_a_swarm_that_was_cut_in_two_becomes_one_again() -> None:
     swarm.simulate(main())
 
 
-def test_members_that_vanished_are_looked_for_even_without_a_seed() -> None:
+def test_expired_members_are_tried_again_even_without_a_seed() -> None:
     swarm = GossipSwarm(17)
 
     async def main() -> None:
@@ -260,7 +260,7 @@ def test_members_that_vanished_are_looked_for_even_without_a_seed() -> None:
     swarm.simulate(main())
 
 
-def test_a_peer_restarted_at_the_same_address_takes_its_places_when_the_old_records_expire(
+def test_a_restarted_peer_takes_its_places_when_the_old_records_expire(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     swarm = GossipSwarm(18)
@@ -288,7 +288,7 @@ def test_a_peer_restarted_at_the_same_address_takes_its_places_when_the_old_reco
     swarm.simulate(main())
 
 
-def test_two_owners_of_one_place_in_a_cut_network_end_with_one_everywhere() -> None:
+def test_of_two_owners_of_a_place_in_a_partitioned_run_one_holds_it_afterwards() -> None:
     swarm = GossipSwarm(19)
 
     async def main() -> None:
@@ -329,7 +329,7 @@ def test_a_bug_in_a_task_surfaces(monkeypatch: pytest.MonkeyPatch) -> None:
     swarm.simulate(main())
 
 
-def test_an_error_in_the_body_is_not_wrapped_and_a_cancellation_goes_through() -> None:
+def test_an_error_in_the_body_is_not_wrapped_and_a_cancellation_passes() -> None:
     swarm = GossipSwarm(21)
 
     async def main() -> None:
@@ -346,19 +346,19 @@ def test_an_error_in_the_body_is_not_wrapped_and_a_cancellation_goes_through() -
     swarm.simulate(main())
 
 
-def test_who_gives_up_while_it_joins_is_gone_and_can_come_back_at_once(caplog: pytest.LogCaptureFixture) -> None:
-    """A seed may have its record by then, and would have it for as long as that of a peer that was killed."""
+def test_a_peer_that_cancels_joining_is_withdrawn_and_can_return_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A seed may have its presence record by then, and would keep it until it expires."""
     pushed: list[float] = []
 
-    def attempt(patience: float) -> None:
+    def join_for(seconds: float) -> None:
         swarm = GossipSwarm(23)
 
         async def main() -> None:
             [seed] = await swarm.grow(1)
             leaving = swarm.start("a:1", ["peer-0:1"])
-            await asyncio.sleep(patience)
+            await asyncio.sleep(seconds)
             if not leaving.joined.is_set() and "a:1" in members(seed):
-                pushed.append(patience)
+                pushed.append(seconds)
             leaving.task.cancel()
             await asyncio.wait([leaving.task])
             await asyncio.sleep(0.1)
@@ -369,18 +369,18 @@ def test_who_gives_up_while_it_joins_is_gone_and_can_come_back_at_once(caplog: p
         swarm.simulate(main())
 
     for milliseconds in range(1, 120, 3):
-        attempt(milliseconds / 1000)
+        join_for(milliseconds / 1000)
     assert pushed
     assert caplog.messages == []
 
 
-def test_nothing_is_written_any_more_by_a_peer_that_is_leaving() -> None:
-    """It would outlive the peer: the others would take it for one that is there."""
+def test_a_leaving_peer_writes_no_more_records() -> None:
+    """They would outlive the peer, and the others would take it for a member."""
     swarm = GossipSwarm(settings=GossipSettings(peer_refresh=0.3))
 
     async def main() -> None:
         await swarm.grow(3)
-        swarm.network.freeze("peer-2:1")  # so that it takes a while until all have been told
+        swarm.network.freeze("peer-2:1")  # so that leaving takes a while
         leaving, start = swarm["peer-1:1"], now()
         stopping = asyncio.create_task(swarm.stop("peer-1:1"))
         await until(lambda: "peer-1:1" not in members(leaving), 1.0)

@@ -1,4 +1,4 @@
-"""Joining a run through seeds that refuse, fail or are late, in virtual time: how it ends, when, and what is told."""
+"""Joining a run through seeds that refuse, fail or are late, in virtual time: the result, when, and what is logged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from averaging.transport import virtual_time
 from tests.simulation.gossip_swarm import NO_AVERAGING, GossipSwarm, joined, members, now
 
 
-def test_a_seed_refuses_only_once_it_has_done_so_for_a_while() -> None:
+def test_a_refusal_is_final_only_after_a_while() -> None:
     since = {"a:1": 10.0, "b:1": 10.2}
     assert not all_refuse(["a:1"], (), since, 10.0)
     assert all_refuse(["a:1"], (), since, 10.0 + DEFINITE_SECONDS)
@@ -63,7 +63,7 @@ def test_one_wrong_seed_does_not_fail_the_join_while_another_may_answer() -> Non
     swarm.simulate(main())
 
 
-def test_a_seed_that_never_answers_is_waited_for_though_the_other_one_refuses() -> None:
+def test_joining_waits_for_a_silent_seed_although_the_other_one_refuses() -> None:
     swarm = GossipSwarm(52)
 
     async def main() -> None:
@@ -79,7 +79,7 @@ def test_a_seed_that_never_answers_is_waited_for_though_the_other_one_refuses() 
     swarm.simulate(main())
 
 
-def test_a_seed_that_is_started_anew_in_the_right_run_is_joined() -> None:
+def test_a_seed_that_is_restarted_in_the_right_run_is_joined() -> None:
     swarm = GossipSwarm(53)
 
     async def main() -> None:
@@ -93,14 +93,14 @@ def test_a_seed_that_is_started_anew_in_the_right_run_is_joined() -> None:
     swarm.simulate(main())
 
 
-# What is told meanwhile
+# What is logged meanwhile
 
 
-def test_who_is_waited_for_is_told_after_a_second_and_then_at_growing_intervals(
+def test_unanswered_seeds_are_reported_after_a_second_and_then_at_growing_intervals(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     swarm = GossipSwarm(54)
-    heard: list[tuple[float, Waiting]] = []
+    reports: list[tuple[float, Waiting]] = []
 
     async def main() -> None:
         swarm.network.freeze("frozen:1")
@@ -108,7 +108,7 @@ def test_who_is_waited_for_is_told_after_a_second_and_then_at_growing_intervals(
             "a:1",
             ["dead:1", "frozen:1"],
             join_timeout=40.0,
-            on_joining=lambda waiting: heard.append((now(), waiting)),
+            on_joining=lambda waiting: reports.append((now(), waiting)),
         )
         with pytest.raises(NoSeedAnsweredError):
             await joined(host)
@@ -116,21 +116,21 @@ def test_who_is_waited_for_is_told_after_a_second_and_then_at_growing_intervals(
 
     with caplog.at_level(logging.INFO, "averaging.discovery.gossip.bootstrap"):
         swarm.simulate(main())
-    assert [moment for moment, _ in heard] == [pytest.approx(after, abs=0.1) for after in (1, 3, 7, 15, 31)]
-    assert [waiting.seconds for _, waiting in heard] == [pytest.approx(after, abs=0.1) for after in (1, 3, 7, 15, 31)]
-    assert all(waiting.reasons == {"dead:1": "connection refused", "frozen:1": "no answer"} for _, waiting in heard)
+    assert [moment for moment, _ in reports] == [pytest.approx(after, abs=0.1) for after in (1, 3, 7, 15, 31)]
+    assert [waiting.seconds for _, waiting in reports] == [pytest.approx(after, abs=0.1) for after in (1, 3, 7, 15, 31)]
+    assert all(waiting.reasons == {"dead:1": "connection refused", "frozen:1": "no answer"} for _, waiting in reports)
     assert caplog.messages[0] == (
         "no peer to join has answered for 1 s (dead:1: connection refused; frozen:1: no answer); giving up after 40 s"
     )
-    assert len(caplog.messages) == len(heard)
+    assert len(caplog.messages) == len(reports)
 
 
-def test_nothing_is_told_where_a_seed_answers_at_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_reported_if_a_seed_answers_at_once(caplog: pytest.LogCaptureFixture) -> None:
     swarm = GossipSwarm(55)
 
     async def main() -> None:
         await joined(swarm.start("a:1"))
-        await joined(swarm.start("b:1", ["dead:1", "a:1"], on_joining=lambda _: pytest.fail("nothing is waited for")))
+        await joined(swarm.start("b:1", ["dead:1", "a:1"], on_joining=lambda _: pytest.fail("no seed is awaited")))
         await asyncio.sleep(20)
 
     with caplog.at_level(logging.INFO, "averaging.discovery.gossip.bootstrap"):
@@ -150,7 +150,7 @@ class Broken:
         yield ExchangeReply(differs=True, sent=virtual_time.clock() - 75)
 
 
-def test_clocks_that_are_apart_are_named_where_no_seed_answered() -> None:
+def test_the_error_names_clocks_that_differ_too_much_if_no_seed_answered() -> None:
     swarm = GossipSwarm(56)
 
     async def main() -> None:
@@ -159,10 +159,10 @@ def test_clocks_that_are_apart_are_named_where_no_seed_answered() -> None:
         with pytest.raises(NoSeedAnsweredError) as caught:
             await joined(host)
         assert "(broken:1: is broken)" in str(caught.value)
-        told = (
+        hint = (
             "The clocks are too far apart: that of broken:1 is 75 s behind this peer's; set them, for example with NTP."
         )
-        assert str(caught.value).endswith(told)
+        assert str(caught.value).endswith(hint)
         del swarm.hosts["a:1"]
 
     swarm.simulate(main())

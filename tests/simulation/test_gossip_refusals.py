@@ -1,4 +1,4 @@
-"""What peers that gossip do not believe, whom they refuse, and who is told so; in virtual time."""
+"""Which records and calls gossip refuses, and what is logged about it; in virtual time."""
 
 from __future__ import annotations
 
@@ -66,28 +66,28 @@ def test_forged_foreign_and_oversized_records_are_refused_and_counted(caplog: py
     swarm.simulate(main())
 
 
-def test_a_peer_is_told_that_others_refuse_its_records(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_peer_logs_that_others_refuse_its_records(caplog: pytest.LogCaptureFixture) -> None:
     swarm = GossipSwarm(30)
 
     async def main() -> None:
         await joined(swarm.start("peer-0:1"))
-        swarm.settings = GossipSettings(limits=Limits(records_per_owner=1000))  # the second peer's own idea of a limit
+        swarm.settings = GossipSettings(limits=Limits(records_per_owner=1000))  # for the second peer only
         await joined(swarm.start("peer-1:1", ["peer-0:1"]))
         for number in range(300):
             await swarm["peer-1:1"].store(KEY, f"a:{number}", b"", in_an_hour())
         with caplog.at_level(logging.WARNING):
             await asyncio.sleep(1)
-        told = [one.message for one in caplog.records if "peer-0:1 refuses this peer's record" in one.message]
-        assert len(told) == 1
-        assert Reason.OWNER_FULL in told[0]
+        expected = [one.message for one in caplog.records if "peer-0:1 refuses this peer's record" in one.message]
+        assert len(expected) == 1
+        assert Reason.OWNER_FULL in expected[0]
         assert len(swarm["peer-0:1"].get(KEY)) == 255
 
     swarm.simulate(main())
 
 
-@pytest.mark.parametrize(("ahead", "told"), [(-600.0, [Reason.EXPIRED]), (0.0, [])])
-def test_a_peer_is_told_that_its_clock_is_behind_and_not_that_a_record_was_late(
-    caplog: pytest.LogCaptureFixture, ahead: float, told: list[Reason]
+@pytest.mark.parametrize(("ahead", "expected"), [(-600.0, [Reason.EXPIRED]), (0.0, [])])
+def test_a_peer_logs_that_its_clock_is_behind_and_not_that_a_record_was_late(
+    caplog: pytest.LogCaptureFixture, ahead: float, expected: list[Reason]
 ) -> None:
     swarm = GossipSwarm(31, latency=(0.01, 0.02))
     caplog.set_level(logging.WARNING)
@@ -95,21 +95,21 @@ def test_a_peer_is_told_that_its_clock_is_behind_and_not_that_a_record_was_late(
     async def main() -> None:
         await joined(swarm.start("peer-0:1"))
         await joined(swarm.start("peer-1:1", ["peer-0:1"], clock=lambda: virtual_time.clock() + ahead))
-        await asyncio.sleep(11)  # since the last complaint, about its presence
+        await asyncio.sleep(11)  # until another warning may be logged
         caplog.clear()
         now = virtual_time.clock() + ahead
         await swarm["peer-1:1"].store(KEY, "a:1", b"", now + 0.01)
-        await asyncio.sleep(0.008)  # it is on its way, and has expired when it arrives
+        await asyncio.sleep(0.008)  # it expires in transit
         await swarm["peer-1:1"].store(KEY, "a:1", b"", now + 60)
         await asyncio.sleep(1)
 
     swarm.simulate(main())
     found = [one.message for one in caplog.records if "refuses this peer's record of 'a:1'" in one.message]
-    assert [reason for message in found for reason in Reason if message.endswith(reason)] == told
+    assert [reason for message in found for reason in Reason if message.endswith(reason)] == expected
 
 
 @pytest.mark.parametrize("reachable", [True, False])
-def test_a_peer_is_told_that_others_do_not_reach_it(caplog: pytest.LogCaptureFixture, reachable: bool) -> None:
+def test_a_peer_logs_that_others_do_not_reach_it(caplog: pytest.LogCaptureFixture, reachable: bool) -> None:
     swarm = GossipSwarm(32)
     caplog.set_level(logging.WARNING)
 
@@ -117,13 +117,13 @@ def test_a_peer_is_told_that_others_do_not_reach_it(caplog: pytest.LogCaptureFix
         await swarm.grow(2)
         behind = swarm.start("behind:1", ["peer-0:1"])
         await joined(behind)
-        if not reachable:  # it goes on calling, and nothing arrives at its own port, as behind a firewall
+        if not reachable:  # as behind a firewall: it can call and cannot be called
             await behind.transport.close()
         await asyncio.sleep(300)
 
     swarm.simulate(main())
-    told = [one.message for one in caplog.records if "can they reach behind:1?" in one.message]
-    assert len(told) == (0 if reachable else 1)
+    expected = [one.message for one in caplog.records if "can they reach behind:1?" in one.message]
+    assert len(expected) == (0 if reachable else 1)
 
 
 def test_records_over_the_bounds_are_refused_and_live_ones_stay() -> None:
@@ -148,7 +148,7 @@ def test_records_over_the_bounds_are_refused_and_live_ones_stay() -> None:
     swarm.simulate(main())
 
 
-def test_callers_of_another_run_and_callers_without_measure_are_refused() -> None:
+def test_calls_of_another_run_and_calls_with_too_much_are_refused() -> None:
     swarm = GossipSwarm(25)
 
     async def main() -> None:
@@ -178,7 +178,7 @@ def test_a_peer_that_has_left_refuses_all_calls() -> None:
         host = swarm.start("peer-0:1")
         await joined(host)
         host.leave.set()
-        await asyncio.sleep(0.01)  # its calls have another moment to end
+        await asyncio.sleep(0.01)  # calls in progress may still end
         stranger = swarm.network.transport("stranger:1")
         with pytest.raises(CallRefusedError, match="has left the run"):
             await stranger.push("peer-0:1", RUN, ())
@@ -190,7 +190,7 @@ def test_a_peer_that_has_left_refuses_all_calls() -> None:
     swarm.simulate(main())
 
 
-def test_nobody_can_make_the_run_repeat_a_rumour() -> None:
+def test_no_peer_can_make_the_run_repeat_a_rumour() -> None:
     swarm = GossipSwarm(26, settings=GossipSettings(exchange_interval=1e6))
 
     async def main() -> None:
@@ -211,6 +211,6 @@ def test_nobody_can_make_the_run_repeat_a_rumour() -> None:
     swarm.simulate(main())
 
 
-def test_a_name_that_is_no_endpoint_is_no_peer() -> None:
-    with pytest.raises(ConfigError, match="cannot be a peer's name"):
+def test_a_peer_needs_an_endpoint() -> None:
+    with pytest.raises(ConfigError, match="cannot be a peer's endpoint"):
         GossipDiscovery(RUN, "nowhere", GossipSwarm().network.transport("nowhere"))

@@ -1,4 +1,4 @@
-"""Values that become infinite where they are kept: a hostile sender or reducer has nobody adopt them."""
+"""Values that overflow the dtype of the tensor: no member adopts them from a hostile sender or reducer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.simulation.rounds import Simulation, nodes
 HOSTILE = "peer:1"
 
 Forge = Callable[[int], WireTensor]
-"""Makes a tensor of so many elements."""
+"""Makes a tensor of a given number of elements."""
 
 
 def uncompressed(value: float, dtype: torch.dtype) -> Forge:
@@ -33,7 +33,7 @@ def packed(value: float, code: CompressionType) -> Forge:
 
 FORGED: list[tuple[torch.dtype, Forge]] = [
     (torch.float32, uncompressed(1e300, torch.float64)),
-    (torch.float32, uncompressed(1.0, torch.float64)),  # harmless itself, but the dtype is not the schema's
+    (torch.float32, uncompressed(1.0, torch.float64)),  # valid values, but not the dtype of the schema
     (torch.float16, uncompressed(1e38, torch.float32)),
     (torch.float16, uncompressed(1e38, torch.bfloat16)),
     (torch.bfloat16, uncompressed(3.4e38, torch.float32)),
@@ -62,7 +62,7 @@ def run(dtype: torch.dtype, reply: ReplyForm, disturb: Callable[[Simulation], ob
 
 @pytest.mark.parametrize("reply", ReplyForm)
 @pytest.mark.parametrize(("dtype", "forge"), FORGED)
-def test_parts_of_a_hostile_sender_are_averaged_by_nobody(dtype: torch.dtype, forge: Forge, reply: ReplyForm) -> None:
+def test_parts_of_a_hostile_sender_are_not_averaged(dtype: torch.dtype, forge: Forge, reply: ReplyForm) -> None:
     def disturb(simulation: Simulation) -> None:
         transport = simulation.transports[HOSTILE]
         call = transport.aggregate_part
@@ -86,7 +86,7 @@ def test_parts_of_a_hostile_sender_are_averaged_by_nobody(dtype: torch.dtype, fo
 
 @pytest.mark.parametrize("reply", ReplyForm)
 @pytest.mark.parametrize(("dtype", "forge"), FORGED)
-def test_replies_of_a_hostile_reducer_are_adopted_by_nobody(dtype: torch.dtype, forge: Forge, reply: ReplyForm) -> None:
+def test_replies_of_a_hostile_reducer_are_not_adopted(dtype: torch.dtype, forge: Forge, reply: ReplyForm) -> None:
     def disturb(simulation: Simulation) -> None:
         serve = simulation.rounds[HOSTILE].aggregate_part
 
@@ -107,10 +107,10 @@ def test_replies_of_a_hostile_reducer_are_adopted_by_nobody(dtype: torch.dtype, 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("code", CompressionType)
 @pytest.mark.parametrize("reply", ReplyForm)
-def test_what_overflows_where_it_is_kept_is_adopted_by_nobody(
+def test_averages_that_overflow_the_dtype_are_not_adopted(
     dtype: torch.dtype, code: CompressionType, reply: ReplyForm
 ) -> None:
-    """The largest values of a dtype, of both signs: what a code makes of them, or of their average, may be infinite."""
+    """The largest values of a dtype, of both signs: decoding them, or their average, may give infinity."""
     largest = torch.finfo(dtype).max
     simulation = Simulation(2, nodes(3), dtype=dtype, compression=code, reply=reply)
     for number, tensors in enumerate(simulation.tensors.values()):

@@ -1,4 +1,4 @@
-"""Averages that are written as they arrive, and the state that others download meanwhile."""
+"""Averages that are written as they arrive, and the state that newcomers download meanwhile."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TICK = 0.002
 
 
 async def watch(peer: Peer, averaging: asyncio.Task[object]) -> list[int]:
-    """How many elements are averaged already, each time that this has changed before the round was over."""
+    """The number of averaged elements after each change during the round."""
     seen = [0]
     while not averaging.done():
         await asyncio.sleep(TICK)
@@ -69,7 +69,7 @@ def test_it_is_written_early_unless_it_is_the_only_copy_of_a_state(
 
 @pytest.mark.parametrize("seconds", [0.13, 0.15, 0.17, 0.19])
 def test_nothing_is_written_once_a_round_was_cancelled(seconds: float) -> None:
-    """Senders that are told so leave one after the other, and parts that waited only for them could be averaged."""
+    """Senders leave one after the other, so parts that waited only for them could be averaged."""
     swarm = Swarm(5)
 
     async def main() -> None:
@@ -98,7 +98,7 @@ def test_nothing_is_written_once_a_round_was_cancelled(seconds: float) -> None:
 
 @pytest.mark.parametrize("compression", ["none", "int8"])
 def test_nothing_is_written_where_nobody_else_is_heard(compression: str) -> None:
-    """What this peer reduces of its own values alone is no average: with a lossy code it is not even what was there."""
+    """A reduction of this peer's own values alone is no average; with a lossy codec it even changes them."""
     swarm = Swarm(3)
 
     async def main() -> None:

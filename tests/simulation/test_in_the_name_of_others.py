@@ -1,4 +1,4 @@
-"""Streams that somebody opens in the name of a member of the group. Nothing proves here whose stream it is."""
+"""Another peer opens streams in the name of a member, in a run without proof of the sender."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ATTACKS: dict[str, Attack] = {
 
 @pytest.mark.parametrize("preparing", [0.0, STALL_TIMEOUT / 2], ids=["its own is open", "it still prepares"])
 @pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
-def test_they_cost_the_member_nothing(attack: Attack, preparing: float) -> None:
+def test_such_streams_do_not_drop_the_member(attack: Attack, preparing: float) -> None:
     simulation = Simulation(1, nodes(4), [(400,)], latency=(0.02, 0.03))
     if preparing:
         simulation.preparing[VICTIM] = partial(asyncio.sleep, preparing)
@@ -65,5 +65,5 @@ def test_they_cost_the_member_nothing(attack: Attack, preparing: float) -> None:
     virtual_time.run(simulation.run(intrude))
     for name, result in simulation.results.items():
         assert result.dropped == ()
-        assert result.offences == ()
+        assert result.proven_drops == ()
         assert_close(simulation.tensors[name], simulation.mean(), 1e-5)

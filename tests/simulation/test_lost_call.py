@@ -1,4 +1,4 @@
-"""A sender's call may be lost at any step of it; the round learns so at that moment, not from a time-out."""
+"""A sender's call may be lost at any point; the round notices at once, not after a timeout."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ NODE, SENDER = "peer:1", "client::1"
 
 @pytest.mark.parametrize("seconds_to_close", [0.0, 0.1])
 @pytest.mark.parametrize("steps", range(60))
-def test_a_call_lost_at_any_step_is_known_at_once(steps: int, seconds_to_close: float) -> None:
-    """`steps` is how often the event loop goes round before the server's task is cancelled, as gRPC does it."""
+def test_a_lost_call_is_noticed_at_once(steps: int, seconds_to_close: float) -> None:
+    """`steps`: iterations of the event loop before the server's task is cancelled, as gRPC does it."""
     simulation = Simulation(1, [Member(NODE), Member(SENDER, mode=Mode.CLIENT)], [(100,)], part_size_bytes=64)
     round_ = simulation.rounds[NODE]
     (tensor,) = simulation.before[SENDER]
@@ -49,7 +49,7 @@ def test_a_call_lost_at_any_step_is_known_at_once(steps: int, seconds_to_close: 
             await asyncio.sleep(0)
         call.cancel()
         await asyncio.sleep(0)
-        call.cancel()  # gRPC may do so more than once
+        call.cancel()  # gRPC may cancel more than once
         result = await running
         await asyncio.gather(call, return_exceptions=True)
         return result, loop.time() - started

@@ -1,4 +1,4 @@
-"""A leader that announces different groups to its followers: nobody adopts that or blames an honest member."""
+"""A leader announces different groups to its followers: no peer adopts a result or excludes an honest member."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ SIZE = 2048
 OPTIONS: dict[str, Any] = {"group_size": 4, "group_wait": 2.0, "round_timeout": 8.0, "part_size_bytes": 1024}
 
 
-def tell(announced: MessageFromLeader, **gathers: bytes) -> MessageFromLeader:
-    """The announcement with other gathers for some members, named by their port."""
-    told = dict(zip(announced.ordered_group_endpoints, announced.gathered, strict=True))
-    told |= {f"peer:{port.removeprefix('p')}": gather for port, gather in gathers.items()}
-    return replace(announced, gathered=tuple(told[name] for name in announced.ordered_group_endpoints))
+def change_gathers(announced: MessageFromLeader, **gathers: bytes) -> MessageFromLeader:
+    """The announcement with changed gathers of the members at these ports."""
+    by_name = dict(zip(announced.ordered_group_endpoints, announced.gathered, strict=True))
+    by_name |= {f"peer:{port.removeprefix('p')}": gather for port, gather in gathers.items()}
+    return replace(announced, gathered=tuple(by_name[name] for name in announced.ordered_group_endpoints))
 
 
 def other_order(announced: MessageFromLeader, follower: str) -> MessageFromLeader:
@@ -36,7 +36,7 @@ def other_order(announced: MessageFromLeader, follower: str) -> MessageFromLeade
 
 
 def other_weight(announced: MessageFromLeader, follower: str) -> MessageFromLeader:
-    return tell(announced, p1=pack_gather(100.0, None, Mode.NODE))
+    return change_gathers(announced, p1=pack_gather(100.0, None, Mode.NODE))
 
 
 def fewer_members(announced: MessageFromLeader, follower: str) -> MessageFromLeader:
@@ -54,14 +54,14 @@ def fewer_members(announced: MessageFromLeader, follower: str) -> MessageFromLea
 
 
 def other_mode(announced: MessageFromLeader, follower: str) -> MessageFromLeader:
-    return tell(announced, p1=pack_gather(1.0, None, Mode.AUXILIARY))
+    return change_gathers(announced, p1=pack_gather(1.0, None, Mode.AUXILIARY))
 
 
 LIES = [other_order, other_weight, fewer_members, other_mode]
 
 
-def let_lie(peer: Peer, told: set[str], lie: Lie) -> None:
-    """Lets a peer that leads announce to some followers what `lie` makes of the group."""
+def let_lie(peer: Peer, deceived: set[str], lie: Lie) -> None:
+    """Makes a leader announce the group as changed by `lie` to some followers."""
     transport: Any = peer._transport
     serve = transport.serve
 
@@ -70,7 +70,7 @@ def let_lie(peer: Peer, told: set[str], lie: Lie) -> None:
 
         async def lying(request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
             async for message in join_group(request):
-                lies = message.code is MessageCode.BEGIN_ALLREDUCE and request.endpoint in told
+                lies = message.code is MessageCode.BEGIN_ALLREDUCE and request.endpoint in deceived
                 yield lie(message, request.endpoint) if lies else message
 
         service.join_group = lying
@@ -81,20 +81,20 @@ def let_lie(peer: Peer, told: set[str], lie: Lie) -> None:
 
 @dataclass(frozen=True)
 class Follower:
-    """What became of a follower: its receipt, whether its tensor is as before, and whom it leaves out from now on."""
+    """The outcome at a follower: its receipt, whether its tensor is unchanged, and the peers it excludes."""
 
     receipt: Receipt
     unchanged: bool
     excluded: frozenset[str]
 
 
-def averaged_under(told: set[str], lie: Lie, seed: int, options: Mapping[str, Any]) -> dict[str, Follower]:
+def averaged_under(deceived: set[str], lie: Lie, seed: int, options: Mapping[str, Any]) -> dict[str, Follower]:
     """A round of four peers of which the first leads and lies to some."""
     swarm = Swarm(seed)
     names = [f"peer:{n + 1}" for n in range(4)]
     tensors = [torch.full((SIZE,), float(n)) for n in range(4)]
     peers = [swarm.peer(name, [tensor], **OPTIONS, **options) for name, tensor in zip(names, tensors, strict=True)]
-    let_lie(peers[0], told, lie)
+    let_lie(peers[0], deceived, lie)
 
     async def main() -> dict[str, Follower]:
         async with AsyncExitStack() as stack:
@@ -113,48 +113,48 @@ def averaged_under(told: set[str], lie: Lie, seed: int, options: Mapping[str, An
     return found
 
 
-TOLD = pytest.mark.parametrize("told", [{"peer:2"}, {"peer:3", "peer:4"}], ids=["one", "two"])
+DECEIVED = pytest.mark.parametrize("deceived", [{"peer:2"}, {"peer:3", "peer:4"}], ids=["one", "two"])
 OF_ALL_KINDS = pytest.mark.parametrize("options", [{}, {"in_place": True}, {"reply_form": "delta"}], ids=str)
 SEEDS = pytest.mark.parametrize("seed", range(3))
-SAID = "announced other members, another order or other weights"
+ANNOUNCED = "announced other members, another order or other weights"
 
 
-@TOLD
+@DECEIVED
 @OF_ALL_KINDS
 @SEEDS
 @pytest.mark.parametrize("lie", LIES)
-def test_nobody_adopts_anything_or_blames_another_than_the_leader(
-    lie: Lie, told: set[str], options: Mapping[str, Any], seed: int, monkeypatch: pytest.MonkeyPatch
+def test_nothing_is_adopted_and_no_honest_member_is_excluded(
+    lie: Lie, deceived: set[str], options: Mapping[str, Any], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rules, "make_group_id", lambda nonce, *_: nonce + bytes(14))  # as another software's
-    followers = averaged_under(told, lie, seed, options)
+    monkeypatch.setattr(rules, "make_group_id", lambda nonce, *_: nonce + bytes(14))  # as leaders of other software do
+    followers = averaged_under(deceived, lie, seed, options)
     for follower in followers.values():
         assert follower.receipt.outcome is Outcome.FAILED
         assert follower.unchanged
         assert follower.excluded <= {"peer:1"}
-    assert any(f"peer:1 {SAID}" in follower.receipt.reason for follower in followers.values())
+    assert any(f"peer:1 {ANNOUNCED}" in follower.receipt.reason for follower in followers.values())
     assert any(follower.excluded for follower in followers.values())
 
 
-@TOLD
+@DECEIVED
 @OF_ALL_KINDS
 @SEEDS
 @pytest.mark.parametrize("lie", LIES)
-def test_those_who_were_announced_what_the_id_fits_average_without_the_others(
-    lie: Lie, told: set[str], options: Mapping[str, Any], seed: int
+def test_members_whose_group_matches_the_id_average_without_the_others(
+    lie: Lie, deceived: set[str], options: Mapping[str, Any], seed: int
 ) -> None:
-    followers = averaged_under(told, lie, seed, options)
+    followers = averaged_under(deceived, lie, seed, options)
     for name, follower in followers.items():
-        if name in told:
+        if name in deceived:
             assert follower.receipt.outcome is Outcome.FAILED
             assert follower.unchanged
             assert follower.excluded <= {"peer:1"}
         else:
-            # Each of them notices it, too, and leaves; what of it is heard first does not matter.
+            # Each of the others notices it too and leaves; either may be observed first.
             lost = {lost.endpoint: lost.code for lost in follower.receipt.dropped}
-            assert lost.keys() == told
+            assert lost.keys() == deceived
             assert set(lost.values()) <= {DropCode.OTHER_GROUP, DropCode.CANCELLED, DropCode.REFUSED}
             assert follower.excluded == frozenset()
-    assert any(f"peer:1 {SAID}" in followers[name].receipt.reason for name in told)
-    results = {follower.receipt.digest for name, follower in followers.items() if name not in told}
+    assert any(f"peer:1 {ANNOUNCED}" in followers[name].receipt.reason for name in deceived)
+    results = {follower.receipt.digest for name, follower in followers.items() if name not in deceived}
     assert len(results) == 1  # an empty one where the replies are deltas

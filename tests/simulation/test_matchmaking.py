@@ -1,4 +1,4 @@
-"""Matchmaking and whole rounds of many peers in virtual time: nobody waits for ever, groups fill, the mean is kept."""
+"""Rounds of many peers in virtual time: groups become full, no peer waits for ever, and the mean is kept."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from averaging.config import PeerOptions
 from averaging.discovery.gossip.record import Limits
 from averaging.errors import PeerUnreachableError, SchemaMismatchError
 from averaging.matchmaking.rules import pack_looking
-from averaging.matchmaking.schema_differences import MAX_WARNED, Warned
+from averaging.matchmaking.schema_differences import MAX_REMEMBERED, LoggedDifferences
 from averaging.peer import rounds
 from averaging.peer.round_options import all_of
 from averaging.protocol.group import pack_gather
@@ -54,7 +54,7 @@ def test_a_thousand_seeds_of_mutual_requests_end_without_a_deadlock() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_group_begins_at_its_leaders_time_if_it_is_not_full(seed: int) -> None:
+def test_a_group_that_is_not_full_begins_when_its_leader_s_declaration_expires(seed: int) -> None:
     swarm = Swarm(seed)
     tensors = scalars(3, seed)
     peers = [swarm.peer(f"peer:{n + 1}", [tensors[n]], group_size=8, group_wait=5.0) for n in range(3)]
@@ -63,7 +63,7 @@ def test_a_group_begins_at_its_leaders_time_if_it_is_not_full(seed: int) -> None
         assert 4.5 < receipts[0].seconds < 6.0
 
 
-def test_a_peer_alone_is_told_so() -> None:
+def test_the_receipt_says_that_no_other_peer_is_in_the_run() -> None:
     swarm = Swarm(1)
     tensor = torch.ones(2)
     peer = swarm.peer("peer:1", [tensor], group_wait=2.0, round_timeout=7.0)
@@ -74,8 +74,8 @@ def test_a_peer_alone_is_told_so() -> None:
     assert tensor.tolist() == [1.0, 1.0]
 
 
-def test_those_that_were_there_and_are_gone_are_counted() -> None:
-    """However many declarations of its own a peer has outwaited since, the last of which may be a short one."""
+def test_peers_that_have_left_are_counted() -> None:
+    """Also if this peer has declared itself again since."""
     swarm = Swarm(1)
     waiting = swarm.peer("peer:1", [torch.ones(2)], round_timeout=9.0, group_wait=2.0, min_group_size=3)
     leaving = swarm.peer("peer:2", [torch.ones(2)], round_timeout=1.0, group_wait=2.0, min_group_size=3)
@@ -92,7 +92,7 @@ def test_those_that_were_there_and_are_gone_are_counted() -> None:
     swarm.simulate(main())
 
 
-def test_peers_with_other_tensors_are_told_the_first_difference() -> None:
+def test_the_receipt_names_the_first_difference_of_the_tensors() -> None:
     swarm = Swarm(1)
     peers = [
         swarm.peer("peer:1", [torch.zeros(2), torch.zeros(3)], group_wait=2.0),
@@ -101,11 +101,11 @@ def test_peers_with_other_tensors_are_told_the_first_difference() -> None:
     for receipts in swarm.simulate(swarm.average_together(peers)):
         assert receipts[0].outcome is Outcome.NO_GROUP
         assert "tensor 'tensor_1' is float32[" in receipts[0].reason
-        assert receipts[0].seconds < 3.0  # it does not wait for the whole time-out
+        assert receipts[0].seconds < 3.0  # before the timeout
 
 
-def test_a_peer_with_other_tensors_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    """And not in every search of the weeks for which it stays, nor in every phase of a topic."""
+def test_a_schema_difference_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Not in every search, and not in every phase of a topic."""
     swarm = Swarm(1)
     peers = [swarm.peer(f"peer:{n}", [torch.zeros(n)], group_wait=2.0) for n in (1, 2)]
 
@@ -115,7 +115,9 @@ def test_a_peer_with_other_tensors_is_warned_of_once(caplog: pytest.LogCaptureFi
             for step in range(5):
                 await asyncio.gather(*(peer.average() for peer in peers))
                 phases = zip(peers, topics, strict=True)
-                await asyncio.gather(*(peer.average(topic, phase=f"{step}", patience=2.0) for peer, topic in phases))
+                await asyncio.gather(
+                    *(peer.average(topic, phase=f"{step}", search_timeout=2.0) for peer, topic in phases)
+                )
 
     swarm.simulate(main())
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
@@ -123,12 +125,12 @@ def test_a_peer_with_other_tensors_is_warned_of_once(caplog: pytest.LogCaptureFi
     assert len(told) == len(set(told)) <= 4  # of each peer: its own tensors and those of the topic
 
 
-def test_of_so_many_differences_it_is_remembered_that_they_were_warned_of() -> None:
-    warned = Warned()
-    first, second, *others = [SchemaMismatchError(f"peer:{n}", "another") for n in range(MAX_WARNED + 1)]
-    assert all(warned.add(difference) for difference in (first, second, *others))
-    assert not warned.add(second)
-    assert warned.add(first)
+def test_the_number_of_remembered_differences_is_limited() -> None:
+    logged = LoggedDifferences()
+    first, second, *others = [SchemaMismatchError(f"peer:{n}", "another") for n in range(MAX_REMEMBERED + 1)]
+    assert all(logged.add(difference) for difference in (first, second, *others))
+    assert not logged.add(second)
+    assert logged.add(first)
 
 
 def test_a_peer_with_other_tensors_that_has_left_does_not_end_the_search() -> None:
@@ -173,8 +175,8 @@ def test_clients_and_auxiliaries_join_nodes(seed: int) -> None:
         assert torch.equal(tensor, untouched)
 
 
-def test_a_client_asks_who_waits_for_longer_than_itself() -> None:
-    """It cannot lead, so nobody would ask it instead."""
+def test_a_client_asks_peers_with_later_declarations_than_its_own() -> None:
+    """It cannot lead, so no peer would ask it instead."""
     swarm = Swarm(1)
     client = swarm.peer("", [torch.ones(2)], group_size=2, round_timeout=4.0, mode=Mode.CLIENT)
     node = swarm.peer("peer:1", [torch.ones(2)], group_size=2, group_wait=5.0)
@@ -202,7 +204,7 @@ def test_two_auxiliaries_do_not_begin_without_tensors() -> None:
         assert receipts[0].outcome is Outcome.AVERAGED
 
 
-def test_auxiliaries_that_fill_a_group_alone_make_room_at_once() -> None:
+def test_a_full_group_of_auxiliaries_is_disbanded_at_once() -> None:
     swarm = Swarm(1)
     *auxiliaries, node = [
         swarm.peer(f"peer:{n + 1}", [torch.ones(2)], group_size=2, group_wait=10.0, round_timeout=20.0, mode=mode)
@@ -224,7 +226,7 @@ def test_auxiliaries_that_fill_a_group_alone_make_room_at_once() -> None:
     assert receipt.seconds < 3.0
 
 
-def test_nobody_waits_any_more_for_one_who_leaves() -> None:
+def test_no_peer_waits_for_one_that_has_left() -> None:
     swarm = Swarm(1)
     first, second, leaves = [
         swarm.peer(f"peer:{n + 1}", [torch.ones(2)], group_wait=50.0, round_timeout=60.0) for n in range(3)
@@ -234,11 +236,11 @@ def test_nobody_waits_any_more_for_one_who_leaves() -> None:
         async with first, second:
             async with leaves:
                 for peer in (first, second, leaves):
-                    peer.progress.tell(b"")
+                    peer.progress.announce(b"")
                 for peer in (first, second, leaves):
-                    assert await peer.progress.others_tell(2, 10.0)
+                    assert len(await peer.progress.until(lambda seen: len(seen) >= 2, 10.0)) >= 2
                 averaging = [
-                    asyncio.create_task(peer.average(enough=all_of(frozenset, peer.progress.told)))
+                    asyncio.create_task(peer.average(start_size=all_of(frozenset, peer.progress.announcements)))
                     for peer in (first, second)
                 ]
                 await asyncio.sleep(5.0)
@@ -252,7 +254,7 @@ def test_nobody_waits_any_more_for_one_who_leaves() -> None:
 
 @pytest.mark.parametrize("group_wait", [45.0, 55.0])  # it leads, or it follows
 def test_an_auxiliary_makes_a_group_begin_neither_later_nor_sooner(group_wait: float) -> None:
-    """It waits for all that train and no longer, and is none of those for whom they wait."""
+    """It waits for all training peers, and they do not wait for it."""
     swarm = Swarm(1)
     trains = [swarm.peer(f"peer:{n + 1}", [torch.ones(2)], group_wait=50.0, round_timeout=60.0) for n in range(2)]
     auxiliary = swarm.peer("peer:3", [torch.ones(2)], group_wait=group_wait, round_timeout=60.0, mode=Mode.AUXILIARY)
@@ -260,12 +262,14 @@ def test_an_auxiliary_makes_a_group_begin_neither_later_nor_sooner(group_wait: f
     async def main() -> list[Receipt]:
         async with auxiliary, trains[0], trains[1]:
             for peer in trains:
-                peer.progress.tell(b"")
+                peer.progress.announce(b"")
             for peer in trains:
-                assert await peer.progress.others_tell(1, 10.0)
+                assert await peer.progress.until(bool, 10.0)
             averaging = [asyncio.create_task(auxiliary.average())]
             for peer in trains:
-                averaging.append(asyncio.create_task(peer.average(enough=all_of(frozenset, peer.progress.told))))
+                averaging.append(
+                    asyncio.create_task(peer.average(start_size=all_of(frozenset, peer.progress.announcements)))
+                )
                 await asyncio.sleep(3.0)
             return await asyncio.gather(*averaging)
 
@@ -274,7 +278,7 @@ def test_an_auxiliary_makes_a_group_begin_neither_later_nor_sooner(group_wait: f
         assert receipt.seconds < 10.0
 
 
-def test_what_members_gather_is_in_every_receipt() -> None:
+def test_every_receipt_has_what_members_gathered() -> None:
     swarm = Swarm(1)
     tensors = scalars(3, 1)
     peers = [swarm.peer(f"peer:{n + 1}", [tensors[n]], group_size=3) for n in range(3)]
@@ -290,8 +294,8 @@ def test_what_members_gather_is_in_every_receipt() -> None:
 
 
 @pytest.mark.parametrize("patience", [0.1, 10.0])
-def test_what_those_gathered_who_come_and_go_is_not_kept(patience: float) -> None:
-    """It may be 64 KiB, and names cost nothing: a leader would run out of memory while it waits for its group."""
+def test_the_gather_of_a_follower_that_has_left_is_not_kept(patience: float) -> None:
+    """It may have 64 KiB, and one caller may use many endpoints, so a leader would run out of memory."""
     swarm = Swarm(1)
     peer = swarm.peer("peer:1", [torch.zeros(2)], group_size=4, min_group_size=4, group_wait=2.0)
 
@@ -325,7 +329,7 @@ async def average_together(peers: Sequence[Peer], topics: Sequence[Topic], step:
 
 
 def test_a_key_for_every_step_does_not_use_up_a_peers_records() -> None:
-    """A peer may have a few hundred of them, and long declarations would outlive the steps in which they were made."""
+    """A peer may have a few hundred records, and declarations may outlive the steps in which they were made."""
     swarm = Swarm(1)
     swarm.registry.limits = Limits(records_per_owner=10)
     peers = [swarm.peer(f"peer:{n + 1}", [torch.zeros(2)], group_size=2, group_wait=60.0) for n in range(2)]
@@ -340,8 +344,8 @@ def test_a_key_for_every_step_does_not_use_up_a_peers_records() -> None:
     swarm.simulate(main())
 
 
-def test_steps_that_are_quick_do_not_use_up_a_peers_records_either() -> None:
-    """What is told of each is kept for a shorter time then: at 30 steps a second all of a run stood still every 8 s."""
+def test_quick_steps_do_not_use_up_a_peers_records_either() -> None:
+    """Their records have a shorter lifetime: at 30 steps per second a whole run had stopped every 8 s."""
     swarm = Swarm(1, latency=(0.0005, 0.002), delay=0.002)
     peers = [swarm.peer(f"peer:{n + 1}", [torch.zeros(2)], group_size=2, group_wait=60.0) for n in range(2)]
 
@@ -364,7 +368,7 @@ def test_a_topic_of_its_own_for_every_average_leaves_little_behind(monkeypatch: 
         async with peer:
             before = leaks.sizes(peer)
             for number in range(50):
-                await peer.average(peer.topic(f"of{number}", {"w": torch.zeros(2)}), patience=0.0)
+                await peer.average(peer.topic(f"of{number}", {"w": torch.zeros(2)}), search_timeout=0.0)
             grown = leaks.sizes(peer) - before
         assert max(grown.values()) <= 8, grown
 
@@ -392,7 +396,7 @@ def test_a_grid_of_groups_reaches_the_exact_mean(size: int, rounds: int) -> None
 
 
 @pytest.mark.parametrize("mode", [Mode.NODE, Mode.CLIENT])
-def test_the_first_bit_is_dropped_if_nobody_is_there(mode: Mode) -> None:
+def test_the_first_bit_is_dropped_if_no_other_peer_is_seen(mode: Mode) -> None:
     swarm = Swarm(2)
     tensors = scalars(2, 2)
     peers = [
@@ -405,7 +409,7 @@ def test_the_first_bit_is_dropped_if_nobody_is_there(mode: Mode) -> None:
 
 
 def test_a_dropped_bit_is_back_at_the_next_search() -> None:
-    """Else a peer that once was alone would look under a shorter key than all others, for ever."""
+    """Otherwise a peer that was alone once would always look under a shorter key than all others."""
     swarm = Swarm(2)
     (tensor,) = scalars(1, 2)
     peer = swarm.peer("peer:1", [tensor], group_bits="0011", group_wait=2.0, round_timeout=5.0)
@@ -430,8 +434,8 @@ def test_a_dropped_bit_is_back_at_the_next_search() -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_whoever_dies_and_whatever_is_lost_everybody_ends(seed: int) -> None:
-    """Peers die and calls break at random; every attempt of a survivor ends in bounded time with a receipt."""
+def test_all_survivors_end_whichever_peers_die_and_calls_break(seed: int) -> None:
+    """Peers die and calls break at random; every round of a survivor ends in bounded time with a receipt."""
     rng = random.Random(seed)
     swarm = Swarm(seed, loss=rng.choice([0.0, 0.002, 0.02]))
     count = rng.randrange(4, 24)
@@ -474,7 +478,7 @@ def test_whoever_dies_and_whatever_is_lost_everybody_ends(seed: int) -> None:
             assert receipt.reason or receipt.averaged
 
 
-def test_a_hundred_peers_keep_the_mean_to_1e6_when_nobody_dies() -> None:
+def test_a_hundred_peers_keep_the_mean_to_1e6_when_none_dies() -> None:
     swarm = Swarm(0, latency=(0.001, 0.3), delay=0.2)
     tensors = scalars(100, 0)
     mean = torch.stack(tensors).mean(dim=0)

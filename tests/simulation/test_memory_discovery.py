@@ -1,4 +1,4 @@
-"""What the shared table does beyond the contract of discovery."""
+"""Discovery in memory, beyond the contract of discovery."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from averaging.transport import virtual_time
 KEY = "run.0b"
 
 
-def test_others_see_a_change_after_the_delay_and_oneself_at_once() -> None:
+def test_other_peers_see_a_change_after_the_delay_and_its_owner_at_once() -> None:
     async def scenario() -> None:
         registry = MemoryRegistry(clock=virtual_time.clock, delay=0.5, rng=random.Random(0))
         async with MemoryDiscovery(registry) as one, MemoryDiscovery(registry) as other:
@@ -25,7 +25,7 @@ def test_others_see_a_change_after_the_delay_and_oneself_at_once() -> None:
                 assert await anext(theirs) == {}
                 await one.store(KEY, "a:1", b"1", virtual_time.clock() + 10)
                 assert (await anext(mine))["a:1"].value == b"1"
-                assert (one.names("a:1"), other.names("a:1")) == (True, False)
+                assert (one.knows("a:1"), other.knows("a:1")) == (True, False)
                 start = virtual_time.clock()
                 assert (await anext(theirs))["a:1"].value == b"1"
                 assert virtual_time.clock() - start == pytest.approx(0.5, abs=0.01)
@@ -36,7 +36,7 @@ def test_others_see_a_change_after_the_delay_and_oneself_at_once() -> None:
                 assert await anext(theirs) == {}
             await one.store(KEY, "a:1", b"3", virtual_time.clock() + 0.2)
             await asyncio.sleep(0.3)
-            assert one.get(KEY) == {}  # expired on the way
+            assert one.get(KEY) == {}  # expired in transit
             await asyncio.sleep(0.3)
             assert other.get(KEY) == {}
 
@@ -60,7 +60,7 @@ def test_a_thousand_peers_share_one_table() -> None:
     virtual_time.run(scenario())
 
 
-def test_a_full_table_is_told() -> None:
+def test_a_full_table_raises() -> None:
     async def scenario() -> None:
         registry = MemoryRegistry(clock=virtual_time.clock, limits=Limits(records=2))
         async with MemoryDiscovery(registry) as peer:

@@ -1,4 +1,4 @@
-"""No member averages in a group that is smaller than its own `min_group_size`, whoever leads, and nobody waits."""
+"""No member averages in a group smaller than its own `min_group_size`, whichever peer leads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECONDS = 12.0
 
 
 def largest(sizes: Sequence[int]) -> set[int]:
-    """Which of these peers can average together, by brute force: the most of whom each finds enough members."""
+    """The largest group whose size satisfies each of its members, by brute force."""
     for count in range(len(sizes), 1, -1):
         if sum(size <= count for size in sizes) >= count:
             return {number for number, size in enumerate(sizes) if size <= count}
@@ -53,7 +53,7 @@ def receipts_of(swarm: Swarm, peers: Sequence[Peer], pause: float = 2.0) -> list
 @pytest.mark.parametrize("group_size", [4, 6])
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_all_mixes_of_sizes(count: int, group_size: int) -> None:
-    """Whoever can average does, in groups that are large enough for each member; all others have no group."""
+    """All peers that can average do, in groups that are large enough for each member; the others have no group."""
     for seed, sizes in enumerate(itertools.product([2, 3, min(5, group_size)], repeat=count)):
         swarm = Swarm(seed)
         peers = [
@@ -77,7 +77,7 @@ def test_all_mixes_of_sizes(count: int, group_size: int) -> None:
 
 
 @pytest.mark.parametrize(("group_wait", "rounds"), [(9.0, 10), (1.0, 3)], ids=["it follows", "it leads"])
-def test_a_member_that_wants_more_than_the_others_take_holds_them_up_for_its_declared_time_at_most(
+def test_a_member_with_a_larger_min_group_size_delays_the_others_by_its_declaration_at_most(
     group_wait: float, rounds: int
 ) -> None:
     swarm = Swarm(1)
@@ -96,8 +96,8 @@ def test_a_member_that_wants_more_than_the_others_take_holds_them_up_for_its_dec
         assert sum(receipt.averaged for receipt in receipts) > rounds, [str(receipt) for receipt in receipts]
 
 
-def test_a_run_in_which_one_wants_too_much_averages_at_each_declared_time() -> None:
-    """The leader hopes for more members until then, and leaves it out."""
+def test_a_leader_leaves_out_a_follower_that_wants_too_large_a_group() -> None:
+    """It waits for more members until its declaration expires, and then begins without that follower."""
     swarm = Swarm(2)
     peers = [
         swarm.peer(f"peer:{number}", [tensor], group_size=8, min_group_size=size, group_wait=1.0, round_timeout=5.0)
@@ -112,22 +112,22 @@ def test_a_run_in_which_one_wants_too_much_averages_at_each_declared_time() -> N
         assert all(receipt.dropped == () for receipt in averaged)
 
 
-class Untold(MemoryTransport):
-    """Leaders behind it know nothing of the size that this peer wants, like other software."""
+class WithoutSize(MemoryTransport):
+    """Leaders do not receive the size that this peer wants, like those of other implementations."""
 
     def join_group(self, endpoint: str, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
         return super().join_group(endpoint, replace(request, min_group_size=2))
 
 
 @pytest.mark.parametrize(("size", "others"), [(3, 1), (4, 2), (8, 5)])
-def test_a_member_of_a_group_that_is_too_small_leaves_and_says_why(size: int, others: int) -> None:
+def test_a_member_leaves_a_group_that_is_too_small_and_the_receipt_says_why(size: int, others: int) -> None:
     swarm = Swarm(size)
     tensors = [torch.full((1200,), float(number)) for number in range(others + 1)]
     before = tensors[-1].clone()
     options: PeerOptions = {"group_size": 8, "group_wait": 2.0, "round_timeout": 20.0, "part_size_bytes": 1024}
     wanting: PeerOptions = {"min_group_size": size, "group_wait": 3.0}
     peers = [swarm.peer(f"peer:{number + 1}", [tensors[number]], **options) for number in range(others)]
-    swarm.network.transport = lambda endpoint: Untold(swarm.network, endpoint)  # type: ignore[method-assign]
+    swarm.network.transport = lambda endpoint: WithoutSize(swarm.network, endpoint)  # type: ignore[method-assign]
     peers.append(swarm.peer("wanting:1", [tensors[-1]], **(options | wanting)))
 
     async def main() -> list[Receipt]:
@@ -142,7 +142,7 @@ def test_a_member_of_a_group_that_is_too_small_leaves_and_says_why(size: int, ot
     leader = next(one for one in rest if one.role == "leader")
     assert receipt.outcome is Outcome.FAILED
     assert receipt.reason == (
-        f"{leader.endpoint} began a group of {others + 1} members, and this peer takes part only in groups of at least "
+        f"{leader.endpoint} began a group of {others + 1} members, but this peer takes part only in groups of at least "
         f"{size} (min_group_size), so it left; give all peers of the run the same min_group_size"
     )
     assert (receipt.role, len(receipt.members)) == ("follower", others + 1)
@@ -150,5 +150,5 @@ def test_a_member_of_a_group_that_is_too_small_leaves_and_says_why(size: int, ot
     for one in rest:
         assert [lost.endpoint for lost in one.dropped] == ["wanting:1"]
         assert one.dropped[0].code in (DropCode.CANCELLED, DropCode.REFUSED)
-        assert one.allreduce_seconds < 1.5  # min_stall_timeout, for it is not proved who says that it leaves
+        assert one.allreduce_seconds < 1.5  # min_stall_timeout: it is not proved who sent the message that it leaves
         assert one.outcome is (Outcome.AVERAGED if others > 1 else Outcome.FAILED), one

@@ -1,4 +1,4 @@
-"""What a peer is told that finds no group, with whole peers that gossip in virtual time: four causes, four messages."""
+"""The reason of a receipt without a group, with whole peers that gossip in virtual time: four causes, four messages."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Run:
 
 
 async def why_alone(peer: Peer) -> str:
-    """Why its attempt found no group."""
+    """Why its round found no group."""
     receipt = await peer.average()
     assert receipt.outcome is Outcome.NO_GROUP
     return receipt.reason
@@ -76,14 +76,14 @@ def test_no_other_peer_is_in_the_run(join: list[str], why: str) -> None:
 
     async def main(stack: AsyncExitStack) -> None:
         peer = await stack.enter_async_context(run.peer("a:1", join))
-        told = await why_alone(peer)
+        reason = await why_alone(peer)
         hint = f"{why}, so the others must join a:1, or this peer one of them"
-        assert told == f"no other peer is in the run: start more peers of it, or wait longer ({hint})"
+        assert reason == f"no other peer is in the run: start more peers of it, or wait longer ({hint})"
 
     run.simulate(main)
 
 
-def test_who_joined_others_that_have_left_gets_no_hint_about_join() -> None:
+def test_a_peer_that_joined_others_that_have_left_gets_no_hint_about_join() -> None:
     run = Run()
 
     async def main(stack: AsyncExitStack) -> None:
@@ -91,13 +91,13 @@ def test_who_joined_others_that_have_left_gets_no_hint_about_join() -> None:
         await other.__aenter__()
         peer = await stack.enter_async_context(run.peer("b:1", ["a:1"], timeout=80.0))
         await other.__aexit__()
-        run.network.freeze("a:1")  # so that it is no question of an answer
+        run.network.freeze("a:1")  # so that it does not count as silent
         assert "`join`" not in await why_alone(peer)
 
     run.simulate(main)
 
 
-def test_others_are_in_the_run_and_none_is_ready() -> None:
+def test_other_peers_are_in_the_run_and_none_is_ready() -> None:
     run = Run()
 
     async def main(stack: AsyncExitStack) -> None:
@@ -106,8 +106,8 @@ def test_others_are_in_the_run_and_none_is_ready() -> None:
         topic = elsewhere.topic("gradients", {"w": torch.zeros(2)})
         looking = asyncio.create_task(elsewhere.average(topic))
         peer = await stack.enter_async_context(run.peer("c:1", ["a:1"]))
-        told = await why_alone(peer)
-        assert told == (
+        reason = await why_alone(peer)
+        assert reason == (
             "2 other peers in the run, none of them ready for a group under run.0b: "
             f"a:1 (in the run since {SINCE}, does not look for a group), "
             f"b:1 (in the run since {SINCE}, looks for a group under run/gradients.0b)"
@@ -120,7 +120,7 @@ def test_others_are_in_the_run_and_none_is_ready() -> None:
 
 
 @pytest.mark.parametrize(("how", "why"), [("killed", "connection refused"), ("stuck", "no answer")])
-def test_others_do_not_answer(how: str, why: str) -> None:
+def test_other_peers_do_not_answer(how: str, why: str) -> None:
     run = Run()
 
     async def main(stack: AsyncExitStack) -> None:
@@ -128,9 +128,9 @@ def test_others_do_not_answer(how: str, why: str) -> None:
         peer = await stack.enter_async_context(run.peer("b:1", ["a:1"], timeout=25.0))
         await asyncio.sleep(5)
         (run.network.kill if how == "killed" else run.network.freeze)("a:1")
-        told = await why_alone(peer)
-        assert f"1 peer did not answer: a:1 ({why}); check that" in told
-        assert "in the run since" not in told
+        reason = await why_alone(peer)
+        assert f"1 peer did not answer: a:1 ({why}); check that" in reason
+        assert "in the run since" not in reason
         run.network.thaw("a:1")
         assert other.endpoint == "a:1"
 
@@ -138,17 +138,17 @@ def test_others_do_not_answer(how: str, why: str) -> None:
 
 
 @pytest.mark.parametrize("ahead", [5.0, 40.0, -40.0])
-def test_clocks_that_are_apart_are_named_at_both_sides(ahead: float) -> None:
+def test_both_sides_name_clocks_that_differ_too_much(ahead: float) -> None:
     run = Run()
 
     async def main(stack: AsyncExitStack) -> None:
         one = await stack.enter_async_context(run.peer("a:1"))
         other = await stack.enter_async_context(run.peer("b:1", ["a:1"], ahead))
         await asyncio.sleep(20)
-        told = [await why_alone(one), await why_alone(other)]  # not at once: a few seconds apart they may still meet
+        reasons = [await why_alone(one), await why_alone(other)]  # not at once: a few seconds apart they may still meet
         seconds = f"{abs(ahead):.0f} s" if abs(ahead) > 10 else f"{abs(ahead):.1f} s"
         words = {True: "ahead of", False: "behind"}
-        for reason, name, is_ahead in ((told[0], "b:1", ahead > 0), (told[1], "a:1", ahead < 0)):
+        for reason, name, is_ahead in ((reasons[0], "b:1", ahead > 0), (reasons[1], "a:1", ahead < 0)):
             clocks = f"that of {name} is {seconds} {words[is_ahead]} this peer's; set them, for example with NTP"
             assert f"clocks are more than 3 s apart: {clocks}" in reason.replace("4.9 s", "5.0 s")
 

@@ -14,7 +14,7 @@ from tests.simulation.training_run import STRATEGIES, Run, Site, agree
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_three_peers_that_start_at_the_same_moment_with_the_same_list(strategy: str) -> None:
-    """What Kubernetes, compose and Slurm produce: all have one list, which names themselves, too."""
+    """As with Kubernetes, compose and Slurm, all peers have one `join` list that also names themselves."""
     names = [f"peer-{number}:1" for number in range(3)]
     run = Run(1, strategy, [Site(name, names, 0.0) for name in names], until=10.0)
     survivors = run.simulate()
@@ -24,7 +24,7 @@ def test_three_peers_that_start_at_the_same_moment_with_the_same_list(strategy: 
 
 
 def scenario(seed: int) -> tuple[Run, Callable[[], Coroutine[Any, Any, object]]]:
-    """Any strategy, number of peers, lists of whom to join, and times of start; some kill a peer or cut the network."""
+    """Any strategy, number of peers, `join` lists and start times; some kill a peer or cut the network."""
     rng = random.Random(seed)
     count = rng.choice([2, 3, 3, 4])
     names = [f"peer-{number}:1" for number in range(count)]
@@ -50,7 +50,7 @@ def scenario(seed: int) -> tuple[Run, Callable[[], Coroutine[Any, Any, object]]]
 
 
 def _lists(names: Sequence[str], rng: random.Random) -> list[list[str]]:
-    """Whom each joins: all have the same list, the first is joined by all others, or each knows somebody."""
+    """The `join` list of each: the same for all, only the first peer, or some other peer."""
     kind = rng.choice(["same", "first", "any"])
     if kind == "same":
         return [list(names) for _ in names]
@@ -66,7 +66,7 @@ def _lists(names: Sequence[str], rng: random.Random) -> list[list[str]]:
 
 
 def _is_connected(sites: Sequence[Site]) -> bool:
-    """Whether each can join another of them, and all find each other so."""
+    """Whether each peer can join another one, so that all find each other."""
     names = {site.name for site in sites}
     reached, new = set(), {sites[0].name}
     while new:

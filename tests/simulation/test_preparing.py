@@ -1,4 +1,4 @@
-"""A member that has to copy its tensors before it can send them, while the others do not."""
+"""One member has to copy its tensors before it can send them; the others do not."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def simulated(
 
 
 @pytest.mark.parametrize("reply", list(ReplyForm))
-def test_the_others_parts_are_taken_in_meanwhile_and_nobody_is_lost(reply: ReplyForm) -> None:
+def test_parts_of_others_are_accepted_while_a_member_prepares(reply: ReplyForm) -> None:
     simulation = simulated(reply)
     received = 0
 
@@ -45,15 +45,15 @@ def test_the_others_parts_are_taken_in_meanwhile_and_nobody_is_lost(reply: Reply
         assert_close(simulation.tensors[name], simulation.mean(), 1e-6)
 
 
-def test_who_prepares_itself_does_not_say_that_it_waited_for_others_meanwhile() -> None:
+def test_a_member_that_prepares_names_no_straggler_for_that_time() -> None:
     simulation = simulated()
     simulation.preparing["peer:1"] = partial(asyncio.sleep, PREPARING * 1.1)
     virtual_time.run(simulation.run())
     assert [result.straggler for result in simulation.results.values()] == [None] * 4
 
 
-def test_the_deadline_of_a_first_part_begins_with_the_round_also_at_who_prepares_itself() -> None:
-    """Two members usually prepare equally long; then one takes longer by more than the shortest deadline."""
+def test_the_deadline_of_a_first_part_begins_with_the_round_even_while_preparing() -> None:
+    """Two members prepare equally long at first; then one takes longer by more than the shortest deadline."""
     deadlines = {member.endpoint: Deadlines(STALL_TIMEOUT, 30.0) for member in nodes(4)}
     for seconds in (5.0, 5.0, 5.0, 5.0, 6.5):
         simulation = simulated(deadlines=deadlines)
@@ -63,7 +63,7 @@ def test_the_deadline_of_a_first_part_begins_with_the_round_also_at_who_prepares
         assert [result.dropped for result in simulation.results.values()] == [()] * 4
 
 
-def test_the_round_goes_on_without_a_member_that_is_lost_meanwhile() -> None:
+def test_the_round_goes_on_without_a_member_that_dies_while_it_prepares() -> None:
     simulation = simulated()
     survivors = ["peer:1", SLOWEST, "peer:3"]
 
@@ -79,7 +79,7 @@ def test_the_round_goes_on_without_a_member_that_is_lost_meanwhile() -> None:
 
 @pytest.mark.parametrize("proven", [True, False])
 @pytest.mark.parametrize("cancelled", [True, False], ids=["cancelled", "failed"])
-def test_who_gives_up_then_tells_the_others(cancelled: bool, proven: bool) -> None:
+def test_a_member_that_gives_up_while_preparing_announces_it(cancelled: bool, proven: bool) -> None:
     simulation = simulated(proven=proven)
     took = 0.0
 
@@ -97,18 +97,18 @@ def test_who_gives_up_then_tells_the_others(cancelled: bool, proven: bool) -> No
 
     simulation.preparing[SLOWEST] = partial(asyncio.sleep, 60.0) if cancelled else fail
     virtual_time.run(simulation.run(end))
-    # Nobody waits for a deadline; if nothing proves who said so, the shortest, since the member may come all the same.
+    # No deadline has to pass, but without proof of the sender the shortest one, since the member may still come.
     assert took < PREPARING + STALL_TIMEOUT / 2 + (0.0 if proven else STALL_TIMEOUT)
     assert type(simulation.failures[SLOWEST]) is (asyncio.CancelledError if cancelled else RoundError)
     for result in simulation.results.values():
-        told = {lost.endpoint: lost.code for lost in result.dropped}
-        assert told == {SLOWEST: DropCode.CANCELLED if cancelled else DropCode.INTERNAL_ERROR}
+        codes = {lost.endpoint: lost.code for lost in result.dropped}
+        assert codes == {SLOWEST: DropCode.CANCELLED if cancelled else DropCode.INTERNAL_ERROR}
 
 
 def test_the_rounds_deadline_holds_while_a_member_prepares() -> None:
     simulation = simulated()
     simulation.preparing[SLOWEST] = partial(asyncio.sleep, 1000.0)
     virtual_time.run(simulation.run())
-    assert not simulation.results[SLOWEST].heard
+    assert not simulation.results[SLOWEST].received_any
     for name in ("peer:1", "peer:3", "peer:4"):
         assert [lost.endpoint for lost in simulation.results[name].dropped] == [SLOWEST]

@@ -14,9 +14,7 @@ from tests.simulation.swarm import Swarm, spread
 
 @pytest.mark.parametrize("reply", list(ReplyForm))
 @pytest.mark.parametrize(("rule", "bound"), [("median", 1.0), ("trimmed:2", 1.0), ("clip:3", 3.0)])
-def test_two_of_eight_that_send_a_million_do_not_carry_the_others_away(
-    rule: str, bound: float, reply: ReplyForm
-) -> None:
+def test_two_false_members_of_eight_have_a_bounded_effect(rule: str, bound: float, reply: ReplyForm) -> None:
     swarm = Swarm(5)
     tensors = [torch.rand(700, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in range(8)]
     honest = torch.stack(tensors[:6]).mean(dim=0)
@@ -35,7 +33,7 @@ def test_two_of_eight_that_send_a_million_do_not_carry_the_others_away(
     assert float((tensors[0] - honest).abs().max()) < bound
 
 
-def test_the_mean_is_carried_away() -> None:
+def test_false_members_shift_the_mean() -> None:
     swarm = Swarm(5)
     tensors = [torch.zeros(7) for _ in range(3)]
     tensors[2].fill_(1e6)
@@ -44,7 +42,7 @@ def test_the_mean_is_carried_away() -> None:
     assert float(tensors[0].min()) > 3e5
 
 
-def test_peers_with_another_rule_do_not_meet() -> None:
+def test_peers_with_different_rules_form_no_group() -> None:
     swarm = Swarm(1)
     rules = ["mean", "clip:3"]
     peers = [

@@ -1,4 +1,4 @@
-"""Telling rumours to members that take their time."""
+"""Rumours to members that do not answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.simulation import leaks
 
 
 class Silent:
-    """The network and its members: nobody ever answers."""
+    """The network and its members, none of which ever answers."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -33,23 +33,23 @@ class Silent:
         self.suspected.append(endpoint)
 
 
-def test_a_rumour_that_was_given_up_in_the_line_behind_another_is_not_kept() -> None:
+def test_a_rumour_that_timed_out_in_the_queue_is_removed() -> None:
     async def main() -> None:
-        silent, settings = Silent(), GossipSettings(push_timeout=2.0, rumour_patience=3.0)
+        silent, settings = Silent(), GossipSettings(push_timeout=2.0, rumour_timeout=3.0)
         rumours = Rumours(
             cast(Transport, silent), "run", cast(Membership, silent), settings, virtual_time.clock, lambda *_: None
         )
         before = leaks.sizes(rumours)
         async with asyncio.TaskGroup() as tasks:
             sending = tasks.create_task(rumours.run(tasks.create_task))
-            rumours.tell(Record("first", "me:1", b"", 1, virtual_time.clock() + 60.0), 1, 9)
+            rumours.spread(Record("first", "me:1", b"", 1, virtual_time.clock() + 60.0), 1, 9)
             await asyncio.sleep(1.5)
-            rumours.tell(Record("second", "me:1", b"", 1, virtual_time.clock() + 60.0), 11, 19)
+            rumours.spread(Record("second", "me:1", b"", 1, virtual_time.clock() + 60.0), 11, 19)
             await asyncio.sleep(10.0)
             sending.cancel()
-        assert silent.asked == ["one:1", "other:1"]  # the first one waited there until its time was over
+        assert silent.asked == ["one:1", "other:1"]  # the first rumour waited in the queue until its timeout
         assert silent.suspected == silent.asked  # they are tried after all others
         grown = leaks.sizes(rumours) - before
-        assert set(grown) == {"Rumours._told"}  # for as long as the records live
+        assert set(grown) == {"Rumours._sent"}  # until the records expire
 
     virtual_time.run(main())

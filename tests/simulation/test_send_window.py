@@ -1,4 +1,4 @@
-"""How far senders run ahead of the averages, in virtual time."""
+"""The send window, in virtual time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from averaging.allreduce import send_window
-from averaging.allreduce.send_window import AHEAD_BYTES, LEAST_PARTS, PATIENCE_SECONDS, SendWindow, bytes_ahead, reach
+from averaging.allreduce.send_window import (
+    MAX_HOLD_SECONDS,
+    MIN_PARTS,
+    WINDOW_BYTES,
+    SendWindow,
+    send_limits,
+    window_bytes,
+)
 from averaging.protocol.group import Member
 from averaging.protocol.messages import AveragingData
 from averaging.transport import memory, virtual_time
@@ -24,8 +31,8 @@ MIB = 2**20
 
 
 @pytest.fixture(autouse=True)
-def only_senders_hold_themselves_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(send_window, "AHEAD_BYTES", 0)
+def only_the_send_window_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(send_window, "WINDOW_BYTES", 0)
     monkeypatch.setattr(memory, "WINDOW", 1000)
 
 
@@ -35,10 +42,10 @@ def assert_mean(simulation: Simulation) -> None:
 
 
 class Account:
-    """What each sender has sent to each reducer without an answer.
+    """Counts the parts that each sender has sent to each reducer without an answer.
 
     Attributes:
-        most: at any time.
+        most: maximum over time.
     """
 
     def __init__(self, simulation: Simulation, pause: float) -> None:
@@ -53,37 +60,37 @@ class Account:
         async def aggregate_part(
             endpoint: str, messages: AsyncIterator[AveragingData]
         ) -> AsyncGenerator[AveragingData, None]:
-            under_way = 0
+            unanswered = 0
 
             async def sent() -> AsyncGenerator[AveragingData, None]:
-                nonlocal under_way
+                nonlocal unanswered
                 async for message in messages:
                     await asyncio.sleep(pause)
-                    under_way += 1
-                    self.most[name, endpoint] = max(self.most[name, endpoint], under_way)
+                    unanswered += 1
+                    self.most[name, endpoint] = max(self.most[name, endpoint], unanswered)
                     yield message
 
             async with aclosing(call(endpoint, sent())) as replies:
                 async for reply in replies:
-                    under_way -= 1
+                    unanswered -= 1
                     yield reply
 
         transport.aggregate_part = aggregate_part  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.1])
-def test_nobody_sends_more_than_is_allowed_before_it_is_answered(pause: float) -> None:
+def test_no_sender_exceeds_its_window(pause: float) -> None:
     simulation = Simulation(1, NODES, [(2000,)])
     account = Account(simulation, pause)
     virtual_time.run(simulation.run())
     assert_mean(simulation)
     assert len(account.most) == 12
     quick = {most for (name, _), most in account.most.items() if name != SLOW}
-    assert quick == {LEAST_PARTS}
-    assert max(account.most.values()) == LEAST_PARTS
+    assert quick == {MIN_PARTS}
+    assert max(account.most.values()) == MIN_PARTS
 
 
-def test_a_reducer_that_answers_only_when_it_has_all_gets_all() -> None:
+def test_a_reducer_that_answers_only_at_the_end_gets_all_parts() -> None:
     simulation = Simulation(2, NODES, [(2000,)])
     reduce = simulation.rounds[SLOW].aggregate_part
 
@@ -102,17 +109,17 @@ def test_a_reducer_that_answers_only_when_it_has_all_gets_all() -> None:
 
     simulation.rounds[SLOW].aggregate_part = at_the_end  # type: ignore[method-assign]
     virtual_time.run(simulation.run())
-    assert PATIENCE_SECONDS < simulation.seconds < PATIENCE_SECONDS + 1.0
+    assert MAX_HOLD_SECONDS < simulation.seconds < MAX_HOLD_SECONDS + 1.0
     assert_mean(simulation)
     assert not any(result.dropped for result in simulation.results.values())
 
 
 @pytest.mark.parametrize("pause", [0.05, 0.4])
-def test_no_part_is_held_back_for_longer_than_patience_though_small_ones_are_answered(pause: float) -> None:
+def test_no_part_waits_longer_than_the_limit_although_small_parts_are_answered(pause: float) -> None:
     async def held_back() -> float:
         stream = SendWindow(
-            reach([1] * 20 + [10], 20), PATIENCE_SECONDS
-        )  # the last one fits when half of them are answered
+            send_limits([1] * 20 + [10], 20), MAX_HOLD_SECONDS
+        )  # the last part fits when half of the others are answered
         loop = asyncio.get_running_loop()
         for number in range(10):
             loop.call_later(pause * (number + 1), stream.answered)
@@ -120,12 +127,12 @@ def test_no_part_is_held_back_for_longer_than_patience_though_small_ones_are_ans
         await stream.wait(20)
         return loop.time() - began
 
-    assert virtual_time.run(held_back()) == pytest.approx(min(10 * pause, PATIENCE_SECONDS))
+    assert virtual_time.run(held_back()) == pytest.approx(min(10 * pause, MAX_HOLD_SECONDS))
 
 
 @pytest.mark.parametrize(("pause", "named"), [(0.012, False), (0.1, True)])
-def test_who_sets_the_pace_by_a_little_did_not_hold_the_round_back(pause: float, named: bool) -> None:
-    """The others take 10 ms for each part, and are held back to the slow one's pace after a few."""
+def test_a_slightly_slower_member_is_no_straggler(pause: float, named: bool) -> None:
+    """The others take 10 ms for each part, and their windows soon limit them to the rate of the slow member."""
     simulation = Simulation(3, NODES, [(4000,)], latency=(0.001, 0.001))
     for name in simulation.transports:
         simulation.slow_down(name, pause if name == SLOW else 0.010)
@@ -136,7 +143,7 @@ def test_who_sets_the_pace_by_a_little_did_not_hold_the_round_back(pause: float,
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_is_lost_every_round_ends(seed: int) -> None:
+def test_every_round_ends_whatever_messages_are_lost(seed: int) -> None:
     simulation = Simulation(seed, NODES, [(2000,)], loss=0.003)
     virtual_time.run(simulation.run())
     assert simulation.seconds < ROUND_SECONDS
@@ -144,13 +151,13 @@ def test_whatever_is_lost_every_round_ends(seed: int) -> None:
 
 
 def test_small_parts_do_not_wait_for_each_other() -> None:
-    """As those of a model's many biases on a long link: what counts is bytes."""
+    """For example the many biases of a model on a long link: the window counts bytes."""
     simulation = Simulation(4, NODES, [(16,), *[(1,)] * 400], latency=(0.2, 0.2))
     account = Account(simulation, 0.0)
     virtual_time.run(simulation.run())
-    assert simulation.seconds < 2.0  # 100 parts of 4 bytes to each, and 3 · 64 bytes under way
+    assert simulation.seconds < 2.0  # 100 parts of 4 bytes to each, and a window of 3 · 64 bytes
     assert_mean(simulation)
-    assert max(account.most.values()) == LEAST_PARTS * 64 // 4
+    assert max(account.most.values()) == MIN_PARTS * 64 // 4
 
 
 @pytest.mark.parametrize(
@@ -164,14 +171,14 @@ def test_small_parts_do_not_wait_for_each_other() -> None:
         (1024, 0, 8 * MIB),
     ],
 )
-def test_bytes_ahead(monkeypatch: pytest.MonkeyPatch, part_bytes: int, reducers: int, expected: int) -> None:
-    monkeypatch.setattr(send_window, "AHEAD_BYTES", AHEAD_BYTES)  # as it was before the fixture
-    assert bytes_ahead(part_bytes, reducers) == expected
+def test_window_bytes(monkeypatch: pytest.MonkeyPatch, part_bytes: int, reducers: int, expected: int) -> None:
+    monkeypatch.setattr(send_window, "WINDOW_BYTES", WINDOW_BYTES)  # undo the fixture
+    assert window_bytes(part_bytes, reducers) == expected
 
 
 @given(st.lists(st.integers(1, 20), max_size=30), st.integers(20, 100))
-def test_the_reach_is_as_far_as_what_is_not_answered_fits(sizes: list[int], nbytes: int) -> None:
-    found = reach(sizes, nbytes)
+def test_send_limits_allow_as_many_parts_as_fit(sizes: list[int], nbytes: int) -> None:
+    found = send_limits(sizes, nbytes)
     assert len(found) == len(sizes) + 1
     for done, far in enumerate(found):
         assert sum(sizes[done:far]) <= nbytes

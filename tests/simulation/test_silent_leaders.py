@@ -1,4 +1,4 @@
-"""Peers that are declared as the earliest leaders and do not answer, or accept and say no more: the others go on."""
+"""Peers with the smallest declarations that do not answer, or accept and then send nothing: the others go on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from averaging import Mode, Outcome, Peer, Receipt
 from averaging.discovery.memory import MemoryDiscovery, MemoryRegistry
 from averaging.matchmaking import Matchmaking
 from averaging.matchmaking.response_history import ResponseHistory
-from averaging.matchmaking.rules import CLOCK_TOLERANCE, LEAST_HEAD_START, pack_looking
+from averaging.matchmaking.rules import CLOCK_TOLERANCE, MIN_HEAD_START, pack_looking
 from averaging.protocol.group import Group, group_key, pack_gather
 from averaging.protocol.messages import CompressionType, JoinRequest, MessageCode, MessageFromLeader
 from averaging.protocol.schema import Schema, TensorSpec
@@ -31,7 +31,7 @@ ATTACKERS = 20
 
 
 class Mute(OneRound):
-    """A peer that answers no request to join, or accepts it and says no more."""
+    """A peer that answers no request to join, or accepts it and then sends nothing."""
 
     def __init__(self, accepts: bool) -> None:
         self.accepts = accepts
@@ -75,7 +75,7 @@ def rounds(
         found = []
         while (now := asyncio.get_running_loop().time()) < seconds:
             receipt = await peer.average()
-            if now + receipt.seconds < seconds:  # in the last one it may be alone
+            if now + receipt.seconds < seconds:  # the last round may have no group
                 found.append((now + receipt.seconds, receipt))
             await asyncio.sleep(PAUSE)
         return found
@@ -106,8 +106,8 @@ def test_twenty_silent_leaders_cost_a_few_seconds_once(seed: int) -> None:
     found = rounds(seed, 60.0, ATTACKERS)
     assert all(receipt.outcome is Outcome.AVERAGED for _, receipt in found)
     first, _ = found[0]
-    assert first < 8.0  # seconds for the first search, in which nothing is known of anybody
-    assert per_minute(found, since=first) > usual / 2  # a tenth of it if they are asked one after the other
+    assert first < 8.0  # seconds, for the first search, in which no peer is known
+    assert per_minute(found, since=first) > usual / 2  # a tenth of it if they were asked one after the other
     assert per_minute(found, since=20.0) > 0.9 * usual
 
 
@@ -119,13 +119,13 @@ def test_new_names_in_each_search_cost_a_bounded_time(seed: int) -> None:
     assert per_minute(found, since=20.0) > 60.0
     for moment, receipt in found:
         assert receipt.outcome is Outcome.AVERAGED
-        assert receipt.seconds < 1.0 or moment < 30.0, receipt  # as soon as the honest peers know each other
+        assert receipt.seconds < 1.0 or moment < 30.0, receipt  # once the honest peers know each other
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_leaders_that_accept_and_say_no_more_are_left_alone_once_they_are_known(seed: int) -> None:
+def test_deserters_are_not_asked_once_they_are_known(seed: int) -> None:
     found = rounds(seed, 100.0, 4, accept=True)
-    known = 4 * (5.0 + CLOCK_TOLERANCE) + 2.0  # each costs a declared time and the tolerance
+    known = 4 * (5.0 + CLOCK_TOLERANCE) + 2.0  # each costs a declaration and the tolerance
     late = [receipt for moment, receipt in found if moment > known]
     assert len(late) > 100
     for receipt in late:
@@ -134,7 +134,7 @@ def test_leaders_that_accept_and_say_no_more_are_left_alone_once_they_are_known(
 
 
 def test_many_seeds_of_ordinary_swarms_find_whole_groups_at_once() -> None:
-    """In rounds after the first too, in which it is known how fast others answer."""
+    """Also in later rounds, in which it is known how fast others answer."""
     looking: list[float] = []
     for seed in range(60):
         rng = random.Random(seed)
@@ -149,7 +149,7 @@ def test_many_seeds_of_ordinary_swarms_find_whole_groups_at_once() -> None:
             assert receipt.outcome is Outcome.AVERAGED, f"seed {seed}: {receipt}"
             assert (len(receipt.members), receipt.dropped) == (count, ()), f"seed {seed}: {receipt}"
             looking.append(receipt.seconds - receipt.allreduce_seconds)
-    # As it was when candidates were asked one after the other: 0.70 s and 0.177 s.
+    # When candidates were asked one after the other, it was 0.70 s and 0.177 s.
     assert max(looking) < 0.7
     assert statistics.mean(looking) < 0.18
 
@@ -163,10 +163,10 @@ class Leaders:
     """The network: each of two leaders accepts after a time of its own, and then begins or disbands.
 
     Attributes:
-        answers_after: seconds by leader.
-        decides_after: seconds by leader, from then on.
-        disbands: who does not begin.
-        left: whose follower reads no more, and since when.
+        answers_after: seconds until a leader accepts.
+        decides_after: seconds from then on until it decides.
+        disbands: the leader that does not begin.
+        left: when the follower of each leader left.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class Leaders:
 
 
 def searcher(
-    leaders: Leaders, discovery: MemoryDiscovery, answers: ResponseHistory, group_size: int = 4
+    leaders: Leaders, discovery: MemoryDiscovery, history: ResponseHistory, group_size: int = 4
 ) -> Matchmaking:
     return Matchmaking(
         "run",
@@ -208,12 +208,12 @@ def searcher(
         group_wait=20.0,
         clock=virtual_time.clock,
         rng=random.Random(1),
-        answers=answers,
+        history=history,
     )
 
 
-def search(leaders: Leaders, answers: ResponseHistory | None = None, silent: int = 0) -> Group:
-    """The group that is found among the two leaders, and so many earlier ones that do not answer."""
+def search(leaders: Leaders, history: ResponseHistory | None = None, silent: int = 0) -> Group:
+    """The group that is found among the two leaders and the `silent` ones before them, which do not answer."""
 
     async def main() -> Group:
         async with MemoryDiscovery(MemoryRegistry(clock=virtual_time.clock)) as discovery:
@@ -221,39 +221,39 @@ def search(leaders: Leaders, answers: ResponseHistory | None = None, silent: int
             names = [*(f"192.0.2.8:{number + 1}" for number in range(silent)), FIRST, SECOND]
             for number, name in enumerate(names):
                 await discovery.store(group_key("run", ""), name, pack_looking(True), now + 10 + number)
-            found = searcher(leaders, discovery, answers or ResponseHistory())
+            found = searcher(leaders, discovery, history or ResponseHistory())
             return await found.find_group(GATHER, now + 30)
 
     return virtual_time.run(main())
 
 
-def doubting() -> ResponseHistory:
-    """Two peers did not answer, so one that was never asked gets 3 s / 2^2 as long as nobody answers."""
-    answers = ResponseHistory()
+def two_silent() -> ResponseHistory:
+    """Two peers did not answer, so one that was never asked gets 3 s / 2^2 as long as no peer answers."""
+    history = ResponseHistory()
     for stranger in range(2):
-        answers.unanswered_by(f"192.0.2.9:{stranger + 1}")
-    return answers
+        history.note_silence(f"192.0.2.9:{stranger + 1}")
+    return history
 
 
-def test_the_earliest_leads_if_it_answers_within_its_head_start() -> None:
+def test_the_first_leads_if_it_answers_within_its_head_start() -> None:
     leaders = Leaders(first=2.9, second=0.01)
     group = search(leaders)
     assert (group.leader, leaders.asked) == (FIRST, [FIRST])
 
 
-def test_another_leads_if_the_earliest_does_not_answer_in_time_and_that_one_sees_it_leave() -> None:
+def test_the_second_leads_if_the_first_does_not_answer_in_time_and_the_request_is_withdrawn() -> None:
     leaders = Leaders(first=0.8, second=0.02)
-    group = search(leaders, doubting())
+    group = search(leaders, two_silent())
     assert (group.leader, leaders.asked) == (SECOND, [FIRST, SECOND])
     assert leaders.left[FIRST] == pytest.approx(0.77, abs=0.01)  # as soon as the second accepts
 
 
-def test_the_earliest_leads_if_it_answers_before_the_next_one_that_was_asked_meanwhile() -> None:
-    answers, leaders = doubting(), Leaders(first=0.8, second=0.5)
-    group = search(leaders, answers)
+def test_the_first_leads_if_it_answers_before_the_second_that_was_asked_meanwhile() -> None:
+    history, leaders = two_silent(), Leaders(first=0.8, second=0.5)
+    group = search(leaders, history)
     assert (group.leader, leaders.asked) == (FIRST, [FIRST, SECOND])
     assert leaders.left[SECOND] == pytest.approx(0.75 + 0.375, abs=0.01)  # when the head start of the second is over
-    assert not answers.doubts(FIRST), "it has answered, if late"
+    assert not history.suspicion(FIRST), "it has answered, if late"
 
 
 @pytest.mark.parametrize(
@@ -263,53 +263,53 @@ def test_the_earliest_leads_if_it_answers_before_the_next_one_that_was_asked_mea
         (Leaders(first=0.8, second=0.1, decide=(1.0, 0.05)), SECOND, {FIRST: 0.9}),
         (Leaders(first=0.8, second=0.1, decide=(0.1, 1.0), disbands=FIRST), SECOND, {FIRST: 0.9}),
     ],
-    ids=["the earliest leads", "the other one begins just then", "the earliest disbands just then"],
+    ids=["the first leads", "the second begins at that moment", "the first disbands at that moment"],
 )
 def test_of_two_that_accept_only_one_leads(leaders: Leaders, leads: str, leaves: dict[str, float]) -> None:
     """The first after 0.8 s, the second after 0.85 s."""
-    group = search(leaders, doubting())
+    group = search(leaders, two_silent())
     assert group.leader == leads
     left = {name: when for name, when in leaders.left.items() if name != leads}
     assert left == pytest.approx(leaves, abs=0.01)
 
 
-def test_the_earliest_leads_also_if_another_one_that_was_asked_with_it_accepts_sooner() -> None:
+def test_the_first_leads_even_if_the_second_that_was_asked_with_it_accepts_sooner() -> None:
     leaders = Leaders(first=0.1, second=0.05)
-    group = search(leaders, doubting(), silent=2)
+    group = search(leaders, two_silent(), silent=2)
     together = 0.75 + 0.375
     assert (group.leader, leaders.asked[2:]) == (FIRST, [FIRST, SECOND])
-    assert leaders.left[SECOND] == pytest.approx(together + 0.1 + LEAST_HEAD_START, abs=0.01)
+    assert leaders.left[SECOND] == pytest.approx(together + 0.1 + MIN_HEAD_START, abs=0.01)
 
 
 class Silent(Leaders):
-    """Nobody answers."""
+    """Leaders that answer no request."""
 
     def __init__(self) -> None:
         super().__init__(first=100.0, second=100.0)
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_a_whole_group_waits_no_longer_than_a_head_start(cancelled: bool) -> None:
-    """And does not begin with a leader that is giving up just then."""
+def test_a_complete_group_waits_no_longer_than_a_head_start(cancelled: bool) -> None:
+    """And its leader does not begin if its search is cancelled."""
 
     async def main() -> None:
         async with MemoryDiscovery(MemoryRegistry(clock=virtual_time.clock)) as discovery:
             now = virtual_time.clock()
             await discovery.store(group_key("run", ""), FIRST, pack_looking(True), now + 10)
             leaders = Silent()
-            found = searcher(leaders, discovery, doubting(), group_size=2)
+            found = searcher(leaders, discovery, two_silent(), group_size=2)
             searching = asyncio.create_task(found.find_group(GATHER, now + 30))
             await asyncio.sleep(0.1)
             replies = found.join_group(JoinRequest(FOLLOWER, SCHEMA.hash, now + 60, GATHER))
             assert (await anext(replies)).code is MessageCode.ACCEPTED
-            fate = asyncio.create_task(anext(replies))
+            decision = asyncio.create_task(anext(replies))
             await asyncio.sleep(0.6)
-            assert not fate.done()
+            assert not decision.done()
             if cancelled:
                 searching.cancel()
-                assert (await fate).code is MessageCode.GROUP_DISBANDED
+                assert (await decision).code is MessageCode.GROUP_DISBANDED
             else:
-                assert (await fate).code is MessageCode.BEGIN_ALLREDUCE
+                assert (await decision).code is MessageCode.BEGIN_ALLREDUCE
                 assert asyncio.get_running_loop().time() == pytest.approx(0.75, abs=0.01)
                 assert set((await searching).endpoints) == {ME, FOLLOWER}
                 assert list(leaders.left) == [FIRST]
@@ -319,10 +319,10 @@ def test_a_whole_group_waits_no_longer_than_a_head_start(cancelled: bool) -> Non
     virtual_time.run(main())
 
 
-def test_a_peer_that_stood_still_itself_takes_nobody_for_silent() -> None:
-    answers = ResponseHistory()
+def test_a_peer_that_stood_still_counts_no_other_as_silent() -> None:
+    history = ResponseHistory()
     for stranger in range(10):
-        answers.unanswered_by(f"192.0.2.9:{stranger + 1}")
+        history.note_silence(f"192.0.2.9:{stranger + 1}")
     leaders = Leaders(first=0.05, second=0.01)
 
     async def main() -> None:
@@ -330,7 +330,7 @@ def test_a_peer_that_stood_still_itself_takes_nobody_for_silent() -> None:
             now = virtual_time.clock()
             for number, name in enumerate((FIRST, SECOND)):
                 await discovery.store(group_key("run", ""), name, pack_looking(True), now + 10 + number)
-            found = searcher(leaders, discovery, answers)
+            found = searcher(leaders, discovery, history)
             asyncio.get_running_loop().call_later(0.045, virtual_time.stand_still, 5.0)
             assert (await found.find_group(GATHER, now + 30)).leader == FIRST
         assert leaders.asked == [FIRST]

@@ -143,7 +143,7 @@ def test_one_that_drips_as_the_only_donor_ends_in_an_error_that_tells_how_slow_i
     assert network.asked == ["drip:1"]
     assert seconds == pytest.approx(STALL_TIMEOUT + 0.7, abs=0.5)
     assert (
-        "drip:1: delivered 42 bytes in 30 s, at least 491520 are expected: 16 KiB/s, the least of any donor and reader"
+        "drip:1: delivered 42 bytes in 30 s, expected at least 491520: 16 KiB/s, the minimum for every donor and reader"
         in error
     )
 
@@ -156,7 +156,7 @@ def test_the_log_tells_of_it_where_another_donor_had_the_state(drip: int, caplog
     (told,) = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
     assert told == (
         f"could not download the state from slow:1: delivered {42 if drip else 3 << 18} bytes in 30 s, "
-        "at least 4687500 are expected: 1/8 of the 10 Mbit/s presumed of slow links; took that of x:1"
+        "expected at least 4687500: 1/8 of the 10 Mbit/s assumed for slow links; downloaded it from x:1"
     )
 
 
@@ -246,7 +246,7 @@ def test_tensors_without_bytes_do_not_let_a_donor_go_on_for_ever() -> None:
     network, seconds, _, error = fetch({"drip:1": Drip(state)}, at_most=500.0)
     assert network.asked == ["drip:1"]
     assert seconds < 2 * STALL_TIMEOUT
-    assert "drip:1: delivered 1024 bytes in 30 s, at least 491520 are expected" in error
+    assert "drip:1: delivered 1024 bytes in 30 s, expected at least 491520" in error
 
 
 def test_a_donor_that_does_just_enough_and_is_lost_again_and_again_is_asked_so_often() -> None:

@@ -1,4 +1,4 @@
-"""Readers of a state that take it slowly: they keep their places as long as nobody else wants one."""
+"""Readers of a state that read it too slowly: they keep their places as long as nobody else wants one."""
 
 from __future__ import annotations
 
@@ -84,7 +84,9 @@ def test_who_takes_too_little_makes_room_for_who_waits() -> None:
                 one.cancel()
         count, reason = lost.result()
         assert count == 1
-        assert "others wait for the state of donor:1, and you take it slowly: delivered 262144 bytes in 30 s" in reason
+        assert (
+            "others wait for the state of donor:1, and you read it too slowly: delivered 262144 bytes in 30 s" in reason
+        )
 
     play(main)
 

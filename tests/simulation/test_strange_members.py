@@ -1,4 +1,4 @@
-"""A leader of a closed run may name only those whom discovery names: everybody else would be dialled on its word."""
+"""A leader of a closed run may name only members that discovery knows, so it cannot make others call any address."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from averaging.matchmaking.exclusions import Exclusions
 from averaging.matchmaking.rules import pack_looking
 from averaging.observe.receipts import DropCode, Outcome, Receipt
 from averaging.protocol.group import Mode, group_key, pack_gather
-from averaging.protocol.messages import AveragingData, CompressionType, JoinRequest, MessageCode, MessageFromLeader
+from averaging.protocol.messages import CompressionType, JoinRequest, MessageCode, MessageFromLeader
 from averaging.protocol.schema import Schema, TensorSpec
 from averaging.transport import virtual_time
 from averaging.transport.base import Transport
@@ -30,7 +30,7 @@ CLIENT = "client::0b5e6ff2-6a0f-4a3e-9c1b-2f8f6f0d8d11"
 
 
 class OneLeader:
-    """The network: who is asked to lead begins a group with these members."""
+    """The network: every peer that is asked to lead begins a group with these members."""
 
     def __init__(self, *members: str) -> None:
         self.members = members
@@ -46,7 +46,7 @@ class OneLeader:
 
 
 class Differing(OneLeader):
-    """The network: whoever is asked averages other tensors."""
+    """The network: all other peers average other tensors."""
 
     async def get_schema(self, endpoint: str) -> Schema:
         return Schema((TensorSpec("w", "float32", (4,), CompressionType.NONE),), 1024)
@@ -57,8 +57,8 @@ def matchmaking(
     discovery: MemoryDiscovery,
     endpoint: str = ME,
     *,
-    only_named: bool = False,
-    conduct: Exclusions | None = None,
+    known_members_only: bool = False,
+    exclusions: Exclusions | None = None,
 ) -> Matchmaking:
     return Matchmaking(
         "run",
@@ -69,15 +69,19 @@ def matchmaking(
         group_size=3,
         min_group_size=2,
         group_wait=10.0,
-        only_named=only_named,
-        conduct=conduct,
+        known_members_only=known_members_only,
+        exclusions=exclusions,
         clock=virtual_time.clock,
         rng=random.Random(1),
     )
 
 
 def search(
-    network: OneLeader, *, only_named: bool, named_after: float | None = None, conduct: Exclusions | None = None
+    network: OneLeader,
+    *,
+    known_members_only: bool,
+    named_after: float | None = None,
+    exclusions: Exclusions | None = None,
 ) -> tuple[str, ...]:
     """The members of the group that a follower takes part in."""
 
@@ -93,38 +97,38 @@ def search(
 
             if named_after is not None:
                 tasks.create_task(name())
-            found = matchmaking(network, discovery, only_named=only_named, conduct=conduct)
+            found = matchmaking(network, discovery, known_members_only=known_members_only, exclusions=exclusions)
             return (await found.find_group(GATHER, now + 8)).endpoints
 
     found: tuple[str, ...] = virtual_time.run(main())
     return found
 
 
-def test_a_stranger_is_not_believed_in() -> None:
-    network, conduct = OneLeader(LEADER, STRANGER, ME), Exclusions()
+def test_a_group_with_an_unknown_member_is_refused() -> None:
+    network, exclusions = OneLeader(LEADER, STRANGER, ME), Exclusions()
     with pytest.raises(ExceptionGroup) as raised:
-        search(network, only_named=True, conduct=conduct)
+        search(network, known_members_only=True, exclusions=exclusions)
     assert raised.group_contains(NoGroupError, match=f"{LEADER}: began a group with {STRANGER}, which discovery")
-    assert network.asked == [LEADER], "who does so is not asked again"
-    assert not conduct.counts, "but it is in the next search: its view of the run may be another"
+    assert network.asked == [LEADER], "the leader is not asked again"
+    assert not exclusions.counts, "but in the next search, since it may know more of the run"
 
 
 @pytest.mark.parametrize("after", [0.0, 1.0])
-def test_a_member_of_whom_discovery_is_about_to_hear_is_waited_for(after: float) -> None:
+def test_a_follower_waits_for_the_record_of_a_member(after: float) -> None:
     members = (LEADER, STRANGER, ME)
-    assert search(OneLeader(*members), only_named=True, named_after=after) == members
+    assert search(OneLeader(*members), known_members_only=True, named_after=after) == members
 
 
-def test_clients_are_never_dialled_and_need_no_name() -> None:
-    assert search(OneLeader(LEADER, CLIENT, ME), only_named=True) == (LEADER, CLIENT, ME)
+def test_clients_are_not_called_and_need_no_record() -> None:
+    assert search(OneLeader(LEADER, CLIENT, ME), known_members_only=True) == (LEADER, CLIENT, ME)
 
 
-def test_in_an_open_run_a_leader_may_name_whom_it_met() -> None:
-    assert search(OneLeader(LEADER, STRANGER, ME), only_named=False) == (LEADER, STRANGER, ME)
+def test_in_an_open_run_a_leader_may_name_any_member() -> None:
+    assert search(OneLeader(LEADER, STRANGER, ME), known_members_only=False) == (LEADER, STRANGER, ME)
 
 
 @pytest.mark.parametrize(
-    ("accepts", "then", "told"),
+    ("accepts", "then", "reason"),
     [
         (False, None, "ended its answer early"),
         (False, CallRefusedError(LEADER, "TypeError: x is not a function"), "TypeError: x is not a function"),
@@ -134,7 +138,7 @@ def test_in_an_open_run_a_leader_may_name_whom_it_met() -> None:
         (True, MessageFromLeader(MessageCode.BEGIN_ALLREDUCE, bytes(20)), "began a group of 0 with 0 gathers"),
     ],
 )
-def test_what_a_leader_did_instead_is_told(accepts: bool, then: object, told: str) -> None:
+def test_the_error_says_what_a_leader_did_instead(accepts: bool, then: object, reason: str) -> None:
     class Odd(OneLeader):
         async def join_group(self, endpoint: str, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
             if accepts:
@@ -147,12 +151,12 @@ def test_what_a_leader_did_instead_is_told(accepts: bool, then: object, told: st
                 yield then
 
     with pytest.raises(ExceptionGroup) as raised:
-        search(Odd(), only_named=False)
-    assert raised.group_contains(NoGroupError, match=rf"\({LEADER}: {told}\)")
+        search(Odd(), known_members_only=False)
+    assert raised.group_contains(NoGroupError, match=rf"\({LEADER}: {reason}\)")
 
 
 class Redirects(OneLeader):
-    """Who is asked suggests this one."""
+    """The network: every peer that is asked suggests this one."""
 
     def __init__(self, suggested: str) -> None:
         super().__init__()
@@ -164,29 +168,29 @@ class Redirects(OneLeader):
 
 
 @pytest.mark.parametrize("broke", [False, True])
-def test_nobody_is_sent_to_one_that_broke_the_protocol(broke: bool) -> None:
-    conduct = Exclusions()
+def test_an_excluded_peer_is_not_followed_as_a_suggestion(broke: bool) -> None:
+    exclusions = Exclusions()
     if broke:
-        conduct.note(STRANGER, DropCode.PROTOCOL_VIOLATION, virtual_time.EPOCH)
+        exclusions.note(STRANGER, DropCode.PROTOCOL_VIOLATION, virtual_time.EPOCH)
     network = Redirects(STRANGER)
     with pytest.raises(ExceptionGroup):
-        search(network, only_named=True, named_after=0.0, conduct=conduct)
+        search(network, known_members_only=True, named_after=0.0, exclusions=exclusions)
     assert (STRANGER in network.asked) is not broke
 
 
 @pytest.mark.parametrize("suggested", [ME, "169.254.169.254:80", STRANGER])
-def test_nobody_is_sent_to_itself_or_to_whom_discovery_does_not_name(suggested: str) -> None:
+def test_only_other_peers_that_discovery_knows_are_followed_as_suggestions(suggested: str) -> None:
     network = Redirects(suggested)
     with pytest.raises(ExceptionGroup) as raised:
-        search(network, only_named=False)
+        search(network, known_members_only=False)
     assert raised.group_contains(NoGroupError)
     assert set(network.asked) == {LEADER}
 
 
 @pytest.mark.parametrize("accepts", [False, True])
 @pytest.mark.parametrize("mode", [Mode.NODE, Mode.CLIENT])
-def test_who_is_sent_on_and_on_stops_when_its_time_is_over(accepts: bool, mode: Mode) -> None:
-    """It would go to three more who each take their time to answer, and so search for long after its time."""
+def test_following_suggestions_ends_when_the_search_is_over(accepts: bool, mode: Mode) -> None:
+    """Otherwise it would ask three more peers that are slow to answer, long after its deadline."""
     names = [f"192.0.2.{number}:1" for number in range(10, 14)]
 
     class Slow(OneLeader):
@@ -219,7 +223,7 @@ def test_who_is_sent_on_and_on_stops_when_its_time_is_over(accepts: bool, mode: 
 
 
 class Stuck(OneRound):
-    """A peer that gives nobody a verdict, or takes all in and then says no more."""
+    """A peer that answers no request to join, or accepts all and then sends nothing."""
 
     def __init__(self, accepts: bool) -> None:
         self.accepts = accepts
@@ -232,9 +236,7 @@ class Stuck(OneRound):
 
 @pytest.mark.parametrize("accepts", [False, True])
 @pytest.mark.parametrize("seed", range(3))
-def test_one_that_is_stuck_and_declares_itself_again_and_again_keeps_nobody_from_the_others(
-    accepts: bool, seed: int
-) -> None:
+def test_a_stuck_peer_that_renews_its_declaration_does_not_keep_the_others_apart(accepts: bool, seed: int) -> None:
     swarm = Swarm(seed)
     peers = [
         swarm.peer(f"peer:{number}", [tensor], group_size=4, group_wait=5.0, round_timeout=15.0)
@@ -243,7 +245,7 @@ def test_one_that_is_stuck_and_declares_itself_again_and_again_keeps_nobody_from
 
     async def declare() -> None:
         async with MemoryDiscovery(swarm.registry) as discovery:
-            while True:  # so that it always is the earliest
+            while True:  # so that its declaration is always the smallest
                 until = virtual_time.clock() + 2.5
                 await discovery.store(group_key("run", ""), LEADER, pack_looking(True), until)
                 await asyncio.sleep(2.4)
@@ -264,8 +266,8 @@ def test_one_that_is_stuck_and_declares_itself_again_and_again_keeps_nobody_from
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_what_somebody_averages_whom_discovery_does_not_name_says_nothing_of_the_run(named: bool) -> None:
-    """Anybody can ask with any hash; only of one whose record there is it is told that there are other tensors."""
+def test_another_schema_counts_only_from_a_peer_that_discovery_knows(named: bool) -> None:
+    """Any caller can send any hash; only a peer with a record shows that the run has other tensors."""
 
     async def main() -> BaseException | None:
         async with MemoryDiscovery(MemoryRegistry(clock=virtual_time.clock)) as discovery:
@@ -281,23 +283,3 @@ def test_what_somebody_averages_whom_discovery_does_not_name_says_nothing_of_the
             return searching.exception()
 
     assert type(virtual_time.run(main())) is (SchemaMismatchError if named else NoGroupError)
-
-
-def test_of_a_sender_that_is_refused_what_it_sends_is_read_all_the_same() -> None:
-    """Some clients lose the answer if a write fails."""
-    swarm = Swarm(1)
-    sent = 0
-
-    async def messages() -> AsyncGenerator[AveragingData, None]:
-        nonlocal sent
-        for _ in range(20):
-            sent += 1
-            yield AveragingData(MessageCode.PART_FOR_AVERAGING, b"unknown", STRANGER)
-
-    async def main() -> list[MessageCode]:
-        async with swarm.peer("peer:1", scalars(1, 1)):
-            replies = swarm.network.transport(STRANGER).aggregate_part("peer:1", messages())
-            return [reply.code async for reply in replies]
-
-    assert swarm.simulate(main()) == [MessageCode.BAD_GROUP_ID]
-    assert sent == 20

@@ -1,4 +1,4 @@
-"""A sender that takes no replies holds the round up for a moment only; a suspended reducer blames no sender."""
+"""A sender that takes no replies delays the round only briefly; a suspended reducer drops no sender."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NODES = ["peer:1", "peer:2"]
 STUCK = "client::1"
 
 
-def test_a_sender_that_takes_no_replies_is_given_up() -> None:
+def test_a_sender_that_takes_no_replies_is_dropped() -> None:
     members = [*map(Member, NODES), Member(STUCK, mode=Mode.CLIENT)]
     simulation = Simulation(1, members, [(2000,)])
     parts = dict(zip(simulation.group.endpoints, partition(simulation.schema, shares(members)), strict=True))
@@ -75,8 +75,8 @@ def test_a_reducer_that_was_suspended_still_waits_for_the_first_message(suspende
     assert swarm.simulate(main()) == [MessageCode.BAD_GROUP_ID]
 
 
-def test_a_sender_of_no_group_is_refused_in_time_while_one_is_being_assembled() -> None:
-    """A group that never gets full does not hold up whoever sends for another one."""
+def test_a_sender_of_an_unknown_group_is_refused_in_time_during_a_search() -> None:
+    """A group that never gets full does not delay a sender of another one."""
     swarm = Swarm(1)
 
     async def main() -> tuple[list[MessageCode], float]:

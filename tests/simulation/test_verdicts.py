@@ -1,4 +1,4 @@
-"""Who does not answer when asked to lead costs a searcher little, once it knows how long others take to answer."""
+"""A candidate that does not answer costs little once it is known how long peers take to answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import cast
 
 import pytest
 
-from averaging.deadlines.learned_deadlines import ENOUGH_WAITS, VERDICT_SECONDS, Deadlines, Phase
+from averaging.deadlines.learned_deadlines import MIN_WAITS, VERDICT_SECONDS, Deadlines, Phase
 from averaging.discovery.base import Discovery
 from averaging.discovery.memory import MemoryDiscovery, MemoryRegistry
 from averaging.matchmaking import Matchmaking
@@ -32,7 +32,7 @@ LOWER = 0.5
 
 @dataclass
 class Leaders:
-    """The network: the dead one never answers, the mute one accepts and says no more, the good one begins later."""
+    """The network: DEAD never answers, MUTE accepts and then sends nothing, GOOD begins later."""
 
     begins_after: float = 0.0
 
@@ -86,29 +86,29 @@ def test_a_dead_candidate_costs_less_as_soon_as_round_trips_are_known() -> None:
     async def main() -> None:
         deadlines = Deadlines(LOWER, 10.0)
         assert await search(deadlines, DEAD, GOOD) == pytest.approx(VERDICT_SECONDS, abs=0.2)
-        usual = [await search(deadlines, GOOD) for _ in range(ENOUGH_WAITS)]
+        usual = [await search(deadlines, GOOD) for _ in range(MIN_WAITS)]
         # It missed one before, so it gets twice what one gets who is new.
         assert await search(deadlines, DEAD, GOOD) <= max(usual) + 4 * LOWER + 0.1
 
         fresh = Deadlines(LOWER, 10.0)
-        for _ in range(ENOUGH_WAITS):
+        for _ in range(MIN_WAITS):
             await search(fresh, GOOD)
         assert await search(fresh, DEAD, GOOD) <= max(usual) + 2 * LOWER + 0.1
 
     virtual_time.run(main())
 
 
-def test_who_has_accepted_may_take_until_its_declared_time() -> None:
+def test_a_leader_that_has_accepted_may_decide_until_its_declaration_expires() -> None:
     async def main() -> None:
         deadlines = Deadlines(LOWER, 10.0)
-        for _ in range(ENOUGH_WAITS):
+        for _ in range(MIN_WAITS):
             await search(deadlines, GOOD)
         assert await search(deadlines, GOOD, leaders=Leaders(begins_after=14.0)) == pytest.approx(14.0, abs=0.1)
 
     virtual_time.run(main())
 
 
-def test_a_client_waits_for_a_leader_that_has_gone_silent_until_that_leaders_time() -> None:
+def test_a_client_waits_for_a_silent_leader_until_its_declaration_expires() -> None:
     async def main() -> None:
         waited = await search(Deadlines(LOWER, 10.0), MUTE, GOOD, mode=Mode.CLIENT)
         assert waited == pytest.approx(15 + CLOCK_TOLERANCE, abs=0.2)  # and not its own 90 s
@@ -117,10 +117,10 @@ def test_a_client_waits_for_a_leader_that_has_gone_silent_until_that_leaders_tim
 
 
 @pytest.mark.parametrize("stopped", [20.0, 60.0])
-def test_a_searcher_that_was_stopped_itself_gives_nobody_up(stopped: float) -> None:
+def test_a_peer_that_stood_still_counts_no_other_as_silent(stopped: float) -> None:
     async def main() -> None:
         deadlines = Deadlines(LOWER, 10.0)
-        for _ in range(ENOUGH_WAITS):
+        for _ in range(MIN_WAITS):
             await search(deadlines, GOOD)
 
         async def stop() -> None:
@@ -131,7 +131,7 @@ def test_a_searcher_that_was_stopped_itself_gives_nobody_up(stopped: float) -> N
         await search(deadlines, GOOD)
         await stopping
         (told,) = deadlines.learned()
-        assert told.waits == ENOUGH_WAITS + 1
+        assert told.waits == MIN_WAITS + 1
         assert told.deadline < 2 * LOWER
 
     virtual_time.run(main())
@@ -139,7 +139,7 @@ def test_a_searcher_that_was_stopped_itself_gives_nobody_up(stopped: float) -> N
 
 @pytest.mark.parametrize("verdict", [MessageCode.ACCEPTED, MessageCode.NOT_LOOKING_FOR_GROUP])
 def test_a_full_group_waits_for_the_answer_to_its_leader_s_own_request(verdict: MessageCode) -> None:
-    """Else it could be in two groups at once."""
+    """Otherwise it could be in two groups at once."""
     asked, answer = asyncio.Event(), asyncio.Event()
 
     class Undecided:
@@ -164,23 +164,23 @@ def test_a_full_group_waits_for_the_answer_to_its_leader_s_own_request(verdict: 
                 await asked.wait()
                 replies = found.join_group(JoinRequest(MUTE, SCHEMA.hash, now + 60, GATHER))
                 assert (await anext(replies)).code is MessageCode.ACCEPTED
-                fate = tasks.create_task(anext(replies))
+                decision = tasks.create_task(anext(replies))
                 await asyncio.sleep(1.0)
-                assert not fate.done()
+                assert not decision.done()
                 answer.set()
-                told, group = await fate, await searching
+                decided, group = await decision, await searching
                 await replies.aclose()
         if verdict is MessageCode.ACCEPTED:
-            assert (told.code, told.suggested_leader) == (MessageCode.GROUP_DISBANDED, GOOD)
+            assert (decided.code, decided.suggested_leader) == (MessageCode.GROUP_DISBANDED, GOOD)
             assert (group.leader, set(group.endpoints)) == (GOOD, {GOOD, ME})
         else:
-            assert told.code is MessageCode.BEGIN_ALLREDUCE
+            assert decided.code is MessageCode.BEGIN_ALLREDUCE
             assert (group.leader, set(group.endpoints)) == (ME, {MUTE, ME})
 
     virtual_time.run(main())
 
 
-def test_what_was_learned_of_verdicts_and_donors_is_shown() -> None:
+def test_the_status_shows_the_deadlines_of_answers_and_donors() -> None:
     swarm = Swarm(1)
 
     async def main() -> None:
@@ -190,7 +190,7 @@ def test_what_was_learned_of_verdicts_and_donors_is_shown() -> None:
                 await stack.enter_async_context(peer)
             for _ in range(4):
                 await asyncio.gather(*(peer.average() for peer in peers))
-            for _ in range(ENOUGH_WAITS):
+            for _ in range(MIN_WAITS):
                 await peers[0].download_state(donors=["peer:1"])
             shown = {(one.endpoint, one.phase): one for peer in peers for one in peer.status.deadlines}
         assert any(phase is Phase.VERDICT for _, phase in shown)

@@ -27,7 +27,7 @@ STEP_SECONDS = 0.5
 
 @dataclass
 class Site:
-    """One peer of a run: how it starts, and what became of it."""
+    """One peer of a run: how it starts, and its result."""
 
     name: str
     join: Sequence[str]

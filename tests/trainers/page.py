@@ -1,4 +1,4 @@
-"""The code of docs/trainers.md, and what it is run with."""
+"""The code of docs/how-to/trainers.md, and what it is run with."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LinearLR
 from averaging import DecentralizedAverager, LocalSGD, Receipt
 from tests.trainers.forked import tell
 
-_PAGE = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text()
+_PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "trainers.md").read_text()
 TRAINER, ACCELERATE, LIGHTNING, TENSORBOARD, WANDB = re.findall(r"```python\n(.*?)```", _PAGE, re.DOTALL)
 
 JOIN = 'join=["192.0.2.7:4222"]'

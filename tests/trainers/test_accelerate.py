@@ -116,7 +116,7 @@ def test_a_step_without_samples_is_told_how_to_count_them() -> None:
     model = accelerator.prepare(torch.nn.Linear(3, 1))
     with averager_of(model, strategy=GradientAveraging(8)) as opt:
         loop = AveragingLoop(accelerator, opt)
-        with loop.accumulate(model), pytest.raises(ConfigError, match=r"told none: .*loop.accumulate\(model, samples"):
+        with loop.accumulate(model), pytest.raises(ConfigError, match=r"has none: .*loop.accumulate\(model, samples"):
             loop.optimizer.step()
 
 
@@ -125,7 +125,7 @@ def test_what_cannot_work_is_said_with_its_remedy() -> None:
     model = torch.nn.Linear(3, 1)
     with averager_of(model) as opt:
         model.double()
-        told = r"moved in memory.* call accelerator.prepare\(model\) first, then make the averager, then the Averag"
+        told = r"moved in memory.* call accelerator.prepare\(model\) first, then create the averager, then the Averag"
         with pytest.raises(ConfigError, match=told):
             AveragingLoop(accelerator, opt)
     with pytest.raises(ConfigError, match="must be a DecentralizedAverager, not SGD"):

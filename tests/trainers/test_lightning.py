@@ -179,7 +179,7 @@ def test_a_checkpoint_is_resumed_by_who_is_first_and_refused_to_a_newcomer(run: 
     assert model.opt.local_step == 5
     first = founder(run, Model().net, 5)
     newcomer = Averaged(LocalSGD(4), join=[first.endpoint])
-    with pytest.raises(ConfigError, match="joined a run that is under way .* train without the checkpoint"):
+    with pytest.raises(ConfigError, match="joined a run in progress .* train without the checkpoint"):
         trainer_of(tmp_path, max_steps=5).fit(newcomer, data_of(12), ckpt_path=tmp_path / "3.ckpt", weights_only=False)
     assert_closed(newcomer.opt)
 
@@ -214,9 +214,9 @@ def global_steps_that_are_not_counted(folder: Path) -> None:
     ("do", "told"),
     [
         (no_averager, "0 averagers among its optimizers; return one DecentralizedAverager from configure_optimizers"),
-        (converted_after_it_was_made, "moved in memory.* make the averager in configure_optimizers"),
-        (two_schedulers, "returns a scheduler, and the averager has one; leave one of them out"),
-        (global_steps_that_are_not_counted, "counts no global steps; leave global_steps out"),
+        (converted_after_it_was_made, "moved in memory.* create the averager in configure_optimizers"),
+        (two_schedulers, "returns a scheduler, and the averager has one; remove one"),
+        (global_steps_that_are_not_counted, "has no global steps; omit global_steps"),
     ],
 )
 def test_what_cannot_work_is_said_with_its_remedy(do: Callable[[Path], None], told: str, tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def test_a_checkpoint_is_resumed_by_who_is_first_and_refused_to_a_newcomer(run: 
     trainer = Trainer(model_of(), arguments, train_dataset=data_of(40))
     with averager_of(trainer, join=[first.endpoint]) as opt:
         AveragingCallback(opt).attach(trainer)
-        with pytest.raises(ConfigError, match="joined a run that is under way .* train without the checkpoint"):
+        with pytest.raises(ConfigError, match="joined a run in progress .* train without the checkpoint"):
             trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
@@ -226,16 +226,16 @@ def no_averager(_: Trainer, opt: DecentralizedAverager) -> None:
 @pytest.mark.parametrize(
     ("do", "told"),
     [
-        (moved, "has been moved in memory.* make the Trainer first, since it moves the model, then the averager"),
-        (moved_by_train, "has been moved in memory.* make the Trainer first"),
-        (another_model, "parameters that are not in the trainer's model: make the Trainer first"),
-        (to_the_constructor, r"leave the AveragingCallback out of Trainer\(callbacks=...\); call attach\(trainer\)"),
+        (moved, "has been moved in memory.* create the Trainer first, because it moves the model, then the averager"),
+        (moved_by_train, "has been moved in memory.* create the Trainer first"),
+        (another_model, "parameters that are not in the trainer's model: create the Trainer first"),
+        (to_the_constructor, r"remove the AveragingCallback from Trainer\(callbacks=...\); call attach\(trainer\)"),
         (added, r"call attach\(trainer\) instead"),
-        (with_an_optimizer, r"has an optimizer or a scheduler already; leave optimizers= out, give the scheduler to"),
-        (model_init, "model_init when it trains; give it the model instead"),
-        (twice, "attached to a Trainer already; make another one"),
-        (trained_twice, "has finished its training; make a new strategy, averager and callback"),
-        (global_steps_that_are_not_counted, r"LocalSGD\(.*\) counts no global steps; leave global_steps out"),
+        (with_an_optimizer, r"has an optimizer or a scheduler already; remove optimizers=, pass the scheduler to"),
+        (model_init, "model_init when it trains; pass the model instead"),
+        (twice, "attached to a Trainer already; create another one"),
+        (trained_twice, "has finished its training; create a new strategy, averager and callback"),
+        (global_steps_that_are_not_counted, r"LocalSGD\(.*\) has no global steps; omit global_steps"),
         (a_timeout_that_is_none, "timeout must be a finite number of seconds, not '60'"),
         (nobody_to_wait_for, "wait_for must be a whole number of peers, at least 1, not 0"),
         (no_averager, "must be a DecentralizedAverager, not SGD"),
@@ -258,7 +258,7 @@ def test_what_has_no_effect_or_undoes_the_end_is_a_warning(tmp_path: Path, caplo
     told = [record.getMessage() for record in caplog.records if record.name == "averaging.integrations"]
     assert len(told) == 2
     assert "load_best_model_at_end replaces the weights" in told[0]
-    assert "lr_scheduler_type and warmup_steps have no effect; give the averager a scheduler" in told[1]
+    assert "lr_scheduler_type and warmup_steps have no effect; pass a scheduler" in told[1]
 
 
 def test_a_trainer_that_does_not_count_samples_is_told_what_does(tmp_path: Path) -> None:

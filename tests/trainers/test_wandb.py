@@ -103,7 +103,7 @@ def test_the_current_run_is_taken_if_none_is_given_and_another_logger_gets_the_r
     rounds(RECEIPT)  # that there is no run was told already
     assert warnings(caplog) == [
         "WandbRounds(None) cannot write round 3: there is no current run; call wandb.init() before the first round. "
-        "Training goes on"
+        "Training continues"
     ]
     (row,) = kept(tmp_path)
     assert row["round/straggler"] == "127.0.0.1:2"

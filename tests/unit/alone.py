@@ -1,4 +1,4 @@
-"""An averager that is alone in its run, and what it trains."""
+"""An averager that is alone in its run, and its model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which hosts may be dialled on a stranger's word, and which hosts a certificate stands for."""
+"""Which hosts a peer may dial if another peer supplied the address, and which hosts a certificate covers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_some_addresses_are_never_dialled(host: str, words: str, loopback: bool)
 @pytest.mark.parametrize(
     "host", ["127.0.0.1", "127.9.9.9", "[::1]", "::ffff:127.0.0.1", "localhost", "LocalHost.", "a.localhost"]
 )
-def test_loopback_is_for_those_who_are_there(host: str) -> None:
+def test_loopback_is_dialled_only_where_it_is_allowed(host: str) -> None:
     assert is_loopback(host)
     assert objection(host, loopback=True) is None
     assert "loopback" in (objection(host, loopback=False) or "")
@@ -52,15 +52,15 @@ def test_loopback_is_for_those_who_are_there(host: str) -> None:
     "host",
     ["192.0.2.7", "10.0.0.1", "192.168.1.1", "172.16.0.1", "100.64.0.1", "[2001:db8::7]", "[fd00::1]", "a.example.org"],
 )
-def test_other_addresses_are_dialled_private_ones_too(host: str) -> None:
+def test_other_addresses_are_dialled_including_private_ones(host: str) -> None:
     assert not is_loopback(host)
     assert objection(host, loopback=False) is None
 
 
 @given(st.ip_addresses())
-def test_every_address_is_judged_as_its_kind_says(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> None:
+def test_random_addresses_are_refused_by_their_kind(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> None:
     refused = objection(str(address), loopback=True)
-    # What an IPv6 address that stands for an IPv4 one is, is what that one is: the kernel dials that one.
+    # For an IPv4-mapped IPv6 address the IPv4 address counts, since the kernel dials it.
     judged = (address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None) or address
     if judged.is_link_local or judged.is_multicast or judged.is_unspecified:
         assert refused
@@ -95,5 +95,5 @@ def test_every_address_is_judged_as_its_kind_says(address: ipaddress.IPv4Address
         ([""], "a.example.org", False),
     ],
 )
-def test_what_a_certificate_stands_for(hosts: list[str], host: str, covered: bool) -> None:
+def test_hosts_that_a_certificate_covers(hosts: list[str], host: str, covered: bool) -> None:
     assert covers(hosts, host) is covered

@@ -1,4 +1,4 @@
-"""docs/architecture.md names every room and no file that does not exist; modules that call themselves pure are."""
+"""docs/design/architecture.md names every room and no file that does not exist; pure modules import nothing impure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import averaging
 
 PACKAGE = Path(averaging.__file__).parent
-PAGE = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+PAGE = (PACKAGE.parent / "docs" / "design" / "architecture.md").read_text()
 NAME = re.compile(r"`([\w/]+(?:\.py|/))`")
 
 IMPURE = {"asyncio", "grpc", "socket", "threading", "time"}

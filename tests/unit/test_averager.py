@@ -1,4 +1,4 @@
-"""The averager as an optimizer like others: alone in its run, on a network in memory."""
+"""The averager as an optimizer, alone in its run, on the memory network."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_closure_is_called_and_its_loss_returned(make: Make) -> None:
 
 
 class Probing(torch.optim.SGD):
-    """Evaluates the closure before its step, and once more a little way off, as sharpness-aware ones do."""
+    """Evaluates the closure before its step and again at a nearby point, like sharpness-aware optimizers."""
 
     def step(self, closure: Any = None) -> Any:
         loss = closure()
@@ -230,7 +230,7 @@ def test_a_strategy_is_copied_and_pickled_only_until_an_averager_has_it(make: Ma
         assert copied.every == 7
     opt = make(torch.optim.SGD(linear().parameters()), strategy=strategy)
     for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
-        with pytest.raises(ConfigError, match=r"cannot be copied or pickled any more; make a new one .*state_dict"):
+        with pytest.raises(ConfigError, match=r"cannot be copied or pickled; make a new strategy .*state_dict"):
             attempt(opt.strategy)
 
 

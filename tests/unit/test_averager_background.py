@@ -1,4 +1,4 @@
-"""The thread in which a peer lives: what it returns, and that nobody waits for ever however it ends."""
+"""The thread in which a peer runs: its results, and that no caller waits forever however it ends."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NAME = "the thread under test"
 
 
 class Room:
-    """A context that tells what happened to it, and whose TaskGroup can be made to fail."""
+    """A context that records what happens to it, and whose TaskGroup can be made to fail."""
 
     def __init__(self) -> None:
         self.happened: list[str] = []
@@ -162,15 +162,15 @@ def test_closed_it_is_forgotten_before_the_end_of_the_interpreter() -> None:
 
 
 def test_closing_waits_for_the_threads_that_its_calls_use() -> None:
-    thread, begun, happened = EventLoopThread(Room().context(), NAME), threading.Event(), list[str]()
+    thread, started, happened = EventLoopThread(Room().context(), NAME), threading.Event(), list[str]()
 
     def write() -> None:
-        begun.set()
+        started.set()
         time.sleep(0.05)
         happened.append("written")
 
     thread.start(asyncio.to_thread(write))
-    assert begun.wait(30)
+    assert started.wait(30)
     thread.close()
     assert happened == ["written"]
 
@@ -242,7 +242,7 @@ def test_an_interrupt_cancels_the_call_and_waits_for_its_end() -> None:
 
 
 def test_an_interrupt_between_any_two_instructions_is_raised_and_harms_nothing() -> None:
-    """As Ctrl+C may: it was lost, or left a lock taken that the thread waited for without end."""
+    """As Ctrl+C may: an exception must neither be lost nor leave a lock held."""
     thread = EventLoopThread(Room().context(), NAME)
     interrupted = instruction = 0
     while interrupted == instruction:
@@ -261,7 +261,7 @@ def test_an_interrupt_between_any_two_instructions_is_raised_and_harms_nothing()
 
 @contextmanager
 def raising_at(number: int) -> Iterator[None]:
-    """Raises a KeyboardInterrupt before that instruction of Python in the calls that this thread makes in the block."""
+    """Raises a KeyboardInterrupt in this thread before that Python instruction of the calls in the block."""
     seen = 0
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
@@ -377,7 +377,7 @@ assert thread.run(use_a_worker_thread()) == os.getpid()
 
 def run_script(rest: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        # From Python 3.12 on a fork beside threads, which is what is tried here, brings a warning.
+        # Python 3.12 and newer warn of a fork in a process with threads.
         [sys.executable, "-W", "ignore:This process:DeprecationWarning", "-c", SCRIPT + rest],
         capture_output=True,
         text=True,
@@ -399,12 +399,12 @@ def test_an_error_that_ends_the_interpreter_closes_it_too() -> None:
 def test_in_a_forked_process_it_refuses_and_leaves_the_parent_alone() -> None:
     ended = run_script(
         """
-begun = thread.start(asyncio.sleep(3600))
+started = thread.start(asyncio.sleep(3600))
 if child := os.fork():
     assert os.waitpid(child, 0)[1] == 0
     assert thread.run(asyncio.sleep(0, 7)) == 7
 else:
-    for use in (thread.check, lambda: thread.run(asyncio.sleep(0)), lambda: thread.wait(begun)):
+    for use in (thread.check, lambda: thread.run(asyncio.sleep(0)), lambda: thread.wait(started)):
         try:
             use()
         except ClosedError as error:

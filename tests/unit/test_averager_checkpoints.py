@@ -1,4 +1,4 @@
-"""The averager's checkpoints: alone in its run, on a network in memory."""
+"""Checkpoints of an averager that is alone in its run, on the memory network."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_a_checkpoint_whose_last_outer_state_is_unreadable_changes_none(make: Ma
     train(model, opt, 4)
     before = [fragment.outer.state_dict()["state"][0]["momentum_buffer"].clone() for fragment in strategy._fragments]
     fresh["averaging"]["strategy"]["user"]["outer"][1]["class"] = "Adam"
-    with pytest.raises(ConfigError, match="its optimizer is Adam, here it is SGD"):
+    with pytest.raises(ConfigError, match="its optimizer is Adam, but this peer's is SGD"):
         opt.load_state_dict(fresh)
     after = [fragment.outer.state_dict()["state"][0]["momentum_buffer"] for fragment in strategy._fragments]
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
@@ -42,7 +42,7 @@ def test_a_checkpoint_of_another_scheduler_changes_nothing_and_is_told_so(make: 
         scheduler=partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 1.0),
     )
     with pytest.raises(
-        ConfigError, match=r"another scheduler than LambdaLR \(KeyError: 'lr_lambdas'\); use the same one"
+        ConfigError, match=r"another scheduler than LambdaLR \(KeyError: 'lr_lambdas'\); use the same scheduler"
     ):
         again.load_state_dict(saved)
     assert (again.local_step, again.global_step, again.param_groups[0]["lr"]) == (0, 0, 0.25)
@@ -61,7 +61,7 @@ def test_a_checkpoint_that_the_strategy_cannot_read_changes_no_scheduler(make: M
     saved = copy.deepcopy(opt.state_dict())
     train(model, opt, 3)
     saved["averaging"]["strategy"]["tensors"].clear()
-    with pytest.raises(ConfigError, match="not of DiLoCo"):
+    with pytest.raises(ConfigError, match="does not fit DiLoCo"):
         opt.load_state_dict(saved)
     assert (opt.local_step, opt.param_groups[0]["lr"], opt.scheduler and opt.scheduler.last_epoch) == (3, 0.05, 3)
 

@@ -1,4 +1,4 @@
-"""The averager as a peer: alone in its run, on a network in memory."""
+"""The averager as a peer, alone in its run, on the memory network."""
 
 from __future__ import annotations
 
@@ -85,10 +85,10 @@ def test_another_reason_or_the_same_after_a_success_is_told_again(
     opt = make(torch.optim.SGD(linear().parameters()))
     ends = [(Outcome.FAILED, "a"), (Outcome.FAILED, "a"), (Outcome.NO_GROUP, "b"), (Outcome.AVERAGED, "")]
     receipts = [Receipt(number, *end) for number, end in enumerate([*ends, (Outcome.NO_GROUP, "b")])]
-    coming = iter(receipts)
+    remaining = iter(receipts)
 
     async def average(topic: object, **arguments: object) -> Receipt:
-        return next(coming)
+        return next(remaining)
 
     monkeypatch.setattr(opt._peer, "average", average)
     for _ in receipts:
@@ -195,7 +195,7 @@ def test_a_parameter_that_the_inner_optimizer_was_given_later_is_the_next_steps_
     model = linear()
     opt = make(torch.optim.SGD(model.parameters(), lr=0.1))
     opt.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
-    with pytest.raises(TensorError, match="add them before, or close this averager and make a new one"):
+    with pytest.raises(TensorError, match="close this averager and make a new one"):
         opt.step()
 
 
@@ -257,8 +257,8 @@ def test_a_peer_that_fails_is_the_next_steps_error(make: Make, monkeypatch: pyte
         raise ZeroDivisionError
 
     monkeypatch.setattr(MemoryDiscovery, "store", break_down)
-    with suppress(ClosedError):  # it may be known already
-        opt.load_state_dict(opt.state_dict())  # has the state declared anew
+    with suppress(ClosedError):  # its thread may have ended already
+        opt.load_state_dict(opt.state_dict())  # declares the state again
     with pytest.raises(ClosedError, match="ended after ZeroDivisionError"):
         opt._thread.run(asyncio.Event().wait())
     with pytest.raises(ClosedError, match="ended after ZeroDivisionError"):
@@ -308,10 +308,10 @@ def test_it_starts_before_anything_runs_or_not_at_all(make: Make) -> None:
     with pytest.raises(ConfigError, match="LBFGS evaluates the model during its step"):
         make(torch.optim.LBFGS(params()), strategy=GradientAveraging(8))
     inner = torch.optim.SGD(params(), lr=0.1)
-    with pytest.raises(ConfigError, match="StepLR; one that is made already is stepped by the training loop"):
+    with pytest.raises(ConfigError, match="StepLR; a scheduler that already exists is stepped by the training loop"):
         make(inner, scheduler=torch.optim.lr_scheduler.StepLR(inner, 2))
     for scheduler, made in ((torch.optim.lr_scheduler.ReduceLROnPlateau, "ReduceLROnPlateau"), (id, "int")):
-        with pytest.raises(ConfigError, match=f"cannot drive {made}; make it around the averager"):
+        with pytest.raises(ConfigError, match=f"cannot drive {made}; make it with the averager as its optimizer"):
             make(inner, scheduler=scheduler)
     with pytest.raises(ConfigError, match="without a dot"):
         make(torch.optim.SGD(params()), run_id="a.b")

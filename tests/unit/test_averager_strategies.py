@@ -63,25 +63,25 @@ def made_in_inference_mode() -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("tensor", "told"),
+    ("tensor", "message"),
     [
         (torch.ones(3, device="meta"), "is on the meta device and has no values"),
         (made_in_inference_mode(), "was made in inference mode"),
-        (torch.ones(1).expand(3), "are the same in memory"),
+        (torch.ones(1).expand(3), "share memory"),
     ],
     ids=["meta", "inference", "expanded"],
 )
-def test_what_cannot_be_written_to_is_refused_before_anybody_tries(tensor: torch.Tensor, told: str) -> None:
+def test_what_cannot_be_written_to_is_refused_before_anybody_tries(tensor: torch.Tensor, message: str) -> None:
     with torch.inference_mode(tensor.is_inference()):
         parameter = torch.nn.Parameter(tensor)
     with pytest.raises(TensorError, match="parameter 'group0.param0' ") as of_parameter:
         named_parameters(torch.optim.SGD([parameter]))
     with pytest.raises(TensorError, match="buffer 'b' ") as of_buffer:
         named_buffers({"b": tensor})
-    assert told in str(of_parameter.value)
-    assert told in str(of_buffer.value)
+    assert message in str(of_parameter.value)
+    assert message in str(of_buffer.value)
 
 
 def test_a_buffer_expanded_by_nothing_is_like_any_other() -> None:
-    """Models of text have their positions so."""
+    """Language models keep positions in such buffers."""
     assert named_buffers({"position_ids": torch.arange(4).expand(1, -1)})

@@ -24,6 +24,7 @@ from benchmarks import (
     codecs,
     convergence,
     convergence_tuning,
+    feed,
     gossip,
     output,
     overlap,
@@ -54,6 +55,9 @@ from benchmarks.workers import ROOT, without_interrupts
         (recovery, ["--kills", "0"], "at least 1 kill"),
         (recovery, ["--group-wait", "0"], "--group-wait above 0"),
         (recovery, ["--hivemind", "/none/python"], "/none/python: there is no such program"),
+        (feed, ["--environments", "8", "0"], "at least 1 environment"),
+        (feed, ["--seconds", "nan"], "--seconds above 0"),
+        (feed, ["--atropos", "/none/python"], "/none/python: there is no such program"),
         (allreduce, ["--peers", "1"], "at least 2 peers"),
         (allreduce, ["--hivemind", "/none/python"], "/none/python: there is no such program"),
     ],
@@ -192,8 +196,8 @@ def test_a_process_that_trains_and_is_killed_is_told_in_one_line(
         convergence.main()
     assert caught.value.code == 2
     assert capsys.readouterr().err.splitlines()[1:] == [
-        "diloco-50: a process that trains was killed, as by the system when memory is out; "
-        "the same command goes on from here"
+        "diloco-50: a training process was killed, perhaps because memory ran out; run the same command again to "
+        "continue"
     ]
     assert multiprocessing.active_children() == []
 
@@ -266,3 +270,15 @@ def test_a_child_that_has_just_ended_holds_no_memory() -> None:
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # its parent has not asked for its status yet
         assert child.pid in process_tree()
         assert Usage.now().held > 0
+
+
+def test_the_feeds_table_has_medians_and_ratios() -> None:
+    results = [
+        feed.Figures(system, 8, batches, batches * feed.BATCH_SIZE, cpu)
+        for system, batches, cpu in (("ours", 9.0, 1.0), ("run-api", 2.0, 4.0), ("ours", 6.0, 2.0), ("ours", 7.0, 3.0))
+    ]
+    assert feed.table(results).splitlines()[2:] == [
+        "| 8 | ours | 7.0 | 448 | 3.5 × | 2.00 |",
+        "| 8 | run-api | 2.0 | 128 | 1.0 × | 4.00 |",
+    ]
+    assert feed.table(results[:1]).splitlines()[2:] == ["| 8 | ours | 9.0 | 576 | - | 1.00 |"]

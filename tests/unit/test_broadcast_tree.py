@@ -1,4 +1,4 @@
-"""The tree over the ring: everybody is told exactly once."""
+"""The broadcast tree over the ring: every peer is reached exactly once."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def names(count: int) -> list[str]:
 def spread(
     origin: str, views: dict[str, BroadcastRing], fanout: int, dead: frozenset[str] = frozenset()
 ) -> tuple[Counter[str], int]:
-    """Plays a whole spread; returns how often each was told, and the number of hops to the last one."""
-    told: Counter[str] = Counter()
+    """Simulates a broadcast; returns the messages to each peer, and the number of hops to the last one."""
+    reached: Counter[str] = Counter()
     last = 0
     waiting = deque([(origin, *all_others(origin), 0)])
     while waiting:
@@ -29,37 +29,37 @@ def spread(
         for branch in views[endpoint].branches(endpoint, start, end, fanout):
             target = next((name for name in branch.candidates if name not in dead), None)
             if target is not None:
-                told[target] += 1
+                reached[target] += 1
                 waiting.append((target, branch.start, branch.end, hops + 1))
-    return told, last
+    return reached, last
 
 
 @given(st.integers(1, 120), st.integers(2, 6), st.integers(0, 119))
-def test_everybody_is_told_exactly_once(count: int, fanout: int, origin: int) -> None:
+def test_every_peer_is_reached_exactly_once(count: int, fanout: int, origin: int) -> None:
     peers = names(count)
     ring = BroadcastRing(peers)
-    told, hops = spread(peers[origin % count], dict.fromkeys(peers, ring), fanout)
-    assert told == Counter(set(peers) - {peers[origin % count]})
+    reached, hops = spread(peers[origin % count], dict.fromkeys(peers, ring), fanout)
+    assert reached == Counter(set(peers) - {peers[origin % count]})
     assert hops <= math.ceil(math.log(count, fanout)) + 1
 
 
 @given(st.integers(2, 80), st.integers(2, 6), st.data())
-def test_the_dead_do_not_cut_off_the_living(count: int, fanout: int, data: st.DataObject) -> None:
+def test_dead_peers_do_not_cut_off_live_ones(count: int, fanout: int, data: st.DataObject) -> None:
     peers = names(count)
     dead = frozenset(data.draw(st.sets(st.sampled_from(peers[1:]))))
-    told, _ = spread(peers[0], dict.fromkeys(peers, BroadcastRing(peers)), fanout, dead)
-    assert told == Counter(set(peers[1:]) - dead)
+    reached, _ = spread(peers[0], dict.fromkeys(peers, BroadcastRing(peers)), fanout, dead)
+    assert reached == Counter(set(peers[1:]) - dead)
 
 
 @given(st.integers(2, 60), st.integers(2, 5), st.integers(0, 2**32))
-def test_different_views_tell_nobody_twice_and_come_to_an_end(count: int, fanout: int, seed: int) -> None:
+def test_a_broadcast_over_different_views_ends_and_reaches_no_peer_twice(count: int, fanout: int, seed: int) -> None:
     peers, rng = names(count), random.Random(seed)
     views = {peer: BroadcastRing([other for other in peers if rng.random() < 0.7]) for peer in peers}
-    told, _ = spread(peers[0], views, fanout)
-    assert all(times == 1 for times in told.values())
-    assert peers[0] not in told
-    # whom the origin knows of, the tree reaches, unless everybody on the way has not heard of it
-    assert len(told) >= min(fanout, len(views[peers[0]]) - (peers[0] in views[peers[0]]))
+    reached, _ = spread(peers[0], views, fanout)
+    assert all(times == 1 for times in reached.values())
+    assert peers[0] not in reached
+    # The origin reaches at least its direct branches.
+    assert len(reached) >= min(fanout, len(views[peers[0]]) - (peers[0] in views[peers[0]]))
 
 
 @given(
@@ -89,13 +89,13 @@ def test_branches_are_disjoint_and_cover_the_range(
         assert all(not inside(other.start, branch.start, branch.end) for other in branches if other is not branch)
 
 
-def test_those_to_avoid_come_last() -> None:
+def test_peers_to_avoid_come_last() -> None:
     peers = names(10)
     (branch,) = BroadcastRing(peers).branches("me:1", 1, RING - 1, 1, avoid=peers[:8])[:1]
     assert set(branch.candidates[-len(branch.candidates) + 2 :]) <= set(peers[:8])
 
 
-def test_a_peer_always_turns_to_the_same_few() -> None:
+def test_a_peer_always_sends_to_the_same_few() -> None:
     peers = names(256)
     ring = BroadcastRing(peers)
     partners: dict[str, set[str]] = {peer: set() for peer in peers}
@@ -109,7 +109,7 @@ def test_a_peer_always_turns_to_the_same_few() -> None:
     assert max(map(len, partners.values())) < 40
 
 
-def test_a_ring_has_everybody_once_in_order() -> None:
+def test_a_ring_has_each_peer_once_in_order() -> None:
     ring = BroadcastRing(["a:1", "b:1", "a:1"])
     ring.add("b:1")
     ring.discard("c:1")

@@ -1,4 +1,4 @@
-"""A run's own authority, the files it makes, and what is wrong with the files a peer is given."""
+"""The authority of a run, the files that it makes, and errors in the files of a peer."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def read(directory: Path, name: str = "a", authority: str = "ca", key: str = "",
     return tls
 
 
-def test_a_certificate_is_for_both_sides_and_for_its_hosts_alone() -> None:
+def test_a_certificate_is_for_both_sides_and_for_its_hosts_only() -> None:
     issued = issue(AUTHORITY, "a", ["a.example.org", "192.0.2.7", "[2001:db8::7]", "*.b.example.org"], NOW, 1)
     certificate, authority = certificate_of(issued), certificate_of(AUTHORITY)
     assert is_issued_by(certificate, authority)
@@ -78,39 +78,39 @@ def test_an_authority_signs_peers_and_no_authorities() -> None:
 def test_no_certificate_outlives_its_authority() -> None:
     until = certificate_of(issue(AUTHORITY, "a", ["a"], NOW, 1000)).not_valid_after_utc
     assert until == certificate_of(AUTHORITY).not_valid_after_utc
-    with pytest.raises(ConfigError, match="the authority has expired on"):
+    with pytest.raises(ConfigError, match="the authority expired on"):
         issue(AUTHORITY, "a", ["a"], NOW + datetime.timedelta(days=11), 1)
 
 
 @pytest.mark.parametrize("host", ["a:4222", "http://a", "a b", "", "ä.example.org", "a..b", "a/b", "192.0.2.7:1"])
-def test_what_is_no_host_is_refused(host: str) -> None:
-    with pytest.raises(ConfigError, match="is no host; give a name or an address without a port"):
+def test_malformed_hosts_are_refused(host: str) -> None:
+    with pytest.raises(ConfigError, match="is not a host; give a name in ASCII"):
         issue(AUTHORITY, "a", [host], NOW, 1)
 
 
 @pytest.mark.parametrize(
     ("authority", "words"),
     [
-        (Issued(b"", b""), "unreadable; put ca.pem and ca.key back"),
-        (Issued(AUTHORITY.certificate, b"x"), "unreadable; put ca.pem and ca.key back"),
+        (Issued(b"", b""), "unreadable; restore the ca.pem and ca.key"),
+        (Issued(AUTHORITY.certificate, b"x"), "unreadable; restore the ca.pem and ca.key"),
         (
             Issued(AUTHORITY.certificate, make_authority("x", NOW, 1).key),
-            "is not that of its certificate; put ca.pem and ca.key back",
+            "does not match its certificate; restore the ca.pem and ca.key",
         ),
     ],
 )
-def test_an_authority_that_is_none(authority: Issued, words: str) -> None:
+def test_an_authority_whose_files_do_not_match_is_refused(authority: Issued, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         issue(authority, "a", ["a"], NOW, 1)
 
 
-def test_the_commands_write_files_that_fit_and_say_what_comes_next(directory: Path) -> None:
+def test_the_commands_write_matching_files_and_print_the_next_step(directory: Path) -> None:
     modes = {path.name: path.stat().st_mode & 0o777 for path in directory.iterdir()}
     assert modes == {"ca.pem": 0o644, "ca.key": 0o600, "a.pem": 0o644, "a.key": 0o600}
     assert directory.stat().st_mode & 0o777 == 0o700
     tls = read(directory)
     assert hosts_of(tls.certificate) == ("a.example.org", "192.0.2.7")
-    tls.check_stands_for("192.0.2.7")
+    tls.check_host("192.0.2.7")
     told = ca("issue", "b", "--client-mode", "--days", "2").output
     assert "wrote ca/b.pem: certificate for a peer in client mode, valid until" in told
     assert "wrote ca/b.key: its private key; only that peer may have it" in told
@@ -143,14 +143,14 @@ def test_nothing_is_replaced_without_force(directory: Path) -> None:
         read(directory)
 
 
-def test_who_comes_between_the_look_and_the_writing_is_not_overwritten(
+def test_a_file_that_appears_after_the_check_is_not_overwritten(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Path, "exists", lambda _: False)  # the look was before the other wrote
+    monkeypatch.setattr(Path, "exists", lambda _: False)  # the check came before the other command wrote
     before = (directory / "a.key").read_bytes()
     result = ca("issue", "a", "--host", "x")
     assert result.exit_code == 2
-    assert "another command has just made" in result.stderr
+    assert "another command has just created" in result.stderr
     assert (directory / "a.key").read_bytes() == before
 
 
@@ -158,10 +158,10 @@ def test_who_comes_between_the_look_and_the_writing_is_not_overwritten(
     ("arguments", "words"),
     [
         (["issue", "a"], "give --host for every host"),
-        (["issue", "a", "--host", "x", "--client-mode"], "or else --client-mode"),
-        (["issue", "ca", "--host", "x"], "and not 'ca'"),
-        (["issue", "../a", "--host", "x"], "must be of letters"),
-        (["issue", ".a", "--host", "x"], "must be of letters"),
+        (["issue", "a", "--host", "x", "--client-mode"], "or --client-mode"),
+        (["issue", "ca", "--host", "x"], "; not 'ca'"),
+        (["issue", "../a", "--host", "x"], "must consist of letters"),
+        (["issue", ".a", "--host", "x"], "must consist of letters"),
         (["issue", "a", "--host", "x:1"], "without a port"),
         (["issue", "a", "--host", "x", "--days", "1e-30"], "must be from 0.001 (a minute and a half) to 36500"),
         *(
@@ -170,7 +170,7 @@ def test_who_comes_between_the_look_and_the_writing_is_not_overwritten(
         ),
         (["init", "--days", "ten"], "'ten' is not a number."),
         (["issue", "a", "--host", "x", "--directory", "none"], "averaging ca init --directory none"),
-        (["init", "--name", ""], "of 1 to 64 characters"),
+        (["init", "--name", ""], "must have 1 to 64 characters"),
     ],
 )
 def test_wrong_usage_writes_nothing(
@@ -193,22 +193,22 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     assert "cannot be written" in result.stderr
 
 
-def test_a_directory_at_which_nobody_can_look(tmp_path: Path) -> None:
+def test_a_directory_with_too_long_a_name(tmp_path: Path) -> None:
     result = ca("init", "--directory", tmp_path / ("n" * 300))
     assert result.exit_code == 1
     assert "cannot be written: File name too long; nothing was replaced" in result.stderr
 
 
-def test_files_that_do_not_fit_are_refused_with_a_remedy(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_files_that_do_not_match_are_refused_with_a_remedy(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert ca("issue", "b", "--host", "b").exit_code == 0
     assert ca("init", "--directory", directory / "foreign").exit_code == 0
     with pytest.raises(ConfigError, match=r"tls_key .*b\.key is not the key of tls_cert .*a\.pem"):
         read(directory, key="b")
     with pytest.raises(ConfigError, match="was not issued by an authority in tls_ca .*; give the ca.pem of its run"):
         read(directory, authority="foreign/ca")
-    with pytest.raises(ConfigError, match="has expired on .*; issue another one"):
+    with pytest.raises(ConfigError, match="expired on .*; issue another one"):
         read(directory, now=time() + 366 * 86400)
-    with pytest.raises(ConfigError, match="is valid only from"):
+    with pytest.raises(ConfigError, match="is not valid before"):
         read(directory, now=time() - 2 * 3600)
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         read(directory, "none")
@@ -231,7 +231,7 @@ def test_files_that_do_not_fit_are_refused_with_a_remedy(directory: Path, caplog
     assert "chmod 600" in caplog.text
 
 
-def test_certificates_of_another_make_that_do_not_fit_are_refused_with_a_remedy(directory: Path) -> None:
+def test_unsuitable_certificates_of_other_tools_are_refused_with_a_remedy(directory: Path) -> None:
     other = Ed25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     (directory / "other.key").write_bytes(other)
     with pytest.raises(ConfigError, match=r"tls_key .*other\.key is neither an elliptic curve key nor RSA"):
@@ -251,20 +251,20 @@ def test_certificates_of_another_make_that_do_not_fit_are_refused_with_a_remedy(
         read(directory, "server", key="a")
 
 
-def test_a_bundle_of_authorities_is_believed(directory: Path) -> None:
+def test_a_bundle_of_authorities_is_accepted(directory: Path) -> None:
     assert ca("init", "--directory", directory / "next").exit_code == 0
     bundle = directory / "bundle.pem"
     bundle.write_bytes((directory / "next" / "ca.pem").read_bytes() + (directory / "ca.pem").read_bytes())
     assert len(read(directory, authority="bundle").authorities) == 2
 
 
-def test_a_certificate_must_stand_for_where_its_peer_is_reached(directory: Path) -> None:
+def test_a_certificate_must_be_valid_for_the_advertised_host(directory: Path) -> None:
     assert ca("issue", "b", "--client-mode").exit_code == 0
-    read(directory).check_stands_for("A.example.org")
-    with pytest.raises(ConfigError, match=r"stands for a\.example\.org, 192\.0\.2\.7, and .* --host 192\.0\.2\.8"):
-        read(directory).check_stands_for("192.0.2.8")
+    read(directory).check_host("A.example.org")
+    with pytest.raises(ConfigError, match=r"stands for a\.example\.org, 192\.0\.2\.7, but .* --host 192\.0\.2\.8"):
+        read(directory).check_host("192.0.2.8")
     with pytest.raises(ConfigError, match="stands for no host"):
-        read(directory, "b").check_stands_for("a.example.org")
+        read(directory, "b").check_host("a.example.org")
 
 
 @pytest.mark.parametrize("given", [("tls_ca",), ("tls_cert", "tls_key"), ("tls_key",)])
@@ -293,14 +293,14 @@ def test_tokens(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     [
         ("", "holds 0 tokens"),
         ("# nothing\n", "holds 0 tokens"),
-        ("short\n", "token 1 in .* must be of 16 to 1024 characters"),
+        ("short\n", "token 1 in .* must have 16 to 1024 characters"),
         ("0123456789abcdef\nwith a space in it", "token 2"),
         ("x" * 1025, "token 1"),
         ("ä" * 20, "not ASCII"),
         ("\n".join(f"token-number-{n:06}" for n in range(17)), "holds 17 tokens"),
     ],
 )
-def test_tokens_that_cannot_be(content: str, words: str, tmp_path: Path) -> None:
+def test_invalid_tokens(content: str, words: str, tmp_path: Path) -> None:
     file = tmp_path / "tokens"
     file.write_text(content)
     with pytest.raises(ConfigError, match=words):

@@ -1,4 +1,4 @@
-"""Records are believed from those alone whose certificate stands for the endpoint in them."""
+"""Records are accepted only from owners whose certificate is valid for the endpoint in them."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ T = NOW.timestamp()
 def identity(
     *hosts: str,
     authority: Issued = AUTHORITY,
-    believes: Issued = AUTHORITY,
+    trusts: Issued = AUTHORITY,
     now: float | Callable[[], float] = T,
     days: float = 1,
 ) -> CertifiedIdentity:
     issued = issue(authority, "a", hosts, NOW, days)
     key = load_pem_private_key(issued.key, None)
-    authorities = (x509.load_pem_x509_certificate(believes.certificate),)
+    authorities = (x509.load_pem_x509_certificate(trusts.certificate),)
     own = x509.load_pem_x509_certificate(issued.certificate)
-    tls = Tls(believes.certificate, issued.certificate, issued.key, authorities, own, key, "a.pem")  # type: ignore[arg-type]
+    tls = Tls(trusts.certificate, issued.certificate, issued.key, authorities, own, key, "a.pem")  # type: ignore[arg-type]
     return CertifiedIdentity(tls, now if callable(now) else lambda: now)
 
 
 def rsa_identity(*hosts: str, certified: RSAPublicKey | Ed25519PublicKey | None = None) -> CertifiedIdentity:
-    """With a certificate of another make; for another's key if that is given."""
+    """An identity with an RSA key; its certificate is for the key `certified` if that is given."""
     key, issuer = rsa.generate_private_key(65537, 2048), load_pem_private_key(AUTHORITY.key, None)
     template, root = (
         x509.load_pem_x509_certificate(issued.certificate)
@@ -68,15 +68,15 @@ def rsa_identity(*hosts: str, certified: RSAPublicKey | Ed25519PublicKey | None 
     return CertifiedIdentity(Tls(b"", b"", b"", (root,), own, key, "r.pem"), lambda: T)
 
 
-def test_keys_of_rsa_will_do() -> None:
+def test_rsa_keys_are_accepted() -> None:
     written = record(rsa_identity("a.example.org"), "a.example.org:1")
     assert READER.verify("run", written)
     assert not READER.verify("run", replace(written, signature=written.signature[:-1] + b"x"))
     assert not READER.verify("run", record(rsa_identity("a.example.org"), "b.example.org:1"))
 
 
-@pytest.mark.parametrize("kind", ["RSA", "a kind that signs nothing here"])
-def test_a_certificate_proves_nothing_to_who_has_not_its_key(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["RSA", "Ed25519"])
+def test_a_certificate_proves_nothing_without_its_key(kind: str) -> None:
     rsa_key = rsa.generate_private_key(65537, 2048).public_key()
     certified = rsa_key if kind == "RSA" else Ed25519PrivateKey.generate().public_key()
     assert not READER.verify("run", record(rsa_identity("a.example.org", certified=certified), "a.example.org:1"))
@@ -90,22 +90,22 @@ READER = identity("192.0.2.1")
 
 
 @pytest.mark.parametrize("subkey", ["a.example.org:1", "A.example.org:65535", "192.0.2.7:4222", "client::x", "rank-3"])
-def test_an_owner_writes_about_its_hosts_and_about_what_is_no_host(subkey: str) -> None:
+def test_an_owner_may_use_its_hosts_and_subkeys_that_are_no_host(subkey: str) -> None:
     written = record(identity("a.example.org", "192.0.2.7"), subkey)
     assert READER.verify("run", written)
-    assert READER.verify("run", written)  # now from memory
-    assert RecordTable(Limits(), lambda r: READER.verify("run", r)).merge(written, T).news
+    assert READER.verify("run", written)  # from the cache
+    assert RecordTable(Limits(), lambda r: READER.verify("run", r)).merge(written, T).is_new
 
 
 @pytest.mark.parametrize("subkey", ["b.example.org:1", "192.0.2.8:4222", "[2001:db8::1]:1", "127.0.0.1:1"])
-def test_nobody_writes_about_the_host_of_another(subkey: str) -> None:
+def test_an_owner_may_not_use_another_host(subkey: str) -> None:
     written = record(identity("a.example.org", "192.0.2.7"), subkey)
     assert not READER.verify("run", written)
     outcome = RecordTable(Limits(), lambda r: READER.verify("run", r)).merge(written, T)
     assert outcome.reason is Reason.FORGED
 
 
-def test_a_client_s_name_fits_its_own_certificate_only() -> None:
+def test_a_bound_client_endpoint_fits_its_own_certificate_only() -> None:
     owner, other = identity(), identity()
     name = bound_name(owner._tls.certificate, bytes(16))
     assert READER.verify("run", record(owner, name))
@@ -117,54 +117,53 @@ def test_a_client_has_no_host() -> None:
     assert not READER.verify("run", record(identity(), "192.0.2.7:4222"))
 
 
-def test_who_has_no_certificate_of_the_run_writes_nothing() -> None:
-    assert not READER.verify("run", record(identity("a", authority=FOREIGN, believes=FOREIGN), "a:1"))
+def test_an_owner_needs_a_valid_certificate_of_the_run() -> None:
+    assert not READER.verify("run", record(identity("a", authority=FOREIGN, trusts=FOREIGN), "a:1"))
     assert not READER.verify("run", record(Ed25519Identity(), "a:1"))
     assert not identity("b", now=T + 2 * 86400).verify("run", record(identity("a"), "a:1")), "it has expired"
     assert not identity("b", now=T - 7200).verify("run", record(identity("a"), "a:1")), "it is not valid yet"
 
 
-def test_whose_certificate_has_expired_reads_so_when_it_writes() -> None:
+def test_an_owner_with_an_expired_certificate_cannot_write() -> None:
     later = T + 2 * 86400
-    board = RecordStore(Author("run", identity("a", now=later), Limits()), Limits(), lambda: later)
+    store = RecordStore(Author("run", identity("a", now=later), Limits()), Limits(), lambda: later)
     with pytest.raises(DiscoveryError, match="expired"):
-        board.write("run.peers", "a:1", b"", later + 30)
+        store.write("run.peers", "a:1", b"", later + 30)
 
 
-def test_a_peer_says_that_its_certificate_expires_before_it_does_and_when_it_has(
+def test_a_warning_is_logged_before_the_certificate_expires_and_when_it_has(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The run may last longer than the certificate, and who starts a peer looks at its log once."""
     moments = iter([T, T, T + 2 * 86400, T + 5 * 86400, T + 10.5 * 86400, T + 11 * 86400])
     own = identity("a", now=lambda: next(moments), days=10)
-    told = []
+    warnings = []
     for _ in range(5):
         caplog.clear()
         record(own, "a:1")
-        told.append([found.getMessage() for found in caplog.records])
-    assert [len(some) for some in told] == [0, 0, 1, 1, 0]
-    assert told[2][0].startswith("a.pem expires on ")
-    assert told[3][0].startswith("a.pem has expired on ")
+        warnings.append([found.getMessage() for found in caplog.records])
+    assert [len(some) for some in warnings] == [0, 0, 1, 1, 0]
+    assert warnings[2][0].startswith("a.pem expires on ")
+    assert warnings[3][0].startswith("a.pem expired on ")
 
 
-def test_a_proof_is_of_one_owner_and_one_run() -> None:
+def test_a_proof_is_valid_for_one_owner_and_one_run() -> None:
     honest = record(identity("a"), "a:1")
     thief = Ed25519Identity()
     bare = replace(honest, owner=thief.owner, signature=b"")
     stolen = replace(bare, signature=thief.sign("run", bare) + honest.signature[64:])
     for _ in range(2):
         assert not READER.verify("run", stolen)
-        assert READER.verify("run", honest)  # and is remembered, of its owner alone
+        assert READER.verify("run", honest)  # and is cached for its owner only
     owner = identity("a")
     elsewhere = record(owner, "a:1", "other")
-    assert READER.verify("other", elsewhere)  # and is remembered, of that run alone
+    assert READER.verify("other", elsewhere)  # and is cached for that run only
     here = record(owner, "a:1")
     assert READER.verify("run", here)
     assert not READER.verify("run", replace(here, signature=here.signature[:64] + elsewhere.signature[64:]))
 
 
 def test_a_proof_by_ecdsa_is_in_der() -> None:
-    """As the page says. Many stacks can write the two numbers one after the other too; that is another signature."""
+    """As docs/reference/protocol.md says. The plain concatenation, which many libraries can write, is not accepted."""
     honest = record(identity("a"), "a:1")
     end = 66 + int.from_bytes(honest.signature[64:66], "little")
     numbers = decode_dss_signature(honest.signature[end:])
@@ -173,7 +172,7 @@ def test_a_proof_by_ecdsa_is_in_der() -> None:
     assert not READER.verify("run", replace(honest, signature=honest.signature[:end] + raw))
 
 
-def test_whatever_is_changed_is_noticed() -> None:
+def test_any_changed_byte_is_noticed() -> None:
     honest = record(identity("a"), "a:1")
     rng = random.Random(1)
     for place in rng.sample(range(len(honest.signature)), 60):
@@ -186,19 +185,19 @@ def test_whatever_is_changed_is_noticed() -> None:
     assert not READER.verify("run", replace(honest, value=b"w"))
 
 
-def test_a_proof_that_is_sound_but_long_proves_nothing() -> None:
-    """Else whoever has a certificate could have every member keep and pass on as much as a message holds."""
+def test_a_valid_proof_that_is_too_long_is_refused() -> None:
+    """Otherwise one member could make all others store and forward records as large as a message."""
     written = record(identity("a", *(f"{number}.example.org" for number in range(300))), "a:1")
     assert len(written.signature) > 64 + MAX_PROOF_BYTES
     assert not READER.verify("run", written)
 
 
-def test_so_many_proofs_are_remembered_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("averaging.discovery.gossip.certified_identity._MOST_KNOWN", 2)
+def test_the_number_of_cached_proofs_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("averaging.discovery.gossip.certified_identity._MAX_CACHED", 2)
     reader = identity("192.0.2.1")
     for name in "abc":
         assert reader.verify("run", record(identity(name), f"{name}:1"))
-    assert len(reader._known) == 2
+    assert len(reader._cached) == 2
 
 
 def test_a_record_stays_below_a_kibibyte_and_a_half() -> None:

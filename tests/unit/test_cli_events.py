@@ -124,7 +124,7 @@ def test_lines_about_a_round() -> None:
     assert told[0] == (
         f"round 1 of 3: averaged with {OTHER}, {LOST} in 2.50 s (all-reduce 0.50 s, 3.0 MiB sent, 100 bytes received)"
     )
-    assert f"  {LOST} says [1, 'a']" in told
+    assert f"  {LOST} sent [1, 'a']" in told
     assert f"  lost {LOST}: connection lost" in told
     assert told[-1].startswith("  2 elements kept")
 
@@ -158,13 +158,13 @@ def test_the_command_that_joins_can_be_pasted() -> None:
     assert "this machine" in console_text.ready("127.0.1.1:1", "demo", SCHEMA, command)
     elsewhere = console_text.ready("192.0.2.7:1", "demo", SCHEMA, command)
     assert "this machine" not in elsewhere
-    assert "with --listen on an address that others reach, or with --mode client:" in elsewhere
+    assert "with --listen on an address that other peers can reach, or with --mode client:" in elsewhere
     assert "--join" not in console_text.ready("client::7", "demo", SCHEMA, command)
 
 
 def test_why_there_was_no_average() -> None:
     assert console_text.not_averaged("round 1", ALONE) == (
-        "round 1: no group came together within 60.0 s: no other peer is in the run"
+        "round 1: no group within 60.0 s: no other peer is in the run"
     )
     assert console_text.not_averaged("round 1", FAILED).startswith("round 1: failed after 1.0 s: all other")
 

@@ -54,7 +54,7 @@ BAD_FILES = {
     "text": (write_text, "cannot be read as a safetensors file", "copy it again"),
     "truncated": (write_truncated, "cannot be read as a safetensors file", "copy it again"),
     "trailing": (write_trailing, "cannot be read as a safetensors file", "copy it again"),
-    "no tensors": (saver(), "holds no tensors", "nothing to average"),
+    "no tensors": (saver(), "contains no tensors", "nothing to average"),
     "integer": (saver(w=torch.ones(2), step=torch.tensor(3)), "tensor 'step' (torch.int64)", "convert"),
     "bool": (saver(mask=torch.tensor([True])), "tensor 'mask' (torch.bool)", "convert"),
     "float8": (saver(q=torch.ones(2).to(torch.float8_e4m3fn)), "tensor 'q' (torch.float8", "convert"),
@@ -124,7 +124,7 @@ def bad_outputs(tmp_path: Path) -> dict[str, tuple[Path, str]]:
         "long name": (tmp_path / ("n" * 255), "shorter name"),
         "too long a name": (tmp_path / ("n" * 256), "cannot be looked at (File name too long); give another name"),
         "links in a circle": (tmp_path / "circle", "cannot be looked at (Too many levels of symbolic links)"),
-        "not writable": (Path("/proc/averaging-out"), "choose a directory in which files can be made"),
+        "not writable": (Path("/proc/averaging-out"), "choose a writable directory"),
     }
 
 
@@ -217,7 +217,7 @@ def test_a_file_that_appears_meanwhile_is_kept_and_so_is_the_result(tmp_path: Pa
     path = tmp_path / "out"
     output = Output(path, overwrite=False)
     path.write_bytes(b"precious")
-    with pytest.raises(CommandError, match="made by somebody else meanwhile") as caught:
+    with pytest.raises(CommandError, match="another process has created") as caught:
         output.write(GOOD, None)
     assert path.read_bytes() == b"precious"
     (kept,) = (other for other in tmp_path.iterdir() if other != path)

@@ -142,7 +142,7 @@ def test_failed_rounds_are_tried_again(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize(
-    ("steps", "reason"), [([AVERAGED, FAILED, FAILED, FAILED], "3 attempts"), ([AVERAGED, ALONE], "no other peer")]
+    ("steps", "reason"), [([AVERAGED, FAILED, FAILED, FAILED], "3 rounds failed"), ([AVERAGED, ALONE], "no other peer")]
 )
 def test_it_gives_up(tmp_path: Path, steps: list[Step], reason: str) -> None:
     session, peer = play(steps, tmp_path / "out", rounds=2)

@@ -89,7 +89,7 @@ WRONG_VALUES = [
     (["--receipts", "in.safetensors"], "--receipts", "holds something other than receipts; give another name"),
     (["--listen", "0.0.0.0:0"], "0.0.0.0:0", "give --advertise as well"),
     (["--listen", "0.0.0.0:0", "--advertise", "a:1"], "0.0.0.0:0", "give --tls-ca, --tls-cert and --tls-key"),
-    (["--listen", "0.0.0.0:0", "--advertise", "a:1"], "0.0.0.0:0", "or --insecure where"),
+    (["--listen", "0.0.0.0:0", "--advertise", "a:1"], "0.0.0.0:0", "or --insecure if"),
     (["--tls-ca", "ca.pem"], "--tls-ca", "give --tls-cert and --tls-key as well"),
     (["--tls-ca", "ca.pem", "--tls-cert", "a.pem", "--tls-key", "a.key"], "--tls-ca ca.pem", "cannot be read"),
     (["--token-file", "token"], "--token-file token", "cannot be read"),

@@ -1,4 +1,4 @@
-"""Names of clients: with TLS each fits one key."""
+"""The endpoints of clients: with TLS, each is bound to one key."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_two_clients_with_one_certificate_have_different_names() -> None:
 
 
 @pytest.mark.parametrize("name", ["client::x", "client::", "a:1", "", unbound_name(bytes(16))])
-def test_other_names_fit_everybody(name: str) -> None:
+def test_unbound_names_fit_every_certificate(name: str) -> None:
     assert not is_bound(name)
     assert fits(name, ONE)
 

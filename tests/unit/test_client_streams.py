@@ -15,18 +15,18 @@ RECORD = Record("run.x", "b:1", b"", 1, 1e9, owner=bytes(32), claimed=1)
 
 
 @pytest.mark.asyncio
-async def test_who_leaves_ends_its_streams_after_what_waits_and_begins_no_other() -> None:
-    followers = ClientStreams("a:1", GossipSettings())
+async def test_end_sends_the_waiting_records_and_refuses_new_streams() -> None:
+    streams = ClientStreams("a:1", GossipSettings())
     async with asyncio.timeout(5.0):
-        with followers.follow() as follower:
-            gone = asyncio.create_task(followers.gone())
-            followers.publish(RECORD)
-            followers.end()
-            records = follower.records()
+        with streams.open() as stream:
+            closed = asyncio.create_task(streams.wait_closed())
+            streams.publish(RECORD)
+            streams.end()
+            records = stream.records()
             assert await anext(records) == (RECORD,)
             with pytest.raises(CallRefusedError, match="this peer leaves"):
                 await anext(records)
-            assert not gone.done()
-        await gone
-    with pytest.raises(CallRefusedError, match="leaves the run; try another peer"), followers.follow():
+            assert not closed.done()
+        await closed
+    with pytest.raises(CallRefusedError, match="leaves the run; try another peer"), streams.open():
         pass

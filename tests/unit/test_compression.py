@@ -1,4 +1,4 @@
-"""The codes: shapes, dtypes and memory, how much is lost, and a decoder that believes nothing."""
+"""Codecs: shapes, dtypes and memory, their errors, and a decoder that trusts nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHAPES = [(), (0,), (3, 0), (0, 3), (1,), (7,), (3, 5), (2, 3, 4), (1, 1, 1), (1
 
 
 def floats(limit: float) -> st.SearchStrategy[Array]:
-    """Arrays of 0 to 3 dimensions: small ones of any magnitudes up to `limit`, and normal ones of up to 3000."""
+    """Arrays of 0 to 3 dimensions: small ones with magnitudes up to `limit`, or normally distributed ones."""
     bound = float(np.float32(limit))
     small = hnp.arrays(
         np.float32,
@@ -49,7 +49,7 @@ def floats(limit: float) -> st.SearchStrategy[Array]:
 
 @contextmanager
 def torch_by_default(*, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Iterator[None]:
-    """What an application has told torch to make where nothing is said."""
+    """Sets torch's default dtype or device as an application may have done."""
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
@@ -133,7 +133,7 @@ def test_lossy_results_are_new_tensors(code: CompressionType) -> None:
 
 
 def test_decoding_warns_of_nothing_even_in_a_fresh_process() -> None:
-    # torch warns of read-only memory only once per process, so another test could have used the warning up
+    # torch warns of read-only memory only once per process, so another test could have triggered the warning
     program = (
         "from averaging.compression import decode; from averaging.protocol.messages import WireTensor;"
         "print(decode(WireTensor(b'\\0\\0\\x80\\x3f', (1,), 'float32')).item())"
@@ -166,7 +166,7 @@ def test_bytes_per_element() -> None:
         }
 
 
-# --- how much is lost -----------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 @given(floats(3e38))
@@ -188,7 +188,7 @@ def test_meanstd_error(values: Array) -> None:
     for row, got in zip(rows, decoded.reshape(rows.shape), strict=True):
         if row.size:
             std = max(float(np.std(row)), 1e-6)
-            # centring, dividing, multiplying and adding each round once in float32, of numbers not above these
+            # centring, dividing, multiplying and adding each round once in float32, of numbers up to these
             rounding = 2**-22 * (np.max(np.abs(row)) + np.abs(row - row.mean()))
             bound = np.abs(row - row.mean()) * 2**-11 + std * 2**-25 + rounding
             assert np.all(np.abs(got - row) <= bound)
@@ -213,7 +213,7 @@ def test_uniform_error(values: Array) -> None:
         return
     width = 6 * float(np.std(flat, ddof=1)) / 256
     rounding = 2**-22 * np.max(np.abs(flat))
-    # buckets 1 to 254; the two at the ends hold what is outside the range too
+    # buckets 1 to 254; the two at the ends also hold outliers
     inner = np.abs(flat - flat.mean()) < 126.5 * width - rounding
     assert np.all(np.abs(decoded - flat)[inner] <= width * (1 + 2**-14) + rounding)
 
@@ -233,14 +233,14 @@ def test_decoded_number_lies_within_its_bucket(values: Array, code: CompressionT
         else:
             assert table[bucket] == 0
     if code is CompressionType.QUANTILE_8BIT and flat.size:
-        # buckets follow the order of the numbers, and hold equally many where numbers do not repeat
+        # buckets follow the order of the numbers, and are equally full if no number repeats
         assert np.array_equal(np.sort(indices), indices[np.argsort(flat, kind="stable")])
         if len(np.unique(flat)) == flat.size:
             assert np.bincount(indices).max() <= math.ceil(flat.size / 256) + 1
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=255))
-def test_quantiles_lose_nothing_of_few_elements(values: list[float]) -> None:
+def test_quantiles_are_lossless_for_few_elements(values: list[float]) -> None:
     array = np.array(values, dtype=np.float32)
     assert np.array_equal(round_trip(array, CompressionType.QUANTILE_8BIT), array)
 
@@ -253,15 +253,15 @@ def test_quantiles_lose_nothing_of_few_elements(values: list[float]) -> None:
         elements=st.floats(width=32) | st.sampled_from([math.nan, math.inf, -math.inf]),
     )
 )
-def test_any_number_can_be_packed(code: CompressionType, values: Array) -> None:
+def test_non_finite_numbers_can_be_encoded(code: CompressionType, values: Array) -> None:
     decoded = decode(encode(torch.tensor(values), code))
     assert tuple(decoded.shape) == values.shape
-    # a number that was none does not come back as one; FLOAT16 alone sets infinity to its largest number
+    # a non-finite number never decodes to a finite one, except that FLOAT16 clamps infinity
     lost = np.isnan(values) if code is CompressionType.FLOAT16 else ~np.isfinite(values)
     assert not np.any(np.isfinite(decoded.numpy()) & lost)
 
 
-def test_a_bad_block_leaves_the_others_alone() -> None:
+def test_a_non_finite_block_does_not_affect_the_others() -> None:
     values = torch.ones(3000)
     values[1500] = math.nan
     decoded = decode(encode(values, CompressionType.BLOCKWISE_INT8))
@@ -270,7 +270,7 @@ def test_a_bad_block_leaves_the_others_alone() -> None:
     assert torch.equal(decoded[2048:], values[2048:])
 
 
-# --- a decoder that believes nothing --------------------------------------------------------------
+# --- a decoder that trusts nothing ----------------------------------------------------------------
 
 names = st.sampled_from(
     [*DTYPES, "compressed_float32", "clamped_float32", "rounded_float32", "", "int32", "object", "float32\n"]
@@ -282,7 +282,7 @@ sizes = st.lists(st.integers(0, 6), max_size=4) | st.lists(extents, max_size=70)
 
 @settings(max_examples=400)
 @given(st.binary(max_size=2000), sizes, names, codes, st.integers(-5, 5))
-def test_decoder_takes_it_or_refuses(buffer: bytes, size: list[int], dtype: str, code: int, chunks: int) -> None:
+def test_decoder_accepts_or_refuses(buffer: bytes, size: list[int], dtype: str, code: int, chunks: int) -> None:
     try:
         decoded = decode(WireTensor(buffer, tuple(size), dtype, code, chunks))
     except ProtocolViolationError:
@@ -292,7 +292,7 @@ def test_decoder_takes_it_or_refuses(buffer: bytes, size: list[int], dtype: str,
 
 @settings(max_examples=400)
 @given(st.data())
-def test_decoder_takes_any_bytes_of_the_right_length(data: st.DataObject) -> None:
+def test_decoder_accepts_any_bytes_of_the_right_length(data: st.DataObject) -> None:
     code = data.draw(st.sampled_from(CompressionType))
     size = data.draw(hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=12))
     wire = encode(torch.zeros(size), code)
@@ -301,15 +301,15 @@ def test_decoder_takes_any_bytes_of_the_right_length(data: st.DataObject) -> Non
     decoded = decode(WireTensor(buffer, size, wire.dtype, code))
     assert tuple(decoded.shape) == size
     for wrong in {length + 1, length + 4, max(length - 1, 0), 0} - {length}:
-        with pytest.raises(ProtocolViolationError, match=rf"takes {length} bytes, but {wrong} came"):
+        with pytest.raises(ProtocolViolationError, match=rf"takes {length} bytes, but {wrong}"):
             decode(WireTensor(bytes(wrong), size, wire.dtype, code))
 
 
 @pytest.mark.parametrize(
     ("wire", "reason"),
     [
-        (WireTensor(b"", (0,), "float32", 5), "no such code"),
-        (WireTensor(b"", (0,), "float32", -1), "no such code"),
+        (WireTensor(b"", (0,), "float32", 5), "unknown"),
+        (WireTensor(b"", (0,), "float32", -1), "unknown"),
         (WireTensor(b"", (0,), "int64"), "float32"),
         (WireTensor(b"", (0,), "float32", CompressionType.FLOAT16), "clamped_float32"),
         (WireTensor(b"", (-1,), "float32"), "negative"),
@@ -317,13 +317,13 @@ def test_decoder_takes_any_bytes_of_the_right_length(data: st.DataObject) -> Non
         (WireTensor(b"\0" * 16, (-2, -2), "float32"), "negative"),
         (WireTensor(b"", (2**32 - 1, 2**32 - 1), "float32"), "more than"),
         (WireTensor(b"", (0, 2**32 - 1, 2**32 - 1), "float32"), "more than"),
-        (WireTensor(b"", (2**32, 2**32), "float32"), "more than"),  # the product is 0 in 64 bits
+        (WireTensor(b"", (2**32, 2**32), "float32"), "more than"),  # the product overflows 64 bits to 0
         (WireTensor(b"", (2**62 + 1, 4), "float32"), "more than"),
         (WireTensor(b"\0" * 4, (1,) * 65, "float32"), "dimensions"),
         (WireTensor(b"", (2**39,), "float32"), "takes"),
         (WireTensor(b"", (2**39, 0), "compressed_float32", CompressionType.MEANSTD_16BIT), "takes"),
     ],
 )
-def test_refusals_say_why(wire: WireTensor, reason: str) -> None:
+def test_refusals_give_the_reason(wire: WireTensor, reason: str) -> None:
     with pytest.raises(ProtocolViolationError, match=reason):
         decode(wire)

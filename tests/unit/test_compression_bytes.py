@@ -1,4 +1,4 @@
-"""The exact bytes of every code, against dumb numpy."""
+"""The exact bytes of every codec, compared with naive numpy."""
 
 from __future__ import annotations
 

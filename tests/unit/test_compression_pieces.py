@@ -1,4 +1,4 @@
-"""Codes that work in pieces: the bytes, and what is decoded, are those of the whole tensor done at once, dumbly."""
+"""Codecs that work in pieces give the same bytes and values as a naive codec on the whole tensor."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from averaging.protocol.messages import CompressionType
 BLOCK = 1024
 
 EDGES = [0, 1, 1023, 1024, 1025, 2047, 2**17 - 1, 2**17, 2**17 + 1, 2**18 - 1, 2**18, 2**18 + 1, 2**18 + 1024, 600_001]
-"""Lengths around a block, and around the pieces of both codes."""
+"""Lengths around a block, and around the pieces of both codecs."""
 
 ODD = np.array([0.0, -0.0, np.nan, np.inf, -np.inf, 1e-45, -3e38, 65504.0, 65519.9, -65520.0, 7e4], dtype=np.float32)
 
 
 def numbers(count: int, seed: int, odd: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-    """Normal numbers of changing magnitudes, some of them replaced by odd ones."""
+    """Normally distributed numbers of different magnitudes, some of them replaced by special values."""
     rng = np.random.default_rng(seed)
     values = (rng.standard_normal(count) * 10.0 ** int(rng.integers(-3, 4))).astype(np.float32)
     if count:
@@ -53,7 +53,7 @@ def check(values: np.ndarray[tuple[int], np.dtype[np.float32]]) -> None:
     raw, expected_raw, scales = bytes(wire.buffer), int8_bytes(values), -(-len(values) // BLOCK)
     if np.isfinite(values).all():
         assert raw == expected_raw
-    else:  # one NaN is as good as another
+    else:  # any NaN will do
         np.testing.assert_array_equal(np.frombuffer(raw, "f4", scales), np.frombuffer(expected_raw, "f4", scales))
         assert raw[4 * scales :] == expected_raw[4 * scales :]
     with np.errstate(invalid="ignore"):

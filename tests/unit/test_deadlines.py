@@ -1,4 +1,4 @@
-"""Learned deadlines: their bounds, what they follow, what they do not mind, and the clock that is fair to others."""
+"""Learned deadlines: bounds, adaptation, robustness against outliers, and the fair clock."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from hypothesis import strategies as st
 
 from averaging.deadlines.fair_clock import FairClock, interval_of
 from averaging.deadlines.learned_deadlines import (
-    ENOUGH_WAITS,
     LIFETIME,
     MAX_WAITS,
+    MIN_WAITS,
     Deadline,
     Deadlines,
     Phase,
     size_class,
 )
 
-waits = st.lists(st.floats(0, 1e4), min_size=ENOUGH_WAITS, max_size=3 * MAX_WAITS)
+waits = st.lists(st.floats(0, 1e4), min_size=MIN_WAITS, max_size=3 * MAX_WAITS)
 
 
 def after(seen: list[float], lower: float = 1.0, upper: float = 10.0) -> Deadlines:
     learned = Deadlines(lower, upper)
     for number, wait in enumerate(seen):
-        learned.saw("a:1", Phase.PART, 3, wait, float(number))
+        learned.record("a:1", Phase.PART, 3, wait, float(number))
     return learned
 
 
@@ -34,7 +34,7 @@ def of(learned: Deadlines, endpoint: str = "a:1", phase: Phase = Phase.PART, siz
 
 
 @given(waits, st.floats(0.01, 100), st.floats(0.01, 100))
-def test_a_deadline_keeps_its_bounds_and_leaves_room(seen: list[float], lower: float, upper: float) -> None:
+def test_a_deadline_is_within_bounds_and_leaves_room(seen: list[float], lower: float, upper: float) -> None:
     deadline = of(after(seen, lower, upper))
     assert min(lower, upper) <= deadline.seconds <= upper
     room = max(3 * statistics.median(seen[-MAX_WAITS:]), 2 * seen[-1])
@@ -42,25 +42,25 @@ def test_a_deadline_keeps_its_bounds_and_leaves_room(seen: list[float], lower: f
 
 
 @given(st.floats(0.01, 10), st.lists(st.floats(0.9, 1.1), min_size=7, max_size=MAX_WAITS))
-def test_among_usual_waits_it_is_a_few_times_the_usual(usual: float, factors: list[float]) -> None:
+def test_with_typical_waits_a_deadline_is_a_few_times_as_long(usual: float, factors: list[float]) -> None:
     assert of(after([usual * factor for factor in factors], 1e-3, 1e3)).seconds <= 6 * usual
 
 
 @given(st.floats(0, 1e4), st.integers(0, 6))
-def test_one_odd_round_among_many_hardly_counts(odd: float, place: int) -> None:
+def test_one_outlier_among_many_rounds_hardly_counts(odd: float, place: int) -> None:
     usual = [0.5] * 7
     usual[place] = odd
-    allowed = 2.0 if place < 6 else max(2.0, 2 * odd)  # the latest one might be a change
+    allowed = 2.0 if place < 6 else max(2.0, 2 * odd)  # the latest may be a lasting change
     assert of(after(usual, 0.1, 1e5)).seconds == pytest.approx(allowed)
 
 
-def test_while_nobody_is_known_everybody_gets_the_longest() -> None:
+def test_without_known_waits_the_longest_deadline_applies() -> None:
     assert of(after([0.1] * 5)) == Deadline(1.0, "min_stall_timeout, more than 4 × its median of 0.1 s")
-    for unknown in (of(after([0.1] * 5), phase=Phase.OPENING), of(after([0.1] * (ENOUGH_WAITS - 1)))):
+    for unknown in (of(after([0.1] * 5), phase=Phase.OPENING), of(after([0.1] * (MIN_WAITS - 1)))):
         assert unknown == Deadline(10.0, "stall_timeout")
 
 
-def test_who_is_not_known_gets_twice_the_longest_of_the_others() -> None:
+def test_an_unknown_peer_gets_twice_the_longest_deadline_of_the_others() -> None:
     learned = Deadlines(1.0, 10.0)
     assert of(learned, "new:1") == Deadline(10.0, "stall_timeout")
     for usual, expected in (
@@ -68,24 +68,24 @@ def test_who_is_not_known_gets_twice_the_longest_of_the_others() -> None:
         (0.5, Deadline(4.0, "2 × the longest of 2 others")),
         (0.2, Deadline(4.0, "2 × the longest of 3 others")),
     ):
-        for number in range(ENOUGH_WAITS):
-            learned.saw(f"{usual}:1", Phase.PART, 3, usual, float(number))
+        for number in range(MIN_WAITS):
+            learned.record(f"{usual}:1", Phase.PART, 3, usual, float(number))
         assert of(learned, "new:1") == expected
 
 
 @given(
     st.lists(waits, min_size=1, max_size=4),
-    st.lists(st.floats(0, 1e4), max_size=ENOUGH_WAITS - 1),
+    st.lists(st.floats(0, 1e4), max_size=MIN_WAITS - 1),
     st.floats(0.01, 100),
     st.floats(0.01, 100),
 )
-def test_a_guess_is_generous_and_keeps_the_bounds(
+def test_a_guess_is_generous_and_within_bounds(
     others: list[list[float]], own: list[float], lower: float, upper: float
 ) -> None:
     learned = Deadlines(lower, upper)
     for name, seen in [*((f"{number}:1", seen) for number, seen in enumerate(others)), ("new:1", own)]:
         for wait in seen:
-            learned.saw(name, Phase.PART, 3, wait, 50.0)
+            learned.record(name, Phase.PART, 3, wait, 50.0)
     longest = max(of(learned, f"{number}:1").seconds for number in range(len(others)))
     guess = of(learned, "new:1").seconds
     assert guess <= upper
@@ -93,22 +93,22 @@ def test_a_guess_is_generous_and_keeps_the_bounds(
     assert guess >= min(upper, 2 * own[-1] if own else 0.0)
 
 
-def test_one_who_was_dropped_again_and_again_does_not_make_others_slow() -> None:
+def test_repeated_misses_of_one_peer_do_not_affect_other_peers() -> None:
     learned = after([0.5] * 5)
     for _ in range(5):
-        learned.missed("a:1", Phase.PART, 3, 10.0)
+        learned.record_miss("a:1", Phase.PART, 3, 10.0)
     assert of(learned) == Deadline(10.0, "stall_timeout")
     assert of(learned, "new:1").seconds == 4.0
 
 
-def test_a_guess_that_was_missed_is_doubled_and_what_it_then_takes_is_kept_to() -> None:
+def test_a_missed_guess_is_doubled_and_then_learned_from() -> None:
     learned = after([0.5] * 5)
     seconds = []
     for _ in range(3):
         seconds.append(of(learned, "new:1").seconds)
-        learned.missed("new:1", Phase.PART, 3, 10.0)
+        learned.record_miss("new:1", Phase.PART, 3, 10.0)
     assert seconds == [4.0, 8.0, 10.0]
-    learned.saw("new:1", Phase.PART, 3, 3.0, 11.0)
+    learned.record("new:1", Phase.PART, 3, 3.0, 11.0)
     assert of(learned, "new:1") == Deadline(10.0, "stall_timeout")
     assert of(learned, "other:1") == Deadline(4.0, "2 × that of 1 other")
 
@@ -122,50 +122,50 @@ def test_a_guess_that_was_missed_is_doubled_and_what_it_then_takes_is_kept_to() 
         (60, Deadline(100.0, "stall_timeout")),
     ],
 )
-def test_what_it_did_in_rounds_of_another_size_is_scaled(size: int, expected: Deadline) -> None:
+def test_waits_in_rounds_of_another_size_are_scaled(size: int, expected: Deadline) -> None:
     learned = after([0.5] * 5, upper=100.0)
     assert of(learned, size=size) == expected
     assert of(learned, "new:1", size=size).seconds == expected.seconds
-    for number in range(5):  # its own rounds of another size tell more than those of the others
-        learned.saw("fast:1", Phase.PART, size, 0.1, float(number))
+    for number in range(5):  # a peer's own rounds of another size take precedence over other peers
+        learned.record("fast:1", Phase.PART, size, 0.1, float(number))
     assert of(learned, size=size) == expected
     assert of(learned, "new:1", size=size) == Deadline(2.0, "2 × that of 1 other")
 
 
-def test_the_nearest_size_counts() -> None:
+def test_the_nearest_size_is_used() -> None:
     learned = after([0.5] * 5, upper=100.0)
     for wait in [5.0] * 5:
-        learned.saw("a:1", Phase.PART, 7, wait, 9.0)
-        learned.saw("b:1", Phase.PART, 7, wait, 9.0)
+        learned.record("a:1", Phase.PART, 7, wait, 9.0)
+        learned.record("b:1", Phase.PART, 7, wait, 9.0)
     assert of(learned, size=4) == Deadline(16.0, "8 × that in smaller rounds")
     assert of(learned, size=5) == Deadline(40.0, "2 × that in larger rounds")
     assert of(learned, "new:1", size=6) == Deadline(40.0, "2 × the longest of 2 others in larger rounds")
 
 
-def test_the_basis_tells_which_it_was() -> None:
+def test_the_basis_explains_the_deadline() -> None:
     assert of(after([1.0] * 5)) == Deadline(4.0, "4 × its median of 1 s")
     assert of(after([1.0, 1.0, 1.0, 4.0])) == Deadline(8.0, "2 × its last of 4 s")
     assert of(after([100.0] * 5)) == Deadline(10.0, "stall_timeout")
 
 
-def test_a_missed_deadline_is_doubled_until_it_is_kept() -> None:
+def test_a_deadline_is_doubled_after_each_miss() -> None:
     learned = after([1.0] * 5, upper=20.0)
     seconds = []
     for _ in range(4):
         seconds.append(of(learned).seconds)
-        learned.missed("a:1", Phase.PART, 3, 10.0)
+        learned.record_miss("a:1", Phase.PART, 3, 10.0)
     assert seconds == [4.0, 8.0, 16.0, 20.0]
-    learned.saw("a:1", Phase.PART, 3, 7.0, 11.0)
+    learned.record("a:1", Phase.PART, 3, 7.0, 11.0)
     assert of(learned) == Deadline(14.0, "2 × its last of 7 s")
 
 
 @pytest.mark.parametrize(("seen", "first"), [([1.0] * 5, 4.0), ([0.001] * 5, 1.0), ([], 1.0), ([30.0] * 5, 20.0)])
-def test_the_longest_deadline_that_was_missed_is_given_more_and_more_seldom(seen: list[float], first: float) -> None:
+def test_after_misses_the_longest_deadline_is_given_ever_more_rarely(seen: list[float], first: float) -> None:
     learned = after(seen, upper=20.0, lower=1.0)
     seconds = []
     for _ in range(100):
         seconds.append(of(learned).seconds)
-        learned.missed("a:1", Phase.PART, 3, 10.0)
+        learned.record_miss("a:1", Phase.PART, 3, 10.0)
     doubled = seconds[: seconds.index(20.0)]
     beyond = seconds[seconds.index(20.0) :]
     assert doubled == [first * 2**number for number in range(len(doubled))]
@@ -173,39 +173,39 @@ def test_the_longest_deadline_that_was_missed_is_given_more_and_more_seldom(seen
         [0, 1, 2, 4, 8, 16] if first < 20.0 else [0, 1, 2, 3, 4, 5]
     )
     assert set(beyond) == {first, 20.0}
-    learned.saw("a:1", Phase.PART, 3, 7.0, 11.0)
-    learned.saw("a:1", Phase.PART, 3, 7.0, 11.0)
-    learned.saw("a:1", Phase.PART, 3, 7.0, 11.0)
+    learned.record("a:1", Phase.PART, 3, 7.0, 11.0)
+    learned.record("a:1", Phase.PART, 3, 7.0, 11.0)
+    learned.record("a:1", Phase.PART, 3, 7.0, 11.0)
     assert of(learned).seconds >= 14.0
 
 
 def test_a_lasting_change_is_followed_at_once() -> None:
     learned = after([1.0] * MAX_WAITS, upper=100.0)
     for _ in range(MAX_WAITS):
-        learned.saw("a:1", Phase.PART, 3, 5.0, 50.0)
+        learned.record("a:1", Phase.PART, 3, 5.0, 50.0)
         assert of(learned).seconds >= 10.0
 
 
-def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("averaging.deadlines.learned_deadlines.MAX_KNOWN", 10)
     learned = Deadlines(1.0, 10.0)
     for number in range(50):
-        learned.missed(f"a:{number}", Phase.PART, 3, 0.0)
+        learned.record_miss(f"a:{number}", Phase.PART, 3, 0.0)
     assert len(learned) == 10
 
 
-def test_who_was_not_met_for_longest_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_recently_used_peer_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("averaging.deadlines.learned_deadlines.MAX_KNOWN", 2)
     learned = after([0.1] * 5)
     for number in range(3):
-        learned.missed(f"new:{number}", Phase.PART, 3, 10.0)
-        learned.saw("a:1", Phase.PART, 3, 0.1, 10.0)
+        learned.record_miss(f"new:{number}", Phase.PART, 3, 10.0)
+        learned.record("a:1", Phase.PART, 3, 0.1, 10.0)
     assert of(learned).seconds == 1.0
 
 
-def test_who_was_not_met_for_long_is_forgotten() -> None:
+def test_unused_waits_expire() -> None:
     learned = after([0.1] * 5)
-    learned.missed("b:1", Phase.PART, 3, 4.0 + LIFETIME)
+    learned.record_miss("b:1", Phase.PART, 3, 4.0 + LIFETIME)
     assert len(learned) == 2
     assert learned.of("a:1", Phase.PART, 3, 4.1 + LIFETIME) == Deadline(10.0, "stall_timeout")
     assert len(learned) == 1
@@ -213,7 +213,7 @@ def test_who_was_not_met_for_long_is_forgotten() -> None:
 
 def test_what_is_learned_can_be_listed() -> None:
     learned = after([0.5] * 5)
-    learned.missed("b:1", Phase.PART, 3, 5.0)
+    learned.record_miss("b:1", Phase.PART, 3, 5.0)
     (one,) = learned.learned()
     assert (one.endpoint, one.phase, one.size, one.waits, one.median) == ("a:1", Phase.PART, 3, 5, 0.5)
     assert (one.deadline, one.basis) == (2.0, "4 × its median of 0.5 s")
@@ -229,20 +229,20 @@ steps = st.lists(st.tuples(st.floats(0, 5), st.booleans()), max_size=30)
 
 
 @given(steps)
-def test_the_clock_never_goes_back_nor_faster_than_time(taken: list[tuple[float, bool]]) -> None:
+def test_the_fair_clock_never_runs_backwards_or_faster_than_time(taken: list[tuple[float, bool]]) -> None:
     clock, now, fair = FairClock(0.25, 10.0), 10.0, 0.0
-    for seconds, deaf in taken:
+    for seconds, isolated in taken:
         now += seconds
         ahead = clock.at(now)
-        after_tick = clock.tick(now, deaf=deaf)
-        counted = min(seconds, 0.25) / (2 if deaf else 1)
+        after_tick = clock.tick(now, isolated=isolated)
+        counted = min(seconds, 0.25) / (2 if isolated else 1)
         assert after_tick == pytest.approx(fair + counted, abs=1e-6)
         assert ahead >= after_tick
         fair = after_tick
 
 
 @pytest.mark.parametrize(("shortest", "interval"), [(0.4, 0.05), (2.0, 0.25), (60.0, 0.25)])
-def test_the_clock_is_looked_at_several_times_in_the_shortest_deadline(shortest: float, interval: float) -> None:
+def test_the_clock_ticks_several_times_in_the_shortest_deadline(shortest: float, interval: float) -> None:
     assert interval_of(shortest) == pytest.approx(interval)
 
 

@@ -1,4 +1,4 @@
-"""What a late average does to second moments."""
+"""The effect of a delayed average on second moments."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_second_moment_that_has_only_decayed_is_the_mean_decayed() -> None:
 
 def test_a_second_moment_of_which_too_much_is_taken_is_0() -> None:
     moment = torch.tensor([0.5])
-    _add_to_moment(moment, torch.tensor([-1.5]), torch.tensor([1.0]))  # as lossy codes may make it
+    _add_to_moment(moment, torch.tensor([-1.5]), torch.tensor([1.0]))  # possible with a lossy codec
     assert moment.tolist() == [0.0]
 
 

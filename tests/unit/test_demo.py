@@ -53,7 +53,7 @@ def test_different_bytes_are_not_good_and_the_worst_peer_counts() -> None:
 def test_without_all_results_there_is_no_verdict() -> None:
     unfinished = record((2.4, "a"))
     unfinished.members.append(Member("peer 3", 3))
-    with pytest.raises(ValueError, match="without telling its result"):
+    with pytest.raises(ValueError, match="without a result"):
         judge(unfinished)
 
 

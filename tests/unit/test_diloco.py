@@ -1,4 +1,4 @@
-"""What a global step makes of the model."""
+"""The effect of a global step on the model."""
 
 from __future__ import annotations
 

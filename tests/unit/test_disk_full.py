@@ -55,7 +55,10 @@ def test_a_result_that_finds_no_room_leaves_the_old_one(tmp_path: Path) -> None:
     path = tmp_path / "out"
     path.write_bytes(b"old")
     output = Output(path, overwrite=True)
-    with full_disk(), pytest.raises(CommandError, match=r"untouched\. Make room there, or give --output") as caught:
+    with (
+        full_disk(),
+        pytest.raises(CommandError, match=r"unchanged\. Free disk space, or give another --output") as caught,
+    ):
         output.write(TENSORS, None)
     assert (caught.value.exit_code, path.read_bytes()) == (1, b"old")
     assert list(tmp_path.iterdir()) == [path]
@@ -114,7 +117,7 @@ def test_certificates_are_replaced_both_or_not_at_all(tmp_path: Path, monkeypatc
         with full_disk(300):  # a key finds room, its certificate does not
             result = ca(main, ["ca", *command, "--force"])
         assert result.exit_code == 1
-        assert "ca cannot be written: File too large; nothing was replaced. Make room there" in result.stderr
+        assert "ca cannot be written: File too large; nothing was replaced. Free disk space" in result.stderr
         assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before
 
 
@@ -125,12 +128,12 @@ def test_a_full_stdout_is_told_once_and_stops_nothing(
         monkeypatch.setattr(sys, "stdout", full)
         report = CommandOutput(as_json=True)
         for _ in range(3):
-            report.tell({"event": "round"}, "")
+            report.emit({"event": "round"}, "")
         monkeypatch.undo()
         told = capsys.readouterr().err
         with contextlib.suppress(OSError):
             full.close()
-    assert told == "cannot write to stdout: No space left on device; the command goes on. Make room there\n"
+    assert told == "cannot write to stdout: No space left on device; the command continues. Free space there\n"
 
 
 @contextlib.contextmanager
@@ -155,17 +158,17 @@ def next_line(reader: BinaryIO) -> bytes:
 def test_a_pipe_that_nobody_reads_is_told_once_and_stops_nothing(
     blocking: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("averaging.cli.nonblocking_output.PATIENCE", 0.1)
+    monkeypatch.setattr("averaging.cli.nonblocking_output.TIMEOUT", 0.1)
     with full_pipe(blocking=blocking) as (reader, full):
         monkeypatch.setattr(sys, "stdout", full)
         report = CommandOutput(as_json=True)
         for number in range(3):
-            report.tell({"event": "round", "round": number}, "")
+            report.emit({"event": "round", "round": number}, "")
         monkeypatch.undo()
         told = capsys.readouterr().err
         # What waited for a reader is whole when one comes.
         assert next_line(reader) == b'{"event": "round", "round": 0}\n'
-    assert told == "cannot write to stdout: it is full, and nobody reads it; the command goes on. Make room there\n"
+    assert told == "cannot write to stdout: it is full and is not read; the command continues. Free space there\n"
 
 
 def test_a_line_is_told_where_no_more_threads_may_be_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -177,7 +180,7 @@ def test_a_line_is_told_where_no_more_threads_may_be_started(monkeypatch: pytest
         monkeypatch.setattr(threading.Thread, "start", start)
         report = CommandOutput(as_json=True)
         for _ in range(2):
-            report.tell({"event": "round"}, "")
+            report.emit({"event": "round"}, "")
         monkeypatch.undo()
     assert (tmp_path / "stdout").read_text() == '{"event": "round"}\n' * 2
 
@@ -197,7 +200,7 @@ def test_a_pipe_that_nobody_reads_keeps_no_watch_from_ending(monkeypatch: pytest
             raise AssertionError("it did not wait for the reader")
 
     closed: list[bool] = []
-    monkeypatch.setattr("averaging.cli.nonblocking_output.PATIENCE", 0.1)
+    monkeypatch.setattr("averaging.cli.nonblocking_output.TIMEOUT", 0.1)
     monkeypatch.setattr("averaging.transport.grpc.GrpcTransport", Transport)
     with full_pipe() as (reader, full):
         monkeypatch.setattr(sys, "stdout", full)
@@ -213,7 +216,7 @@ def test_a_full_stdout_of_the_other_commands_is_one_line(unbuffered: str, tmp_pa
     journal = tmp_path / "a.jsonl"
     journal.write_text(dumps(AVERAGED) + "\n")
     for command, code, told in (
-        (["explain", str(journal)], 1, "Error: cannot write to stdout: No space left on device; make room there\n"),
+        (["explain", str(journal)], 1, "Error: cannot write to stdout: No space left on device; free space there\n"),
         (["ca", "init", "--directory", str(tmp_path / "ca")], 0, "cannot write to stdout: No space left on device; "),
     ):
         with Path("/dev/full").open("w") as full:
@@ -247,7 +250,7 @@ def test_a_full_stdout_ends_no_watch(monkeypatch: pytest.MonkeyPatch, capsys: py
         with contextlib.suppress(OSError):
             full.close()
     assert told == ["127.0.0.1:1"]
-    message = "cannot write to stdout: No space left on device; the command goes on. Make room there\n"
+    message = "cannot write to stdout: No space left on device; the command continues. Free space there\n"
     assert capsys.readouterr().err == message
 
 
@@ -259,13 +262,13 @@ def test_a_reader_that_goes_away_stops_nothing(
     with os.fdopen(writer, "w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
         report = CommandOutput(as_json=as_json)
-        report.tell({"event": "ready"}, "ready")
+        report.emit({"event": "ready"}, "ready")
         assert os.read(reader, 100).rstrip() == (b'{"event": "ready"}' if as_json else b"ready")
         os.close(reader)
         for _ in range(2):
-            report.tell({"event": "round"}, "round")
+            report.emit({"event": "round"}, "round")
         monkeypatch.undo()
-    told = "cannot write to stdout: nobody reads it any more; the command goes on, Ctrl+C ends it\n"
+    told = "cannot write to stdout: its reader has closed it; the command continues, Ctrl+C ends it\n"
     assert capsys.readouterr().err == told
 
 
@@ -284,8 +287,8 @@ def test_help_that_finds_no_room_is_one_line(command: list[str], unbuffered: str
 
 def test_a_closed_stdout_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)  # as Python starts where nobody has opened one
-    CommandOutput(as_json=True).tell({"event": "round"}, "")
-    CommandOutput(as_json=False).tell({}, "words")
+    CommandOutput(as_json=True).emit({"event": "round"}, "")
+    CommandOutput(as_json=False).emit({}, "words")
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
@@ -295,7 +298,7 @@ def test_letters_that_stdout_lacks_stop_nothing(encoding: str, monkeypatch: pyte
         monkeypatch.setattr(sys, "stdout", stdout)
         with contextlib.suppress(CommandError):
             main(["explain", "none"], standalone_mode=False)
-        CommandOutput(as_json=False).tell({}, "run \u2014")
+        CommandOutput(as_json=False).emit({}, "run \u2014")
         assert written.getvalue() == b"run \\u2014\n"
         monkeypatch.undo()
 
@@ -315,7 +318,7 @@ def test_the_model_of_an_example_is_replaced_whole_or_not_at_all(tmp_path: Path)
     path = tmp_path / "model.safetensors"
     digits.save(TENSORS, path, {"samples": "1"})
     before = path.read_bytes()
-    with full_disk(), pytest.raises(SystemExit, match="could not be written: .* Make room there"):
+    with full_disk(), pytest.raises(SystemExit, match="could not be written: .* Free disk space"):
         digits.save({"w": torch.zeros(20_000)}, path, {})
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]

@@ -15,11 +15,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.deadlines.learned_deadlines import ENOUGH_WAITS, Deadlines
+from averaging.deadlines.learned_deadlines import MIN_WAITS, Deadlines
 from averaging.errors import PeerUnreachableError, StateError
 from averaging.protocol.messages import DownloadData, Resume, WireTensor
 from averaging.protocol.schema import Schema, describe
-from averaging.state.assembler import Fingerprint, Held, StateAssembler
+from averaging.state.assembler import Fingerprint, ReceivedState, StateAssembler
 from averaging.state.download import MAX_COMPARED, TRIES_PER_DONOR, choose, download
 from averaging.state.manifest import BASE_ITEMS, read_manifest
 from averaging.state.packing import State, check_state, pack, seal
@@ -98,7 +98,7 @@ async def test_who_could_not_deliver_is_told_of_in_the_log_only_where_no_error_t
     assert [one for one in caplog.records if one.levelno >= logging.WARNING] == []
     await donors.fetch()
     [told] = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
-    assert told == "could not download the state from x:1: connection lost; took that of y:1"
+    assert told == "could not download the state from x:1: connection lost; downloaded it from y:1"
 
 
 @pytest.mark.asyncio
@@ -160,7 +160,7 @@ SIZES = st.lists(st.sampled_from([0, 1, 3, 8, 20]), max_size=6)
 def test_whatever_is_cut_and_resumed_comes_whole_and_once(sizes: list[int], cuts: list[int], chunk: int) -> None:
     """A state cut after so many messages again and again, with chunks of so many bytes."""
     sealed = seal(State(1, {f"t{n}": torch.arange(size, dtype=torch.uint8) + n for n, size in enumerate(sizes)}))
-    held, received = Held(), 0
+    held, received = ReceivedState(), 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("averaging.state.packing.CHUNK_BYTES", chunk)
         for cut in [*cuts, 1000]:
@@ -181,7 +181,7 @@ def with_skipped(message: DownloadData, skipped: object) -> DownloadData:
 @pytest.mark.parametrize("skipped", [-1, 1, 20, 40, 1 << 62, 1 << 63])
 def test_what_was_not_asked_for_may_not_be_left_out(skipped: int) -> None:
     message = with_skipped(next(pack(seal(state(1)))), skipped)
-    with pytest.raises(StateError, match=f"left out {skipped} bytes that this peer does not have"):
+    with pytest.raises(StateError, match=f"skipped {skipped} bytes that this peer does not have"):
         StateAssembler(SCHEMA).feed(message)
 
 
@@ -195,7 +195,7 @@ def test_a_donor_with_other_tensors_may_leave_nothing_out(other: State) -> None:
     assert asked.offset == first.nbytes
     whole = list(pack(seal(other), asked))
     assert "skipped" not in msgpack.unpackb(whole[0].metadata)
-    with pytest.raises(StateError, match="left out 88 bytes that this peer does not have"):
+    with pytest.raises(StateError, match="skipped 88 bytes that this peer does not have"):
         StateAssembler(SCHEMA, held=first.held).feed(with_skipped(whole[0], asked.offset))
 
 
@@ -259,7 +259,7 @@ async def test_donors_that_were_started_anew_since_they_declared_their_versions_
     found, _ = await donors.fetch(verify_donors=2, declared=declared)
     assert equal(found, state(2, version=9))
     donors = Donors({**begun, "v:1": [state(2, version=9)]})
-    with pytest.raises(StateError, match="y:1: version 0 with .*, not 9 as declared: probably started anew.*v:1: vers"):
+    with pytest.raises(StateError, match="y:1: version 0 with .*, not 9 as declared: probably restarted.*v:1: vers"):
         await donors.fetch(verify_donors=2, declared=declared)
     donors = Donors(dict(begun))  # the whole run was
     found, _ = await donors.fetch(verify_donors=2, declared=declared)
@@ -277,7 +277,7 @@ async def test_donors_that_move_on_meanwhile_are_compared_anew() -> None:
 @pytest.mark.asyncio
 async def test_donors_that_announce_one_state_and_deliver_another_are_refused() -> None:
     donors = Donors({"x:1": [state(1), state(2)] * 9, "y:1": [state(1), state(2)] * 9})
-    with pytest.raises(StateError, match="as when it was compared"):
+    with pytest.raises(StateError, match="as when donors were compared"):
         await donors.fetch(verify_donors=2)
 
 
@@ -311,7 +311,7 @@ def fetch_slowly(slow: Slow, donors: Sequence[str], verify_donors: int = 1) -> t
     async def main() -> tuple[float, str]:
         deadlines = Deadlines(1.0, 10.0)
         transport = cast(Any, slow)
-        for _ in range(ENOUGH_WAITS):
+        for _ in range(MIN_WAITS):
             await download(transport, ["x:1"], SCHEMA, silence=10.0, deadlines=deadlines)
         slow.calls.clear()
         loop = asyncio.get_running_loop()
@@ -326,7 +326,7 @@ def fetch_slowly(slow: Slow, donors: Sequence[str], verify_donors: int = 1) -> t
 
 
 def test_a_donor_that_is_silent_for_longer_than_usual_costs_little() -> None:
-    slow = Slow({"x:1": [0.1] * ENOUGH_WAITS + [60.0], "y:1": [0.1]})
+    slow = Slow({"x:1": [0.1] * MIN_WAITS + [60.0], "y:1": [0.1]})
     seconds, donor = fetch_slowly(slow, ["x:1", "y:1"])
     assert donor == "y:1"
     assert seconds == pytest.approx(1.1, abs=0.2)
@@ -334,7 +334,7 @@ def test_a_donor_that_is_silent_for_longer_than_usual_costs_little() -> None:
 
 @pytest.mark.parametrize("verify_donors", [1, 2])
 def test_an_only_donor_that_takes_longer_than_ever_is_waited_for(verify_donors: int) -> None:
-    slow = Slow({"x:1": [0.1] * ENOUGH_WAITS + [8.0], "y:1": [0.1] if verify_donors > 1 else [60.0]})
+    slow = Slow({"x:1": [0.1] * MIN_WAITS + [8.0], "y:1": [0.1] if verify_donors > 1 else [60.0]})
     seconds, donor = fetch_slowly(slow, ["x:1", "y:1"], verify_donors)
     assert donor == "x:1"
     assert seconds < 20
@@ -375,7 +375,7 @@ def test_a_donor_that_lives_is_given_time_to_prepare_a_large_state(
         assert donors.calls == ["dead:1", "x:1", "hung:1", "x:1"]
         assert seconds == pytest.approx(3 * 10.0 + 10.0 / 3 + 60.0, abs=2.0)  # "hung:1" has a third to answer
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert any("x:1 is there, but has not begun to send its state" in line for line in told)
+    assert any("x:1 answers but has not begun to send its state" in line for line in told)
 
 
 def test_a_donor_that_lives_and_never_begins_is_given_up_in_the_end() -> None:
@@ -412,7 +412,7 @@ async def test_of_many_donors_a_bounded_number_is_compared() -> None:
 async def test_donors_that_go_on_all_the_time_are_compared_three_times() -> None:
     going_on = [state(version, version) for version in range(1, 20)]
     donors = Donors({"x:1": list(going_on), "y:1": list(going_on)})
-    with pytest.raises(StateError, match="as when it was compared with others"):
+    with pytest.raises(StateError, match="as when donors were compared"):
         await donors.fetch(verify_donors=2)
     assert len(donors.calls) == 3 * (2 + 2)  # both are compared, and both are read
 
@@ -503,10 +503,10 @@ def test_two_tensors_of_one_name_are_refused() -> None:
 @pytest.mark.parametrize(
     ("tensors", "user", "words"),
     [
-        ({"w": torch.zeros(1)}, {}, "'w' has the name of an averaged one"),
+        ({"w": torch.zeros(1)}, {}, "'w' has the name of an averaged tensor"),
         ({"z": torch.zeros(1, dtype=torch.complex64)}, {}, "'z' is torch.complex64; .*bool can be shared"),
-        ({}, {"model": object()}, "must be what msgpack can pack"),
-        ({}, {"step": 2**65}, "must be what msgpack can pack"),
+        ({}, {"model": object()}, "msgpack cannot pack"),
+        ({}, {"step": 2**65}, "msgpack cannot pack"),
         ({}, {1.5: 2}, "newcomers could not read the state's user dict: a dict has the key 1.5; keys can be text, by"),
         ({}, {"table": [{(1, (2,)): 3}]}, "a dict has the key .1, .2,.."),
         ({}, {"table": dict.fromkeys(range(1025))}, "a dict has 1025 integers as keys, more than 1024; use text"),

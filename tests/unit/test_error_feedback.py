@@ -1,4 +1,4 @@
-"""What a lossy code loses comes back: what was sent plus the residual is what was put in."""
+"""Error feedback: all that was sent plus the residual equals all inputs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOSSY = [code for code in CompressionType if code is not CompressionType.NONE]
 def test_the_sum_of_what_was_sent_plus_the_residual_is_the_sum_of_the_inputs(
     code: CompressionType, seed: int, rounds: list[str]
 ) -> None:
-    """Over rounds in which a part is reduced elsewhere, here, or by somebody who dies; its parts are cut anew."""
+    """Over rounds in which a part is reduced elsewhere, here, or by a member that dies."""
     generator = torch.Generator().manual_seed(seed)
     feedback = ErrorFeedback(describe(["w"], [torch.empty(40)], compression=code, part_size_bytes=1024))
     put_in, sent = torch.zeros(40, dtype=torch.float64), torch.zeros(40, dtype=torch.float64)
@@ -66,7 +66,7 @@ def test_a_constant_input_arrives_in_the_mean(code: CompressionType) -> None:
 def test_residuals_are_not_lost_where_they_are_added_to_half_precision(
     code: CompressionType, dtype: torch.dtype
 ) -> None:
-    """A residual is a rounding error or less of what it is added to; that rounding comes back, too."""
+    """A residual may be smaller than a rounding error of its tensor; that rounding is fed back, too."""
     generator = torch.Generator().manual_seed(0)
     feedback = ErrorFeedback(describe(["w"], [torch.empty(300, dtype=dtype)], compression=code, part_size_bytes=4096))
     put_in, sent = torch.zeros(300, dtype=torch.float64), torch.zeros(300, dtype=torch.float64)

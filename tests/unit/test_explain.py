@@ -51,7 +51,7 @@ def test_attempts_that_came_to_nothing() -> None:
 
 def test_who_was_waited_for_and_what_was_kept() -> None:
     assert line(receipt(straggler=Straggler(B, 0.94, "averages"), kept_local=7)) == (
-        f"{WELL}; 0.9 s were waited for the averages of {B}; 7 elements kept the own value"
+        f"{WELL}; waited 0.9 s for the averages of {B}; 7 elements kept the local value"
     )
 
 
@@ -139,17 +139,17 @@ def test_what_it_comes_to() -> None:
         *(receipt(name, 6, straggler=Straggler(D, seconds, "parts")) for name, seconds in ((A, 0.5), (B, 0.75))),
     ]
     lines = list(explain(told))
-    assert lines[0] == (f"run demo, as told by {A}, {B}, from 2023-11-14 22:13:20 to 2023-11-14 22:14:22 UTC")
+    assert lines[0] == (f"run demo, receipts of {A}, {B}, from 2023-11-14 22:13:20 to 2023-11-14 22:14:22 UTC")
     assert [text.split(":")[0] for text in lines[1:5]] == [f"round {number}" for number in (3, 4, 5, 6)]
     assert lines[5:] == [
-        "in all 4 rounds: 3 averaged, 1 without a group",
+        "total of 4 rounds: 3 averaged, 1 without a group",
         f"dropped: {D} in 2 rounds (silent 1, connection lost 1)",
         "slowest phase: allreduce, 9.00 s of 15.0 s (60%; median 1.50 s)",
-        "last to arrive: nobody stands out",
-        f"straggler: {D} in 1 round, 0.8 s at most, 0.8 s in all",
+        "last to arrive: no peer regularly",
+        f"straggler: {D} in 1 round, maximum 0.8 s, total 0.8 s",
         "bytes: 18.0 MiB sent, 12.0 MiB received",
         "averages: the same in all of 3 rounds that can be compared",
-        "states: in no round can those of several peers be compared",
+        "states: no round has receipts of several peers to compare",
     ]
     assert list(explain(told, summary_only=True)) == [lines[0], *lines[5:]]
 
@@ -157,7 +157,7 @@ def test_what_it_comes_to() -> None:
 def test_where_nothing_can_be_compared_nothing_is_said_to_be_the_same() -> None:
     told = [receipt(A, 4), receipt(B, 5)]
     assert list(explain(told))[-2:] == [
-        f"{what}: in no round can those of several peers be compared" for what in ("averages", "states")
+        f"{what}: no round has receipts of several peers to compare" for what in ("averages", "states")
     ]
 
 
@@ -185,7 +185,8 @@ def told_of_straggler(shares: Sequence[float], rounds: int, held: int) -> str:
 def test_a_narrow_link_is_suspected_where_shares_do_not_match_it() -> None:
     equal, matching = (0.25,) * 4, (1 / 3, 1 / 3, 1 / 3, 0.0)
     assert told_of_straggler(equal, 4, 2) == (
-        f"hint: {D} reduces as much as the others; if its link is narrower, tell every peer the bandwidth of its own"
+        f"hint: {D} reduces as much as the others; if its link is slower, set `bandwidth` at every peer to that of its "
+        "own link"
     )
     assert not told_of_straggler(equal, 4, 1)
     assert not told_of_straggler(equal, 1, 1)
@@ -215,7 +216,7 @@ def test_files_are_put_together(tmp_path: Path) -> None:
 def test_no_receipts(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("")
     result = run(tmp_path / "empty")
-    assert (result.exit_code, result.stdout) == (0, "no receipts: no round was attempted\n")
+    assert (result.exit_code, result.stdout) == (0, "no receipts: there was no round\n")
 
 
 def test_a_last_line_that_is_cut_off_is_passed_over(tmp_path: Path) -> None:
@@ -224,7 +225,7 @@ def test_a_last_line_that_is_cut_off_is_passed_over(tmp_path: Path) -> None:
     result = run(file)
     assert result.exit_code == 0
     assert WELL in result.stdout
-    assert "a.jsonl: the last line is cut off" in result.stderr
+    assert "a.jsonl: the last line is incomplete" in result.stderr
 
 
 def test_bad_lines_are_told_with_their_numbers_and_the_rest_is_explained(tmp_path: Path) -> None:
@@ -236,7 +237,7 @@ def test_bad_lines_are_told_with_their_numbers_and_the_rest_is_explained(tmp_pat
     assert "a.jsonl: line 2: it is not JSON" in result.stderr
     assert "line 6" in result.stderr
     assert "and 3 more lines" in result.stderr
-    assert "8 lines that cannot be read are left out above" in result.stderr
+    assert "8 lines that cannot be read are missing above" in result.stderr
     assert "\x1b" not in result.stderr
 
 

@@ -1,4 +1,4 @@
-"""Time-outs by fair seconds, in virtual time: when they pass, what they say, what is learned from them."""
+"""Timeouts in fair seconds, in virtual time: when they expire, their messages, and what is learned from them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from averaging.deadlines.fair_timeout import FairTimeout, learned_timeout
-from averaging.deadlines.learned_deadlines import ENOUGH_WAITS, Deadline, Deadlines, Phase
+from averaging.deadlines.learned_deadlines import MIN_WAITS, Deadline, Deadlines, Phase
 from averaging.state.donor_deadlines import WINDOW, DonorDeadlines
 from averaging.transport import virtual_time
 
@@ -24,7 +24,7 @@ def simulate(main: Coroutine[Any, Any, None]) -> None:
     virtual_time.run(main)
 
 
-def test_it_passes_in_time_and_says_so() -> None:
+def test_it_expires_in_time_with_an_explanation() -> None:
     async def main() -> None:
         with pytest.raises(TimeoutError, match=r"^silent for 2 s, deadline 2 s = a test$"):
             async with FairTimeout(Deadline(2.0, "a test"), LOWER):
@@ -34,7 +34,7 @@ def test_it_passes_in_time_and_says_so() -> None:
     simulate(main())
 
 
-def test_it_begins_anew_with_everything_that_comes() -> None:
+def test_each_restart_begins_a_new_wait() -> None:
     async def main() -> None:
         async def wait() -> None:
             async with FairTimeout(Deadline(2.0, "the first"), LOWER) as limit:
@@ -64,7 +64,7 @@ def test_seconds_in_which_this_peer_was_stopped_do_not_count() -> None:
     simulate(main())
 
 
-def test_nothing_is_left_of_it_once_it_is_over() -> None:
+def test_no_timer_is_left_after_the_context() -> None:
     async def main() -> None:
         complaints: list[dict[str, Any]] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
@@ -89,7 +89,7 @@ def test_other_errors_pass_through() -> None:
     simulate(main())
 
 
-def test_a_verdict_is_learned_and_who_gives_none_costs_little() -> None:
+def test_answer_times_are_learned_and_a_silent_peer_costs_little() -> None:
     async def main() -> None:
         deadlines = Deadlines(LOWER, UPPER)
 
@@ -103,20 +103,20 @@ def test_a_verdict_is_learned_and_who_gives_none_costs_little() -> None:
             return now() - began
 
         assert await ask("frozen:1", 60) == pytest.approx(3.0, abs=0.1)
-        for _ in range(ENOUGH_WAITS):
+        for _ in range(MIN_WAITS):
             await ask("a:1", 0.01)
         assert await ask("dead:1", 60) == pytest.approx(2.0, abs=0.1)
         assert await ask("a:1", 60) == pytest.approx(1.0, abs=0.1)
         assert await ask("a:1", 60) == pytest.approx(2.0, abs=0.1)
         assert await ask("a:1", 60) == pytest.approx(3.0, abs=0.1)
-        (told,) = deadlines.learned()
-        assert (told.endpoint, told.phase, told.deadline) == ("a:1", Phase.VERDICT, 3.0)
+        (result,) = deadlines.learned()
+        assert (result.endpoint, result.phase, result.deadline) == ("a:1", Phase.VERDICT, 3.0)
 
     simulate(main())
 
 
 async def download(deadlines: Deadlines, donor: str, gaps: list[float]) -> float:
-    """Reads messages that come after such pauses; returns how long the last wait was, if it was given up.
+    """Reads messages that arrive after these pauses; returns the length of the last wait if the donor was given up.
 
     Raises:
         ConnectionError: at a pause below 0.
@@ -131,19 +131,19 @@ async def download(deadlines: Deadlines, donor: str, gaps: list[float]) -> float
 
     last = now()
     try:
-        async with DonorDeadlines(deadlines).silence(donor) as silence:
+        async with DonorDeadlines(deadlines).watch(donor) as watch:
             async for _ in messages():
-                silence.heard()
+                watch.message_received()
                 last = now()
     except TimeoutError:
         return now() - last
     return 0.0
 
 
-def test_a_donor_of_which_nothing_is_known_gets_the_longest_and_then_what_this_download_taught() -> None:
+def test_an_unknown_donor_gets_the_longest_deadline_and_then_what_this_download_has_taught() -> None:
     async def main() -> None:
         assert await download(Deadlines(LOWER, UPPER), "a:1", [60]) == pytest.approx(10.0, abs=0.3)
-        usual = [0.5] * (1 + WINDOW * ENOUGH_WAITS)
+        usual = [0.5] * (1 + WINDOW * MIN_WAITS)
         assert await download(Deadlines(LOWER, UPPER), "a:1", [0.5, 0.5, 60]) == pytest.approx(10.0, abs=0.3)
         assert await download(Deadlines(LOWER, UPPER), "a:1", [*usual, 60]) == pytest.approx(2.0, abs=0.3)
         assert await download(Deadlines(LOWER, UPPER), "a:1", [*usual, 1.9, 60]) == pytest.approx(3.8, abs=0.3)
@@ -152,11 +152,11 @@ def test_a_donor_of_which_nothing_is_known_gets_the_longest_and_then_what_this_d
     simulate(main())
 
 
-def test_what_was_learned_serves_the_next_download_from_it_and_from_others() -> None:
+def test_deadlines_are_used_for_the_next_download_from_the_same_and_from_other_donors() -> None:
     async def main() -> None:
         deadlines = Deadlines(LOWER, UPPER)
-        for _ in range(ENOUGH_WAITS):
-            assert not await download(deadlines, "a:1", [0.1, 0.01, 0.3, 0.01])  # the longest is what counts
+        for _ in range(MIN_WAITS):
+            assert not await download(deadlines, "a:1", [0.1, 0.01, 0.3, 0.01])  # the longest wait counts
         medians = {one.phase: one.median for one in deadlines.learned()}
         assert medians == pytest.approx({Phase.STATE: 0.1, Phase.CHUNK: 0.3})
         assert await download(deadlines, "b:1", [60]) == pytest.approx(2.0, abs=0.3)
@@ -168,30 +168,30 @@ def test_what_was_learned_serves_the_next_download_from_it_and_from_others() -> 
     simulate(main())
 
 
-def test_a_state_of_few_chunks_is_learned_from_once_it_is_whole_and_of_many_no_remainder() -> None:
+def test_few_chunks_are_learned_from_at_the_end_and_many_in_whole_windows() -> None:
     async def main() -> None:
         def chunks(deadlines: Deadlines) -> list[tuple[int, float]]:
             return [(one.waits, round(one.median, 3)) for one in deadlines.learned() if one.phase is Phase.CHUNK]
 
         few, broken, many, none = (Deadlines(LOWER, UPPER) for _ in range(4))
-        for _ in range(ENOUGH_WAITS):
+        for _ in range(MIN_WAITS):
             await download(none, "a:1", [0.1])
             await download(few, "a:1", [0.1, 0.3, 0.2])
             with pytest.raises(ConnectionError):
                 await download(broken, "a:1", [0.1, 0.3, -1.0])
             await download(many, "a:1", [0.1, *[0.4] * WINDOW, *[0.2] * WINDOW, 0.9])
         assert not chunks(none)
-        assert chunks(few) == [(ENOUGH_WAITS, 0.3)]
+        assert chunks(few) == [(MIN_WAITS, 0.3)]
         assert not chunks(broken)
-        assert chunks(many) == [(2 * ENOUGH_WAITS, 0.3)]
+        assert chunks(many) == [(2 * MIN_WAITS, 0.3)]
 
     simulate(main())
 
 
-def test_a_donor_that_was_given_up_and_becomes_slower_is_read_in_the_end() -> None:
+def test_a_donor_that_was_given_up_and_becomes_slower_is_read_eventually() -> None:
     async def main() -> None:
         deadlines = Deadlines(LOWER, UPPER)
-        for _ in range(ENOUGH_WAITS):
+        for _ in range(MIN_WAITS):
             assert not await download(deadlines, "a:1", [0.1] * 4)
         lost = [await download(deadlines, "a:1", [0.1, 5.0, 5.0]) for _ in range(6)]
         assert lost[0] == pytest.approx(1.0, abs=0.3)
@@ -203,19 +203,19 @@ def test_a_donor_that_was_given_up_and_becomes_slower_is_read_in_the_end() -> No
 def test_a_donor_that_was_given_up_early_gets_the_longest_deadline_once() -> None:
     async def main() -> None:
         deadlines = Deadlines(LOWER, UPPER)
-        for _ in range(ENOUGH_WAITS):
+        for _ in range(MIN_WAITS):
             assert not await download(deadlines, "a:1", [0.1])
-        patience = DonorDeadlines(deadlines)
-        for seconds, owed in ((1.0, True), (10.0, False)):
+        donors = DonorDeadlines(deadlines)
+        for seconds, retry in ((1.0, True), (10.0, False)):
             began = now()
             with pytest.raises(TimeoutError):
-                async with patience.silence("a:1"):
+                async with donors.watch("a:1"):
                     await asyncio.sleep(60)
             assert now() - began == pytest.approx(seconds, abs=0.3)
-            assert patience.owes("a:1") is owed
+            assert donors.should_retry("a:1") is retry
         with pytest.raises(TimeoutError):
-            async with (unknown := DonorDeadlines(Deadlines(LOWER, UPPER))).silence("a:1"):
+            async with (unknown := DonorDeadlines(Deadlines(LOWER, UPPER))).watch("a:1"):
                 await asyncio.sleep(60)
-        assert not unknown.owes("a:1")  # it had the longest one at once
+        assert not unknown.should_retry("a:1")  # it had the longest one at once
 
     simulate(main())

@@ -1,4 +1,4 @@
-"""What members tell about themselves, and where they go after a round."""
+"""The gathers of members, and their group bits after a round."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ def test_gather_round_trip(weight: float, bandwidth: float | None, mode: Mode, u
 
 
 @pytest.mark.parametrize("user", [{(1, 2): 3}, json.loads("[" * 70 + "]" * 70)], ids=["list as key", "too deep"])
-def test_what_others_would_not_read_is_refused(user: object) -> None:
+def test_a_gather_that_other_peers_would_refuse_is_refused(user: object) -> None:
     assert unpack_gather("h:1", msgpack.packb([1, None, 0, msgpack.packb(user)])).user is None
-    with pytest.raises(ValueError, match="could not be read by others"):
+    with pytest.raises(ValueError, match="refused by other peers"):
         pack_gather(1.0, None, Mode.NODE, user)
 
 
 @pytest.mark.parametrize("user", [b"\xc1", b"\x92\x01", b"\xff\xff", 7, "text", None])
-def test_an_unreadable_user_does_not_spoil_the_rest(user: object) -> None:
+def test_an_unreadable_user_value_leaves_the_other_fields(user: object) -> None:
     member = unpack_gather("h:1", msgpack.packb([2, None, 0, user]))
     assert member.weight == 2.0
 
 
-def test_nothing_gathered_means_weight_one() -> None:
+def test_an_empty_gather_means_weight_one() -> None:
     assert unpack_gather("h:1", b"") == Member("h:1", 1.0, None, Mode.NODE, None)
     assert unpack_gather("client::1", b"").mode is Mode.CLIENT
 
 
-def test_a_clients_name_decides_that_it_cannot_reduce() -> None:
+def test_a_member_with_the_name_of_a_client_cannot_reduce() -> None:
     member = unpack_gather("client::1", pack_gather(1.0, None, Mode.NODE))
     assert not member.reduces
 
@@ -73,13 +73,13 @@ def test_a_clients_name_decides_that_it_cannot_reduce() -> None:
         msgpack.packb(msgpack.ExtType(0x41, msgpack.packb([1.0, None, 0, b""]))),
     ],
 )
-def test_a_gather_that_makes_no_sense_is_refused(gather: bytes) -> None:
+def test_an_invalid_gather_is_refused(gather: bytes) -> None:
     with pytest.raises(ProtocolViolationError):
         unpack_gather("h:1", gather)
 
 
 @given(st.binary(max_size=64))
-def test_no_bytes_crash_the_reader(gather: bytes) -> None:
+def test_arbitrary_bytes_do_not_crash_the_decoder(gather: bytes) -> None:
     try:
         member = unpack_gather("h:1", gather)
     except ProtocolViolationError:
@@ -92,13 +92,13 @@ def test_no_bytes_crash_the_reader(gather: bytes) -> None:
     [
         (object(), "msgpack"),
         (b"x" * (64 << 10), "bytes packed"),
-        ({1.5: 2}, "could not be read by others, .*: a dict has the key 1.5; keys can be text, bytes or integers"),
+        ({1.5: 2}, "refused by other peers: a dict has the key 1.5; keys can be text, bytes or integers"),
         ([{"a": {None: 2}}], "a dict has the key None"),
         ({(1, 2): 3}, r"a dict has the key \(1, 2\)"),
         (dict.fromkeys(range(1025)), "a dict has 1025 integers as keys, more than 1024; use text"),
     ],
 )
-def test_what_cannot_be_gathered_says_why(user: object, words: str) -> None:
+def test_the_error_for_a_bad_gather_gives_the_reason(user: object, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         pack_gather(1.0, None, Mode.NODE, user)
 
@@ -115,8 +115,8 @@ def test_group_bits_follow_the_published_rule() -> None:
 
 
 @pytest.mark.parametrize(("size", "rounds"), [(2, 4), (3, 3), (4, 3), (8, 3)])
-def test_a_full_grid_meets_everybody(size: int, rounds: int) -> None:
-    """d^k peers in groups of d: after k rounds everybody's contribution has reached everybody."""
+def test_a_full_grid_reaches_the_exact_mean(size: int, rounds: int) -> None:
+    """d^k peers in groups of d: after k rounds the contribution of every peer has reached all peers."""
     rng = random.Random(5)
     digits = (size - 1).bit_length()
     cells = [[(number // size**axis) % size for axis in range(rounds - 1)] for number in range(size**rounds)]

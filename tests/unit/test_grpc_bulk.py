@@ -185,16 +185,16 @@ def test_fields_behind_the_tensor_are_read_in_each_message() -> None:
 
 def test_what_is_remembered_of_messages_is_bounded() -> None:
     heads: bulk_messages.Heads[int] = bulk_messages.Heads()
-    for length in range(3 * bulk_messages.MOST_HEADS):
+    for length in range(3 * bulk_messages.MAX_HEADS):
         raw = b"head" + bytes(length)
         heads.keep(raw, bulk_messages.Pieces(b"", b"", 4, memoryview(raw)[4:]), length)
-        if length < bulk_messages.MOST_HEADS:
+        if length < bulk_messages.MAX_HEADS:
             assert heads.find(b"head") is not None  # the first of all
-    found = [heads.find(b"head" + bytes(length)) is not None for length in range(3 * bulk_messages.MOST_HEADS)]
-    assert 0 < sum(found) <= bulk_messages.MOST_HEADS
+    found = [heads.find(b"head" + bytes(length)) is not None for length in range(3 * bulk_messages.MAX_HEADS)]
+    assert 0 < sum(found) <= bulk_messages.MAX_HEADS
     assert found[-1]
-    long = bytes(bulk_messages.LONGEST_HEAD + 1) + b"buffer"
-    heads.keep(long, bulk_messages.Pieces(b"", b"", bulk_messages.LONGEST_HEAD + 1, memoryview(long)[-6:]), 0)
+    long = bytes(bulk_messages.MAX_HEAD_BYTES + 1) + b"buffer"
+    heads.keep(long, bulk_messages.Pieces(b"", b"", bulk_messages.MAX_HEAD_BYTES + 1, memoryview(long)[-6:]), 0)
     assert heads.find(long) is None
 
 
@@ -202,8 +202,8 @@ def test_a_message_of_countless_fields_is_left_to_protobuf() -> None:
     """Cut by hand, 32 MiB of them would hold the event loop up for seconds."""
     once = conversion.encode_averaging_data(AveragingData(tensor_part=WireTensor(b"x" * LARGE)))
     code = averaging_pb2.AveragingData(code=averaging_pb2.CANCELLED).SerializeToString()
-    assert bulk_messages.split(code * (bulk_messages.MOST_FIELDS - 2) + once, 4) is not None
-    for many in (code * bulk_messages.MOST_FIELDS + once, once + code * bulk_messages.MOST_FIELDS):
+    assert bulk_messages.split(code * (bulk_messages.MAX_FIELDS - 2) + once, 4) is not None
+    for many in (code * bulk_messages.MAX_FIELDS + once, once + code * bulk_messages.MAX_FIELDS):
         assert bulk_messages.split(many, 4) is None
         data = conversion.decode_averaging_data(many)
         assert data.code is MessageCode.CANCELLED

@@ -273,7 +273,7 @@ def test_an_impossible_schema(schema: status_pb2.Schema, words: str) -> None:
 def test_a_tensor_has_as_many_dimensions_as_pytorch_computes_with() -> None:
     fits, more = (AveragingData(tensor_part=WireTensor(b"", (1,) * dimensions, "float32")) for dimensions in (64, 65))
     assert methods.AGGREGATE_PART.read_request(methods.AGGREGATE_PART.encode_request(fits)) == fits
-    with pytest.raises(ProtocolViolationError, match="65 dimensions; at most 64 are taken"):
+    with pytest.raises(ProtocolViolationError, match="65 dimensions; at most 64 are accepted"):
         methods.AGGREGATE_PART.read_request(methods.AGGREGATE_PART.encode_request(more))
 
 
@@ -292,7 +292,7 @@ TENSOR = runtime_pb2.Tensor(size=[1] * MANY)
     ids=["rumours", "digest", "subscription", "dimensions"],
 )
 def test_what_a_request_repeats_is_counted_before_it_is_taken(method: Method[Any, Any], raw: bytes) -> None:
-    with pytest.raises(ProtocolViolationError, match=r"a message with \d+ .*; at most \d+ are taken"):
+    with pytest.raises(ProtocolViolationError, match=r"a message with \d+ .*; at most \d+ are accepted"):
         method.read_request(raw)
 
 
@@ -315,7 +315,7 @@ def test_what_a_request_repeats_is_counted_before_it_is_taken(method: Method[Any
     ],
 )
 def test_what_a_reply_repeats_is_counted_before_it_is_taken(method: Method[Any, Any], raw: bytes) -> None:
-    with pytest.raises(ProtocolViolationError, match=r"a message with \d+ .*; at most \d+ are taken"):
+    with pytest.raises(ProtocolViolationError, match=r"a message with \d+ .*; at most \d+ are accepted"):
         method.read_reply(raw)
 
 
@@ -323,14 +323,14 @@ def test_what_a_reply_repeats_is_counted_before_it_is_taken(method: Method[Any, 
 def test_requests_are_no_longer_than_they_can_be(method: Method[Any, Any]) -> None:
     # Of a field that nobody knows: what is read of it does not count.
     raw = b"\xfa\x7f" + bytes([0x80, 0x80, 0x80, 0x03]) + bytes(6 << 20)
-    with pytest.raises(ProtocolViolationError, match=r"a message of \d+ bytes in .*; at most \d+ are taken"):
+    with pytest.raises(ProtocolViolationError, match=r"a message of \d+ bytes in .*; at most \d+ are accepted"):
         method.read_request(raw)
 
 
 @pytest.mark.parametrize("method", [methods.EXCHANGE, methods.PUSH, methods.SUBSCRIBE], ids=lambda method: method.name)
 def test_replies_of_discovery_are_no_longer_than_they_can_be(method: Method[Any, Any]) -> None:
     raw = b"\xfa\x7f" + bytes([0x80, 0x80, 0x80, 0x03]) + bytes(6 << 20)  # as above
-    with pytest.raises(ProtocolViolationError, match=r"a message of \d+ bytes in .*; at most \d+ are taken"):
+    with pytest.raises(ProtocolViolationError, match=r"a message of \d+ bytes in .*; at most \d+ are accepted"):
         method.read_reply(raw)
 
 

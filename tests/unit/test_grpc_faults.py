@@ -69,11 +69,11 @@ def test_a_server_that_wants_fewer_pings_is_told_as_one(details: str) -> None:
     ("details", "told"),
     [
         ("INTERNAL: ipv4:127.0.0.1:1: socket: Too many open files", "raise its limit (ulimit -n)"),
-        ("UNKNOWN: ipv6:%5B::1%5D:1: socket: Address family not supported by protocol (97)", "speaks no IPv6"),
+        ("UNKNOWN: ipv6:%5B::1%5D:1: socket: Address family not supported by protocol (97)", "has no IPv6"),
         ("UNKNOWN: ipv4:127.0.0.1:1: connect: Cannot assign requested address (99)", "to call from"),
         ("UNKNOWN: ipv6:%5Bfe80::1%5D:1: connect: Invalid argument (22)", "needs its interface, as in [fe80::7%eth0]"),
-        ("UNKNOWN: ipv4:127.0.0.1:1: connect: Permission denied (13)", "rules of this machine forbid"),
-        ("UNKNOWN: ipv4:127.0.0.1:1: connect: Operation not permitted (1)", "rules of this machine forbid"),
+        ("UNKNOWN: ipv4:127.0.0.1:1: connect: Permission denied (13)", "security policy of this machine forbids"),
+        ("UNKNOWN: ipv4:127.0.0.1:1: connect: Operation not permitted (1)", "security policy of this machine forbids"),
     ],
 )
 def test_what_keeps_this_machine_from_dialling_is_told(details: str, told: str) -> None:
@@ -97,17 +97,20 @@ def told(code: grpc.StatusCode, details: str, *, sent_token: bool = False) -> Av
             "Ssl handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: OPENSSL_internal:WRONG_VERSION_NUMBER",
             "speak TLS",
         ),
-        ("Hostname Verification Check failed.", "does not stand for this host"),
+        ("Hostname Verification Check failed.", "is not valid for this host"),
         ("Ssl handshake failed: CERTIFICATE_VERIFY_FAILED: certificate has expired", "its certificate has expired"),
         ("Ssl handshake failed: CERTIFICATE_VERIFY_FAILED: certificate is not yet valid", "not valid yet"),
-        ("Ssl handshake failed: CERTIFICATE_VERIFY_FAILED: self signed certificate", "not of an authority in tls_ca"),
+        (
+            "Ssl handshake failed: CERTIFICATE_VERIFY_FAILED: self signed certificate",
+            "not issued by an authority in",
+        ),
         ("Ssl handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL", "check the certificates of both"),
         ("Cannot check peer: missing selected ALPN property.", "what answers there is not a peer"),
         ("connect: Connection refused (111)", "connection refused"),
         ("connect: No route to host (113)", "no route to the host"),
         ("connect: Network is unreachable (101)", "network unreachable"),
-        ("recvmsg: Connection reset by peer (104)", "it hung up at once; do both use TLS"),
-        ("Socket closed", "it hung up at once; do both use TLS"),
+        ("recvmsg: Connection reset by peer (104)", "it closed the connection at once; do both use TLS"),
+        ("Socket closed", "it closed the connection at once; do both use TLS"),
         ("nothing that is known", "not available"),
     ],
 )
@@ -158,7 +161,7 @@ def test_why_a_call_broke_off_is_told(details: str, reason: str) -> None:
             grpc.StatusCode.RESOURCE_EXHAUSTED,
             "SERVER: Sent message larger than max (9 vs. 4)",
             CallRefusedError,
-            "its answer is too large to be sent: 9 bytes, and 4 are allowed",
+            "its answer is too large to be sent: 9 bytes, limit 4",
         ),
     ],
 )
@@ -174,8 +177,8 @@ def test_what_a_status_means(
 @pytest.mark.parametrize(
     ("sent_token", "reason"),
     [
-        (False, "its run wants a token, and this peer has none: give token_file with one of the run's"),
-        (True, "its run does not take this peer's token: make one of the run's tokens the first line of token_file"),
+        (False, "its run requires a token, and this peer has none: give token_file with one of the run's tokens"),
+        (True, "its run does not accept this peer's token: make one of the run's tokens the first line of token_file"),
     ],
 )
 def test_a_wrong_token_is_told_as_wrong_and_not_as_missing(sent_token: bool, reason: str) -> None:
@@ -216,7 +219,7 @@ def test_which_failures_are_definite(code: grpc.StatusCode, details: str, defini
 
 def test_only_grpcs_own_words_are_a_failed_write() -> None:
     assert is_failed_write("Internal error from Core")
-    assert not is_failed_write("internal error; the log of that peer tells more")
+    assert not is_failed_write("internal error; see the log of that peer")
     assert not is_failed_write(None)
 
 

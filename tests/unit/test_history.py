@@ -1,4 +1,4 @@
-"""Who is ahead of whom, and who steps together."""
+"""Which peers are ahead, and which step together."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from averaging.training.history import (
     Progress,
     Rank,
     Stage,
-    ending,
-    look_around,
+    compare_progress,
+    done_training,
     look_for_greater_origin,
-    of_one_run,
-    training_on,
+    same_origin,
+    still_training,
 )
 
 HERE = Origin(Rank.APPOINTED, -1000.0, "here")
@@ -36,7 +36,7 @@ def at(step: int, samples: float = 0.0, lineage: str = "") -> History:
     return History(step, samples, lineage, HERE)
 
 
-def told(**peers: tuple[History, float]) -> dict[str, bytes]:
+def announced(**peers: tuple[History, float]) -> dict[str, bytes]:
     return {name: Progress(history, samples, samples / 2).pack() for name, (history, samples) in peers.items()}
 
 
@@ -59,7 +59,7 @@ ORIGIN = HERE.pack()
     "packed",
     [
         [[-1, 1.0, "", ORIGIN], 1.0, 1.0, True, 0, ""],
-        [[2**64 - 1, 1.0, "", ORIGIN], 1.0, 1.0, True, 0, ""],  # the next step could be announced to nobody
+        [[2**64 - 1, 1.0, "", ORIGIN], 1.0, 1.0, True, 0, ""],  # the next step could not be packed
         [[1, float("nan"), "", ORIGIN], 1.0, 1.0, True, 0, ""],
         [[1, 1.0, "x" * 65, ORIGIN], 1.0, 1.0, True, 0, ""],
         [[1, 1.0, "", [3, 0.0, ""]], 1.0, 1.0, True, 0, ""],
@@ -96,55 +96,57 @@ def test_members_of_one_group_have_one_history_and_others_another() -> None:
 
 
 def test_those_with_the_same_history_step_together() -> None:
-    peers = told(x=(A, 5.0), y=(A, 7.0), z=(B, 100.0), w=(at(2), 50.0)) | {"odd": b"\xc1"}
-    others = look_around(A, peers)
+    peers = announced(x=(A, 5.0), y=(A, 7.0), z=(B, 100.0), w=(at(2), 50.0)) | {"odd": b"\xc1"}
+    others = compare_progress(A, peers)
     assert others.samples == 12.0
-    assert others.coming == 6.0
+    assert others.computing == 6.0
     assert others.together == ("x", "y")
     assert others.ahead == {"z": B}
 
 
-def test_a_partner_whose_word_is_old_is_waited_for_and_a_stranger_is_not() -> None:
-    late = told(partner=(at(1, 3.0, "cc"), 9.0), stranger=(at(1, 3.0, "cc"), 9.0))
-    others = look_around(A, late, {"partner"})
+def test_a_partner_with_an_old_announcement_is_together_and_a_stranger_is_not() -> None:
+    late = announced(partner=(at(1, 3.0, "cc"), 9.0), stranger=(at(1, 3.0, "cc"), 9.0))
+    others = compare_progress(A, late, {"partner"})
     assert others.together == ("partner",)
-    assert (others.samples, others.coming) == (0.0, 0.0)  # those it tells were for an earlier step
+    assert (others.samples, others.computing) == (0.0, 0.0)  # its samples are for an earlier step
     assert not others.ahead
-    gone_on = look_around(A, told(partner=(at(4, 3.0, "cc"), 9.0)), {"partner"})
+    gone_on = compare_progress(A, announced(partner=(at(4, 3.0, "cc"), 9.0)), {"partner"})
     assert (gone_on.together, list(gone_on.ahead)) == ((), ["partner"])
 
 
 def test_more_steps_count_more_than_more_samples() -> None:
-    assert look_around(at(3, 99.0, "aa"), told(x=(at(4, 1.0, "bb"), 0.0))).ahead.keys() == {"x"}
-    assert not look_around(at(4, 1.0, "bb"), told(x=(at(3, 99.0, "aa"), 0.0))).ahead
+    assert compare_progress(at(3, 99.0, "aa"), announced(x=(at(4, 1.0, "bb"), 0.0))).ahead.keys() == {"x"}
+    assert not compare_progress(at(4, 1.0, "bb"), announced(x=(at(3, 99.0, "aa"), 0.0))).ahead
 
 
 @given(histories, histories)
 def test_of_two_different_histories_exactly_one_gives_way(one: History, other: History) -> None:
-    ahead = [bool(look_around(mine, told(x=(yours, 0.0))).ahead) for mine, yours in [(one, other), (other, one)]]
+    ahead = [
+        bool(compare_progress(mine, announced(x=(yours, 0.0))).ahead) for mine, yours in [(one, other), (other, one)]
+    ]
     assert sum(ahead) == (one != other)
 
 
 def test_nobody_catches_up_with_a_peer_whose_state_cannot_be_downloaded_and_it_gives_way() -> None:
-    client = told(**{"client::1": (B, 0.0)})
-    assert not look_around(A, client).ahead
+    client = announced(**{"client::1": (B, 0.0)})
+    assert not compare_progress(A, client).ahead
     unshared = {"192.0.2.1:1": Progress(B, donates=False).pack()}
-    assert not look_around(A, unshared).ahead
-    node = told(**{"192.0.2.1:1": (A, 0.0)})
-    assert look_around(B, node, donates=False).ahead.keys() == {"192.0.2.1:1"}
-    assert not look_around(B, node).ahead
-    assert not look_around(A, node, donates=False).ahead  # it has what they have
+    assert not compare_progress(A, unshared).ahead
+    node = announced(**{"192.0.2.1:1": (A, 0.0)})
+    assert compare_progress(B, node, donates=False).ahead.keys() == {"192.0.2.1:1"}
+    assert not compare_progress(B, node).ahead
+    assert not compare_progress(A, node, donates=False).ahead  # it has what they have
     # The nodes may be about to finish the same step.
-    assert not look_around(B, told(**{"192.0.2.1:1": (at(2), 0.0)}), donates=False).ahead
+    assert not compare_progress(B, announced(**{"192.0.2.1:1": (at(2), 0.0)}), donates=False).ahead
     # A newcomer's first parameters do not replace what has been learned.
     elsewhere = Origin(Rank.FOUND_NOBODY, -5000.0, "a")
     for step in (2, 3):
-        newcomer = told(**{"192.0.2.1:1": (History(step, origin=elsewhere), 0.0)})
-        assert bool(look_around(B, newcomer, donates=False).ahead) is (step == 3)
+        newcomer = announced(**{"192.0.2.1:1": (History(step, origin=elsewhere), 0.0)})
+        assert bool(compare_progress(B, newcomer, donates=False).ahead) is (step == 3)
 
 
 def test_before_the_first_step_the_greater_origin_counts() -> None:
-    """One that was appointed, then the earlier one, then any; one that nobody can download gives way to all."""
+    """An appointed origin, then the earlier one, then any; one that cannot be downloaded yields to all."""
     increasing = [
         Origin(),
         Origin(Rank.FOUND_NOBODY, -2000.0, "z"),
@@ -160,7 +162,7 @@ def test_peers_of_two_origins_never_meet(one: History, other: History) -> None:
     """Neither before the first step nor after any, also in a group with the same id."""
     if one.origin.id == other.origin.id:
         return
-    assert look_around(one, told(x=(other, 1.0))).together == ()
+    assert compare_progress(one, announced(x=(other, 1.0))).together == ()
     first, second = History(origin=one.origin), History(origin=other.origin)
     assert first.phase != second.phase
     assert first.after(b"x" * 20, 1.0).phase != second.after(b"x" * 20, 1.0).phase
@@ -168,19 +170,19 @@ def test_peers_of_two_origins_never_meet(one: History, other: History) -> None:
 
 def test_where_peers_need_not_be_equal_only_another_origin_is_ahead() -> None:
     elsewhere = Origin(Rank.APPOINTED, -2000.0, "there")
-    peers = told(x=(at(9), 0.0), y=(History(2, origin=elsewhere), 0.0))
+    peers = announced(x=(at(9), 0.0), y=(History(2, origin=elsewhere), 0.0))
     assert not look_for_greater_origin(at(3), peers).ahead
     assert look_for_greater_origin(at(3), peers).together == ("x",)
     assert look_for_greater_origin(at(1), peers).ahead.keys() == {"y"}
-    assert not look_for_greater_origin(at(1), peers, doubted=["y"]).ahead
+    assert not look_for_greater_origin(at(1), peers, ignored=["y"]).ahead
 
 
 def test_doubted_claims_are_passed_over() -> None:
-    peers = told(x=(at(9), 0.0), y=(at(10**12), 0.0), z=(at(3), 2.0))
-    assert look_around(at(3), peers).ahead == {"x": at(9), "y": at(10**12)}
-    others = look_around(at(3), peers, doubted=["y"])
+    peers = announced(x=(at(9), 0.0), y=(at(10**12), 0.0), z=(at(3), 2.0))
+    assert compare_progress(at(3), peers).ahead == {"x": at(9), "y": at(10**12)}
+    others = compare_progress(at(3), peers, ignored=["y"])
     assert (others.ahead, others.together) == ({"x": at(9)}, ("z",))
-    assert not look_around(at(3), peers, doubted=["x", "y"]).ahead
+    assert not compare_progress(at(3), peers, ignored=["x", "y"]).ahead
 
 
 def test_peers_that_have_ended_are_waited_for_by_those_that_have_ended_alone() -> None:
@@ -190,23 +192,23 @@ def test_peers_that_have_ended_are_waited_for_by_those_that_have_ended_alone() -
         "done": Progress(A, stage=Stage.ENDED, digest="12ab").pack(),
         "odd": b"",
     }
-    assert look_around(A, peers).together == ("trains",)
-    assert look_around(A, peers, trains=False).together == ("done", "ends")
-    assert look_around(A, peers, trains=False).samples == 0
-    assert training_on(peers) == {"trains", "odd"}
-    assert ending(peers) == {"ends", "done"}
-    assert ending(peers, Stage.ENDED) == {"done"}
+    assert compare_progress(A, peers).together == ("trains",)
+    assert compare_progress(A, peers, trains=False).together == ("done", "ends")
+    assert compare_progress(A, peers, trains=False).samples == 0
+    assert still_training(peers) == {"trains", "odd"}
+    assert done_training(peers) == {"ends", "done"}
+    assert done_training(peers, Stage.ENDED) == {"done"}
 
 
 def test_peers_whose_origin_is_not_known_count_as_of_one_run() -> None:
-    peers = told(x=(at(9), 0.0), y=(History(2, origin=Origin(Rank.APPOINTED, -2.0, "b")), 0.0)) | {"odd": b""}
-    assert of_one_run(at(3), peers) == {"x", "odd"}
+    peers = announced(x=(at(9), 0.0), y=(History(2, origin=Origin(Rank.APPOINTED, -2.0, "b")), 0.0)) | {"odd": b""}
+    assert same_origin(at(3), peers) == {"x", "odd"}
 
 
-@pytest.mark.parametrize("told", [float("inf"), 1e308, float("nan"), -1.0, -0.5, 2**64 - 1, True, "7", None])
-def test_no_member_can_make_a_history_that_nobody_reads(told: object) -> None:
-    samples = sum(gathered_samples(user) for user in ({"samples": told}, {"samples": told}, {"samples": 5}))
-    progress = Progress(at(3, 10.0, "aa").after(b"x" * 20, samples))
+@pytest.mark.parametrize("samples", [float("inf"), 1e308, float("nan"), -1.0, -0.5, 2**64 - 1, True, "7", None])
+def test_no_member_can_make_a_history_that_is_malformed(samples: object) -> None:
+    total = sum(gathered_samples(user) for user in ({"samples": samples}, {"samples": samples}, {"samples": 5}))
+    progress = Progress(at(3, 10.0, "aa").after(b"x" * 20, total))
     assert progress.history.samples == 5.0
     assert Progress.unpack(progress.pack()) == progress
 

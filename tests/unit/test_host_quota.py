@@ -1,4 +1,4 @@
-"""Who gets a place next: nobody waits behind a host that has many already."""
+"""Which caller gets the next place: no host waits behind one that has many places."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ async def test_who_gives_up_waiting_loses_nobody_s_place() -> None:
     await places.enter("x")
     gone, stays = begin(places, "a", order), begin(places, "b", order)
     await settled()
-    places.leave("x")  # "a" is called ...
-    gone.cancel()  # ... and gives up before it knows
+    places.leave("x")  # "a" is granted a place ...
+    gone.cancel()  # ... and is cancelled before it resumes
     await settled()
     assert gone.cancelled()
     assert order == ["b"]

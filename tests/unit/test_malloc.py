@@ -1,4 +1,4 @@
-"""Memory that is freed is kept, as far as the C library lets itself be told."""
+"""Freed memory is kept where glibc can be configured."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ assert keep_freed_memory(1 << 29)
 def use():
     blocks = [bytearray(b"1") * (1 << 20) for _ in range(128)]
     while blocks:
-        blocks.pop()  # the end of the heap first, as glibc gives it back
+        blocks.pop()  # from the end of the heap, where glibc returns memory
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 use()
@@ -29,7 +29,7 @@ print(faults() - before)
 """
 
 
-def test_what_was_freed_is_there_again_without_page_faults() -> None:
+def test_freed_memory_is_reused_without_page_faults() -> None:
     env = {name: value for name, value in os.environ.items() if "MALLOC" not in name and name != "GLIBC_TUNABLES"}
     done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True, env=env)
     assert int(done.stdout) < 1000  # of the 98,304 pages of three times 128 MiB
@@ -38,11 +38,11 @@ def test_what_was_freed_is_there_again_without_page_faults() -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("MALLOC_TRIM_THRESHOLD_", "1"), ("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=1")]
 )
-def test_what_the_environment_says_counts(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_in_the_environment_take_precedence(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
     assert not keep_freed_memory()
 
 
-def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_c_libraries_are_not_configured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.libc_ver", lambda: ("", ""))
     assert not keep_freed_memory()

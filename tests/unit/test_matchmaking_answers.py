@@ -1,11 +1,11 @@
-"""What is remembered of the peers that were asked to lead."""
+"""The history of the peers that were asked to lead."""
 
 from __future__ import annotations
 
 from averaging.matchmaking.response_history import (
     FIRST_SECONDS,
-    LAST_SECONDS,
     MAX_REMEMBERED,
+    MAX_SECONDS,
     ResponseHistory,
     Standing,
 )
@@ -13,60 +13,64 @@ from averaging.matchmaking.response_history import (
 KNOWN, SILENT, NEW = "192.0.2.1:1", "192.0.2.2:1", "192.0.2.3:1"
 
 
-def test_one_that_does_not_answer_is_silent_until_it_does() -> None:
-    found = ResponseHistory()
-    assert found.standing(SILENT, 0.0) is Standing.SOUND
+def test_a_peer_that_does_not_answer_is_silent_until_it_does() -> None:
+    history = ResponseHistory()
+    assert history.standing(SILENT, 0.0) is Standing.GOOD
     for times in range(1, 4):
-        found.unanswered_by(SILENT)
-        assert found.standing(SILENT, 0.0) is Standing.SILENT
-        assert found.unanswered(SILENT) == times
-    found.answered(SILENT)
-    assert found.standing(SILENT, 0.0) is Standing.SOUND
-    assert (found.unanswered(SILENT), found.doubts(SILENT)) == (0, 0)
+        history.note_silence(SILENT)
+        assert history.standing(SILENT, 0.0) is Standing.SILENT
+        assert history.unanswered(SILENT) == times
+    history.note_answer(SILENT)
+    assert history.standing(SILENT, 0.0) is Standing.GOOD
+    assert (history.unanswered(SILENT), history.suspicion(SILENT)) == (0, 0)
 
 
-def test_new_peers_are_doubted_after_one_that_did_not_answer_and_no_longer_after_one_that_did() -> None:
-    found = ResponseHistory()
-    found.answered(KNOWN)
-    found.unanswered_by(SILENT)
-    found.unanswered_by(SILENT)
-    assert found.standing(NEW, 0.0) is Standing.DOUBTFUL
-    assert found.doubts(NEW) == 1  # peers, not requests
-    assert found.standing(KNOWN, 0.0) is Standing.SOUND
-    found.answered(KNOWN)
-    assert found.standing(NEW, 0.0) is Standing.DOUBTFUL, "of one that is known already nothing follows for new ones"
-    found.answered("192.0.2.4:1")
-    assert found.standing(NEW, 0.0) is Standing.SOUND
+def test_new_peers_are_uncertain_after_a_silent_one_until_another_new_one_answers() -> None:
+    history = ResponseHistory()
+    history.note_answer(KNOWN)
+    history.note_silence(SILENT)
+    history.note_silence(SILENT)
+    assert history.standing(NEW, 0.0) is Standing.UNCERTAIN
+    assert history.suspicion(NEW) == 1  # peers, not requests
+    assert history.standing(KNOWN, 0.0) is Standing.GOOD
+    history.note_answer(KNOWN)
+    assert history.standing(NEW, 0.0) is Standing.UNCERTAIN, "a known peer says nothing about new ones"
+    history.note_answer("192.0.2.4:1")
+    assert history.standing(NEW, 0.0) is Standing.GOOD
 
 
-def test_silent_peers_are_doubted_together_and_one_that_answered_before_for_itself() -> None:
-    found = ResponseHistory()
-    found.answered(KNOWN)
+def test_doubts_count_all_silent_peers_or_only_the_own_requests_of_one_that_answered_before() -> None:
+    history = ResponseHistory()
+    history.note_answer(KNOWN)
     for number in range(20):
-        found.unanswered_by(f"192.0.2.9:{number + 1}")
-    found.unanswered_by(KNOWN)
-    assert (found.doubts("192.0.2.9:1"), found.doubts(KNOWN)) == (21, 1)
+        history.note_silence(f"192.0.2.9:{number + 1}")
+    history.note_silence(KNOWN)
+    assert (history.suspicion("192.0.2.9:1"), history.suspicion(KNOWN)) == (21, 1)
 
 
-def test_a_deserter_is_remembered_for_a_while_longer_each_time_and_until_it_decides() -> None:
-    found = ResponseHistory()
-    found.deserted_by(SILENT, 0.0)
-    assert found.standing(SILENT, FIRST_SECONDS - 1) is Standing.DESERTER
-    assert found.standing(SILENT, FIRST_SECONDS) is Standing.SOUND
-    found.deserted_by(SILENT, 0.0)
-    assert found.standing(SILENT, 2 * FIRST_SECONDS - 1) is Standing.NOTORIOUS
+def test_a_deserter_is_remembered_longer_each_time_until_it_decides() -> None:
+    history = ResponseHistory()
+    history.note_desertion(SILENT, 0.0)
+    assert history.standing(SILENT, FIRST_SECONDS - 1) is Standing.DESERTER
+    assert history.standing(SILENT, FIRST_SECONDS) is Standing.GOOD
+    history.note_desertion(SILENT, 0.0)
+    assert history.standing(SILENT, 2 * FIRST_SECONDS - 1) is Standing.REPEAT_DESERTER
     for _ in range(2000):
-        found.deserted_by(SILENT, 0.0)
-    assert found.standing(SILENT, LAST_SECONDS) is Standing.SOUND
-    found.decided(SILENT)
-    assert found.standing(SILENT, 0.0) is Standing.SOUND
+        history.note_desertion(SILENT, 0.0)
+    assert history.standing(SILENT, MAX_SECONDS) is Standing.GOOD
+    history.note_decision(SILENT)
+    assert history.standing(SILENT, 0.0) is Standing.GOOD
 
 
-def test_names_without_end_take_no_more_memory_and_not_the_places_of_those_that_answer() -> None:
-    found = ResponseHistory()
-    found.answered(KNOWN)
+def test_many_new_names_neither_grow_the_tables_nor_flush_peers_that_answer() -> None:
+    history = ResponseHistory()
+    history.note_answer(KNOWN)
     for number in range(2 * MAX_REMEMBERED):
-        found.unanswered_by(f"192.0.2.9:{number + 1}")
-        found.deserted_by(f"192.0.2.9:{number + 1}", 0.0)
-    assert found.standing(KNOWN, 0.0) is Standing.SOUND
-    assert (len(found._answered), len(found._unanswered), len(found._deserted)) == (1, MAX_REMEMBERED, MAX_REMEMBERED)
+        history.note_silence(f"192.0.2.9:{number + 1}")
+        history.note_desertion(f"192.0.2.9:{number + 1}", 0.0)
+    assert history.standing(KNOWN, 0.0) is Standing.GOOD
+    assert (len(history._answered), len(history._unanswered), len(history._deserted)) == (
+        1,
+        MAX_REMEMBERED,
+        MAX_REMEMBERED,
+    )

@@ -1,4 +1,4 @@
-"""Shares against bisection, parts against counting every element."""
+"""Shares are compared with bisection, parts with a count of every element."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def lengths(parts: list[list[Part]]) -> list[list[int]]:
 # --- shares ---------------------------------------------------------------------------------------
 
 
-def test_equal_if_nobody_tells() -> None:
+def test_equal_if_no_bandwidth_is_announced() -> None:
     assert shares(group(None, None, None, clients=[1], auxiliaries=[2])) == [1.0, 0.0, 1.0]
     assert shares(group(None)) == [1.0]
 
 
-def test_equal_if_all_are_zero() -> None:
+def test_equal_if_all_bandwidths_are_zero() -> None:
     assert shares(group(0.0, 0.0, 5.0, 0.0, clients=[2])) == [1.0, 1.0, 0.0, 1.0]
     assert shares(group(0.0, 7.0, clients=[1])) == [1.0, 0.0]
 
@@ -60,28 +60,28 @@ def test_in_proportion_if_two_or_one() -> None:
 @given(st.lists(st.integers(0, 10), min_size=1, max_size=6).filter(any))
 def test_the_busiest_link_carries_what_its_member_sends_and_receives(proportions: list[int]) -> None:
     total = sum(proportions)
-    # Each sends what others reduce and, as a reducer, what it has reduced to all others; with itself alone, its own.
+    # Each member sends the shards of the others, and its own averages to all others; a single member only its own.
     sent = [(total - share) + (len(proportions) - 1) * share for share in proportions]
     assert busiest_link(proportions, 840) == pytest.approx(840 * (max(sent) / total if len(sent) > 1 else 1))
 
 
-def test_by_hand() -> None:
-    # T·10 - 1 twice: T = 3 / 20, at which 4 would get less than nothing
+def test_shares_computed_by_hand() -> None:
+    # T·10 - 1 twice: T = 3 / 20; the share of 4 would be negative
     assert shares(group(10.0, 4.0, 10.0)) == pytest.approx([0.5, 0.0, 0.5])
     # T = 4 / 28
     assert shares(group(8.0, 10.0, 10.0)) == pytest.approx([1 / 7, 3 / 7, 3 / 7])
     assert shares(group(10.0, 4.0, 10.0))[1] == 0
-    # g = 4 counts the client, and so does the median, 8, of what was told; T = 5 / 24
+    # g = 4 includes the client, as does the median of the announced bandwidths, 8; T = 5 / 24
     assert shares(group(10.0, None, 6.0, 8.0, clients=[3])) == pytest.approx([13 / 24, 8 / 24, 3 / 24, 0.0])
     # an auxiliary reduces like a node
     assert shares(group(8.0, 10.0, 10.0, auxiliaries=[1])) == shares(group(8.0, 10.0, 10.0))
 
 
-def test_a_bandwidth_told_by_a_client_alone() -> None:
+def test_a_bandwidth_announced_only_by_a_client() -> None:
     assert shares(group(None, 5.0, None, clients=[1])) == pytest.approx([0.5, 0.0, 0.5])
 
 
-def test_a_slow_member_gets_nothing() -> None:
+def test_a_very_slow_member_gets_no_share() -> None:
     assert shares(group(100.0, 100.0, 0.0, 1e-3))[2:] == [0.0, 0.0]
 
 
@@ -100,7 +100,7 @@ member = st.tuples(bandwidth, st.sampled_from(Mode))
 
 
 def members_of(drawn: list[tuple[float | None, Mode]]) -> list[Member]:
-    return [Member(f"peer{i}:1", bandwidth=told, mode=mode) for i, (told, mode) in enumerate(drawn)]
+    return [Member(f"peer{i}:1", bandwidth=announced, mode=mode) for i, (announced, mode) in enumerate(drawn)]
 
 
 @given(st.lists(member, min_size=3, max_size=12).map(members_of))
@@ -113,18 +113,18 @@ def test_shares_against_bisection(members: list[Member]) -> None:
     assert len(result) == len(members)
     assert all(type(share) is float and share >= 0 for share in result)
     assert all(share == 0 for share, m in zip(result, members, strict=True) if not m.reduces)
-    told = [m.bandwidth for m in members if m.bandwidth is not None]
+    announced = [m.bandwidth for m in members if m.bandwidth is not None]
     known = {
-        i: statistics.median(told) if m.bandwidth is None else m.bandwidth
+        i: statistics.median(announced) if m.bandwidth is None else m.bandwidth
         for i, m in enumerate(members)
-        if m.reduces and told
+        if m.reduces and announced
     }
     fastest = max(known.values(), default=0.0)
     if fastest == 0:
         assert result == [1.0 if m.reduces else 0.0 for m in members]
         return
     others = len(members) - 2
-    low, high = 0.0, (others + 1) / fastest  # at the high end the fastest alone reduces everything
+    low, high = 0.0, (others + 1) / fastest  # at the high end only the fastest reduces
     for _ in range(200):
         middle = (low + high) / 2
         enough = sum(max(0.0, (middle * b - 1) / others) for b in known.values()) >= 1
@@ -154,7 +154,7 @@ def test_shares_follow_the_members_not_their_order(bandwidths: list[float]) -> N
     assert shares(group(*bandwidths)) == [by_bandwidth[b] for b in bandwidths]
 
 
-def test_nobody_can_reduce() -> None:
+def test_a_group_without_reducers_is_refused() -> None:
     with pytest.raises(RoundError, match="clients"):
         shares(group(1.0, None, clients=[0, 1]))
     with pytest.raises(RoundError):
@@ -221,7 +221,7 @@ def test_share_zero_means_no_part() -> None:
 
 
 def test_the_last_interval_ends_with_the_last_element() -> None:
-    # floor() alone would end it at 999, and the part that begins at 799 would be the last but one's in a tie
+    # floor() alone would end it at 999, and the tie for the part at 799 would go to the last but one
     uneven = [0.1] * 10
     assert (np.cumsum(uneven) / np.sum(uneven) * 1000).astype(np.int64)[-3:].tolist() == [799, 899, 999]
     parts = partition(schema((799,), (201,), part_size=4 * 201), uneven)
@@ -229,7 +229,7 @@ def test_the_last_interval_ends_with_the_last_element() -> None:
 
 
 def test_rounding_at_the_end_does_not_reach_a_client() -> None:
-    # 0.1 ten times adds up to less one after another than in pairs, so the last element falls to the last member
+    # Ten times 0.1 sums to less sequentially than in pairs, so the last element falls to the last member
     uneven = [0.1] * 10 + [0.0]
     assert int(np.cumsum(uneven)[-1] / np.sum(uneven) * 1000) == 999
     parts = partition(schema((999,), (), part_size=400), uneven)
@@ -237,7 +237,7 @@ def test_rounding_at_the_end_does_not_reach_a_client() -> None:
     assert parts[-2][-1] == Part(1, 0, 1)
 
 
-def test_refusals() -> None:
+def test_invalid_inputs_are_refused() -> None:
     tensors = schema((8,), part_size=16)
     for wrong in ([], [0.0, 0.0], [1.0, -1.0], [-1.0, 3.0], [math.nan, 1.0], [math.inf, 1.0]):
         with pytest.raises(RoundError):
@@ -271,7 +271,7 @@ shapes = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), max_size=6
 
 @given(shapes, some_shares, st.integers(1, 40))
 def test_parts_against_counting(drawn: list[tuple[int, ...]], shares: list[float], length: int) -> None:
-    shares = [*shares, 1.0]  # with a trailing 0 the last element may be nobody's, see above
+    shares = [*shares, 1.0]  # with a trailing 0 the last element may have no owner, see above
     tensors = schema(*drawn, part_size=4 * length)
     assert partition(tensors, shares) == dumb_partition(tensors, shares, length)
 

@@ -1,4 +1,4 @@
-"""docs/protocol.md: what another implementation must compute to the last bit, as the page says it and as we do it."""
+"""The rules of docs/reference/protocol.md that implementations must compute exactly, compared with this one."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from averaging.state.manifest import read_manifest, resume_at
 from averaging.state.packing import State, pack, seal
 from averaging.transport.grpc.headers import read_resume
 
-PAGE = (Path(averaging.__file__).parents[1] / "docs" / "protocol.md").read_text()
+PAGE = (Path(averaging.__file__).parents[1] / "docs" / "reference" / "protocol.md").read_text()
 
 GOSSIP = GossipSettings()
 
 EXAMPLE = dict(re.findall(r"^([a-z_ ]+?) +(?:0x)?([0-9a-f]{16,})\b", PAGE, re.MULTILINE))
-"""Of records, and of a group's id, by name."""
+"""Examples of records and of a group id, by name."""
 
 SCHEMAS = re.findall(r"^(1\|\S+)\n([0-9a-f]{64})$", PAGE, re.MULTILINE)
 """Texts and their hashes."""
 
 
 @pytest.mark.parametrize(
-    ("key", "told"),
+    ("key", "lifetime"),
     [
         ("{run_id}.0b{bits}", f"after {rounds.OVER_LIFETIME:g} s at most"),
         ("{run_id}.all_averagers", f"| {donors.LIFETIME:g} s"),
@@ -53,9 +53,9 @@ SCHEMAS = re.findall(r"^(1\|\S+)\n([0-9a-f]{64})$", PAGE, re.MULTILINE)
         ("{run_id}.progress", f"| {run_progress.LIFETIME:g} s, renewed every {run_progress.REFRESH:g} s"),
     ],
 )
-def test_the_records_of_the_page_live_as_long_as_ours(key: str, told: str) -> None:
+def test_the_records_of_the_page_live_as_long_as_ours(key: str, lifetime: str) -> None:
     [row] = [line for line in PAGE.splitlines() if line.startswith(f"| `{key}` |")]
-    assert row.endswith(f"{told} |")
+    assert row.endswith(f"{lifetime} |")
 
 
 def test_the_record_of_the_page() -> None:
@@ -65,7 +65,7 @@ def test_the_record_of_the_page() -> None:
     record = Record(*place, b"\xc3", version, 1_700_000_060.5, owner=identity.owner, claimed=claimed)
     number = record_id(*place, identity.owner)
     table = RecordTable(Limits(), lambda _: True)
-    assert table.merge(record, now=1_700_000_000.0).news
+    assert table.merge(record, now=1_700_000_000.0).is_new
     found = {
         "private key": EXAMPLE["private key"],
         "owner": identity.owner.hex(),
@@ -87,20 +87,20 @@ def test_the_schema_hashes_of_the_page(reply: ReplyForm, aggregation: Aggregatio
     tensors = tuple(TensorSpec("", "float32", shape, compression) for shape, compression in shapes.items())
     schema = Schema(tensors, 1 << 20, reply, topic, aggregation)
     assert len(SCHEMAS) == 2
-    assert all(sha256(text.encode()).hexdigest() == told for text, told in SCHEMAS)
-    assert schema.hash.hex() in {told for _, told in SCHEMAS}
+    assert all(sha256(text.encode()).hexdigest() == digest for text, digest in SCHEMAS)
+    assert schema.hash.hex() in {digest for _, digest in SCHEMAS}
 
 
 def test_the_rules_of_the_page_in_a_schema_s_text() -> None:
-    told = re.findall(r"`(median|(?:trimmed|clip):[0-9][^`]*)`", PAGE)
-    assert len(told) >= 7
-    assert [str(parse_aggregation(rule)) for rule in told] == told
+    rules = re.findall(r"`(median|(?:trimmed|clip):[0-9][^`]*)`", PAGE)
+    assert len(rules) >= 7
+    assert [str(parse_aggregation(rule)) for rule in rules] == rules
     spellings = ("10.0", "1e-4", "0.00001", "10000000000000000")
-    assert {str(parse_aggregation(f"clip:{tau}")) for tau in spellings} < set(told)
+    assert {str(parse_aggregation(f"clip:{tau}")) for tau in spellings} < set(rules)
 
 
 def draw(words: random.Random, below: int) -> int:
-    """A number below that, as the page says."""
+    """A random number below the bound, as the page defines it."""
     digits = below.bit_length()
     while (number := words.getrandbits(32) >> (32 - digits)) >= below:
         pass
@@ -108,7 +108,7 @@ def draw(words: random.Random, below: int) -> int:
 
 
 def sample(group_id: bytes, target: int, members: int) -> list[int]:
-    """The places of the members, as the page says. Python seeds the twister with a number's words, the lowest first."""
+    """The positions of the members, as the page defines them. Python seeds the twister with the lowest word first."""
     words = random.Random(int.from_bytes(group_id + sha512(group_id).digest(), "big"))
     found: list[int] = []
     if target > 21 + (4 ** math.ceil(math.log(3 * members, 4)) if members > 5 else 0):
@@ -125,12 +125,12 @@ def sample(group_id: bytes, target: int, members: int) -> list[int]:
 
 
 def test_the_places_of_the_page() -> None:
-    told = dict(re.findall(r"^(words|\d+ of \d+) +([0-9 ]+)$", PAGE, re.MULTILINE))
+    examples = dict(re.findall(r"^(words|\d+ of \d+) +([0-9 ]+)$", PAGE, re.MULTILINE))
     group_id = bytes.fromhex(EXAMPLE["group_id"])
     words = random.Random(group_id)
-    assert told.pop("words") == " ".join(str(words.getrandbits(32)) for _ in range(4))
-    assert len(told) == 3
-    for what, places in told.items():
+    assert examples.pop("words") == " ".join(str(words.getrandbits(32)) for _ in range(4))
+    assert len(examples) == 3
+    for what, places in examples.items():
         members, target = map(int, what.split(" of "))
         assert places == " ".join(map(str, sample(group_id, target, members)))
     rng = random.Random(1)
@@ -150,7 +150,7 @@ def test_the_next_bits_of_the_page() -> None:
 
 
 def total(numbers: list[float]) -> float:
-    """As the page says `numpy.sum` adds them."""
+    """The order of additions in `numpy.sum`, as the page defines it."""
     if len(numbers) < 8:
         return in_order(numbers)
     if len(numbers) > 128:
@@ -163,21 +163,22 @@ def total(numbers: list[float]) -> float:
 
 
 def in_order(numbers: list[float]) -> float:
-    """Python's own `sum` is more exact than that from 3.12 on."""
+    """Plain sequential addition; Python's `sum` is more accurate from 3.12 on."""
     return functools.reduce(operator.add, numbers)
 
 
-def owners(told: list[float], clients: set[int], lengths: list[int]) -> list[int]:
-    """Who reduces each part, all members telling a bandwidth, as the page says."""
-    free, fastest, time = len(told) - 2, 0.0, float("inf")
-    reducing = [bandwidth for index, bandwidth in enumerate(told) if index not in clients]
+def owners(bandwidths: list[float], clients: set[int], lengths: list[int]) -> list[int]:
+    """The reducer of each part if all members announce a bandwidth, as the page defines it."""
+    free, fastest, time = len(bandwidths) - 2, 0.0, float("inf")
+    reducing = [bandwidth for index, bandwidth in enumerate(bandwidths) if index not in clients]
     for count, bandwidth in enumerate(sorted(reducing, reverse=True), start=1):
         if time * bandwidth <= 1:
             break
         fastest += bandwidth
         time = (free + count) / fastest
     by_member = [
-        0.0 if index in clients else max(0.0, (time * bandwidth - 1) / free) for index, bandwidth in enumerate(told)
+        0.0 if index in clients else max(0.0, (time * bandwidth - 1) / free)
+        for index, bandwidth in enumerate(bandwidths)
     ]
     whole, ends, at = total(by_member), [], 0.0
     for share in by_member:
@@ -196,36 +197,36 @@ def owners(told: list[float], clients: set[int], lengths: list[int]) -> list[int
 
 @pytest.mark.parametrize("members", [3, 7, 8, 11, 16, 40, 129, 300])
 def test_the_shares_of_the_page(members: int) -> None:
-    """Many have the same share, and parts are few: one bit more or less gives one of them to somebody else."""
+    """With many equal shares and few parts, a difference of one bit assigns a part to another member."""
     rng = random.Random(members)
     for _ in range(200):
-        told = [rng.choice([12.5e6, 12.5e6, 12.5e6, 1e6]) for _ in range(members)]
+        bandwidths = [rng.choice([12.5e6, 12.5e6, 12.5e6, 1e6]) for _ in range(members)]
         size = rng.randint(1, members) * rng.randint(1, 3000)
-        check_owners(told, set(), [size] * rng.randint(1, 4))
+        check_owners(bandwidths, set(), [size] * rng.randint(1, 4))
 
 
 @pytest.mark.parametrize("members", [8, 11, 16, 40])
-def test_whose_share_is_nothing_reduces_nothing(members: int) -> None:
-    """Nor the last element, which is before the total by rounding alone."""
+def test_a_member_with_share_zero_reduces_nothing(members: int) -> None:
+    """Not even the last element, which only rounding places before the total."""
     rng = random.Random(members)
     for _ in range(200):
-        told = [rng.choice([12.5e6, 125e6, 1e6]) for _ in range(members)]
+        bandwidths = [rng.choice([12.5e6, 125e6, 1e6]) for _ in range(members)]
         clients = {index for index in range(1, members) if rng.random() < 0.3}
-        check_owners(told, clients, [rng.randint(1, 50), 1])
+        check_owners(bandwidths, clients, [rng.randint(1, 50), 1])
 
 
-def check_owners(told: list[float], clients: set[int], lengths: list[int]) -> None:
-    """The page and `partition` give each tensor, which is one part, to the same member."""
+def check_owners(bandwidths: list[float], clients: set[int], lengths: list[int]) -> None:
+    """The page and `partition` assign each tensor, which is one part, to the same member."""
     schema = Schema(tuple(TensorSpec("", "float32", (length,)) for length in lengths), 4 * max(lengths))
     group = [
         Member(f"192.0.2.1:{index + 1}", bandwidth=bandwidth, mode=Mode.CLIENT if index in clients else Mode.NODE)
-        for index, bandwidth in enumerate(told)
+        for index, bandwidth in enumerate(bandwidths)
     ]
     found = {part.tensor: index for index, one in enumerate(partition(schema, shares(group))) for part in one}
-    assert [found[number] for number in range(len(lengths))] == owners(told, clients, lengths)
+    assert [found[number] for number in range(len(lengths))] == owners(bandwidths, clients, lengths)
 
 
-def test_shares_where_nobody_who_reduces_has_any_bandwidth() -> None:
+def test_shares_if_no_reducing_member_has_bandwidth() -> None:
     assert shares([Member("192.0.2.1:1"), Member("192.0.2.1:2", bandwidth=0.0), Member("192.0.2.1:3")]) == [1.0] * 3
 
 
@@ -233,8 +234,8 @@ def test_shares_where_nobody_who_reduces_has_any_bandwidth() -> None:
 def test_the_headers_of_the_page_that_resume_a_download(offset: int, count: int) -> None:
     shapes = {"weight": ("float32", [2, 3]), "none": ("int64", [0]), "bias": ("bfloat16", [4])}
     tensors = {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in shapes.items()}
-    told = [[name, *what, sha256(bytes(tensors[name].nbytes)).digest()] for name, what in shapes.items()]
-    header = f"{offset} {sha256(msgpack.packb(told[:count])).hexdigest()}"
+    entries = [[name, *what, sha256(bytes(tensors[name].nbytes)).digest()] for name, what in shapes.items()]
+    header = f"{offset} {sha256(msgpack.packb(entries[:count])).hexdigest()}"
     assert f"\naveraging-resume: {header}\n" in PAGE
     snapshot = seal(State(7, tensors))
     first, *_ = pack(snapshot, read_resume([("averaging-resume", header)]))

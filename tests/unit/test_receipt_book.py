@@ -64,7 +64,7 @@ async def test_there_is_an_end_to_watchers_and_room_when_one_leaves() -> None:
     watchers = [book.watch(1) for _ in range(MAX_WATCHERS)]
     for watcher in watchers:
         await anext(watcher)
-    with pytest.raises(CallRefusedError, match=f"a:1: {MAX_WATCHERS} watch its rounds already"):
+    with pytest.raises(CallRefusedError, match=f"a:1: it has {MAX_WATCHERS} watchers already"):
         await anext(book.watch(1))
     await watchers[0].aclose()
     late = book.watch(1)

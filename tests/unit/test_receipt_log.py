@@ -69,11 +69,11 @@ def test_lines_from_before_arrivals_and_step_rates_were_told_are_read() -> None:
     ("line", "why"),
     [
         ("{", "not JSON"),
-        ('{"version": NaN}', "NaN is no number"),
+        ('{"version": NaN}', "NaN is not a JSON number"),
         ("[" * 100_000, "nested too deeply"),
-        ("[1]", 'no JSON object with "version"'),
-        ('{"event": "round"}', 'no JSON object with "version"'),
-        ('{"version": 2}', "has version 2 of the form; this release reads version 1"),
+        ("[1]", 'not a JSON object with "version"'),
+        ('{"event": "round"}', 'not a JSON object with "version"'),
+        ('{"version": 2}', "has format version 2; this release reads version 1"),
         ('{"version": 1, "outcome": "averaged"}', "missing required field `round`"),
         ('{"version": 1, "outcome": "averaged", "round": "3"}', r"Expected `int`, got `str` - at `\$.round`"),
         ('{"version": 1, "outcome": "won", "round": 3}', r"Invalid enum value 'won' - at `\$.outcome`"),
@@ -148,8 +148,8 @@ def test_a_full_disk_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     book.close()
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert "the receipt of round 17 could not be written to /dev/full: No space left on device" in record.message
-    assert "averaging goes on" in record.message
+    assert "could not write the receipt of round 17 to /dev/full: No space left on device" in record.message
+    assert "averaging continues" in record.message
 
 
 def test_a_disk_that_is_freed_is_written_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -160,7 +160,7 @@ def test_a_disk_that_is_freed_is_written_again(tmp_path: Path, caplog: pytest.Lo
     path.parent.mkdir()
     book.append(RECEIPT)
     book.close()
-    assert [record.message.split(str(path))[-1] for record in caplog.records][1:] == [" again; 2 are missing there"]
+    assert [record.message.split(str(path))[-1] for record in caplog.records][1:] == [" again; 2 are missing"]
     assert written(path).receipts == [RECEIPT]
 
 
@@ -185,4 +185,4 @@ def test_a_pipe_that_nobody_reads_does_not_block(tmp_path: Path, caplog: pytest.
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     ReceiptLog(pipe).append(RECEIPT)
-    assert "could not be written" in caplog.text
+    assert "could not write the receipt" in caplog.text

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from averaging.discovery.gossip.identity import Author, Ed25519Identity, UnsignedIdentity
 from averaging.discovery.gossip.record import (
-    LEAST_KEPT,
     MAX_VERSION,
+    MIN_KEPT_SECONDS,
     Limits,
     Reason,
     kept_until,
-    objection,
     record_id,
+    refusal_reason,
     signed_bytes,
 )
 from averaging.discovery.gossip.record_table import RecordTable
@@ -51,7 +51,7 @@ def withdrawal(of: Record, version: int) -> Record:
     return replace(of, value=b"", version=version, withdrawn=True, expiration=of.expiration + 3)
 
 
-# How long it is kept
+# How long a record is kept
 
 
 @pytest.mark.parametrize(
@@ -59,50 +59,50 @@ def withdrawal(of: Record, version: int) -> Record:
     [
         (0.0, 30.0, 30.0),
         (-20.0, 30.0, 10.0),  # the owner's clock is behind
-        (3.0, 30.0, 33.0),  # as far apart as clocks may be
+        (3.0, 30.0, 33.0),  # the largest difference that is allowed
         (600.0, 30.0, 33.0),
-        (600.0, 5.0, LEAST_KEPT + 3),
+        (600.0, 5.0, MIN_KEPT_SECONDS + 3),
         (3000.0, 3600.0, 3603.0),
     ],
 )
-def test_a_record_is_kept_for_the_lifetime_that_its_owner_meant(ahead: float, lifetime: float, kept: float) -> None:
+def test_a_record_is_kept_for_the_lifetime_that_its_owner_intended(ahead: float, lifetime: float, kept: float) -> None:
     written = NOW + ahead
     one = record(version=int(written * 1e6), expiration=written + lifetime)
     assert kept_until(one, NOW, LIMITS) - NOW == pytest.approx(kept, abs=1e-3)
 
 
-@pytest.mark.parametrize(("set_back", "kept"), [(10.0, 23.0), (25.0, LEAST_KEPT + 3), (600.0, 30.0)])
+@pytest.mark.parametrize(("set_back", "kept"), [(10.0, 23.0), (25.0, MIN_KEPT_SECONDS + 3), (600.0, 30.0)])
 def test_a_record_of_an_owner_whose_clock_was_set_back_stays_long_enough_to_be_renewed(
     set_back: float, kept: float
 ) -> None:
-    """Its versions go on from before, so they are ahead of its clock, and its expirations are not."""
+    """Its versions continue from before, so they are ahead of its clock, and its expirations are not."""
     one = record(version=int((NOW + set_back) * 1e6), expiration=NOW + 30)
     assert kept_until(one, NOW, LIMITS) - NOW == pytest.approx(kept, abs=1e-3)
 
 
-def test_what_was_dropped_before_it_expired_does_not_come_back() -> None:
-    """Others received it later and still hold it; a newcomer may get it from them for a lifetime, and no longer."""
+def test_a_record_that_was_removed_early_is_not_accepted_again() -> None:
+    """Peers that received it later still hold it; new peers may get it from them for one lifetime."""
     several, other = table(), table()
     written = NOW + 600
     one = record(version=int(written * 1e6), expiration=written + 30)
     number = record_id(one.key, one.subkey, one.owner)
-    assert several.merge(one, NOW).news
-    assert other.merge(one, NOW + 20).news
-    assert several.next_end(one.key) == pytest.approx(NOW + 33)
+    assert several.merge(one, NOW).is_new
+    assert other.merge(one, NOW + 20).is_new
+    assert several.next_expiration(one.key) == pytest.approx(NOW + 33)
     assert several.expire(NOW + 32) == []
     (change,) = several.expire(NOW + 34)
     assert change.after is None
     assert several.state_hash == table().state_hash
     assert several.compare(other.versions().items()) == ([], [])
     for version in (one.version, one.version - 1):
-        assert not several.merge(replace(one, version=version, claimed=1), NOW + 34).news
+        assert not several.merge(replace(one, version=version, claimed=1), NOW + 34).is_new
     assert len(other.expire(NOW + 54)) == 1
     newer = replace(one, version=one.version + 1_000_000)
     assert several.compare([(number, newer.version)]) == ([], [number])
-    assert several.merge(newer, NOW + 35).news
+    assert several.merge(newer, NOW + 35).is_new
 
 
-def test_what_was_dropped_early_is_forgotten_when_it_has_expired() -> None:
+def test_early_removals_are_forgotten_when_the_record_has_expired() -> None:
     several = table(replace(LIMITS, records=100))
     moment = NOW
     for number in range(5000):
@@ -111,10 +111,10 @@ def test_what_was_dropped_early_is_forgotten_when_it_has_expired() -> None:
         several.merge(record(subkey=f"a:{number}", version=int(written * 1e6), expiration=written + 10), moment)
         several.expire(moment + 39)
     assert len(several) == 0
-    assert len(several._dropped) <= 1025
+    assert len(several._removed_early) <= 1025
 
 
-# What is acceptable
+# Which records are accepted
 
 
 @pytest.mark.parametrize(
@@ -142,16 +142,16 @@ def test_what_was_dropped_early_is_forgotten_when_it_has_expired() -> None:
         ({"expiration": NOW + 3607}, Reason.TOO_FAR),
     ],
 )
-def test_what_is_wrong_with_a_record_is_told(fields: dict[str, Any], reason: Reason | None) -> None:
-    assert objection(record(**fields), NOW, LIMITS) is reason
+def test_the_reason_of_a_refusal(fields: dict[str, Any], reason: Reason | None) -> None:
+    assert refusal_reason(record(**fields), NOW, LIMITS) is reason
     outcome = table().merge(record(**fields), NOW)
-    assert (outcome.news, outcome.reason) == (reason is None, reason)
+    assert (outcome.is_new, outcome.reason) == (reason is None, reason)
 
 
 # What is signed
 
 
-def test_an_author_signs_what_others_can_check() -> None:
+def test_other_peers_can_verify_an_author_s_signature() -> None:
     author = Author("run", Ed25519Identity(bytes(32)), LIMITS)
     written = author.write("run.0b", "a:1", b"value", NOW + 5, NOW, None)
     assert author.verify(written)
@@ -195,7 +195,7 @@ def test_different_places_have_different_ids(fields: list[tuple[str, str, bytes]
     assert record_id(*fields[0]) != record_id(*fields[1])
 
 
-def test_versions_go_forward_when_the_clock_does_not() -> None:
+def test_versions_grow_although_the_clock_is_set_back() -> None:
     author = Author("run", UnsignedIdentity(random.Random(0)), LIMITS)
     first = author.write("k", "s", b"", NOW + 5, NOW, None)
     second = author.write("k", "s", b"", NOW + 5, NOW - 100, first)
@@ -204,16 +204,16 @@ def test_versions_go_forward_when_the_clock_does_not() -> None:
     assert first.claimed == second.claimed == first.version
 
 
-def test_a_restarted_owner_goes_on_from_what_comes_back() -> None:
+def test_a_restarted_owner_continues_from_its_former_versions() -> None:
     identity = UnsignedIdentity(random.Random(0))
     before = Author("run", identity, LIMITS).write("k", "s", b"", NOW + 50, NOW + 40, None)
     again = Author("run", identity, LIMITS)
-    again.observe(replace(before, owner=OWNERS[0], version=MAX_VERSION))  # somebody else's
+    again.observe(replace(before, owner=OWNERS[0], version=MAX_VERSION))  # of another owner
     again.observe(before)
     assert again.write("k", "other", b"", NOW + 50, NOW, None).version == before.version + 1
 
 
-def test_a_withdrawal_outlives_everything_that_could_come_late() -> None:
+def test_a_withdrawal_outlives_all_earlier_records() -> None:
     author = Author("run", UnsignedIdentity(random.Random(0)), LIMITS)
     first = author.write("k", "s", b"", NOW + 50, NOW, None)
     second = author.write("k", "s", b"", NOW + 5, NOW, first)
@@ -233,7 +233,7 @@ def test_a_withdrawal_outlives_everything_that_could_come_late() -> None:
         ("k", "s", b"", float("nan")),
     ],
 )
-def test_nobody_writes_what_others_would_refuse(arguments: tuple[str, str, bytes, float]) -> None:
+def test_an_author_writes_no_record_that_others_would_refuse(arguments: tuple[str, str, bytes, float]) -> None:
     with pytest.raises(DiscoveryError, match="cannot store"):
         Author("run", Ed25519Identity(), LIMITS).write(*arguments, NOW, None)
 
@@ -241,24 +241,24 @@ def test_nobody_writes_what_others_would_refuse(arguments: tuple[str, str, bytes
 # How tables merge
 
 
-def test_the_newest_version_counts_and_the_same_one_is_no_news() -> None:
+def test_only_a_newer_version_is_new() -> None:
     t = table()
-    assert t.merge(record(version=10, value=b"old"), NOW).news
+    assert t.merge(record(version=10, value=b"old"), NOW).is_new
     change = t.merge(record(version=11, value=b"new"), NOW).change
     assert change is not None
     assert change.after is not None
     assert change.after.value == t.read("run.0b")["a:1"].value == b"new"
-    assert not t.merge(record(version=11, value=b"new"), NOW).news
-    assert not t.merge(record(version=10, value=b"old"), NOW).news
+    assert not t.merge(record(version=11, value=b"new"), NOW).is_new
+    assert not t.merge(record(version=10, value=b"old"), NOW).is_new
     assert len(t) == 1
 
 
 def test_a_withdrawal_beats_a_late_old_record_until_that_expires() -> None:
     t, old = table(), record()
-    assert t.merge(withdrawal(old, 11), NOW).news
-    assert not t.merge(old, NOW).news
+    assert t.merge(withdrawal(old, 11), NOW).is_new
+    assert not t.merge(old, NOW).is_new
     assert t.read(old.key) == {}
-    assert not t.names(old.subkey)
+    assert not t.has_subkey(old.subkey)
     assert t.expire(NOW + 12.9) == []
     assert len(t) == 1
     t.expire(NOW + 13)
@@ -267,11 +267,11 @@ def test_a_withdrawal_beats_a_late_old_record_until_that_expires() -> None:
     assert t.merge(old, NOW + 13).reason is Reason.EXPIRED
 
 
-def test_the_first_owner_keeps_a_place_until_it_expires_and_the_next_one_follows_at_once() -> None:
+def test_the_first_owner_holds_a_place_until_its_record_expires_and_then_the_next_one() -> None:
     t = table()
     t.merge(record(claimed=10, expiration=NOW + 5), NOW)
     foreign = t.merge(record(owner=OWNERS[1], version=99, claimed=20, value=b"foreign"), NOW)
-    assert (foreign.news, foreign.reason, foreign.change) == (True, Reason.FOREIGN, None)
+    assert (foreign.is_new, foreign.reason, foreign.change) == (True, Reason.FOREIGN, None)
     assert t.read("run.0b")["a:1"].value == b"v"
     (change,) = t.expire(NOW + 5)
     assert change.after is not None
@@ -287,39 +287,39 @@ def test_a_withdrawal_gives_the_place_to_the_next_owner() -> None:
     assert t.read("run.0b")["a:1"].value == b"foreign"
 
 
-def test_nobody_withdraws_for_somebody_else() -> None:
+def test_an_owner_cannot_withdraw_the_record_of_another() -> None:
     t = table()
     t.merge(record(), NOW)
     t.merge(withdrawal(record(owner=OWNERS[1]), 99), NOW)
     assert set(t.read("run.0b")) == {"a:1"}
 
 
-def test_a_full_table_takes_no_new_record_and_goes_on_updating() -> None:
+def test_a_full_table_refuses_new_records_and_accepts_updates() -> None:
     t = table(Limits(records=2))
     for number in range(2):
-        assert t.merge(record(subkey=f"{number}:1"), NOW).news
+        assert t.merge(record(subkey=f"{number}:1"), NOW).is_new
     assert t.merge(record(subkey="3:1", expiration=NOW + 100), NOW).reason is Reason.FULL
-    assert t.merge(record(subkey="1:1", version=11), NOW).news
+    assert t.merge(record(subkey="1:1", version=11), NOW).is_new
     t.expire(NOW + 10)
-    assert t.merge(record(subkey="3:1", expiration=NOW + 100), NOW + 10).news
+    assert t.merge(record(subkey="3:1", expiration=NOW + 100), NOW + 10).is_new
 
 
-def test_an_owner_may_have_so_many_records_and_no_more() -> None:
+def test_the_number_of_records_of_one_owner_is_limited() -> None:
     t = table(Limits(records_per_owner=2))
     for number in range(2):
-        assert t.merge(record(subkey=f"{number}:1"), NOW).news
+        assert t.merge(record(subkey=f"{number}:1"), NOW).is_new
     assert t.merge(record(subkey="2:1"), NOW).reason is Reason.OWNER_FULL
-    assert t.merge(record(subkey="2:1", owner=OWNERS[1]), NOW).news
+    assert t.merge(record(subkey="2:1", owner=OWNERS[1]), NOW).is_new
     t.expire(NOW + 10)
-    assert t.merge(record(subkey="2:1", expiration=NOW + 20), NOW + 10).news
+    assert t.merge(record(subkey="2:1", expiration=NOW + 20), NOW + 10).is_new
 
 
 def test_a_record_with_the_id_of_another_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("averaging.discovery.gossip.record_table.record_id", lambda *_: 7)
     held = table()
-    assert held.merge(record(), NOW).news
+    assert held.merge(record(), NOW).is_new
     assert held.merge(record(subkey="b:1"), NOW).reason is Reason.CLASH
-    assert held.merge(record(version=11), NOW).news
+    assert held.merge(record(version=11), NOW).is_new
     assert set(held.read("run.0b")) == {"a:1"}
 
 
@@ -332,7 +332,7 @@ def test_a_record_that_is_replaced_often_does_not_fill_the_memory() -> None:
     assert len(t) == 0
 
 
-def test_tables_tell_each_other_what_they_lack() -> None:
+def test_comparing_tables_finds_what_each_lacks() -> None:
     here, there = table(), table()
     both, only_here, newer_here, newer_there = (record(subkey=f"{name}:1") for name in "abcd")
     for t in (here, there):
@@ -374,7 +374,7 @@ records = st.builds(
 
 
 def reference(delivered: list[Record], now: float) -> dict[tuple[str, str], Record]:
-    """What is read, said in the dumbest way: (key, subkey) → record."""
+    """What is read, computed in the simplest way: (key, subkey) → record."""
     newest: dict[tuple[str, str, bytes], Record] = {}
     for one in sorted(delivered, key=lambda r: (r.version, r.withdrawn, r.value, r.expiration, r.claimed)):
         newest[one.key, one.subkey, one.owner] = one
@@ -400,14 +400,14 @@ def test_any_order_of_delivery_gives_the_same_table(delivered: list[Record], rng
     assert tables[0].versions() == tables[1].versions()
     expected = reference(delivered, then)
     for t in tables:
-        assert {(one.key, one.subkey): one for one in t.listing("")} == expected
+        assert {(one.key, one.subkey): one for one in t.list_records("")} == expected
         assert t.subkeys() == {subkey for _, subkey in expected}
         assert set(t.read("run.0b")) == t.subkeys()
-        assert all(t.names(subkey) for subkey in t.subkeys())
+        assert all(t.has_subkey(subkey) for subkey in t.subkeys())
 
 
 @given(st.lists(records, max_size=12), st.lists(st.integers(0, 4), min_size=12, max_size=12))
-def test_the_changes_told_add_up_to_what_is_read(delivered: list[Record], steps: list[int]) -> None:
+def test_the_changes_add_up_to_what_is_read(delivered: list[Record], steps: list[int]) -> None:
     t, seen, now = table(), dict[tuple[str, str], Record](), NOW
     for one, step in zip(delivered, steps, strict=False):
         now += step / 4
@@ -419,4 +419,4 @@ def test_the_changes_told_add_up_to_what_is_read(delivered: list[Record], steps:
             seen.pop((change.key, change.subkey), None)
             if change.after is not None:
                 seen[change.key, change.subkey] = change.after
-        assert seen == {(one.key, one.subkey): one for one in t.listing("")}
+        assert seen == {(one.key, one.subkey): one for one in t.list_records("")}

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from averaging.transport.grpc.refused_callers import MOST_HOSTS, PERIOD, Refusals
+from averaging.transport.grpc.refused_callers import MAX_HOSTS, PERIOD, Refusals
 
 
 class Clock:
@@ -40,10 +40,10 @@ def test_many_hosts_fill_neither_the_log_nor_the_memory(caplog: pytest.LogCaptur
     for number in range(10_000):
         clock.now = number / 1000
         refusals.note(f"ipv4:10.0.{number // 256}.{number % 256}", "x" * 1000)
-    assert len(caplog.messages) == len(refusals._named) == MOST_HOSTS
+    assert len(caplog.messages) == len(refusals._logged) == MAX_HOSTS
     assert max(map(len, caplog.messages)) < 400
     clock.now = 2 * PERIOD
     refusals.note("ipv4:192.0.2.7", "it sent no token")
-    told = f"refused a call from 192.0.2.7: it sent no token ({10_000 - MOST_HOSTS} calls from further hosts before)"
+    told = f"refused a call from 192.0.2.7: it sent no token ({10_000 - MAX_HOSTS} calls from further hosts before)"
     assert caplog.messages[-1] == told
-    assert len(refusals._named) == 1
+    assert len(refusals._logged) == 1

@@ -1,4 +1,4 @@
-"""Robust aggregation against dumb references, and the bounds that its sources give."""
+"""Robust aggregation, compared with naive references and with the bounds from the literature."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def test_trimming_leaves_out_the_extremes_of_each_coordinate(
 
 
 @given(matrices, st.sampled_from([0.5, 10.0]))
-def test_clipping_ends_where_the_pulls_balance(rows: list[list[float]], tau: float) -> None:
-    """Of the (convex) sum of Huber losses it is the least point: none near it is lower."""
+def test_clipping_converges_to_the_balance_of_the_pulls(rows: list[list[float]], tau: float) -> None:
+    """The result minimises the (convex) sum of Huber losses: no nearby point is lower."""
     values = tensors(rows)
 
     def loss(point: torch.Tensor) -> float:
@@ -73,7 +73,7 @@ def test_clipping_ends_where_the_pulls_balance(rows: list[list[float]], tau: flo
 
 @pytest.mark.parametrize("far", [1e3, 1e6, 1e15])
 @pytest.mark.parametrize(("count", "false", "tau"), [(16, 7, 10.0), (8, 2, 1.0), (5, 2, 3.0)])
-def test_the_bias_of_clipping_does_not_depend_on_how_far_the_false_ones_are(
+def test_the_bias_of_clipping_does_not_depend_on_the_distance_of_false_values(
     count: int, false: int, tau: float, far: float
 ) -> None:
     values = [torch.tensor([far if member < false else 0.0]) for member in range(count)]
@@ -81,7 +81,7 @@ def test_the_bias_of_clipping_does_not_depend_on_how_far_the_false_ones_are(
     assert result.item() == pytest.approx(false * tau / (count - false), rel=1e-4)
 
 
-def test_seven_false_ones_of_sixteen_at_tau_ten_shift_it_by_7_778() -> None:
+def test_seven_false_values_of_sixteen_shift_the_result_by_7_778_at_tau_ten() -> None:
     values = [torch.full((4,), 0.0) for _ in range(9)] + [torch.tensor([1e9, 0.0, 0.0, 0.0])] * 7
     assert aggregate(Aggregation(Kind.CLIP, 10.0), values, [1.0] * 16).norm().item() == pytest.approx(7.778, abs=1e-3)
 
@@ -91,16 +91,14 @@ def test_seven_false_ones_of_sixteen_at_tau_ten_shift_it_by_7_778() -> None:
     seed=st.integers(0, 2**32), false=st.sampled_from([1e6, -1e6, 3e38, float("inf"), float("nan")]),
     claimed=st.sampled_from([5e-324, 1e-300, 1e-6, 1.0, 1e30]),
 )  # fmt: skip
-def test_three_false_ones_of_eight_move_nothing_far_whatever_they_send_and_claim(
-    rule: str, seed: int, false: float, claimed: float
-) -> None:
+def test_three_false_members_of_eight_have_a_bounded_effect(rule: str, seed: int, false: float, claimed: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     honest = [torch.randn(6, generator=generator) for _ in range(5)]
     values = [*honest, *[torch.full((6,), false)] * 3]
     result = aggregate(parse_aggregation(rule), values, [1.0, 2.0, 3.0, 2.0, 1.0, *[claimed] * 3])
     stacked = torch.stack(honest)
     if rule == "clip:1":
-        # At most 3 of their weights against 5 of at least a third of theirs, all within the honest ones' spread.
+        # At most 3 capped false weights against 5 honest ones of at least a third, within the spread of the honest.
         assert (result - stacked.mean(dim=0)).norm() < 20
     else:
         assert ((stacked.amin(dim=0) - 1e-5 <= result) & (result <= stacked.amax(dim=0) + 1e-5)).all()
@@ -114,11 +112,11 @@ def test_equal_contributions_are_kept(rule: str, value: float, count: int) -> No
     assert result.tolist() == pytest.approx([value] * 3, rel=1e-6)
 
 
-def test_no_weight_counts_for_more_than_the_median_one() -> None:
+def test_weights_are_capped_at_their_median() -> None:
     assert cap_weights([1.0, 2.0, 4.0, 1e30, 1e-3]) == [0.5, 1.0, 1.0, 1.0, 5e-4]
 
 
-def test_who_is_left_after_trimming_has_a_say_however_small_a_weight_it_claims() -> None:
+def test_members_left_after_trimming_count_however_small_their_weights() -> None:
     values = [torch.tensor([1.0, 9.0]), torch.tensor([2.0, 8.0]), torch.tensor([3.0, 7.0])]
     result = aggregate(Aggregation(Kind.TRIMMED, 1.0), values, [1.0, 1e-300, 1.0])
     assert result.tolist() == [2.0, 8.0]
@@ -126,23 +124,23 @@ def test_who_is_left_after_trimming_has_a_say_however_small_a_weight_it_claims()
 
 @pytest.mark.parametrize("tau", [1e-3, 1e-30])
 @pytest.mark.parametrize("weights", [[1.0, 1.0], [1e30, 1e-300]])
-def test_pulls_that_are_next_to_nothing_for_the_distance_are_no_error(tau: float, weights: list[float]) -> None:
+def test_pulls_that_vanish_in_the_dtype_are_no_error(tau: float, weights: list[float]) -> None:
     result = aggregate(Aggregation(Kind.CLIP, tau), [torch.tensor([-1.0]), torch.tensor([3e38])], weights)
     assert -1.0 <= result.item() <= 3e38
 
 
-def test_a_crowd_is_ordered_like_a_few() -> None:
+def test_many_members_are_sorted_like_few() -> None:
     values = [torch.tensor([float(member * 7 % 45)]) for member in range(45)]
     assert aggregate(Aggregation(Kind.MEDIAN), values, [1.0] * 45).item() == 22.0
 
 
-def test_more_coordinates_than_are_sorted_at_once() -> None:
+def test_more_coordinates_than_one_block() -> None:
     values = [torch.arange(200_000.0) + member for member in (5, 0, 1)]
     assert torch.equal(aggregate(Aggregation(Kind.MEDIAN), values, [1.0] * 3), torch.arange(200_000.0) + 1)
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_the_reducer_takes_who_delivered_and_forgets_the_part(rule: str) -> None:
+def test_the_reducer_uses_the_senders_that_delivered_and_releases_the_part(rule: str) -> None:
     reducer = reducer_for(parse_aggregation(rule), [2, 2], {"a": 1.0, "b": 1.0, "c": 0.0})
     assert isinstance(reducer, RobustReducer)
     for name, value in (("a", 1.0), ("b", 3.0), ("c", float("nan"))):
@@ -151,13 +149,13 @@ def test_the_reducer_takes_who_delivered_and_forgets_the_part(rule: str) -> None
     assert list(reducer.take_complete()) == [0]
     local = torch.tensor([9.0, 5.0])
     expected = aggregate(parse_aggregation(rule), [torch.full((2,), 1.0), torch.full((2,), 3.0), local], [1.0] * 3)
-    assert expected.tolist() != [2.0, 2.0]  # as it were without this member's own
+    assert expected.tolist() != [2.0, 2.0]  # the result without this member's contribution
     assert expected.equal(reducer.finish(0, local, 1.0))  # type: ignore[arg-type]
     assert reducer.finish(0, None, 0.0) is None
     for name in ("a", "c"):
         reducer.add(name, torch.full((2,), 7.0))
     assert list(reducer.take_complete()) == [1]
-    # An auxiliary's weight does not count, whatever it is.
+    # The weight of an auxiliary is ignored.
     assert torch.tensor([7.0, 7.0]).equal(reducer.finish(1, None, 5.0))  # type: ignore[arg-type]
 
 

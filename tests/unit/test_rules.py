@@ -1,4 +1,4 @@
-"""Matchmaking's decisions: verdicts in the wire's order, whom to ask, when to ask again."""
+"""The decisions of matchmaking: answers to join requests, which peers to ask, and when to ask again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from averaging.discovery.base import MAX_LIFETIME, Entry
 from averaging.errors import ProtocolViolationError
 from averaging.matchmaking import rules
 from averaging.matchmaking.response_history import Standing
-from averaging.matchmaking.rules import Attempt, Declaration, LeaderCandidate
+from averaging.matchmaking.rules import Declaration, JoinRefusal, LeaderCandidate
 from averaging.protocol.group import Member, Mode, pack_gather
 from averaging.protocol.messages import JoinRequest, MessageCode, MessageFromLeader
 
@@ -34,7 +34,7 @@ def searching(**changes: object) -> LeaderCandidate:
 REQUEST = JoinRequest("you:2", HASH, NOW + 6, pack_gather(1.0, None, Mode.NODE))
 FULL = {"a:1": Member("a:1"), "b:1": Member("b:1")}
 
-# In the order of the checks: each case breaks its own rule and all the later ones, so the first must win.
+# In the order of the checks. Each case breaks one rule and all later ones, so the first must determine the answer.
 CASES = [
     (MessageCode.NOT_LOOKING_FOR_GROUP, {"assembled": True}, {"schema_hash": b""}),
     (MessageCode.PROTOCOL_VIOLATION, {}, {"schema_hash": b"", "expiration": NOW}),
@@ -59,7 +59,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("code", "state", "request_"), CASES)
-def test_the_verdict_is_the_first_rule_that_is_broken(
+def test_the_first_broken_rule_determines_the_answer(
     code: MessageCode, state: dict[str, object], request_: dict[str, object]
 ) -> None:
     answer, suggested = rules.verdict(replace(REQUEST, **request_), searching(**state))  # type: ignore[arg-type]
@@ -67,7 +67,7 @@ def test_the_verdict_is_the_first_rule_that_is_broken(
     assert suggested == ("l:1" if code is MessageCode.NOT_A_LEADER else "")
 
 
-def test_nobody_joins_a_peer_that_does_not_search() -> None:
+def test_a_peer_that_does_not_search_accepts_no_one() -> None:
     assert rules.verdict(REQUEST, None) == (MessageCode.NOT_LOOKING_FOR_GROUP, "")
 
 
@@ -75,21 +75,21 @@ def looking(*declarations: tuple[float, str]) -> dict[str, Entry]:
     return {name: Entry(rules.pack_looking(True), expiration) for expiration, name in declarations}
 
 
-def test_the_earliest_is_asked_first_and_never_a_later_one() -> None:
+def test_candidates_come_before_the_own_declaration_in_order() -> None:
     own = Declaration(NOW + 5, "m:1")
     entries = looking((NOW + 6, "a:1"), (NOW + 5, "z:1"), (NOW + 5, "b:1"), (NOW + 4, "y:1"), (NOW + 5, "m:1"))
     assert rules.candidates(own, entries, {}, NOW)[0][:1] == [Declaration(NOW + 4, "y:1")]
-    refused = {"y:1": Attempt(NOW + 4, 1, None)}
+    refused = {"y:1": JoinRefusal(NOW + 4, 1, None)}
     assert rules.candidates(own, entries, refused, NOW)[0] == [Declaration(NOW + 5, "b:1")]
-    refused["b:1"] = Attempt(NOW + 5, 1, NOW + 0.5)
+    refused["b:1"] = JoinRefusal(NOW + 5, 1, NOW + 0.5)
     assert rules.candidates(own, entries, refused, NOW) == ([], NOW + 0.5)
     assert rules.candidates(own, entries, refused, NOW + 0.5)[0] == [Declaration(NOW + 5, "b:1")]
-    for earlier, later in ((0.5, 0.7), (0.7, 0.5)):  # whoever of two may be asked again first, it is looked then
-        refused = {"y:1": Attempt(NOW + 4, 1, NOW + earlier), "b:1": Attempt(NOW + 5, 1, NOW + later)}
+    for earlier, later in ((0.5, 0.7), (0.7, 0.5)):  # looks again when the first of them may be asked
+        refused = {"y:1": JoinRefusal(NOW + 4, 1, NOW + earlier), "b:1": JoinRefusal(NOW + 5, 1, NOW + later)}
         assert rules.candidates(own, entries, refused, NOW) == ([], NOW + 0.5)
 
 
-def test_who_does_not_look_or_has_expired_is_not_asked() -> None:
+def test_ended_and_expired_declarations_are_no_candidates() -> None:
     own = Declaration(NOW + 5, "m:1")
     entries = looking((NOW - 3.1, "old:1"))
     entries["busy:1"] = Entry(rules.pack_looking(False), NOW + 1)
@@ -99,7 +99,7 @@ def test_who_does_not_look_or_has_expired_is_not_asked() -> None:
     assert rules.candidates(own, entries, {}, NOW)[0] == [Declaration(NOW - 2.9, "late:1")]
 
 
-def test_who_is_left_out_or_cannot_be_called_is_not_asked() -> None:
+def test_excluded_peers_and_clients_are_no_candidates() -> None:
     own = Declaration(NOW + 5, "m:1")
     entries = looking((NOW + 1, "bad:1"), (NOW + 2, "client::7"), (NOW + 3, "nonsense"), (NOW + 4, "good:1"))
     assert rules.candidates(own, entries, {}, NOW, excluded={"bad:1"})[0] == [Declaration(NOW + 4, "good:1")]
@@ -108,8 +108,8 @@ def test_who_is_left_out_or_cannot_be_called_is_not_asked() -> None:
 def test_a_new_declaration_is_asked_again_at_once_unless_its_tensors_differ() -> None:
     own = Declaration(NOW + 5, "m:1")
     entries = looking((NOW + 2, "a:1"))
-    assert rules.candidates(own, entries, {"a:1": Attempt(NOW + 1, 3, NOW + 9)}, NOW)[0] != []
-    assert rules.candidates(own, entries, {"a:1": Attempt(NOW + 1, 3, None)}, NOW) == ([], None)
+    assert rules.candidates(own, entries, {"a:1": JoinRefusal(NOW + 1, 3, NOW + 9)}, NOW)[0] != []
+    assert rules.candidates(own, entries, {"a:1": JoinRefusal(NOW + 1, 3, None)}, NOW) == ([], None)
 
 
 @given(
@@ -133,35 +133,35 @@ def test_pauses_grow_and_are_bounded() -> None:
     attempt = None
     pauses = []
     for _ in range(12):
-        attempt = rules.refused(attempt, NOW + 5, MessageCode.GROUP_IS_FULL, NOW, rng)
+        attempt = rules.next_join_refusal(attempt, NOW + 5, MessageCode.GROUP_IS_FULL, NOW, rng)
         assert attempt.retry_at is not None
         pauses.append(attempt.retry_at - NOW)
     assert attempt is not None
     assert pauses[0] < 0.25
     assert max(pauses) <= 2.0
     assert min(pauses[5:]) > pauses[0]
-    often = rules.refused(replace(attempt, refusals=5000), NOW + 5, MessageCode.GROUP_IS_FULL, NOW, rng).retry_at
+    often = rules.next_join_refusal(replace(attempt, count=5000), NOW + 5, MessageCode.GROUP_IS_FULL, NOW, rng).retry_at
     assert often is not None
     assert 1.0 <= often - NOW <= 2.0
-    assert rules.refused(attempt, NOW + 6, MessageCode.GROUP_IS_FULL, NOW, rng).refusals == 1
-    assert rules.refused(attempt, NOW + 5, MessageCode.BAD_SCHEMA_HASH, NOW, rng).retry_at is None
+    assert rules.next_join_refusal(attempt, NOW + 6, MessageCode.GROUP_IS_FULL, NOW, rng).count == 1
+    assert rules.next_join_refusal(attempt, NOW + 5, MessageCode.BAD_SCHEMA_HASH, NOW, rng).retry_at is None
 
 
-def test_who_was_waited_for_in_vain_is_not_asked_for_as_long_though_it_declares_itself_anew() -> None:
+def test_a_silent_peer_pauses_for_as_long_as_was_waited_despite_a_new_declaration() -> None:
     own = Declaration(NOW + 9, "z:1")
-    silent = rules.refused(None, NOW + 2, MessageCode.NO_CODE, NOW, random.Random(1), 3.0)
+    silent = rules.next_join_refusal(None, NOW + 2, MessageCode.NO_CODE, NOW, random.Random(1), 3.0)
     entries = {"a:1": Entry(rules.pack_looking(True), NOW + 5)}
     assert rules.candidates(own, entries, {"a:1": silent}, NOW + 2.9) == ([], NOW + 3)
     assert rules.candidates(own, entries, {"a:1": silent}, NOW + 3)[0] != []
-    told = rules.refused(None, NOW + 2, MessageCode.GROUP_IS_FULL, NOW, random.Random(1), 3.0)
-    assert rules.candidates(own, entries, {"a:1": told}, NOW)[0] != []
+    refused = rules.next_join_refusal(None, NOW + 2, MessageCode.GROUP_IS_FULL, NOW, random.Random(1), 3.0)
+    assert rules.candidates(own, entries, {"a:1": refused}, NOW)[0] != []
 
 
-def test_peers_that_answer_are_asked_before_the_others_and_the_earliest_of_each_kind_first() -> None:
+def test_candidates_are_ordered_by_standing_and_then_by_declaration() -> None:
     own = Declaration(NOW + 9, "z:1")
     standings = {
-        "late:1": Standing.SOUND,
-        "new:1": Standing.DOUBTFUL,
+        "late:1": Standing.GOOD,
+        "new:1": Standing.UNCERTAIN,
         "silent:1": Standing.SILENT,
         "gone:1": Standing.SILENT,
     }
@@ -176,11 +176,11 @@ def test_peers_that_answer_are_asked_before_the_others_and_the_earliest_of_each_
     [
         (Standing.DESERTER, False, NOW + 2),
         (Standing.DESERTER, True, NOW + 2),
-        (Standing.NOTORIOUS, False, NOW + 2),
-        (Standing.NOTORIOUS, True, None),
+        (Standing.REPEAT_DESERTER, False, NOW + 2),
+        (Standing.REPEAT_DESERTER, True, None),
     ],
 )
-def test_deserters_are_asked_late_and_notorious_ones_by_nobody_who_has_followers(
+def test_deserters_are_asked_late_and_repeat_deserters_never_by_a_leader(
     standing: Standing, leads: bool, again: float | None
 ) -> None:
     own, entries = Declaration(NOW + 9, "z:1"), looking((NOW + 5, "a:1"))
@@ -192,27 +192,27 @@ def test_deserters_are_asked_late_and_notorious_ones_by_nobody_who_has_followers
     assert at(NOW + 2) == ([] if again is None else [Declaration(NOW + 5, "a:1")], None)
 
 
-def test_so_many_are_asked_at_once_that_a_thousand_silent_peers_take_a_few_head_starts_longer() -> None:
-    assert rules.how_many(1, 100) == 0
-    asked, turns = 0, 0
+def test_a_thousand_silent_peers_cost_a_few_head_starts() -> None:
+    assert rules.requests_to_start(1, 100) == 0
+    asked, batches = 0, 0
     while asked < 1000:
-        number = rules.how_many(0, asked)
-        assert 1 <= number <= rules.MAX_ASKED
-        asked, turns = asked + number, turns + 1
-    assert turns < 40
-    assert rules.how_many(0, 0) == rules.how_many(0, 1) == 1
+        number = rules.requests_to_start(0, asked)
+        assert 1 <= number <= rules.MAX_OPEN_REQUESTS
+        asked, batches = asked + number, batches + 1
+    assert batches < 40
+    assert rules.requests_to_start(0, 0) == rules.requests_to_start(0, 1) == 1
 
 
 def test_a_head_start_follows_what_is_known() -> None:
-    assert rules.head_start(None, None, 0, 0) == VERDICT_SECONDS  # as long as nobody is known
-    assert rules.head_start(None, 0.2, 0, 0) == rules.NEW_HEAD_START  # to which a connection has to be made
+    assert rules.head_start(None, None, 0, 0) == VERDICT_SECONDS  # no peer is known
+    assert rules.head_start(None, 0.2, 0, 0) == rules.NEW_PEER_HEAD_START  # a connection must be made first
     assert rules.head_start(0.3, 0.2, 0, 0) == 0.3
-    assert rules.head_start(0.01, 0.2, 0, 0) == rules.LEAST_HEAD_START
+    assert rules.head_start(0.01, 0.2, 0, 0) == rules.MIN_HEAD_START
     assert rules.head_start(9.0, 9.0, 0, 0) == VERDICT_SECONDS
-    assert rules.head_start(None, 0.2, 0, 1) == rules.NEW_HEAD_START / 2
+    assert rules.head_start(None, 0.2, 0, 1) == rules.NEW_PEER_HEAD_START / 2
     assert rules.head_start(None, 0.2, 1, 10_000) == 0.2
-    assert rules.head_start(None, None, 0, 10_000) == rules.LEAST_HEAD_START
-    assert rules.head_start(0.3, 0.2, rules.HOPELESS, rules.HOPELESS) == 0.0
+    assert rules.head_start(None, None, 0, 10_000) == rules.MIN_HEAD_START
+    assert rules.head_start(0.3, 0.2, rules.MAX_UNANSWERED, rules.MAX_UNANSWERED) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -225,43 +225,45 @@ def test_a_head_start_follows_what_is_known() -> None:
         ([Mode.NODE, Mode.CLIENT], True),
     ],
 )
-def test_a_group_begins_only_if_somebody_contributes(modes: list[Mode], enough: bool) -> None:
+def test_a_group_begins_only_if_a_member_contributes(modes: list[Mode], enough: bool) -> None:
     members = [Member(f"h:{port + 1}", mode=mode) for port, mode in enumerate(modes)]
     state = LeaderCandidate(members[0], HASH, 8, followers={m.endpoint: m for m in members[1:]})
-    assert (rules.who_begins(state, 2) is not None) is enough
+    assert (rules.followers_for_group(state, 2) is not None) is enough
 
 
 @given(own=st.integers(2, 7), sizes=st.lists(st.integers(2, 9), max_size=6))
-def test_a_group_begins_with_the_most_followers_of_whom_each_finds_enough(own: int, sizes: list[int]) -> None:
+def test_a_group_begins_with_the_most_followers_whose_min_group_size_it_reaches(own: int, sizes: list[int]) -> None:
     wanted = {f"f:{number + 1}": size for number, size in enumerate(sizes)}
-    state = searching(followers={name: Member(name) for name in wanted}, least_sizes=wanted, target_group_size=10)
+    state = searching(followers={name: Member(name) for name in wanted}, min_group_sizes=wanted, target_group_size=10)
     sound = [
         set(some)
         for count in range(1, len(wanted) + 1)
         for some in itertools.combinations(wanted, count)
         if max(own, *(wanted[name] for name in some)) <= 1 + count
     ]
-    found = rules.who_begins(state, own)
+    found = rules.followers_for_group(state, own)
     assert (set() if found is None else set(found)) == max(sound, key=len, default=set())
 
 
-def test_a_leader_whose_followers_were_too_few_for_it_becomes_later_than_these() -> None:
-    assert rules.declared_seconds(4.0, sent_away=False) == 4.0
-    assert rules.declared_seconds(4.0, sent_away=True) == 6.0
-    assert rules.declared_seconds(MAX_GROUP_WAIT, sent_away=True) < MAX_LIFETIME
+def test_a_leader_with_too_few_followers_declares_a_longer_time() -> None:
+    assert rules.declaration_seconds(4.0, had_too_few=False) == 4.0
+    assert rules.declaration_seconds(4.0, had_too_few=True) == 6.0
+    assert rules.declaration_seconds(MAX_GROUP_WAIT, had_too_few=True) < MAX_LIFETIME
 
 
-def test_a_group_with_enough_contributors_waits_until_it_is_large_enough_for_its_followers() -> None:
+def test_target_contributors_must_be_reached_without_followers_that_want_a_larger_group() -> None:
     followers = {"f:1": Member("f:1"), "f:2": Member("f:2")}
-    state = searching(target_group_size=5, enough=3, followers=followers, least_sizes={"f:1": 4, "f:2": 2})
+    state = searching(
+        target_group_size=5, target_contributors=3, followers=followers, min_group_sizes={"f:1": 4, "f:2": 2}
+    )
     assert not rules.is_complete(state)
-    state.least_sizes["f:1"] = 3
+    state.min_group_sizes["f:1"] = 3
     assert rules.is_complete(state)
-    state.enough, state.least_sizes["f:1"] = 2, 5
-    assert rules.is_complete(state), "there are enough without that one"
+    state.target_contributors, state.min_group_sizes["f:1"] = 2, 5
+    assert rules.is_complete(state), "the others are enough"
 
 
-def test_who_wants_a_larger_group_than_the_leader_takes_is_not_taken_in() -> None:
+def test_a_request_for_a_larger_group_than_the_leader_forms_is_refused() -> None:
     state = searching(target_group_size=4)
     assert rules.verdict(replace(REQUEST, min_group_size=4), state)[0] is MessageCode.ACCEPTED
     assert rules.verdict(replace(REQUEST, min_group_size=5), state)[0] is MessageCode.GROUP_IS_FULL
@@ -277,11 +279,15 @@ def test_who_wants_a_larger_group_than_the_leader_takes_is_not_taken_in() -> Non
         ([Mode.NODE, Mode.AUXILIARY, Mode.AUXILIARY, Mode.AUXILIARY], True),
     ],
 )
-def test_two_that_contribute_are_enough_in_a_group_of_four(modes: list[Mode], complete: bool) -> None:
+def test_target_contributors_complete_a_group(modes: list[Mode], complete: bool) -> None:
     members = [Member(f"h:{port + 1}", mode=mode) for port, mode in enumerate(modes)]
     followers = {member.endpoint: member for member in members[1:]}
-    assert rules.is_complete(LeaderCandidate(members[0], HASH, 4, enough=2, followers=followers)) is complete
-    assert not rules.is_complete(LeaderCandidate(members[0], HASH, 5, enough=2, min_group_size=5, followers=followers))
+    assert (
+        rules.is_complete(LeaderCandidate(members[0], HASH, 4, target_contributors=2, followers=followers)) is complete
+    )
+    assert not rules.is_complete(
+        LeaderCandidate(members[0], HASH, 5, target_contributors=2, min_group_size=5, followers=followers)
+    )
 
 
 def begin(**changes: object) -> MessageFromLeader:
@@ -294,7 +300,7 @@ def begin(**changes: object) -> MessageFromLeader:
     return replace(message, **changes)  # type: ignore[arg-type]
 
 
-def test_every_order_of_a_group_comes_up() -> None:
+def test_every_order_of_the_members_occurs() -> None:
     gathered = {name: name.encode() for name in ("me:1", *FULL)}
     orders, ids = set(), set()
     for seed in range(100):
@@ -302,15 +308,15 @@ def test_every_order_of_a_group_comes_up() -> None:
         orders.add(message.ordered_group_endpoints)
         ids.add(message.group_id)
         assert message.gathered == tuple(gathered[name] for name in message.ordered_group_endpoints)
-    assert len(orders) == 6  # who reduces which part follows from it
+    assert len(orders) == 6  # the shards follow from the order
     assert len(ids) == 100
 
 
-def test_a_sound_announcement_is_read() -> None:
+def test_a_valid_announcement_is_read() -> None:
     group = rules.read_group(begin(), "me:1", "l:1", b"")
     assert group.endpoints == ("l:1", "me:1")
     assert group.total_weight == 2.0
-    assert not group.committed  # whose ids are random has announced whatever it likes to the others
+    assert not group.committed  # a random id does not prove that the others got the same group
 
 
 def test_the_id_of_a_group_fits_no_other_order_and_no_other_gathers() -> None:
@@ -327,13 +333,13 @@ def test_the_id_of_a_group_fits_no_other_order_and_no_other_gathers() -> None:
         replace(message, gathered=tuple(heavier[name] for name in names)),
         replace(message, ordered_group_endpoints=tuple(kept), gathered=tuple(gathered[name] for name in kept)),
     ):
-        told = rules.read_group(changed, "me:1", "a:1", gathered["me:1"])
-        assert not told.committed
-        assert told.digest != group.digest
+        announced = rules.read_group(changed, "me:1", "a:1", gathered["me:1"])
+        assert not announced.committed
+        assert announced.digest != group.digest
 
 
-def test_a_leader_may_not_change_what_a_member_gathers() -> None:
-    with pytest.raises(ProtocolViolationError, match="this peer has weight 1 and mode NODE; it told 2 and NODE"):
+def test_a_leader_may_not_change_the_gather_of_a_member() -> None:
+    with pytest.raises(ProtocolViolationError, match="weight 1 and mode NODE; it sent 2 and NODE"):
         rules.read_group(begin(), "me:1", "l:1", pack_gather(2.0, None, Mode.NODE))
 
 
@@ -351,6 +357,6 @@ def test_a_leader_may_not_change_what_a_member_gathers() -> None:
         {"gathered": (b"", b"\xc1")},
     ],
 )
-def test_an_announcement_that_makes_no_sense_is_the_leaders_fault(changes: dict[str, object]) -> None:
+def test_a_malformed_announcement_is_a_protocol_violation(changes: dict[str, object]) -> None:
     with pytest.raises(ProtocolViolationError):
         rules.read_group(begin(**changes), "me:1", "l:1", b"")

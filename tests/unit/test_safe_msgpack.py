@@ -1,4 +1,4 @@
-"""Reading msgpack of strangers: like msgpack itself, within bounds of memory."""
+"""Decoding untrusted msgpack gives the same results as msgpack, in bounded memory."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def flat(pairs: list[tuple[Any, Any]]) -> list[Any]:
 
 
 @given(values, st.booleans())
-def test_it_reads_what_msgpack_reads_and_counts_the_items(value: Any, single: bool) -> None:
+def test_it_decodes_what_msgpack_decodes_and_counts_the_items(value: Any, single: bool) -> None:
     packed = msgpack.packb(value, use_single_float=single)
     expected = msgpack.unpackb(packed, strict_map_key=False)
     assert unpack(packed, count(expected)) == expected
@@ -60,18 +60,18 @@ def test_it_reads_what_msgpack_reads_and_counts_the_items(value: Any, single: bo
 
 
 @pytest.mark.parametrize("first", [first for first in range(256) if first != 0xC1])
-def test_every_first_byte_is_what_msgpack_takes_it_for(first: int) -> None:
+def test_every_first_byte_is_decoded_as_by_msgpack(first: int) -> None:
     unpacker = msgpack.Unpacker(strict_map_key=False, object_pairs_hook=flat)
     unpacker.feed(bytes([first]) + bytes(40))
     items = count(unpacker.unpack())
-    packed = b"\x92" + bytes([first]) + bytes(unpacker.tell() - 1) + b"\x92\xc0\xc0"  # two more follow that count
+    packed = b"\x92" + bytes([first]) + bytes(unpacker.tell() - 1) + b"\x92\xc0\xc0"  # two more items follow
     assert unpack(packed, 1 + items + 3) == msgpack.unpackb(packed, strict_map_key=False)
     with pytest.raises(ValueError, match="it has more than"):
         unpack(packed, items + 3)
 
 
 @given(st.binary(max_size=60))
-def test_of_anything_else_it_says_that_it_is_not_msgpack(raw: bytes) -> None:
+def test_other_bytes_are_refused(raw: bytes) -> None:
     try:
         expected = msgpack.unpackb(raw, strict_map_key=False)
         msgpack.unpackb(raw, strict_map_key=False, object_pairs_hook=lambda pairs: check_keys(dict(pairs)))
@@ -132,7 +132,7 @@ def test_text_and_bytes_of_any_length_are_keys(key: str | bytes) -> None:
 
 
 @pytest.mark.parametrize("least", [0, -32, -(2**7), -(2**15), -(2**31), -(2**63), 2**7, 2**8, 2**16, 2**32, 2**63])
-def test_a_map_has_so_many_integers_as_keys(least: int) -> None:
+def test_the_number_of_integer_keys_is_bounded(least: int) -> None:
     most = {least + number: [{number: None}] for number in range(MAX_INTEGER_KEYS)}
     packed = msgpack.packb([{"text": None} | most, most])
     assert unpack(packed, 20_000) == [{"text": None} | most, most]
@@ -145,7 +145,7 @@ def test_a_map_has_so_many_integers_as_keys(least: int) -> None:
 
 
 def peak(read: Callable[[], object]) -> int:
-    gc.collect()  # else what other tests have left is taken apart meanwhile, and counts
+    gc.collect()  # garbage of other tests would be counted
     tracemalloc.start()
     try:
         read()
@@ -168,7 +168,7 @@ def test_metadata_of_a_state_takes_little_memory(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_what_a_member_gathers_takes_little_memory(kind: str) -> None:
+def test_a_gather_takes_little_memory(kind: str) -> None:
     gather = HOSTILE[kind](MAX_GATHER_BYTES - 4096)
 
     def read() -> None:
@@ -178,7 +178,7 @@ def test_what_a_member_gathers_takes_little_memory(kind: str) -> None:
     assert peak(read) < 10 << 20
 
 
-def test_the_most_that_is_taken_is_bounded_too() -> None:
+def test_the_largest_accepted_input_is_bounded_too() -> None:
     items = BASE_ITEMS - 10
     packed = msgpack.packb({"version": 1, "tensors": [], "digest": [], "user": {"x": [[] for _ in range(items - 10)]}})
     assert peak(lambda: read_manifest(packed, BASE_ITEMS)) < 16 << 20

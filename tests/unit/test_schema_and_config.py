@@ -76,19 +76,19 @@ def test_the_mean_is_not_part_of_the_hash_and_every_other_rule_is() -> None:
 
 
 @pytest.mark.parametrize("text", ["mean", "median", "trimmed:2", "clip:10", "clip:0.123456789", "clip:1e-09"])
-def test_a_rule_is_read_as_it_is_written(text: str) -> None:
+def test_an_aggregation_survives_a_round_trip_through_text(text: str) -> None:
     assert str(parse_aggregation(text)) == text
 
 
-def test_the_mean_is_what_is_meant_if_nothing_is_said() -> None:
-    assert parse_aggregation("mean") == Aggregation()  # also where the schema's hash is made of it
+def test_the_mean_is_the_default() -> None:
+    assert parse_aggregation("mean") == Aggregation()  # also for the hash of the schema
 
 
 @pytest.mark.parametrize(
     "text", ["", "sum", "mean:1", "median:", "trimmed", "trimmed:0", "trimmed:1.5", "trimmed:nan", "clip", "clip:0",
              "clip:inf", "clip:-1", "clip:x", "trimmed:1e300"]
 )  # fmt: skip
-def test_a_rule_that_cannot_work_is_refused(text: str) -> None:
+def test_an_invalid_aggregation_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="aggregation"):
         PeerConfig(run_id="r", aggregation=text)
 
@@ -133,7 +133,7 @@ def test_a_sparse_tensor_is_refused() -> None:
         {"verify_donors": 17},
     ],
 )
-def test_options_that_cannot_work_are_refused(options: dict[str, Any]) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         PeerConfig(**{"run_id": "run", **options})
 
@@ -169,11 +169,11 @@ def test_an_option_of_another_type_is_refused_by_name(options: dict[str, Any]) -
         PeerConfig(**{"run_id": "run", **options})
 
 
-def test_a_part_gets_through_in_time_by_default_where_links_carry_ten_megabits() -> None:
+def test_with_default_options_a_part_arrives_in_time_over_links_of_ten_megabits() -> None:
     config = PeerConfig(run_id="run")
-    sharing = 2 * (config.group_size - 1)  # one part to and one from each other member, in either direction of a link
+    sharing = 2 * (config.group_size - 1)  # per direction: one part to or from each other member, in both roles
     seconds = sharing * config.part_size_bytes * 8 / 10e6
-    assert 2 * seconds < config.stall_timeout  # with room for shares of the link that are not equal
+    assert 2 * seconds < config.stall_timeout  # with room for unequal shares of the link
 
 
 def test_every_option_can_be_given_as_a_keyword() -> None:
@@ -211,7 +211,7 @@ def test_a_client_has_a_name_but_no_address() -> None:
     assert not is_endpoint("h:0")
 
 
-def test_a_name_has_256_characters_at_most() -> None:
+def test_a_name_has_at_most_256_characters() -> None:
     assert is_endpoint(f"client::{'x' * 248}")
     assert not is_endpoint(f"client::{'x' * 249}")
 
@@ -221,16 +221,16 @@ def test_a_name_has_256_characters_at_most() -> None:
     [("mode", Mode), ("compression", CompressionType), ("reply_form", ReplyForm), ("non_finite", NonFinite),
      ("inspection", Inspection)],
 )  # fmt: skip
-def test_what_is_one_of_a_few_may_be_given_by_name(option: str, kind: type[Enum]) -> None:
+def test_members_of_enums_may_be_given_by_name(option: str, kind: type[Enum]) -> None:
     for member in kind:
-        for told in (member, member.name, member.name.lower(), f" {member.name.title()} "):
-            assert getattr(PeerConfig(run_id="run", **{option: told}), option) is member  # type: ignore[arg-type]
+        for value in (member, member.name, member.name.lower(), f" {member.name.title()} "):
+            assert getattr(PeerConfig(run_id="run", **{option: value}), option) is member  # type: ignore[arg-type]
     for wrong in ("none of these", "", None, 1.5):
         with pytest.raises(ConfigError, match=rf"{option} must be one of \w+, .*, not {wrong!r}"):
             PeerConfig(run_id="run", **{option: wrong})  # type: ignore[arg-type]
 
 
-def test_so_may_what_becomes_of_a_topic_and_how_it_travels() -> None:
+def test_options_of_a_topic_may_be_given_by_name() -> None:
     config, tensors = PeerConfig(run_id="run"), SharedTensors([torch.ones(2)])
     topic = make_topic(config, tensors, adopt="change", compression="int8")
     assert topic.adopt is Adopt.CHANGE
@@ -239,15 +239,15 @@ def test_so_may_what_becomes_of_a_topic_and_how_it_travels() -> None:
         make_topic(config, tensors, adopt="add")
 
 
-def test_only_what_holds_the_average_in_the_end_is_written_early() -> None:
-    """A part of a whole would be there though another is missing, and a residual would be of other tensors."""
+def test_averages_are_written_early_only_if_the_tensors_adopt_the_average() -> None:
+    """With Adopt.WHOLE another part may still be missing, and error feedback needs the tensors unchanged."""
     config, tensors = PeerConfig(run_id="run", in_place=True), SharedTensors([torch.ones(2)])
     assert [how for how in Adopt if make_topic(config, tensors, adopt=how).writes_early] == [Adopt.AVERAGE]
     assert not make_topic(config, tensors, error_feedback=True).writes_early
     assert not make_topic(config, tensors, in_place=False).writes_early
 
 
-def test_where_all_must_hold_the_same_nobody_is_answered_with_deltas() -> None:
+def test_adopting_the_whole_never_uses_deltas() -> None:
     config, tensors = PeerConfig(run_id="run", reply_form=ReplyForm.DELTA), SharedTensors([torch.ones(2)])
     replies = {how: make_topic(config, tensors, adopt=how).schema.reply for how in Adopt}
     assert replies == {
@@ -257,13 +257,13 @@ def test_where_all_must_hold_the_same_nobody_is_answered_with_deltas() -> None:
     }
 
 
-def test_what_a_delta_leaves_in_the_tensors_is_not_kept_once_more() -> None:
+def test_deltas_need_no_error_feedback() -> None:
     config, tensors = PeerConfig(run_id="run", reply_form=ReplyForm.DELTA), SharedTensors([torch.ones(2)])
     kept = {how: make_topic(config, tensors, adopt=how, error_feedback=True).feedback is not None for how in Adopt}
     assert kept == {Adopt.AVERAGE: False, Adopt.WHOLE: True, Adopt.CHANGE: False}
 
 
-def test_compressions_have_short_names_too() -> None:
+def test_compressions_have_short_names() -> None:
     assert parse_compression("FP16") is CompressionType.FLOAT16
     assert parse_compression("bf16") is CompressionType.BFLOAT16
     assert parse_compression("Int8") is CompressionType.BLOCKWISE_INT8

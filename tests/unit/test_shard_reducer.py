@@ -1,4 +1,4 @@
-"""The weighted average of a shard against a dumb reference, with senders dropped at any moment."""
+"""The weighted average of a shard, compared with a naive reference, with senders dropped at random times."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from averaging.errors import ProtocolViolationError
     parts=st.integers(1, 5),
     with_local=st.booleans(),
 )
-def test_every_part_is_the_average_of_those_who_delivered_it(
+def test_every_part_is_the_average_of_the_senders_that_delivered_it(
     seed: int, senders: int, parts: int, with_local: bool
 ) -> None:
     rng = random.Random(seed)
@@ -104,7 +104,7 @@ def test_a_weight_of_zero_keeps_even_nan_out() -> None:
     assert result.tolist() == [4.0]
 
 
-_WEIGHTS = st.floats(0, exclude_min=True, allow_infinity=False)  # all that a member may claim
+_WEIGHTS = st.floats(0, exclude_min=True, allow_infinity=False)  # every weight that a member may claim
 
 
 @given(
@@ -116,7 +116,7 @@ _WEIGHTS = st.floats(0, exclude_min=True, allow_infinity=False)  # all that a me
 @example(weights=[1e-39], local_weight=1.0, silent=None)
 @example(weights=[1e308, 1e308], local_weight=None, silent=None)
 @example(weights=[1.0, 1.0], local_weight=1.0, silent=1e50)
-def test_weights_of_any_size_spoil_nothing(
+def test_extreme_weights_are_averaged_correctly(
     weights: list[float], local_weight: float | None, silent: float | None
 ) -> None:
     named = {str(number): weight for number, weight in enumerate(weights)}
@@ -138,8 +138,8 @@ def test_weights_of_any_size_spoil_nothing(
 
 @pytest.mark.parametrize("senders", [0, 1, 2])
 @pytest.mark.parametrize("with_local", [False, True])
-def test_an_average_is_made_in_memory_of_its_own(senders: int, with_local: bool) -> None:
-    """What was sent is decoded for others too, and what this member gives itself are its tensors."""
+def test_an_average_does_not_overwrite_its_inputs(senders: int, with_local: bool) -> None:
+    """Decoded parts may be shared, and the local contribution is this member's own tensors."""
     weights = {f"s{number}": 1.0 + number for number in range(senders)}
     reducer = ShardReducer([2], weights)
     contributed = [torch.tensor([5.0, float(number)]) for number in range(senders + with_local)]

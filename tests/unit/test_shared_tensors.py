@@ -36,16 +36,16 @@ def test_a_tensor_with_gaps_waits_for_the_whole_result() -> None:
     assert not tensor.any()
 
 
-def test_what_may_not_be_written_yet_is_not() -> None:
+def test_nothing_is_written_if_the_condition_is_false() -> None:
     tensor = torch.zeros(2)
     shared = SharedTensors([tensor])
     assert not shared.write_now(0, 0, torch.ones(2), Write.REPLACE, lambda: False)
     assert tensor.tolist() == [0.0, 0.0]
-    assert shared.write_now(0, 0, torch.ones(2), Write.REPLACE)  # and the lock is free again
+    assert shared.write_now(0, 0, torch.ones(2), Write.REPLACE)  # the lock was released
 
 
 @pytest.mark.asyncio
-async def test_nothing_is_done_without_the_lock_and_it_is_free_again() -> None:
+async def test_the_action_needs_the_lock_and_releases_it() -> None:
     shared, done = SharedTensors([torch.zeros(2)]), []
     with shared.locked():
         with pytest.raises(RoundError, match="held the tensors' lock"):
@@ -59,7 +59,7 @@ async def test_nothing_is_done_without_the_lock_and_it_is_free_again() -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_was_cancelled_while_it_waited_for_the_lock_is_not_done() -> None:
+async def test_an_action_that_is_cancelled_while_it_waits_for_the_lock_is_not_run() -> None:
     shared, done = SharedTensors([torch.zeros(2)]), []
     with shared.locked():
         waiting = asyncio.create_task(shared.while_locked(lambda: done.append("late"), 600.0))
@@ -67,14 +67,14 @@ async def test_what_was_cancelled_while_it_waited_for_the_lock_is_not_done() -> 
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        # The thread ends though nobody releases the lock: an application that was interrupted under it may be closing.
+        # The thread ends although the lock is never released: an interrupted application may hold it while it closes.
         await asyncio.get_running_loop().shutdown_default_executor()
     assert done == []
 
 
 @pytest.mark.asyncio
-async def test_a_cancellation_waits_for_what_has_begun_under_the_lock() -> None:
-    """Else the tensors would be written while the application takes them for its own again."""
+async def test_a_cancellation_waits_for_an_action_that_has_started() -> None:
+    """Otherwise the tensors would be written while the application uses them again."""
     shared, begun, go_on = SharedTensors([torch.zeros(2)]), threading.Event(), threading.Event()
     done: list[bool] = []
 
@@ -122,7 +122,7 @@ def test_tied_tensors_with_gaps_are_written_once() -> None:
     assert whole.sum() == 8
 
 
-def test_what_different_pieces_of_tied_tensors_get_is_all_there() -> None:
+def test_writes_to_different_pieces_of_tied_tensors_are_all_kept() -> None:
     tensor = torch.arange(4.0)
     SharedTensors([tensor, tensor]).write([(0, 0, torch.ones(2)), (1, 2, torch.ones(2))], Write.ADD)
     assert tensor.tolist() == [1.0, 2.0, 3.0, 4.0]
@@ -138,6 +138,6 @@ def test_a_tied_tensor_waits_until_the_other_one_has_been_sent() -> None:
     assert all(beside.write_now(index, 0, torch.ones(2), Write.REPLACE) for index in range(3))
 
 
-def test_there_must_be_something_to_average() -> None:
+def test_an_empty_collection_is_refused() -> None:
     with pytest.raises(TensorError, match="there are no tensors to average"):
         SharedTensors({})

@@ -17,7 +17,7 @@ def test_closing_waits_until_what_it_ends_has_ended() -> None:
             try:
                 await asyncio.Event().wait()
             finally:
-                await asyncio.sleep(1.0)  # what is to be told to others, say
+                await asyncio.sleep(1.0)  # for example to inform other peers
                 ended.set()
 
     async def main() -> None:

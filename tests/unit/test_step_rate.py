@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.observe.step_rate import LEAST, MOST, REMEMBERED, StepRate, check_rate, rate_in
+from averaging.observe.step_rate import MAX_RATE, MIN_RATE, REMEMBERED, StepRate, check_rate, rate_in
 from averaging.training.history import History, Progress
 
 HOSTILE: list[Any] = [
@@ -21,8 +21,8 @@ HOSTILE: list[Any] = [
     -math.inf,
     0.0,
     -1.0,
-    2 * MOST,
-    LEAST / 2,
+    2 * MAX_RATE,
+    MIN_RATE / 2,
     2**64 - 1,
     -(2**63),
     True,
@@ -114,7 +114,7 @@ def test_a_record_without_a_rate_is_read_and_what_comes_behind_it_is_passed_over
 @given(st.binary(max_size=1024))
 def test_any_bytes_have_a_rate_or_none(packed: bytes) -> None:
     rate = rate_in(packed)
-    assert rate is None or LEAST <= rate <= MOST
+    assert rate is None or MIN_RATE <= rate <= MAX_RATE
 
 
 def test_a_large_record_is_not_read() -> None:

@@ -1,4 +1,4 @@
-"""Who held a round back, against a dumb reference, and the digests of averages."""
+"""Stragglers, compared with a naive reference, and the digests of averages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from averaging.allreduce.drop_codes import code_of
 from averaging.allreduce.partition import Part
 from averaging.allreduce.round_account import RoundAccount, RoundResult
-from averaging.allreduce.send_window import reach
+from averaging.allreduce.send_window import send_limits
 from averaging.allreduce.shard_digest import ShardDigest, digest_of
 from averaging.allreduce.stragglers import Lag, find_straggler
 from averaging.errors import AveragingError, CallRefusedError, NonFiniteError, PeerUnreachableError
@@ -26,7 +26,7 @@ events = st.lists(st.tuples(st.sampled_from(SENDERS), st.sampled_from(["part"] *
 
 
 @given(events, st.integers(1, 8), st.integers(1, 4))
-def test_the_lag_is_the_time_in_which_all_others_were_done_or_far_ahead(
+def test_the_lag_is_the_time_in_which_all_others_were_done_or_at_the_end_of_their_window(
     happened: list[tuple[str, str]], parts: int, ahead: int
 ) -> None:
     lag = Lag(SENDERS, [min(done + ahead, parts) for done in range(parts + 1)])
@@ -38,7 +38,7 @@ def test_the_lag_is_the_time_in_which_all_others_were_done_or_far_ahead(
             if reached.pop(name, None) is None:
                 continue
         elif name not in reached:
-            lag.delivered(name, moment)  # it was on its way
+            lag.delivered(name, moment)  # it was in transit
             continue
         elif reached[name] < parts:
             reached[name] += 1
@@ -67,20 +67,27 @@ def test_the_lag_is_the_time_in_which_all_others_were_done_or_far_ahead(
     ("lag", "parts_in", "averages_in", "seconds", "dropped", "expected"),
     [
         ({"b": 2.9}, {"b": 3.0, "c": 0.1}, {"b": 3.0, "c": 3.1}, 3.2, (), Straggler("b", 2.9, "parts")),
-        ({"b": 2.9, "c": 0.2}, {"b": 3.0, "c": 0.1}, {}, 3.2, ("b",), None),  # it is named already; c is quick
-        ({"b": 0.05}, {"b": 0.06, "c": 0.01}, {}, 0.06, (), None),  # too short to be noticed
-        ({"b": 1.0}, {"b": 9.0, "c": 8.0}, {}, 9.0, (), None),  # little of the whole
+        (
+            {"b": 2.9, "c": 0.2},
+            {"b": 3.0, "c": 0.1},
+            {},
+            3.2,
+            ("b",),
+            None,
+        ),  # b is dropped, so not named again; c is fast
+        ({"b": 0.05}, {"b": 0.06, "c": 0.01}, {}, 0.06, (), None),  # below MIN_LAG_SECONDS
+        ({"b": 1.0}, {"b": 9.0, "c": 8.0}, {}, 9.0, (), None),  # below MIN_LAG_FRACTION
         ({}, {"b": 3.0}, {"b": 0.3}, 3.0, (), Straggler("b", 2.7, "parts")),  # two peers
         ({}, {"b": 3.0}, {"b": 0.3}, 3.0, ("b",), None),  # it is named already
-        ({}, {"b": 0.3}, {"b": 3.0}, 3.0, (), None),  # two peers, and the slow one may be this one
-        ({}, {"b": 3.0}, {}, 3.0, (), None),  # one client: nothing to compare it with
+        ({}, {"b": 0.3}, {"b": 3.0}, 3.0, (), None),  # two peers; this one may be the slow one
+        ({}, {"b": 3.0}, {}, 3.0, (), None),  # a single client: nothing to compare it with
         ({}, {}, {"a": 0.5, "b": 0.6, "c": 3.1}, 3.1, (), Straggler("c", 2.5, "averages")),
         ({}, {}, {"a": 0.5, "c": 3.0}, 3.0, ("a",), None),
         ({}, {}, {"a": 2.9, "b": 2.95, "c": 3.0}, 3.1, (), None),
         ({}, {}, {}, 1.0, (), None),
     ],
 )
-def test_who_stands_out(
+def test_the_straggler_is_found(
     lag: dict[str, float],
     parts_in: dict[str, float],
     averages_in: dict[str, float],
@@ -96,64 +103,64 @@ def test_who_stands_out(
 
 
 def played(*moments: tuple[float, str], averaged: bool = False, members: str = "abc") -> RoundResult:
-    """Of a round of `a` in which parts come from the others at these moments, and nothing from the auxiliary `x`.
+    """The result of a round at `a` in which parts of the others arrive at these times, and none from the auxiliary `x`.
 
-    At a moment of its own `a` is ready to answer; "-b" is one at which `b` is lost.
+    "a" marks the time at which `a` is ready to answer, "-b" the time at which `b` is dropped.
     """
 
     async def main() -> RoundResult:
         group = Group(b"g", (*map(Member, members), Member("x", mode=Mode.AUXILIARY)))
         mine = [Part(0, start, start + 2) for start in (0, 2)]
         shares = {name: mine if name == "a" else [] for name in (*members, "x")}
-        tally = RoundAccount(group, "a", shares, reach=reach([8, 8], 8), alike=True)
+        account = RoundAccount(group, "a", shares, send_limits=send_limits([8, 8], 8), identical=True)
         await asyncio.sleep(10.0)
-        tally.begin()
+        account.begin()
         began = asyncio.get_running_loop().time()
         for moment, name in moments:
             await asyncio.sleep(began + moment - asyncio.get_running_loop().time())
             if name == "a":
-                tally.ready()
+                account.ready()
             elif name.startswith("-"):
-                tally.lose(Dropped(name[1:], "gone", DropCode.CONNECTION_LOST))
+                account.drop(Dropped(name[1:], "gone", DropCode.CONNECTION_LOST))
             else:
-                tally.received_part(name, 8)
+                account.received_part(name, 8)
         if averaged:
-            tally.put(mine[0], torch.zeros(2))
-        return tally.result()
+            account.put(mine[0], torch.zeros(2))
+        return account.result()
 
     return virtual_time.run(main())
 
 
-def test_who_holds_a_round_back_stands_out_by_a_good_part_of_all_of_it() -> None:
+def test_a_straggler_must_delay_a_sufficient_fraction_of_the_round() -> None:
     assert played((1.0, "b"), (1.0, "b"), (2.0, "c"), (3.0, "c")).straggler == Straggler("c", 2.0, "parts")
     assert played((8.0, "b"), (8.0, "b"), (8.5, "c"), (9.0, "c")).straggler is None
 
 
-def test_an_auxiliary_that_sends_nothing_holds_nobody_back() -> None:
+def test_an_auxiliary_that_sends_nothing_is_no_straggler() -> None:
     assert played((1.0, "b"), (1.0, "c"), (3.0, "b"), (3.0, "c")).straggler is None
 
 
-def test_nobody_holds_a_round_back_before_this_member_is_ready_to_answer() -> None:
+def test_time_before_this_member_is_ready_does_not_count() -> None:
     assert played((0.1, "b"), (0.2, "b"), (5.0, "a"), (5.1, "c"), (5.2, "c")).straggler is None
     assert played((0.1, "b"), (0.2, "b"), (1.0, "a"), (5.0, "c")).straggler == Straggler("c", 4.0, "parts")
 
 
-def test_who_is_lost_hides_no_straggler() -> None:
-    told = played((0.1, "b"), (0.1, "b"), (0.2, "c"), (1.0, "-d"), (5.0, "c"), members="abcd")
-    assert told.straggler == Straggler("c", 4.0, "parts")
+def test_a_dropped_member_does_not_hide_a_straggler() -> None:
+    result = played((0.1, "b"), (0.1, "b"), (0.2, "c"), (1.0, "-d"), (5.0, "c"), members="abcd")
+    assert result.straggler == Straggler("c", 4.0, "parts")
 
 
-def test_another_member_is_heard_if_its_part_came_to_an_average() -> None:
-    assert not played((1.0, "b")).heard
-    assert not played(averaged=True).heard
-    assert played((1.0, "b"), averaged=True).heard
+def test_data_of_another_member_counts_only_if_something_was_averaged() -> None:
+    assert not played((1.0, "b")).received_any
+    assert not played(averaged=True).received_any
+    assert played((1.0, "b"), averaged=True).received_any
 
 
-def test_a_share_is_a_part_of_all_elements_and_where_there_are_none_it_is_0() -> None:
+def test_a_share_is_a_fraction_of_all_elements_and_0_without_elements() -> None:
     assert [account.share for account in played().accounts] == [1.0, 0.0, 0.0, 0.0]
 
     async def main() -> RoundResult:
-        return RoundAccount(Group(b"g", (Member("a"),)), "a", {"a": []}, reach=[0], alike=True).result()
+        return RoundAccount(Group(b"g", (Member("a"),)), "a", {"a": []}, send_limits=[0], identical=True).result()
 
     assert [account.share for account in virtual_time.run(main()).accounts] == [0.0]
 
@@ -170,20 +177,20 @@ def shard(*parts: bytes | memoryview) -> str:
 def test_every_byte_counts(length: int) -> None:
     rng = random.Random(length)
     part = rng.randbytes(length)
-    told = shard(b"first", part)
-    assert shard(b"first", memoryview(part)) == told
-    assert shard(part, b"first") != told
-    assert shard(b"first", part + b"\x00") != told
+    digest = shard(b"first", part)
+    assert shard(b"first", memoryview(part)) == digest
+    assert shard(part, b"first") != digest
+    assert shard(b"first", part + b"\x00") != digest
     for place in {0, length - 1, rng.randrange(length)}:
         other = bytearray(part)
         other[place] ^= 1 << rng.randrange(8)
-        assert shard(b"first", bytes(other)) != told
+        assert shard(b"first", bytes(other)) != digest
     if length > 16:
-        assert shard(b"first", part[8:16] + part[:8] + part[16:]) != told  # two words changed places
+        assert shard(b"first", part[8:16] + part[:8] + part[16:]) != digest  # two 8-byte words swapped
 
 
 def test_it_is_xxh3_of_all_bytes_in_order() -> None:
-    assert shard(b"a", b"bc") == shard(b"abc") == "78af5f94892f3950"  # as xxhsum -H3 has it
+    assert shard(b"a", b"bc") == shard(b"abc") == "78af5f94892f3950"  # the output of xxhsum -H3
 
 
 def test_one_digest_of_all_shards() -> None:

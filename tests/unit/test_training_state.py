@@ -1,4 +1,4 @@
-"""What a newcomer refuses of a training's state, and that it has changed nothing then."""
+"""A newcomer refuses invalid states and changes nothing then."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Newcomer:
 
     def take_over(self, version: int = 1, tensors: dict[str, torch.Tensor] | None = None, **user: Any) -> None:
         packed = pack_optimizer(self.optimizer)[1]
-        told = {"local_step": 7, "optimizer": packed, "strategy": {"kind": "LocalSGD", "since": 2}} | user
+        state = {"local_step": 7, "optimizer": packed, "strategy": {"kind": "LocalSGD", "since": 2}} | user
         known = SOUND if tensors is None else tensors
-        self.state.take_over(State(version, known, {name: value for name, value in told.items() if value != "none"}))
+        self.state.take_over(State(version, known, {name: value for name, value in state.items() if value != "none"}))
 
 
 def test_a_sound_state_is_taken_over() -> None:
@@ -48,28 +48,28 @@ def test_a_sound_state_is_taken_over() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    ("changed", "message"),
     [
         ({"version": 0}, "belongs to no run"),
         ({"local_step": -1}, "step counter is -1"),
-        ({"local_step": 2**64 - 1}, "step counter is 18446744073709551615"),  # the next could be told to nobody
-        ({"local_step": 1001}, "it claims 1001 steps, and max_steps is 1000"),
+        ({"local_step": 2**64 - 1}, "step counter is 18446744073709551615"),  # the next could not be packed
+        ({"local_step": 1001}, "it claims 1001 steps, but max_steps is 1000"),
         ({"strategy": {"history": History(1001).pack()}}, "it claims 1001 steps"),
         ({"strategy": {"history": 5}}, "'5' is not the history of a run"),
         ({"strategy": [5]}, r"its strategy is \[5\]"),
-        ({"strategy": {"kind": "DiLoCo"}}, "its strategy is DiLoCo, here it is LocalSGD"),
+        ({"strategy": {"kind": "DiLoCo"}}, "its strategy is DiLoCo, but this peer's is LocalSGD"),
         ({"strategy": {"since": "2"}}, "'2' under 'since', not a number of steps"),
         ({"strategy": {"since": 2**64 - 1}}, "18446744073709551615 under 'since', not a number of steps"),
         ({"optimizer": 5}, "the state of its optimizer is unreadable"),
         ({"tensors": {}}, "the state lacks 'buffer/seen'"),
-        ({"tensors": {"buffer/seen": torch.ones(3)}}, r"is torch.float32 \[3\] in the state, here torch.int64 \[2\]"),
-        ({"tensors": SOUND | {"bias": torch.ones(2)}}, "it averages 2 tensors, this peer 1, 'bias' only there"),
-        ({"tensors": SOUND | {"buffer/mean": torch.ones(2)}}, "2 tensors, this peer 1, 'buffer/mean' only there"),
+        ({"tensors": {"buffer/seen": torch.ones(3)}}, r"is torch.float32 \[3\] in the state, but torch.int64 \[2\]"),
+        ({"tensors": SOUND | {"bias": torch.ones(2)}}, r"it averages 2 tensors, this peer 1 \('bias' only there\)"),
+        ({"tensors": SOUND | {"buffer/mean": torch.ones(2)}}, r"2 tensors, this peer 1 \('buffer/mean' only there\)"),
     ],
 )
-def test_an_unsound_state_changes_nothing(changed: dict[str, Any], words: str) -> None:
+def test_an_unsound_state_changes_nothing(changed: dict[str, Any], message: str) -> None:
     newcomer = Newcomer()
-    with pytest.raises(StateError, match=words):
+    with pytest.raises(StateError, match=message):
         newcomer.take_over(**changed)
     assert (newcomer.training.local_step, newcomer.buffer.tolist()) == (3, [0, 0])
     assert newcomer.strategy.state().user == {"since": 0}

@@ -1,7 +1,22 @@
-"""Discovery by gossip between the peers themselves.
+"""Discovery by gossip between the peers themselves, on the port that they have anyway: no server and no daemon.
 
-Read the modules in this order: `gossip_discovery` (the discovery of one peer), `bootstrap` (joining a run),
-`anti_entropy` and `rumours` (how records spread), `record_table` (how they merge).
+Every peer holds all records of its run. A new record is sent to all peers at once, down a tree. Every other second a
+peer also compares its records with those of a random member, which brings whatever was missed.
+
+Read the modules in this order:
+
+1. `record`, `identity`: what a record is, and how its owner writes and signs it. `certified_identity` adds the proof
+   that the owner has a certificate for its endpoint.
+2. `record_table`: how records merge, and which one is read. `record_store` is the table of one peer.
+3. `settings`: all constants.
+4. `membership`: which peers are in the run, as their records say.
+5. `broadcast_tree`, `rumours`: how a new record reaches all peers.
+6. `anti_entropy`, `maintenance`: how peers compare their records, and when. `client_streams` is for clients.
+7. `bootstrap`: joining a run.
+8. `clock_offsets`, `reachability`: warnings about clocks and addresses.
+9. `gossip_discovery`: puts all of this together as the discovery of one peer.
+
+docs/design/decisions/0001-gossip.md has the reasons and the costs.
 """
 
 from averaging.discovery.gossip.gossip_discovery import GossipDiscovery

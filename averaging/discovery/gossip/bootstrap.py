@@ -1,4 +1,4 @@
-"""Joins a run: asks all seeds at once, until one has answered or all have refused."""
+"""Joins a run: calls all seeds at the same time, until one has answered or all have refused."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from averaging.errors import JoinRefusedError, NoSeedAnsweredError, TransportErr
 logger = logging.getLogger(__name__)
 
 FIRST_REPORT, LAST_REPORT = 1.0, 60.0
-"""Seconds until the first line about who is waited for, doubled until the next one each time; and the most."""
+"""Seconds until the first report that no seed has answered, doubled each time; and the longest such time."""
 
 DEFINITE_SECONDS = 0.5
-"""For so long a seed must have refused this peer, each time it was asked, before that counts as its last word."""
+"""Seconds for which a seed must have refused all calls of this peer before the refusal counts as final."""
 
 SAME_NAME = "it has the name of the peer that asks"
-"""What a peer answers that is asked in its own name: by itself, under another address, or by one that took its name."""
+"""The refusal of a peer that is called under its own name: it called itself at another address, or another peer has the
+same name. The caller compares this text, so it must not change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A peer that still waits for the first seed to answer.
+    """The state of joining while no seed has answered.
 
     Attributes:
         seconds: since it began.
-        timeout: seconds after which it gives up.
+        timeout: seconds after which it fails.
         reasons: for each seed, why it has not answered.
     """
 
@@ -41,71 +42,69 @@ class Waiting:
     reasons: Mapping[str, str]
 
     def __str__(self) -> str:
-        told = "; ".join(f"{seed}: {reason}" for seed, reason in self.reasons.items())
-        return f"no peer to join has answered for {self.seconds:.0f} s ({told}); giving up after {self.timeout:g} s"
+        reasons = "; ".join(f"{seed}: {reason}" for seed, reason in self.reasons.items())
+        return f"no peer to join has answered for {self.seconds:.0f} s ({reasons}); giving up after {self.timeout:g} s"
 
 
 class Bootstrap:
-    """The seeds and what they said.
+    """The seeds and their answers.
 
     Args:
-        ask: exchanges records with a seed; raises one of `CALL_FAILURES` if that fails.
-        hint: asked, when no seed has answered, for a further sentence about the cause; empty if there is none.
-        on_waiting: called now and then while no seed has answered.
+        compare: exchanges records with a seed; raises one of `CALL_FAILURES` if that fails.
+        hint: returns a sentence about the cause, for the error if no seed answers; empty if there is none.
+        on_waiting: called with each report while no seed has answered.
 
     Attributes:
-        alone: whether all seeds turned out to be this very peer.
+        joined_itself: whether all seeds turned out to be this peer.
     """
 
     def __init__(
         self,
         seeds: tuple[str, ...],
-        ask: Callable[[str], Awaitable[None]],
+        compare: Callable[[str], Awaitable[None]],
         settings: GossipSettings,
         rng: random.Random,
         *,
         hint: Callable[[], str],
         on_waiting: Callable[[Waiting], None] | None = None,
     ) -> None:
-        self._ask = ask
-        self._settings = settings
-        self._rng = rng
-        self._hint = hint
-        self._on_waiting = on_waiting
-        self.alone = False
+        self._compare, self._settings, self._rng = compare, settings, rng
+        self._hint, self._on_waiting = hint, on_waiting
+        self.joined_itself = False
         self._answered = False
-        self._settled = asyncio.Event()  # one has answered, or all refuse
-        self._refusing: dict[str, float] = {}  # since when each seed has refused whenever it was asked
+        self._done = asyncio.Event()  # a seed has answered, or all refuse
+        self._refusing: dict[str, float] = {}  # since when each seed has refused all calls
         self._reasons = dict.fromkeys(seeds, "no answer")
-        self._calls = {seed: asyncio.Event() for seed in seeds}
-        self._has_asked_itself = False
-        self._own: set[str] = set()  # seeds that are this very peer
+        self._has_called = {seed: asyncio.Event() for seed in seeds}
+        self._called_itself = False
+        self._own: set[str] = set()  # seeds that are this peer
 
-    def called_by_itself(self) -> None:
-        """This peer was called in its own name: one of the seeds may be another address of its own."""
-        self._has_asked_itself = True
+    def note_call_from_itself(self) -> None:
+        """This peer was called under its own name: a seed may be another address of it."""
+        self._called_itself = True
 
-    def called_by(self, endpoint: str) -> None:
-        """`endpoint` called this peer: if it is a seed, it is up now, and there is no need to wait."""
-        if endpoint in self._calls:
-            self._calls[endpoint].set()
+    def note_call(self, endpoint: str) -> None:
+        """`endpoint` called this peer: if it is a seed, it is up, and the next call to it need not wait."""
+        if endpoint in self._has_called:
+            self._has_called[endpoint].set()
 
     async def join(self, timeout: float, spawn: Callable[[Coroutine[Any, Any, None]], object]) -> None:
-        """Returns as soon as one seed has answered; the others are asked on by tasks that `spawn` makes.
+        """Returns as soon as one seed has answered; tasks that `spawn` creates go on calling the others.
 
         Raises:
             JoinRefusedError: all have refused, and would do so again.
-            NoSeedAnsweredError: none has answered within `timeout` seconds; this peer's own standstill does not count.
+            NoSeedAnsweredError: none has answered within `timeout` seconds, in which this peer itself did not stand
+                still.
         """
         if not self._reasons:
             return
         for seed in self._reasons:
-            spawn(self._ask_for(seed, timeout))
+            spawn(self._call_with_timeout(seed, timeout))
         time = asyncio.get_running_loop().time
         began, pause = time(), FIRST_REPORT
         try:
             async with _limit(timeout):
-                while not await _is_set_within(pause, self._settled):
+                while not await _is_set_within(pause, self._done):
                     self._report(Waiting(time() - began, timeout, dict(self._reasons)))
                     pause = min(2 * pause, LAST_REPORT)
         except TimeoutError:
@@ -113,23 +112,23 @@ class Bootstrap:
         if not self._answered:
             raise JoinRefusedError(self._reasons, self._hint())
 
-    async def look_for_namesake(self, endpoint: str) -> None:
-        """Asks at this peer's own endpoint, which it was told to join, until somebody answers: it should be itself.
+    async def check_own_address(self, endpoint: str) -> None:
+        """Calls this peer's own endpoint, which is one of its seeds, until it answers; warns if another peer does.
 
-        Two peers that were told the same address by mistake would else be alone, each as the first of its run. Many a
-        router leads nobody back to where he came from, so that it need not be answered.
+        Otherwise two peers with the same address by mistake would each start a run. There may never be an answer, since
+        many routers do not lead a connection back to its origin.
         """
         while True:
             try:
-                await self._ask(endpoint)
+                await self._compare(endpoint)
             except CALL_FAILURES as error:
                 if str(error).endswith(SAME_NAME):
                     break
             await asyncio.sleep(self._settings.retry_interval * self._rng.uniform(0.5, 1.5))
-        if not self._has_asked_itself:
+        if not self._called_itself:
             logger.warning(
                 "this peer is to join %s, its own address, and another peer answers there: two peers have the same "
-                "address. Let each advertise one of its own",
+                "address. Let each advertise an address of its own",
                 endpoint,
             )
 
@@ -138,59 +137,54 @@ class Bootstrap:
         if self._on_waiting is not None:
             self._on_waiting(waiting)
 
-    async def _ask_for(self, seed: str, timeout: float) -> None:
-        """Asks one seed until it answers or the time is over."""
+    async def _call_with_timeout(self, seed: str, timeout: float) -> None:
         try:
             async with _limit(timeout):
-                await self._ask_until_answered(seed)
+                await self._call_until_answered(seed)
         except TimeoutError:
             return
 
-    async def _ask_until_answered(self, seed: str) -> None:
-        backoff = self._settings.first_backoff
+    async def _call_until_answered(self, seed: str) -> None:
+        backoff = self._settings.initial_backoff
         while True:
             try:
-                await self._ask(seed)
+                await self._compare(seed)
             except CALL_FAILURES as error:
                 self._reasons[seed] = why_failed(error)
-                if self._has_asked_itself and self._reasons[seed].endswith(SAME_NAME):
+                if self._called_itself and self._reasons[seed].endswith(SAME_NAME):
                     self._own.add(seed)
-                    self.alone = self._own == self._reasons.keys()
-                    self._settle(answered=self.alone)  # as if none had been given
+                    self.joined_itself = self._own == self._reasons.keys()
+                    self._finish_if_settled(answered=self.joined_itself)  # as if it had been given no seeds
                     return
                 self._note_refusal(seed, isinstance(error, TransportError) and error.definite)
             else:
-                self._settle(answered=True)
+                self._finish_if_settled(answered=True)
                 return
-            await self._wait(self._calls[seed], backoff * self._rng.uniform(0.5, 1.5))
-            backoff = min(2 * backoff, self._settings.last_backoff)
+            if await _is_set_within(backoff * self._rng.uniform(0.5, 1.5), self._has_called[seed]):
+                self._has_called[seed].clear()
+            backoff = min(2 * backoff, self._settings.max_backoff)
 
     def _note_refusal(self, seed: str, definite: bool) -> None:
         if definite:
             self._refusing.setdefault(seed, asyncio.get_running_loop().time())
-            self._settle(answered=False)
+            self._finish_if_settled(answered=False)
         else:
             self._refusing.pop(seed, None)
 
-    def _settle(self, *, answered: bool) -> None:
-        """Ends the waiting if it is in vain, or if a seed has `answered`."""
+    def _finish_if_settled(self, *, answered: bool) -> None:
+        """Ends `join` if a seed has `answered`, or if none may answer any more."""
         self._answered |= answered
         if self._answered or all_refuse(self._reasons, self._own, self._refusing, asyncio.get_running_loop().time()):
-            self._settled.set()
-
-    async def _wait(self, call: asyncio.Event, seconds: float) -> None:
-        """Until the seed calls, or so many seconds."""
-        if await _is_set_within(seconds, call):
-            call.clear()
+            self._done.set()
 
 
 def all_refuse(seeds: Collection[str], own: Collection[str], refusing: Mapping[str, float], now: float) -> bool:
     """Whether no seed may answer any more.
 
     Args:
-        seeds: those who are asked.
-        own: the seeds that turned out to be this very peer.
-        refusing: since when each of the others has refused whenever it was asked; the rest may answer yet.
+        seeds: all seeds.
+        own: the seeds that turned out to be this peer.
+        refusing: since when each seed has refused all calls; seeds that are not in it may still answer.
         now: on the same clock.
     """
     others = [seed for seed in seeds if seed not in own]

@@ -1,10 +1,8 @@
-"""Owners of records who prove with their certificate that the endpoints they write about are theirs.
+"""The owner of records in a closed run: its certificate proves that the endpoint of its records belongs to it. Pure.
 
-A signature is that of `identity.Ed25519Identity`, followed by the owner's certificate and, by the certificate's key, a
-signature of the run and of the owner. So whoever reads a record, from whomever it came, knows that a holder of a
-certificate for its endpoint has written it.
-
-Pure.
+A signature is that of `identity.Ed25519Identity`, followed by a proof: the owner's certificate, and a signature of the
+run id and the owner by the key of the certificate. So every reader of a record knows that a holder of a certificate for
+its endpoint has written it, whichever peer it came from.
 """
 
 from __future__ import annotations
@@ -32,30 +30,29 @@ from averaging.security.credentials import EXPIRES_SOON, PrivateKey, Tls, hosts_
 logger = logging.getLogger(__name__)
 
 SIGNATURE_BYTES = 64
-"""Length of a signature of Ed25519."""
+"""Length of an Ed25519 signature."""
 
 MAX_PROOF_BYTES = 4096
-"""A certificate of two kilobytes, of RSA with many names, and its signature are shorter."""
+"""Longest proof. An RSA certificate with many names, and a signature by it, are shorter."""
 
-_MOST_KNOWN = 16384  # proofs that need no second check; as many as records in a table
-_DOMAIN = b"averaging.v1.Owner"  # so that the signature means nothing in any other protocol
+_MAX_CACHED = 16384  # results of proofs; as many as records in a table
+_DOMAIN = b"averaging.v1.Owner"  # so that the signature is valid in no other protocol
 _LENGTH = struct.Struct("<H")
 
 
 @dataclass(frozen=True, slots=True)
-class _Proven:
-    """Whose certificate it is."""
+class _Holder:
+    """A certificate, and the hosts for which it was issued."""
 
     certificate: x509.Certificate
     hosts: tuple[str, ...]
 
 
 class CertifiedIdentity:
-    """A fresh key for records, and the proof that it belongs to the holder of a certificate.
+    """A new key for records, and the proof that it belongs to the holder of a certificate.
 
     Args:
-        tls: this peer's certificate, and the authorities whose certificates are believed. They must have issued it
-            themselves.
+        tls: this peer's certificate, and the trusted authorities. An authority must have issued it directly.
         clock: seconds since the epoch.
     """
 
@@ -63,8 +60,8 @@ class CertifiedIdentity:
         self._tls, self._clock = tls, clock
         self._plain = Ed25519Identity()
         self._proofs: dict[str, bytes] = {}  # of this peer, by run
-        self._known: OrderedDict[bytes, _Proven | None] = OrderedDict()
-        self._warned = self._age()  # at the start others look at the certificate
+        self._cached: OrderedDict[bytes, _Holder | None] = OrderedDict()
+        self._warned = self._age()  # `read_credentials` warns at the start
 
     @property
     def owner(self) -> bytes:
@@ -72,7 +69,7 @@ class CertifiedIdentity:
         return self._plain.owner
 
     def sign(self, run_id: str, record: Record) -> bytes:
-        """The signature, and the proof. Warns, once each, when the certificate expires soon and when it has expired."""
+        """The signature and the proof. Logs a warning when the certificate expires soon, and when it has expired."""
         if (age := self._age()) > self._warned:
             self._warned = age
             self._warn(age)
@@ -89,40 +86,41 @@ class CertifiedIdentity:
             return False
         if not self._plain.verify(run_id, replace(record, signature=signature)):
             return False
-        proven = self._prove(run_id, record.owner, proof)
-        if proven is None or validity_problem(proven.certificate, self._clock()):
+        holder = self._holder(run_id, record.owner, proof)
+        if holder is None or validity_problem(holder.certificate, self._clock()):
             return False
         if record.subkey.startswith(CLIENT_PREFIX):
-            return fits(record.subkey, proven.certificate)
+            return fits(record.subkey, holder.certificate)
         if not is_endpoint(record.subkey):
-            return True  # a name that belongs to nobody in particular
-        return covers(proven.hosts, parse_address(record.subkey)[0])
+            return True  # such subkeys are open to all owners
+        return covers(holder.hosts, parse_address(record.subkey)[0])
 
     def _age(self) -> int:
-        """Of this peer's certificate: 0 while there is time, 1 shortly before its end, 2 after that."""
+        """The age of this peer's certificate: 1 if it expires soon, 2 if it has expired, 0 otherwise."""
         now = self._clock()
         return sum(validity_problem(self._tls.certificate, moment) is not None for moment in (now, now + EXPIRES_SOON))
 
     def _warn(self, age: int) -> None:
         when = f"{self._tls.certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
-        told = f"expires on {when}" if age == 1 else f"has expired on {when}, and others let this peer into no group"
+        problem = f"expires on {when}" if age == 1 else f"expired on {when}, so other peers let this one into no group"
         logger.warning(
-            "%s %s; issue another one (averaging ca issue) and start this peer again with it, since certificates are "
-            "read once",
-            *(self._tls.source, told),
+            "%s %s; issue another one (averaging ca issue) and restart this peer with it, since it reads certificates "
+            "at its start only",
+            *(self._tls.source, problem),
         )
 
-    def _prove(self, run_id: str, owner: bytes, proof: bytes) -> _Proven | None:
+    def _holder(self, run_id: str, owner: bytes, proof: bytes) -> _Holder | None:
         digest = sha256(owner + proof + run_id.encode()).digest()
-        if digest in self._known:
-            self._known.move_to_end(digest)
-            return self._known[digest]
-        proven = self._known[digest] = self._read(run_id, owner, proof)
-        if len(self._known) > _MOST_KNOWN:
-            self._known.popitem(last=False)
-        return proven
+        if digest in self._cached:
+            self._cached.move_to_end(digest)
+            return self._cached[digest]
+        holder = self._cached[digest] = self._check(run_id, owner, proof)
+        if len(self._cached) > _MAX_CACHED:
+            self._cached.popitem(last=False)
+        return holder
 
-    def _read(self, run_id: str, owner: bytes, proof: bytes) -> _Proven | None:
+    def _check(self, run_id: str, owner: bytes, proof: bytes) -> _Holder | None:
+        """The holder whose certificate is in `proof`; None if the proof is not valid."""
         try:
             (length,) = _LENGTH.unpack_from(proof)
             certificate = x509.load_der_x509_certificate(proof[_LENGTH.size : _LENGTH.size + length])
@@ -131,7 +129,7 @@ class CertifiedIdentity:
             return None
         if not any(is_issued_by(certificate, authority) for authority in self._tls.authorities):
             return None
-        return _Proven(certificate, hosts_of(certificate))
+        return _Holder(certificate, hosts_of(certificate))
 
 
 def _statement(run_id: str, owner: bytes) -> bytes:
@@ -145,7 +143,7 @@ def _sign(key: PrivateKey, statement: bytes) -> bytes:
 
 
 def _verify(certificate: x509.Certificate, signature: bytes, statement: bytes) -> None:
-    """Raises `InvalidSignature` or `TypeError` if the certificate's key has not signed `statement`."""
+    """Raises InvalidSignature or TypeError if the certificate's key has not signed `statement`."""
     key = certificate.public_key()
     if isinstance(key, ec.EllipticCurvePublicKey):
         key.verify(signature, statement, ec.ECDSA(hashes.SHA256()))

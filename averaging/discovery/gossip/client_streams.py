@@ -1,4 +1,4 @@
-"""The streams of fresh records to clients, which cannot be dialled."""
+"""The streams of new records to clients, which accept no connections."""
 
 from __future__ import annotations
 
@@ -11,93 +11,93 @@ from averaging.errors import CallRefusedError
 from averaging.protocol.messages import Record
 
 
-class Follower:
-    """What waits for one client; of one record only the newest."""
+class ClientStream:
+    """The records that wait for one client; of each record, only the newest version."""
 
     def __init__(self, endpoint: str, settings: GossipSettings) -> None:
         self._endpoint = endpoint
         self._settings = settings
         self._waiting: dict[tuple[str, str, bytes], Record] = {}
         self._ready = asyncio.Event()
-        self._over = False
+        self._ended = False
 
     def add(self, record: Record) -> None:
-        """Puts a record in line; one too many ends the stream."""
-        if len(self._waiting) < self._settings.follower_backlog:
+        """Adds a record; if too many wait already, the stream ends."""
+        if len(self._waiting) < self._settings.stream_backlog:
             self._waiting[record.key, record.subkey, record.owner] = record
         else:
-            self._over = True
+            self._ended = True
         self._ready.set()
 
     def end(self) -> None:
-        """Ends the stream after what waits."""
+        """Ends the stream after the records that wait."""
         self._ready.set()
-        self._over = True
+        self._ended = True
 
     async def records(self) -> AsyncGenerator[tuple[Record, ...], None]:
-        """Yields what was added, as the client takes it.
+        """Yields the records that were added.
 
         Raises:
-            CallRefusedError: this peer leaves, or the client is too slow; it should turn to another peer.
+            CallRefusedError: this peer leaves, or the client is too slow. It should follow another peer.
         """
         while True:
             await self._ready.wait()
-            if not self._over:
+            if not self._ended:
                 await asyncio.sleep(self._settings.tick)
             self._ready.clear()
             waiting, self._waiting = list(self._waiting.values()), {}
-            over, size = self._over, self._settings.records_per_reply
+            ended, size = self._ended, self._settings.records_per_reply
             for first in range(0, len(waiting), size):
                 yield tuple(waiting[first : first + size])
-            if over:
+            if ended:
                 raise CallRefusedError(self._endpoint, "ends the stream: this peer leaves, or its reader is too slow")
 
 
 class ClientStreams:
-    """All clients that follow this peer."""
+    """The streams to all clients of this peer."""
 
     def __init__(self, endpoint: str, settings: GossipSettings) -> None:
         self._endpoint = endpoint
         self._settings = settings
-        self._followers: dict[Follower, None] = {}
-        self._one_left = asyncio.Event()
+        self._streams: dict[ClientStream, None] = {}
+        self._one_closed = asyncio.Event()
         self._ended = False
 
     def __len__(self) -> int:
-        return len(self._followers)
+        return len(self._streams)
 
     @contextmanager
-    def follow(self) -> Iterator[Follower]:
-        """A new stream, for as long as the context is open.
+    def open(self) -> Iterator[ClientStream]:
+        """A new stream, until the context is left.
 
         Raises:
-            CallRefusedError: there are enough, or this peer leaves.
+            CallRefusedError: there are too many streams, or this peer leaves.
         """
         if self._ended:
             raise CallRefusedError(self._endpoint, "leaves the run; try another peer")
-        if len(self._followers) >= self._settings.most_followers:
-            raise CallRefusedError(self._endpoint, f"has {len(self._followers)} clients already; try another peer")
-        follower = Follower(self._endpoint, self._settings)
-        self._followers[follower] = None
+        if len(self._streams) >= self._settings.max_streams:
+            raise CallRefusedError(self._endpoint, f"has {len(self._streams)} clients already; try another peer")
+        stream = ClientStream(self._endpoint, self._settings)
+        self._streams[stream] = None
         try:
-            yield follower
+            yield stream
         finally:
-            del self._followers[follower]
-            self._one_left.set()
+            del self._streams[stream]
+            self._one_closed.set()
 
     def publish(self, record: Record) -> None:
-        """Sends a record to all of them."""
-        for follower in self._followers:
-            follower.add(record)
+        """Adds a record to all streams."""
+        for stream in self._streams:
+            stream.add(record)
 
     def end(self) -> None:
-        """Ends all streams after what waits in them, and begins no other."""
+        """Ends all streams after the records that wait in them, and refuses new ones."""
         self._ended = True
-        for follower in self._followers:
-            follower.end()
+        for stream in self._streams:
+            stream.end()
 
-    async def gone(self) -> None:
-        """Waits until all clients have taken what waited for them, or hung up."""
-        while self._followers:
-            self._one_left.clear()
-            await self._one_left.wait()
+    async def wait_closed(self) -> None:
+        """Waits until all streams have been read to their end, or closed by their clients."""
+        while self._streams:
+            self._one_closed.clear()
+            await self._one_closed.wait()

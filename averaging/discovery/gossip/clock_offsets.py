@@ -1,4 +1,4 @@
-"""By how much the clocks of others differ from this peer's, by the timestamps in their messages. Pure."""
+"""How much the clocks of other peers differ from this one's, from the timestamps in their messages. Pure."""
 
 from __future__ import annotations
 
@@ -12,94 +12,93 @@ from averaging.discovery.gossip.record import MAX_VERSION
 
 logger = logging.getLogger(__name__)
 
-MOST_CLOCKS = 256
-"""Peers whose clocks are remembered; beyond it the one that was heard least lately is forgotten."""
+MAX_CLOCKS = 256
+"""Peers whose clocks are remembered; beyond this, the one that was heard longest ago is forgotten."""
 
 STALE_SECONDS = 600.0
-"""Seconds after which a difference is no longer believed, and after which it is reported again."""
+"""Seconds after which an offset is no longer used, and after which it is logged again."""
 
-MOST_WARNINGS = 5
-"""Warnings within `STALE_SECONDS`: whoever can call may claim any name and any time."""
+MAX_WARNINGS = 5
+"""Warnings within `STALE_SECONDS`. A caller may claim any endpoint and any time, so the number must be limited."""
 
-AGREEING_SECONDS = 3.0
-"""Calls must show for so long that their caller's clock is behind.
-
-When this peer stood still, the calls that waited meanwhile look as if they had been sent long ago."""
+CONFIRM_SECONDS = 3.0
+"""Seconds for which calls must show that a caller's clock is behind. Calls that waited while this peer stood still
+seem to have been sent long ago."""
 
 CLIENT = "a client of this run"
-"""Stands for callers without an endpoint."""
+"""The name for callers without an endpoint."""
 
 _LATEST = MAX_VERSION / 1e6
 
 
 @dataclass(slots=True)
 class _Estimate:
-    """Bounds of the seconds by which a clock is ahead of this peer's; moments are of the running loop."""
+    """Bounds of the seconds by which a clock is ahead of this peer's. The times are those of the event loop."""
 
-    least: float
-    most: float
+    lower: float
+    upper: float
     since: float
     latest: float
-    both_ways: bool
+    has_answered: bool
 
 
-class Clocks:
-    """Reads the clocks of others, and warns of those that differ too much.
+class ClockOffsets:
+    """Estimates the offsets of other peers' clocks, and logs a warning if one is too large.
 
-    A timestamp in an answer was made between the question and the answer, so it bounds the difference from both sides.
-    One in a call was made at most `longest_call` seconds before it arrived.
+    The timestamp of an answer lies between the call and the answer, so it bounds the offset from both sides. The
+    timestamp of a call is at most `call_timeout` seconds old when it arrives.
 
     Args:
         tolerance: seconds by which two clocks may differ.
-        longest_call: seconds after which a caller gives a call up.
+        call_timeout: seconds after which a caller gives up.
     """
 
-    def __init__(self, tolerance: float, longest_call: float) -> None:
-        self._tolerance, self._longest_call = tolerance, longest_call
-        self._estimates: dict[str, _Estimate] = {}  # the latest heard last
+    def __init__(self, tolerance: float, call_timeout: float) -> None:
+        self._tolerance, self._call_timeout = tolerance, call_timeout
+        self._estimates: dict[str, _Estimate] = {}  # the last one is that of the peer heard last
         self._warned: dict[str, float] = {}
-        self._warnings: deque[float] = deque(maxlen=MOST_WARNINGS)
+        self._warnings: deque[float] = deque(maxlen=MAX_WARNINGS)
 
-    def answered(self, endpoint: str, theirs: float, now: float, elapsed: float, moment: float) -> None:
-        """A peer has answered a question.
+    def note_answer(self, endpoint: str, theirs: float, now: float, elapsed: float, moment: float) -> None:
+        """A peer has answered a call.
 
         Args:
             endpoint: that peer.
-            theirs: what its clock showed as it answered, in seconds since the epoch; anything else is passed over.
-            now: what this peer's clock shows, likewise.
-            elapsed: seconds since the question was asked.
-            moment: the running loop's time.
+            theirs: its clock when it answered, in seconds since the epoch; impossible values are ignored.
+            now: this peer's clock, in seconds since the epoch.
+            elapsed: seconds since the call began.
+            moment: the event loop's time.
         """
         if 0 < theirs <= _LATEST:
             self._note(endpoint, _Estimate(theirs - now, theirs - now + elapsed, moment, moment, True))
 
-    def called(self, endpoint: str, theirs: float, now: float, moment: float) -> None:
-        """A peer has called, or a client if `endpoint` is empty; for the arguments see `answered`."""
+    def note_call(self, endpoint: str, theirs: float, now: float, moment: float) -> None:
+        """A peer has called, or a client if `endpoint` is empty; see `note_answer` for the arguments."""
         name = endpoint or CLIENT
         if 0 < theirs <= _LATEST and (name is CLIENT or is_endpoint(name)):
             ahead = theirs - now
-            self._note(name, _Estimate(ahead, ahead + self._longest_call, moment, moment, False))
+            self._note(name, _Estimate(ahead, ahead + self._call_timeout, moment, moment, False))
 
-    def apart(self, moment: float) -> dict[str, float]:
-        """Whose clock differs by more than the tolerance, and by how many seconds it is ahead (below 0: behind)."""
-        found = {
-            name: self._difference(estimate, moment)
+    def excessive(self, moment: float) -> dict[str, float]:
+        """The peers whose clocks differ by more than the tolerance, and the seconds ahead; negative if behind."""
+        offsets = {
+            name: self._excessive_offset(estimate, moment)
             for name, estimate in self._estimates.items()
             if moment - estimate.latest <= STALE_SECONDS
         }
-        return {name: ahead for name, ahead in found.items() if ahead is not None}
+        return {name: ahead for name, ahead in offsets.items() if ahead is not None}
 
     def _note(self, name: str, reading: _Estimate) -> None:
         known = self._estimates.pop(name, None)
         if known is not None and reading.latest - known.latest <= STALE_SECONDS:
-            least, most = max(known.least, reading.least), min(known.most, reading.most)
-            if least <= most:  # else one of the clocks was set
-                both_ways = known.both_ways or reading.both_ways
-                reading = _Estimate(least, most, known.since, reading.latest, both_ways)
+            lower, upper = max(known.lower, reading.lower), min(known.upper, reading.upper)
+            if lower <= upper:  # otherwise one of the clocks was set
+                has_answered = known.has_answered or reading.has_answered
+                reading = _Estimate(lower, upper, known.since, reading.latest, has_answered)
         self._estimates[name] = reading
-        if len(self._estimates) > MOST_CLOCKS:
+        if len(self._estimates) > MAX_CLOCKS:
             del self._estimates[next(iter(self._estimates))]
-        ahead = self._difference(reading, reading.latest)
+        ahead = self._excessive_offset(reading, reading.latest)
         if ahead is not None and self._may_warn(name, reading.latest):
             logger.warning(
                 "groups with %s may fail: its clock is %s this peer's clock, and %g s are allowed. Set the clocks of "
@@ -107,20 +106,20 @@ class Clocks:
                 *(name, clock_difference(ahead), self._tolerance),
             )
 
-    def _difference(self, estimate: _Estimate, moment: float) -> float | None:
-        """Seconds by which a clock is ahead, or below 0 behind; None if it may be within the tolerance."""
-        if estimate.least > self._tolerance:
-            return estimate.least
-        if estimate.most < -self._tolerance:
-            if estimate.both_ways:
-                return estimate.most
-            if moment - estimate.since >= AGREEING_SECONDS:
-                return estimate.least
+    def _excessive_offset(self, estimate: _Estimate, moment: float) -> float | None:
+        """Seconds by which a clock is ahead, negative if behind; None if it may be within the tolerance."""
+        if estimate.lower > self._tolerance:
+            return estimate.lower
+        if estimate.upper < -self._tolerance:
+            if estimate.has_answered:
+                return estimate.upper
+            if moment - estimate.since >= CONFIRM_SECONDS:
+                return estimate.lower
         return None
 
     def _may_warn(self, name: str, moment: float) -> bool:
         self._warned = {one: when for one, when in self._warned.items() if moment - when < STALE_SECONDS}
-        full = len(self._warnings) == MOST_WARNINGS and moment - self._warnings[0] < STALE_SECONDS
+        full = len(self._warnings) == MAX_WARNINGS and moment - self._warnings[0] < STALE_SECONDS
         if full or name in self._warned:
             return False
         self._warned[name] = moment

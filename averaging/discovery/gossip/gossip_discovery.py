@@ -1,9 +1,4 @@
-"""Discovery by gossip between the peers themselves, on the port they have anyway: no server, no daemon.
-
-Every peer holds all records of its run. A fresh one is told at once down a tree (`rumours`, `spread`); every other
-second a peer compares what it holds with a random member (`exchange`), which brings whatever was missed and the signs
-of life of the members. docs/decisions/0001-gossip.md says why, and what it costs.
-"""
+"""The discovery of one peer: puts the parts of gossip together and serves the calls of other peers."""
 
 from __future__ import annotations
 
@@ -18,12 +13,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from averaging.common.addresses import CLIENT_PREFIX, is_endpoint
-from averaging.discovery.base import Entry, Outlook, clock_difference
+from averaging.discovery.base import Diagnosis, Entry, clock_difference
 from averaging.discovery.gossip.anti_entropy import AntiEntropy
 from averaging.discovery.gossip.bootstrap import SAME_NAME, Bootstrap, Waiting
 from averaging.discovery.gossip.broadcast_tree import RING, all_others
 from averaging.discovery.gossip.client_streams import ClientStreams
-from averaging.discovery.gossip.clock_offsets import Clocks
+from averaging.discovery.gossip.clock_offsets import ClockOffsets
 from averaging.discovery.gossip.identity import Author, Ed25519Identity, Identity
 from averaging.discovery.gossip.maintenance import Maintenance
 from averaging.discovery.gossip.membership import Membership
@@ -47,7 +42,7 @@ from averaging.transport.base import Transport
 
 logger = logging.getLogger(__name__)
 
-_COMPLAINT_PERIOD = 10.0  # s between two warnings that others refuse this peer's records
+_WARNING_PERIOD = 10.0  # s between two warnings that other peers refuse this peer's records
 
 
 def peers_key(run_id: str) -> str:
@@ -56,25 +51,25 @@ def peers_key(run_id: str) -> str:
 
 
 class GossipDiscovery:
-    """Implements `discovery.base.Discovery`, and `transport.base.GossipService` for the others.
+    """Implements `discovery.base.Discovery`, and `transport.base.GossipService` for other peers.
 
-    Serve it before it is entered: peers that join each other must be able to answer while they join. Entering joins the
-    run, leaving withdraws this peer's records and tells the others. It can be entered once.
+    Serve it before it is entered: peers that join each other must be able to answer while they join. Entering it joins
+    the run; leaving it withdraws this peer's records. It can be entered once.
 
     Args:
         run_id: peers of other runs are refused.
         endpoint: this peer's name, from `transport.bind()`.
-        transport: how to call others.
-        join: endpoints of peers of the run, any of them; none (or only this peer's own) starts a run.
-        join_timeout: seconds within which one of them must answer; this peer's own standstill does not count.
-        identity: the key that owns this peer's records; a fresh one by default.
+        transport: calls other peers.
+        join: endpoints of any peers of the run, the seeds. With none, or only this peer's own, it starts a run.
+        join_timeout: seconds within which a seed must answer; time in which this peer stood still does not count.
+        identity: the key that owns this peer's records; a new one by default.
         clock: seconds since the epoch.
-        rng: picks whom to talk to, and when.
-        settings: the constants.
-        on_joining: called after a second, and then more and more seldom, while nobody to join has answered.
+        rng: picks members and intervals.
+        settings: the constants of gossip.
+        on_joining: called after a second, and then at growing intervals, while no seed has answered.
 
     Raises:
-        ConfigError: `endpoint` is no endpoint, or a client has nobody to join.
+        ConfigError: `endpoint` is malformed, or a client has no seeds.
     """
 
     def __init__(
@@ -93,112 +88,112 @@ class GossipDiscovery:
     ) -> None:
         self._is_client = endpoint.startswith(CLIENT_PREFIX)
         if not is_endpoint(endpoint):
-            raise ConfigError(f"{endpoint!r} cannot be a peer's name; give HOST:PORT or {CLIENT_PREFIX}<uuid4>")
+            raise ConfigError(f"{endpoint!r} cannot be a peer's endpoint; give HOST:PORT or {CLIENT_PREFIX}<uuid4>")
         if self._is_client and not join:
-            raise ConfigError("a client accepts no connection, so it needs a peer to join")
-        self._run_id = run_id
-        self._endpoint = endpoint
-        self._transport = transport
-        self._join_timeout = join_timeout
-        self._clock = clock
+            raise ConfigError("a client accepts no connections, so it needs a peer to join; give an endpoint in `join`")
+        self._run_id, self._endpoint = run_id, endpoint
+        self._join_timeout, self._clock = join_timeout, clock
         self._rng = rng = rng or random.Random()
         self._settings = settings = settings or GossipSettings()
         self._peers_key = peers_key(run_id)
         self._author = Author(run_id, identity or Ed25519Identity(), settings.limits)
-        self._board = RecordStore(self._author, settings.limits, clock, self._on_change)
-        self._members = Membership(endpoint, join, rng, retry_lost=settings.retry_lost, most_lost=settings.most_lost)
-        self._followers = ClientStreams(endpoint, settings)
+        self._records = RecordStore(self._author, settings.limits, clock, self._on_change)
+        self._members = Membership(endpoint, join, rng, retry_lost=settings.retry_lost, max_lost=settings.max_lost)
+        self._streams = ClientStreams(endpoint, settings)
         self._rumours = Rumours(transport, run_id, self._members, settings, clock, self._on_refused)
-        self._clocks = Clocks(settings.limits.clock_tolerance, settings.exchange_timeout)
-        self._exchange = AntiEntropy(
-            run_id, endpoint, transport, self._board, self._take, self._rumours, settings, self._clocks, clock
+        self._offsets = ClockOffsets(settings.limits.clock_tolerance, settings.exchange_timeout)
+        self._anti_entropy = AntiEntropy(
+            run_id, endpoint, transport, self._records, self._merge, self._rumours, settings, self._offsets, clock
         )
-        self._reach = Reachability(endpoint)
-        self._upkeep = Maintenance(
-            transport, self._members, self._exchange, self._take, settings, clock, rng, on_answer=self._reach.answered
+        self._reachability = Reachability(endpoint)
+        self._maintenance = Maintenance(
+            *(transport, self._members, self._anti_entropy, self._merge, settings, clock, rng),
+            on_answer=self._reachability.note_answer,
         )
-        self._joins_itself = endpoint in join
-        self._joining = Bootstrap(
-            self._members.seeds, self._exchange.compare, settings, rng, hint=self._clocks_hint, on_waiting=on_joining
+        self._joins_own_address = endpoint in join
+        self._bootstrap = Bootstrap(
+            *(self._members.seeds, self._anti_entropy.compare, settings, rng),
+            hint=self._clocks_hint,
+            on_waiting=on_joining,
         )
         self._group = asyncio.TaskGroup()
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._entered = self._leaving = self._left = False
-        self._last_complaint = -math.inf
+        self._last_warning = -math.inf
 
-    # The contract of a discovery
+    # Discovery
 
     async def store(self, key: str, subkey: str, value: bytes, expiration: float) -> None:
         """See `Discovery.store`."""
         if not self._entered or self._leaving:
             raise ClosedError("this peer is not in the run: enter its discovery with `async with` first")
-        self._tell(self._board.write(key, subkey, value, expiration))
+        self._publish(self._records.write(key, subkey, value, expiration))
 
     async def withdraw(self, key: str, subkey: str) -> None:
         """See `Discovery.withdraw`."""
-        withdrawal = self._board.withdraw(key, subkey)
+        withdrawal = self._records.withdraw(key, subkey)
         if withdrawal is not None:
-            self._tell(withdrawal)
+            self._publish(withdrawal)
 
     def get(self, key: str) -> Mapping[str, Entry]:
         """See `Discovery.get`."""
-        return self._board.table().read(key)
+        return self._records.table().read(key)
 
     def watch(self, key: str) -> AsyncGenerator[Mapping[str, Entry], None]:
         """See `Discovery.watch`."""
-        return self._board.watch(key)
+        return self._records.watch(key)
 
-    def names(self, endpoint: str) -> bool:
-        """See `Discovery.names`."""
-        return self._board.table().names(endpoint)
+    def knows(self, endpoint: str) -> bool:
+        """See `Discovery.knows`."""
+        return self._records.table().has_subkey(endpoint)
 
     def endpoints(self) -> frozenset[str]:
         """See `Discovery.endpoints`."""
-        return self._board.table().subkeys() - self._members.vanished
+        return self._records.table().subkeys() - self._members.lost
 
-    def outlook(self) -> Outlook:
-        """See `Discovery.outlook`."""
-        known, table = self.endpoints(), self._board.table()
-        peers = {name: one for name, one in table.sightings().items() if name in known and name != self._endpoint}
+    def diagnose(self) -> Diagnosis:
+        """See `Discovery.diagnose`."""
+        known, table = self.endpoints(), self._records.table()
+        peers = {name: peer for name, peer in table.peers().items() if name in known and name != self._endpoint}
         silent = self._members.silent(self._clock())
-        return Outlook(peers, silent, self._clocks.apart(asyncio.get_running_loop().time()), self._told_to_join())
+        offsets = self._offsets.excessive(asyncio.get_running_loop().time())
+        return Diagnosis(peers, silent, offsets, self._explain_isolation())
 
-    def _told_to_join(self) -> str:
-        """What to do if this peer is alone, as far as that follows from whom it was told to join."""
-        if self._members.seeds and not self._joining.alone:
+    def _explain_isolation(self) -> str:
+        """Why this peer may be alone and what to do, if that follows from its `join`; empty otherwise."""
+        if self._bootstrap.joined_itself or (self._joins_own_address and not self._members.seeds):
+            why = "the only `join` of this peer is its own address"
+        elif not self._members.seeds:
+            why = "this peer was given no `join`"
+        else:
             return ""
-        why = (
-            "the only `join` of this peer is its own address"
-            if self._joins_itself or self._joining.alone
-            else ("this peer was given no `join`")
-        )
         return f"{why}, so the others must join {self._endpoint}, or this peer one of them"
 
     @property
     def refused(self) -> Mapping[Reason, int]:
-        """How many records from others were refused since the start, by reason."""
-        return dict(self._board.refused)
+        """Number of records from other peers that were refused since the start, by reason."""
+        return dict(self._records.refused)
 
     def __repr__(self) -> str:
         state = "left" if self._left else "entered" if self._entered else "new"
         return (
             f"<GossipDiscovery {self._endpoint} of {self._run_id}: {state}, {len(self._members)} other members, "
-            f"{len(self._board.table())} records, {len(self._followers)} clients>"
+            f"{len(self._records.table())} records, {len(self._streams)} clients>"
         )
 
-    # What others call
+    # GossipService: the calls of other peers
 
     async def exchange(self, digest: Digest) -> AsyncGenerator[ExchangeReply, None]:
         """See `GossipService.exchange`."""
         self._admit(digest.run_id)
-        if digest.endpoint == self._endpoint:  # who has asked only itself has joined nobody
-            self._joining.called_by_itself()
+        if digest.endpoint == self._endpoint:
+            self._bootstrap.note_call_from_itself()
             raise CallRefusedError(self._endpoint, SAME_NAME)
-        self._reach.called()
-        self._clocks.called(digest.endpoint, digest.sent, self._clock(), asyncio.get_running_loop().time())
-        self._joining.called_by(digest.endpoint)
-        self._members.trust(digest.endpoint)
-        async with aclosing(self._exchange.answer(digest)) as replies:
+        self._reachability.note_call()
+        self._offsets.note_call(digest.endpoint, digest.sent, self._clock(), asyncio.get_running_loop().time())
+        self._bootstrap.note_call(digest.endpoint)
+        self._members.note_call(digest.endpoint)
+        async with aclosing(self._anti_entropy.answer(digest)) as replies:
             async for reply in replies:
                 yield reply
 
@@ -207,50 +202,50 @@ class GossipDiscovery:
         self._admit(run_id)
         if len(rumours) > 4 * self._settings.rumours_per_push:
             raise ProtocolViolationError(f"{len(rumours)} records in one call are too many")
-        self._reach.called()
+        self._reachability.note_call()
         refusals = []
         for rumour in rumours:
             record = rumour.record
-            reason = self._take(record, "a push").reason
+            reason = self._merge(record, "a push").reason
             if reason is not None:
                 refusals.append(Refusal(record.key, record.subkey, reason.value))
             if (rumour.range_start, rumour.range_end) != (0, 0):
-                held = self._board.table().claim(record.key, record.subkey, record.owner)
+                held = self._records.table().claim(record.key, record.subkey, record.owner)
                 if held is not None and held.version == record.version:
-                    self._rumours.tell(held, rumour.range_start, rumour.range_end)
+                    self._rumours.spread(held, rumour.range_start, rumour.range_end)
         return tuple(refusals)
 
     async def subscribe(self, digest: Digest) -> AsyncGenerator[tuple[Record, ...], None]:
         """See `GossipService.subscribe`."""
         self._admit(digest.run_id)
-        self._reach.called()
-        with self._followers.follow() as follower:  # from here on nothing is missed
-            async with aclosing(self._exchange.answer(digest)) as backlog:
+        self._reachability.note_call()
+        with self._streams.open() as stream:  # before the backlog, so that no record is missed
+            async with aclosing(self._anti_entropy.answer(digest)) as backlog:
                 async for reply in backlog:
                     yield reply.records
-            async with aclosing(follower.records()) as fresh:
-                async for records in fresh:
+            async with aclosing(stream.records()) as new:
+                async for records in new:
                     yield records
 
     def list_records(self, key: str) -> tuple[Record, ...]:
         """See `GossipService.list_records`."""
-        return self._board.table().listing(key)
+        return self._records.table().list_records(key)
 
     def _admit(self, run_id: str) -> None:
         if run_id != self._run_id:
-            told = f"{self._endpoint} belongs to run {self._run_id!r}, not to {run_id[:64]!r}"
-            raise WrongRunError(self._endpoint, f"{told}; give both peers the same run id")
+            reason = f"{self._endpoint} belongs to run {self._run_id!r}, not to {run_id[:64]!r}"
+            raise WrongRunError(self._endpoint, f"{reason}; give both peers the same run id")
         if self._left:
             raise CallRefusedError(self._endpoint, "has left the run")
 
-    # Coming and going
+    # Joining and leaving
 
     async def __aenter__(self) -> Self:
         """Joins the run.
 
         Raises:
-            NoSeedAnsweredError: there are peers to join and none answered in time; a `JoinRefusedError` if all refuse
-                for good.
+            NoSeedAnsweredError: no seed answered in time.
+            JoinRefusedError: all seeds refused, and would do so again.
         """
         if self._entered:
             raise ClosedError("a discovery can be entered only once; make another one")
@@ -259,19 +254,19 @@ class GossipDiscovery:
         try:
             self._spawn(self._rumours.run(self._spawn))
             if self._is_client:
-                await self._joining.join(self._join_timeout, self._spawn)
-                self._spawn(self._upkeep.follow())
+                await self._bootstrap.join(self._join_timeout, self._spawn)
+                self._spawn(self._maintenance.read_streams())
             else:
-                self._write_presence()  # before joining, so that the seeds take it along
-                await self._joining.join(self._join_timeout, self._spawn)
-                self._tell(self._write_presence())  # joining may have taken longer than a record lasts
-                self._spawn(self._upkeep.exchange())
-                self._spawn(self._upkeep.look_for_missing())
-                self._spawn(self._show_life())
-                if self._joins_itself:
-                    self._spawn(self._joining.look_for_namesake(self._endpoint))
+                self._write_presence()  # before joining, so that the seeds receive it
+                await self._bootstrap.join(self._join_timeout, self._spawn)
+                self._publish(self._write_presence())  # the first may have expired while joining
+                self._spawn(self._maintenance.exchange())
+                self._spawn(self._maintenance.retry_missing())
+                self._spawn(self._renew_presence())
+                if self._joins_own_address:
+                    self._spawn(self._bootstrap.check_own_address(self._endpoint))
         except BaseException as error:
-            # In order: a seed may have this peer's presence already, and would have it for long.
+            # Withdraws the presence record, which a seed may have already.
             await self.__aexit__(type(error), error, error.__traceback__)
             raise
         return self
@@ -279,24 +274,24 @@ class GossipDiscovery:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Withdraws this peer's records, tells the others, for a second at most, and ends all tasks."""
-        self._leaving = True  # what were written from here on would outlive it
+        """Withdraws this peer's records, sends the withdrawals within `leave_timeout`, and ends all tasks."""
+        self._leaving = True  # a record written from here on would not be withdrawn
         try:
-            for withdrawal in self._board.withdraw_all():
-                self._tell(withdrawal)
+            for withdrawal in self._records.withdraw_all():
+                self._publish(withdrawal)
             async with asyncio.timeout(self._settings.leave_timeout):
                 await self._rumours.flush()
-                self._followers.end()
-                await self._followers.gone()
+                self._streams.end()
+                await self._streams.wait_closed()
         except TimeoutError:
-            logger.debug("%s left before all others had taken notice", self._endpoint)
+            logger.debug("%s left before all other peers had received its withdrawals", self._endpoint)
         finally:
             self._left = True
-            self._board.close()
-            self._followers.end()
+            self._records.close()
+            self._streams.end()
             for task in list(self._tasks):
                 task.cancel()
-            # Of the body's errors only a cancellation is the group's business: it may have caused it.
+            # The task group may have caused a cancellation of the body; other errors of the body are not its own.
             if isinstance(error, asyncio.CancelledError):
                 await self._group.__aexit__(kind, error, traceback)
             else:
@@ -307,64 +302,69 @@ class GossipDiscovery:
         self._tasks[task] = None
         task.add_done_callback(self._tasks.pop)
 
-    # What happens to records
+    # Records
 
-    def _take(self, record: Record, sender: str) -> Merged:
-        merged = self._board.merge(record, sender)
-        if merged.news:
-            self._followers.publish(record)
+    def _merge(self, record: Record, sender: str) -> Merged:
+        merged = self._records.merge(record, sender)
+        if merged.is_new:
+            self._streams.publish(record)
         return merged
 
-    def _tell(self, record: Record) -> None:
-        """Has a record of this peer's own told to everybody."""
-        self._followers.publish(record)
-        self._rumours.tell(record, *((1, RING - 1) if self._is_client else all_others(self._endpoint)))
+    def _publish(self, record: Record) -> None:
+        """Sends a record of this peer to all others."""
+        self._streams.publish(record)
+        self._rumours.spread(record, *((1, RING - 1) if self._is_client else all_others(self._endpoint)))
 
     def _on_change(self, change: Change, expired: bool) -> None:
         if change.key != self._peers_key:
             return
         if change.after is not None:
-            self._members.heard_of(change.subkey)
+            self._members.add(change.subkey)
         else:
-            self._members.gone(change.subkey, self._clock(), vanished=expired)
+            self._members.remove(change.subkey, self._clock(), expired=expired)
 
     def _on_refused(self, endpoint: str, refusals: tuple[Refusal, ...]) -> None:
-        """Another peer did not take a record; it matters here if it is this peer's own."""
+        """Logs a warning if another peer has refused a record of this peer."""
         now = self._clock()
         for refusal in refusals:
-            own = self._board.table().claim(refusal.key, refusal.subkey, self._author.owner)
-            # The board itself reports a place that somebody else holds.
+            own = self._records.table().claim(refusal.key, refusal.subkey, self._author.owner)
+            # The record store itself logs that another owner holds the place.
             if own is None or refusal.reason == Reason.FOREIGN:
                 continue
-            if now - self._last_complaint >= _COMPLAINT_PERIOD:
-                self._last_complaint = now
+            if now - self._last_warning >= _WARNING_PERIOD:
+                self._last_warning = now
                 logger.warning(
                     "%s refuses this peer's record of %r under %r: %s",
                     *(endpoint, refusal.subkey, refusal.key, printable(refusal.reason, 200)),
                 )
 
     def _clocks_hint(self) -> str:
-        """A sentence about the clocks that are too far from this peer's; empty if there are none."""
-        apart = self._clocks.apart(asyncio.get_running_loop().time())
-        told = ", ".join(f"that of {name} is {clock_difference(ahead)} this peer's" for name, ahead in apart.items())
-        return f"The clocks are too far apart: {told}; set them, for example with NTP." if told else ""
+        """A sentence about the clocks that differ too much from this peer's; empty if there are none."""
+        offsets = self._offsets.excessive(asyncio.get_running_loop().time())
+        clocks = ", ".join(
+            f"that of {name} is {clock_difference(ahead)} this peer's" for name, ahead in offsets.items()
+        )
+        return f"The clocks are too far apart: {clocks}; set them, for example with NTP." if clocks else ""
 
     def _write_presence(self) -> Record:
-        return self._board.write(self._peers_key, self._endpoint, b"", self._clock() + self._settings.peer_lifetime)
+        return self._records.write(self._peers_key, self._endpoint, b"", self._clock() + self._settings.peer_lifetime)
 
-    async def _show_life(self) -> None:
-        """Renews this peer's record before it expires. The exchanges spread it; a rumour does after a long sleep."""
+    async def _renew_presence(self) -> None:
+        """Renews this peer's presence record before it expires.
+
+        Exchanges spread it. If this peer stood still for so long that the record has expired, a rumour does.
+        """
         while True:
             await asyncio.sleep(self._settings.peer_refresh * self._rng.uniform(0.9, 1.0))
             if self._leaving:
                 return
-            expired = self._board.table().claim(self._peers_key, self._endpoint, self._author.owner) is None
+            expired = self._records.table().claim(self._peers_key, self._endpoint, self._author.owner) is None
             try:
                 record = self._write_presence()
             except DiscoveryError as error:
-                logger.warning("this peer cannot show the others that it is here: %s", error)
+                logger.warning("could not renew the record that shows that this peer is in the run: %s", error)
                 continue
             if expired:
-                self._tell(record)
+                self._publish(record)
             else:
-                self._followers.publish(record)
+                self._streams.publish(record)

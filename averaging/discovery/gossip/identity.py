@@ -1,4 +1,4 @@
-"""Who owns records: an Ed25519 key, the signatures made with it, and the records a peer writes with it. Pure."""
+"""The owner of records: its Ed25519 key, its signatures, and the records that it writes. Pure."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Protocol
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from averaging.discovery.gossip.record import OWNER_BYTES, Limits, Reason, objection, signed_bytes
+from averaging.discovery.gossip.record import OWNER_BYTES, Limits, Reason, refusal_reason, signed_bytes
 from averaging.errors import DiscoveryError
 from averaging.protocol.messages import Record
 
 
 class Identity(Protocol):
-    """Signs this peer's records and checks everybody's. All peers of a run use the same kind."""
+    """Signs this peer's records and verifies all others. All peers of a run use the same kind."""
 
     @property
     def owner(self) -> bytes:
@@ -23,7 +23,7 @@ class Identity(Protocol):
         ...
 
     def sign(self, run_id: str, record: Record) -> bytes:
-        """This peer's signature of `record`, whose own signature is not looked at."""
+        """This peer's signature of `record`; the `signature` field of that is ignored."""
         ...
 
     def verify(self, run_id: str, record: Record) -> bool:
@@ -32,7 +32,7 @@ class Identity(Protocol):
 
 
 class Ed25519Identity:
-    """A key pair; a fresh one unless `private_key` (32 bytes) is given."""
+    """A key pair; a new one unless `private_key` (32 bytes) is given."""
 
     def __init__(self, private_key: bytes | None = None) -> None:
         if private_key is None:
@@ -51,7 +51,7 @@ class Ed25519Identity:
         return self._key.sign(signed_bytes(run_id, record))
 
     def verify(self, run_id: str, record: Record) -> bool:
-        """Whether `record` is signed by its owner; False as well if that is no key, or there is no signature."""
+        """Whether `record` is signed by its owner. False if the owner is not a valid key."""
         try:
             key = Ed25519PublicKey.from_public_bytes(record.owner)
             key.verify(record.signature, signed_bytes(run_id, record))
@@ -61,7 +61,7 @@ class Ed25519Identity:
 
 
 class UnsignedIdentity:
-    """Signs nothing and believes everybody: for large simulations, and for peers that share one process."""
+    """Signs nothing and accepts every record: for large simulations, and for peers in one process."""
 
     def __init__(self, rng: random.Random) -> None:
         self._owner = rng.randbytes(OWNER_BYTES)
@@ -72,30 +72,28 @@ class UnsignedIdentity:
         return self._owner
 
     def sign(self, run_id: str, record: Record) -> bytes:
-        """Nothing."""
+        """Returns no bytes."""
         return b""
 
     def verify(self, run_id: str, record: Record) -> bool:
-        """Always."""
+        """Returns True."""
         return True
 
 
 class Author:
-    """Writes one peer's records: numbers and signs them.
+    """Writes one peer's records: gives them a version and signs them.
 
-    Versions are microseconds of the clock, and always above the last one, so that an owner whose clock was set back, or
-    that writes twice in a microsecond, still goes forward.
+    Versions are microseconds since the epoch, and always larger than the last one. So they grow even if the clock is
+    set back.
 
     Args:
-        limits: what others accept.
+        limits: which records other peers accept.
     """
 
     def __init__(self, run_id: str, identity: Identity, limits: Limits) -> None:
-        self._run_id = run_id
-        self._identity = identity
-        self._limits = limits
+        self._run_id, self._identity, self._limits = run_id, identity, limits
         self._last_version = 0
-        self._latest: dict[tuple[str, str], float] = {}  # the latest expiration ever signed for a place
+        self._latest: dict[tuple[str, str], float] = {}  # the latest expiration signed for each place
 
     @property
     def owner(self) -> bytes:
@@ -107,37 +105,33 @@ class Author:
         return self._identity.verify(self._run_id, record)
 
     def observe(self, record: Record) -> None:
-        """Goes on from a record of this owner's earlier life, come back from another peer."""
+        """Continues from the version of a record of this owner that another peer has sent back."""
         if record.owner == self.owner:
             self._last_version = max(self._last_version, record.version)
 
     def write(
         self, key: str, subkey: str, value: bytes, expiration: float, now: float, previous: Record | None
     ) -> Record:
-        """The record that says `value`; `previous` is this owner's last one there that has not expired, if any.
+        """A record with `value`; `previous` is this owner's last record there that has not expired, if any.
 
         Raises:
-            DiscoveryError: nobody would take it; see `Discovery.store`.
+            DiscoveryError: other peers would refuse it; see `Discovery.store`.
         """
         draft = Record(key, subkey, value, 1, expiration, owner=self.owner, claimed=1)
-        reason = objection(draft, now, self._limits)
+        reason = refusal_reason(draft, now, self._limits)
         if reason is None and expiration > now + self._limits.lifetime:
             reason = Reason.TOO_FAR
         if reason is not None:
             raise DiscoveryError(f"cannot store {subkey[:64]!r} under {key[:64]!r}: {reason}")
         version = self._next_version(now)
-        goes_on = previous is not None and not previous.withdrawn
-        claimed = previous.claimed if previous is not None and goes_on else version
+        claimed = version if previous is None or previous.withdrawn else previous.claimed
         place = (key, subkey)
         self._latest = {p: latest for p, latest in self._latest.items() if latest > now}
         self._latest[place] = max(self._latest.get(place, 0.0), expiration)
         return self._signed(replace(draft, version=version, claimed=claimed))
 
     def withdraw(self, previous: Record, now: float) -> Record:
-        """The record that takes `previous` back.
-
-        It lives a little longer than any record that it could be late to replace.
-        """
+        """The record that withdraws `previous`. It outlasts all records of this place that it could arrive before."""
         latest = max(previous.expiration, self._latest.get((previous.key, previous.subkey), 0.0))
         return self._signed(
             replace(

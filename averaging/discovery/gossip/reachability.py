@@ -1,4 +1,4 @@
-"""Whether others can reach this peer, as far as it can see by itself."""
+"""Warns if other peers seem unable to reach this one."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import logging
 
 logger = logging.getLogger(__name__)
 
-MANY_ANSWERS = 30
-"""So many answers in a row without a call are no chance: each peer asks another one every 2 s."""
+WARN_AFTER = 30
+"""Answers in a row without a call from another peer. Each peer calls a random one every 2 s, so this is no chance."""
 
 
 class Reachability:
-    """Tells a peer once that it calls others, and they never call it.
+    """Logs a warning once if other peers answer the calls of this one and never call it.
 
     Args:
         endpoint: this peer's name.
@@ -19,19 +19,19 @@ class Reachability:
 
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
-        self._unrequited = 0
+        self._answers = 0  # since the last call
 
-    def answered(self) -> None:
+    def note_answer(self) -> None:
         """Another peer has answered a call."""
-        self._unrequited += 1
-        if self._unrequited == MANY_ANSWERS:
+        self._answers += 1
+        if self._answers == WARN_AFTER:
             logger.warning(
-                "others answer this peer, and none of them has called it for %d answers: can they reach %s? "
+                "other peers answered this peer %d times, and none has called it meanwhile: can they reach %s? "
                 "Let connections to it through, advertise an address that leads here, or take part in client mode, "
                 "which needs none",
-                *(MANY_ANSWERS, self._endpoint),
+                *(WARN_AFTER, self._endpoint),
             )
 
-    def called(self) -> None:
+    def note_call(self) -> None:
         """Another peer has called."""
-        self._unrequited = 0
+        self._answers = 0

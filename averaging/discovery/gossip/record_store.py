@@ -1,4 +1,4 @@
-"""One peer's side of discovery, without a network: its table of records, those it wrote itself, and who watches."""
+"""The records of one peer, without a network: its table, the records it writes itself, and the readers that watch."""
 
 from __future__ import annotations
 
@@ -20,18 +20,16 @@ _WARNING_PERIOD = 60.0  # s between two warnings of the same kind
 
 
 class RecordStore:
-    """The records as this peer sees them.
-
-    Nothing runs in the background: what has expired is forgotten before anything is read or merged.
+    """The table of one peer. There is no background task: expired records are removed before each access.
 
     Args:
-        author: writes this peer's records and checks everybody's signatures.
-        limits: what to accept.
+        author: writes this peer's records and verifies all signatures.
+        limits: which records to accept.
         clock: seconds since the epoch.
-        on_change: is told what became readable, was replaced or went, and whether it went because it expired.
+        on_change: called with each change for readers, and whether an expiration caused it.
 
     Attributes:
-        refused: how many records were refused, by reason.
+        refused: number of records that were refused, by reason.
     """
 
     def __init__(
@@ -41,24 +39,24 @@ class RecordStore:
         clock: Callable[[], float],
         on_change: Callable[[Change, bool], None] | None = None,
     ) -> None:
-        self._author = author
-        self._limits = limits
-        self._clock = clock
-        self._on_change = on_change
+        self._author, self._limits = author, limits
+        self._clock, self._on_change = clock, on_change
         self._table = RecordTable(limits, author.verify)
-        self._watchers = Watchers(clock, lambda key: self.table().read(key), lambda key: self.table().next_end(key))
+        self._watchers = Watchers(
+            clock, lambda key: self.table().read(key), lambda key: self.table().next_expiration(key)
+        )
         self._warned: dict[Reason, float] = {}
-        self._waiting: dict[tuple[str, str], bytes] = {}
+        self._waiting: dict[tuple[str, str], bytes] = {}  # places of this peer that other owners hold
         self.refused: Counter[Reason] = Counter()
 
     def table(self) -> RecordTable:
-        """The table, freed of what has expired."""
+        """The table, without the records that have expired."""
         for change in self._table.expire(self._clock()):
             self._changed(change, expired=True)
         return self._table
 
     def write(self, key: str, subkey: str, value: bytes, expiration: float) -> Record:
-        """Writes a record of this peer's own and returns it.
+        """Writes a record of this peer and returns it.
 
         Raises:
             DiscoveryError: see `Discovery.store`.
@@ -66,14 +64,14 @@ class RecordStore:
         now, table = self._clock(), self.table()
         record = self._author.write(key, subkey, value, expiration, now, table.claim(key, subkey, self._author.owner))
         merged = table.merge(record, now)
-        if merged.reason is not None and not merged.news:
+        if merged.reason is not None and not merged.is_new:
             raise DiscoveryError(f"cannot store {subkey!r} under {key!r}: {merged.reason}")
         self._changed(merged.change)
-        self._notice_waiting(key, subkey)
+        self._log_waiting(key, subkey)
         return record
 
     def withdraw(self, key: str, subkey: str) -> Record | None:
-        """Takes this peer's own record back and returns the withdrawal; None if there is nothing to withdraw."""
+        """Withdraws this peer's record and returns the withdrawal; None if there is none."""
         previous = self.table().claim(key, subkey, self._author.owner)
         if previous is None or previous.withdrawn:
             return None
@@ -84,21 +82,21 @@ class RecordStore:
         return withdrawal
 
     def withdraw_all(self) -> list[Record]:
-        """Takes back everything this peer wrote."""
+        """Withdraws all records of this peer."""
         own = self.table().claims_of(self._author.owner)
         withdrawals = [self.withdraw(record.key, record.subkey) for record in own]
         return [record for record in withdrawals if record is not None]
 
     def merge(self, record: Record, sender: str) -> Merged:
-        """Takes a record from the network, counting and now and then reporting those that are refused."""
+        """Merges a record from the network; refusals are counted, and logged once a minute."""
         now, table = self._clock(), self.table()
         merged = table.merge(record, now)
-        if merged.news:
+        if merged.is_new:
             self._author.observe(record)
             self._changed(merged.change)
-        just_expired = record.expiration > now - self._limits.clock_tolerance  # on the way, or by its owner's clock
+        just_expired = record.expiration > now - self._limits.clock_tolerance  # in transit, or by its owner's clock
         if merged.reason is not None and not (merged.reason is Reason.EXPIRED and just_expired):
-            self._refused(merged.reason, record, sender, now)
+            self._count_refusal(merged.reason, record, sender, now)
         return merged
 
     def watch(self, key: str) -> AsyncGenerator[Mapping[str, Entry], None]:
@@ -106,18 +104,18 @@ class RecordStore:
         return self._watchers.watch(key)
 
     def close(self) -> None:
-        """Ends all watching."""
+        """Ends all `watch` generators."""
         self._watchers.close()
 
     def _changed(self, change: Change | None, expired: bool = False) -> None:
         if change is None:
             return
         self._watchers.notify(change.key)
-        self._notice_waiting(change.key, change.subkey)
+        self._log_waiting(change.key, change.subkey)
         if self._on_change is not None:
             self._on_change(change, expired)
 
-    def _refused(self, reason: Reason, record: Record, sender: str, now: float) -> None:
+    def _count_refusal(self, reason: Reason, record: Record, sender: str, now: float) -> None:
         self.refused[reason] += 1
         if now - self._warned.get(reason, float("-inf")) >= _WARNING_PERIOD:
             self._warned[reason] = now
@@ -126,8 +124,8 @@ class RecordStore:
                 *(record.subkey, record.key, sender, reason.value, self.refused[reason]),
             )
 
-    def _notice_waiting(self, key: str, subkey: str) -> None:
-        """Says once that somebody else holds a place that this peer wants, and that it has got it at last."""
+    def _log_waiting(self, key: str, subkey: str) -> None:
+        """Logs once that another owner holds a place of this peer, and once that this peer holds it."""
         place = (key, subkey)
         own = self._table.claim(key, subkey, self._author.owner)
         holder = self._table.holder(key, subkey)
@@ -137,8 +135,8 @@ class RecordStore:
         elif self._waiting.get(place) != holder.owner:
             self._waiting[place] = holder.owner
             logger.warning(
-                "somebody else's record of %r under %r is in force: probably this peer's own, from before it was "
-                "restarted. It expires in %.0f s unless its owner is alive and renews it; this peer's record takes its "
-                "place then. If that does not happen, two peers have the same address",
+                "another owner's record of %r under %r is in force: probably this peer's own, from before it was "
+                "restarted. It expires in %.0f s, and then this peer's record takes its place. If another peer "
+                "renews it until then, two peers have the same address: advertise another one",
                 *(subkey, key, holder.expiration - self._clock()),
             )

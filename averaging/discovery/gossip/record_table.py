@@ -1,15 +1,16 @@
-"""All records a peer holds, and how they merge. Pure: `now` is passed in.
+"""All records that a peer holds, and how they merge. Pure: `now` is passed in.
 
-The table is a last-writer-wins map from (key, subkey, owner) to that owner's newest record, so any set of records gives
-the same table whatever the order in which they arrive, and however often. What is read under (key, subkey) is a
-function of that map: of the owners whose record has neither expired nor been withdrawn, the one that claimed the place
-first holds it (equal claims: the smaller key). Records of the others are kept but nobody reads them; when the holder's
-goes, the next one takes the place at every peer at the same moment, without a message. `claimed` is the owner's word:
-one that lies about it takes a place that it was not first to claim, see docs/decisions/0001-gossip.md.
+The table is a last-writer-wins map from (key, subkey, owner) to the newest record of that owner. So a set of records
+gives the same table in whatever order the records arrive, and however often.
 
-A record whose owner's clock is ahead is dropped before it expires (`records.kept_until`). Peers received it at
-different times, so those that still hold it would give it back to those that do not. Its version is therefore
-remembered until it expires, and no record of that version or an earlier one is taken.
+Several owners may claim one place, that is, one (key, subkey). Of those whose record has neither expired nor been
+withdrawn, the one that claimed the place first holds it; of equal claims, the smaller public key. Only its record is
+read. The others are kept, and when the holder's record goes, all peers read the next one without a message. Owners set
+the time of their claim themselves; docs/design/decisions/0001-gossip.md has the consequences.
+
+A record whose owner's clock is ahead is removed before it expires (`record.kept_until`). Peers received it at different
+times, so those that still hold it would send it to those that have removed it. Its version is therefore remembered
+until it expires, and neither that version nor an earlier one is accepted again.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from averaging.common.addresses import is_endpoint
-from averaging.discovery.base import Entry, Sighting
-from averaging.discovery.gossip.record import Limits, Reason, entry_hash, kept_until, objection, record_id
+from averaging.discovery.base import Entry, KnownPeer
+from averaging.discovery.gossip.record import Limits, Reason, entry_hash, kept_until, record_id, refusal_reason
 from averaging.protocol.messages import Record
 
 
 class Change(NamedTuple):
-    """What is read under (key, subkey) became another record; None: nothing is read there."""
+    """The record that is read under (key, subkey) has changed; `after` is None if there is none now."""
 
     key: str
     subkey: str
@@ -35,47 +36,47 @@ class Change(NamedTuple):
 
 
 class Merged(NamedTuple):
-    """What became of a record that was offered to the table.
+    """The result of merging a record into the table.
 
     Attributes:
-        news: it was taken, and others may want to hear of it.
-        reason: why it was refused. With `news`, that is `FOREIGN`: it was taken but waits for the place.
-        change: what its arrival changed for readers, if anything.
+        is_new: it was accepted, and other peers may lack it.
+        reason: why it was refused. If `is_new`, this can only be `FOREIGN`: another owner holds the place.
+        change: what it changed for readers, if anything.
     """
 
-    news: bool = False
+    is_new: bool = False
     reason: Reason | None = None
     change: Change | None = None
 
 
 _NOTHING_NEW = Merged()
 
-_FEW = 1024  # records that were dropped early and are remembered without a look at which have expired
+_MIN_PRUNE = 1024  # early removals that are remembered before expired ones are looked for
 
 
 class RecordTable:
     """The newest record of every owner under every (key, subkey).
 
     Args:
-        limits: what to accept.
-        verify: whether a record carries its owner's signature.
+        limits: which records to accept.
+        verify: returns whether the signature of a record is valid.
     """
 
     def __init__(self, limits: Limits, verify: Callable[[Record], bool]) -> None:
         self._limits = limits
         self._verify = verify
         self._places: dict[tuple[str, str], dict[bytes, Record]] = {}
-        # Who claims each place and has not withdrawn, the holder first: thousands of owners may want the same.
+        # The claims of each place that are not withdrawn, in order: thousands of owners may claim the same place.
         self._claims: dict[tuple[str, str], list[tuple[int, bytes]]] = {}
         self._readable: dict[str, dict[str, Record]] = {}
         self._subkeys: Counter[str] = Counter()
         self._by_id: dict[int, Record] = {}
         self._versions: dict[int, int] = {}
         self._by_owner: Counter[bytes] = Counter()
-        self._ends: dict[tuple[str, str, bytes], float] = {}  # until when each record is kept
-        self._expirations: list[tuple[float, int]] = []  # heap of (end, id), some outdated
-        self._dropped: dict[int, tuple[float, int]] = {}  # expiration and version of what was dropped before it expired
-        self._prune_at = _FEW
+        self._kept_until: dict[tuple[str, str, bytes], float] = {}
+        self._expirations: list[tuple[float, int]] = []  # heap of (kept until, id), some outdated
+        self._removed_early: dict[int, tuple[float, int]] = {}  # expiration and version, by id
+        self._prune_at = _MIN_PRUNE
         self._hash = 0
 
     def __len__(self) -> int:
@@ -87,18 +88,15 @@ class RecordTable:
         return self._hash
 
     def merge(self, record: Record, now: float) -> Merged:
-        """Takes `record` if it is newer than what its owner had there and nothing is wrong with it.
-
-        Call `expire(now)` before.
-        """
+        """Accepts `record` if it is valid and newer than the one its owner has there. Call `expire(now)` first."""
         known = self._places.get((record.key, record.subkey), {}).get(record.owner)
         if known is not None and not _supersedes(record, known):
             return _NOTHING_NEW
-        reason = objection(record, now, self._limits)
+        reason = refusal_reason(record, now, self._limits)
         if reason is not None:
             return Merged(reason=reason)
         number = record_id(record.key, record.subkey, record.owner)
-        if self._was_dropped(number, record.version):
+        if self._was_removed_early(number, record.version):
             return _NOTHING_NEW
         reason = self._no_room(number, record, known)
         if reason is None and not self._verify(record):
@@ -106,88 +104,89 @@ class RecordTable:
         if reason is not None:
             return Merged(reason=reason)
         self._put(number, record, known, kept_until(record, now, self._limits))
-        change = self._reread(record.key, record.subkey)
+        change = self._update_readable(record.key, record.subkey)
         waits = not record.withdrawn and self.holder(record.key, record.subkey) is not record
-        return Merged(news=True, reason=Reason.FOREIGN if waits else None, change=change)
+        return Merged(is_new=True, reason=Reason.FOREIGN if waits else None, change=change)
 
     def expire(self, now: float) -> list[Change]:
-        """Forgets what has expired, and returns what that changed for readers."""
+        """Removes expired records; returns what that changed for readers."""
         changes = []
         while self._expirations and self._expirations[0][0] <= now:
             _, number = heapq.heappop(self._expirations)
             record = self._by_id.get(number)
-            if record is None or self._ends[_identity(record)] > now:
+            if record is None or self._kept_until[_identity(record)] > now:
                 continue  # outdated: a newer record took its place
             self._remove(number, record)
             if record.expiration > now:
-                self._remember(number, record, now)
-            change = self._reread(record.key, record.subkey)
+                self._remember_removal(number, record, now)
+            change = self._update_readable(record.key, record.subkey)
             if change is not None:
                 changes.append(change)
         return changes
 
     def holder(self, key: str, subkey: str) -> Record | None:
-        """The record that is read there."""
+        """The record that is read there; None if there is none."""
         return self._readable.get(key, {}).get(subkey)
 
     def claim(self, key: str, subkey: str, owner: bytes) -> Record | None:
-        """What `owner` said last about (key, subkey), be it read, waiting or a withdrawal."""
+        """The newest record of `owner` there, whether or not it is read, or its withdrawal."""
         return self._places.get((key, subkey), {}).get(owner)
 
     def claims_of(self, owner: bytes) -> list[Record]:
-        """All that `owner` said, withdrawals included."""
+        """All records of `owner`, withdrawals included."""
         return [record for record in self._by_id.values() if record.owner == owner]
 
     def read(self, key: str) -> dict[str, Entry]:
         """The entries under `key`, by subkey."""
         return {s: Entry(record.value, record.expiration) for s, record in self._readable.get(key, {}).items()}
 
-    def next_end(self, key: str) -> float | None:
-        """When the first of the records that are read under `key` will be gone; None if there are none."""
-        return min((self._ends[_identity(record)] for record in self._readable.get(key, {}).values()), default=None)
+    def next_expiration(self, key: str) -> float | None:
+        """When the first of the records that are read under `key` is removed; None if there are none."""
+        records = self._readable.get(key, {}).values()
+        return min((self._kept_until[_identity(record)] for record in records), default=None)
 
-    def listing(self, key: str) -> tuple[Record, ...]:
-        """The records that are read under `key`, or under any key if it is empty."""
+    def list_records(self, key: str) -> tuple[Record, ...]:
+        """The records that are read under `key`, or under all keys if it is empty."""
         keys = (key,) if key else tuple(self._readable)
         return tuple(record for k in keys for record in self._readable.get(k, {}).values())
 
-    def names(self, subkey: str) -> bool:
-        """Whether anything is read under `subkey`, whatever the key."""
+    def has_subkey(self, subkey: str) -> bool:
+        """Whether a record is read under `subkey`, with any key."""
         return subkey in self._subkeys
 
     def subkeys(self) -> frozenset[str]:
-        """All subkeys under which something is read."""
+        """All subkeys under which a record is read."""
         return frozenset(self._subkeys)
 
-    def sightings(self) -> dict[str, Sighting]:
-        """What is known of each subkey that is an endpoint."""
+    def peers(self) -> dict[str, KnownPeer]:
+        """The subkeys that are endpoints, and what these peers have stored."""
         values: dict[str, dict[str, bytes]] = {}
         since: dict[str, int] = {}
         for key, records in self._readable.items():
             for subkey, record in records.items():
                 values.setdefault(subkey, {})[key] = record.value
                 since[subkey] = min(since.get(subkey, record.claimed), record.claimed)
-        return {name: Sighting(since[name] / 1e6, stored) for name, stored in values.items() if is_endpoint(name)}
+        return {name: KnownPeer(since[name] / 1e6, stored) for name, stored in values.items() if is_endpoint(name)}
 
     def versions(self) -> Mapping[int, int]:
-        """The digest: version by record id."""
+        """The digest of the table: versions by record id."""
         return self._versions
 
     def compare(self, theirs: Iterable[tuple[int, int]]) -> tuple[list[Record], list[int]]:
-        """The records that a peer with the digest `theirs` lacks, and the ids of those it could send here."""
+        """The records that a peer with the digest `theirs` lacks, and the ids of those that this table lacks."""
         theirs, here = tuple(theirs), self._versions
-        # Of ids that are not here no dict is made: they may be chosen so that each clashes with all before it.
+        # Unknown ids are put into no dict: an attacker may have chosen them so that their hashes collide.
         there = {number: version for number, version in theirs if number in here}
         lacking = [self._by_id[number] for number, version in here.items() if there.get(number, 0) < version]
         wanted = [
             number
             for number, version in theirs
-            if here.get(number, 0) < version and not self._was_dropped(number, version)
+            if here.get(number, 0) < version and not self._was_removed_early(number, version)
         ]
         return lacking, wanted
 
     def select(self, numbers: Iterable[int]) -> list[Record]:
-        """The records with these ids; ids of none are passed over."""
+        """The records with these ids; unknown ids are ignored."""
         return [record for number in numbers if (record := self._by_id.get(number)) is not None]
 
     def _no_room(self, number: int, record: Record, known: Record | None) -> Reason | None:
@@ -199,19 +198,19 @@ class RecordTable:
             return Reason.OWNER_FULL
         return Reason.FULL if len(self._by_id) >= self._limits.records else None
 
-    def _was_dropped(self, number: int, version: int) -> bool:
-        """Whether this version of a record, or a later one, was here and was dropped before it expired."""
-        return version <= self._dropped.get(number, (0.0, 0))[1]
+    def _was_removed_early(self, number: int, version: int) -> bool:
+        """Whether this version of a record, or a later one, was removed before it expired."""
+        return version <= self._removed_early.get(number, (0.0, 0))[1]
 
-    def _remember(self, number: int, record: Record, now: float) -> None:
-        self._dropped[number] = record.expiration, record.version
-        if len(self._dropped) > self._prune_at:
-            self._dropped = {n: dropped for n, dropped in self._dropped.items() if dropped[0] > now}
-            for number in list(self._dropped)[: max(0, len(self._dropped) - self._limits.records)]:
-                del self._dropped[number]
-            self._prune_at = max(_FEW, 2 * len(self._dropped))
+    def _remember_removal(self, number: int, record: Record, now: float) -> None:
+        removed = self._removed_early
+        removed[number] = record.expiration, record.version
+        if len(removed) > self._prune_at:
+            kept = [(n, entry) for n, entry in removed.items() if entry[0] > now]
+            self._removed_early = dict(kept[-self._limits.records :])
+            self._prune_at = max(_MIN_PRUNE, 2 * len(self._removed_early))
 
-    def _put(self, number: int, record: Record, known: Record | None, end: float) -> None:
+    def _put(self, number: int, record: Record, known: Record | None, until: float) -> None:
         if known is None:
             self._by_owner[record.owner] += 1
         else:
@@ -223,16 +222,16 @@ class RecordTable:
         self._by_id[number] = record
         self._versions[number] = record.version
         self._hash ^= entry_hash(number, record.version)
-        self._dropped.pop(number, None)
-        self._ends[_identity(record)] = end
-        heapq.heappush(self._expirations, (end, number))
+        self._removed_early.pop(number, None)
+        self._kept_until[_identity(record)] = until
+        heapq.heappush(self._expirations, (until, number))
         if len(self._expirations) > 2 * len(self._by_id) + 64:  # mostly outdated
-            self._expirations = [(self._ends[_identity(r)], n) for n, r in self._by_id.items()]
+            self._expirations = [(self._kept_until[_identity(r)], n) for n, r in self._by_id.items()]
             heapq.heapify(self._expirations)
 
     def _remove(self, number: int, record: Record) -> None:
         place = (record.key, record.subkey)
-        del self._by_id[number], self._versions[number], self._ends[_identity(record)]
+        del self._by_id[number], self._versions[number], self._kept_until[_identity(record)]
         del self._places[place][record.owner]
         if not self._places[place]:
             del self._places[place]
@@ -251,8 +250,7 @@ class RecordTable:
         if not claims:
             del self._claims[place]
 
-    def _reread(self, key: str, subkey: str) -> Change | None:
-        """Works out anew what is read under (key, subkey)."""
+    def _update_readable(self, key: str, subkey: str) -> Change | None:
         claims = self._claims.get((key, subkey))
         before = self.holder(key, subkey)
         after = self._places[key, subkey][claims[0][1]] if claims else None
@@ -273,17 +271,17 @@ class RecordTable:
 
 
 def _identity(record: Record) -> tuple[str, str, bytes]:
-    """What its id is the hash of."""
+    """The fields that all versions of a record share."""
     return record.key, record.subkey, record.owner
 
 
 def _precedence(record: Record) -> tuple[int, bytes]:
-    """The owner for whom this is lowest holds the place."""
+    """The claim with the smallest precedence holds the place."""
     return record.claimed, record.owner
 
 
 def _supersedes(record: Record, known: Record) -> bool:
-    """Whether `record` replaces `known`, of the same owner; one that signs two of one version gets one of them."""
+    """Whether `record` replaces `known`, of the same owner. Of two with one version, all peers keep the same one."""
     if record.version != known.version:
         return record.version > known.version
     return record is not known and _content(record) > _content(known)

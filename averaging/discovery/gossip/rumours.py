@@ -1,4 +1,4 @@
-"""Tells fresh records to the other members at once, down the tree that `spread` cuts."""
+"""Sends new records to all members at once, down the tree of `broadcast_tree`. Such a message is called a rumour."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ logger = logging.getLogger(__name__)
 
 _Place = tuple[str, str, bytes]
 
-_FEW = 1024  # places of which it is remembered without further thought what was told
+_MIN_PRUNE = 1024  # records sent that are remembered before expired ones are looked for
 
 
 @dataclass(frozen=True, slots=True)
-class _Parcel:
-    """Records for a range of peers, and who could still be asked to tell them."""
+class _Batch:
+    """Records for a range of peers, and the peers of it to which they could still be sent."""
 
     start: int
     end: int
@@ -32,19 +32,19 @@ class _Parcel:
 
 
 @dataclass(slots=True)
-class _Line:
-    """What waits for one peer, and the call to it that is under way."""
+class _Queue:
+    """The batches that wait for one peer, and the lock of the call to it."""
 
-    waiting: list[_Parcel] = field(default_factory=list)
+    waiting: list[_Batch] = field(default_factory=list)
     call: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class Rumours:
-    """What this peer still has to tell.
+    """The records that this peer has to send.
 
     Args:
         clock: seconds since the epoch.
-        on_refused: is told who refused which records, but for those that had expired by then.
+        on_refused: called with a peer and the records that it refused, except those that had expired in transit.
     """
 
     def __init__(
@@ -56,105 +56,100 @@ class Rumours:
         clock: Callable[[], float],
         on_refused: Callable[[str, tuple[Refusal, ...]], None],
     ) -> None:
-        self._transport = transport
-        self._run_id = run_id
-        self._members = members
-        self._settings = settings
-        self._clock = clock
-        self._on_refused = on_refused
+        self._transport, self._run_id, self._members = transport, run_id, members
+        self._settings, self._clock, self._on_refused = settings, clock, on_refused
         self._outbox: dict[tuple[int, int], dict[_Place, Record]] = {}
         self._ready = asyncio.Event()
-        self._lines: dict[str, _Line] = {}
-        self._told: dict[_Place, Record] = {}
-        self._prune_at = _FEW
+        self._queues: dict[str, _Queue] = {}
+        self._sent: dict[_Place, Record] = {}
+        self._prune_at = _MIN_PRUNE
 
-    def tell(self, record: Record, start: int, end: int) -> None:
-        """Has `record` told to the range [start, end] of the ring, with the next tick.
+    def spread(self, record: Record, start: int, end: int) -> None:
+        """Sends `record` to the range [start, end] of the ring, with the next tick.
 
-        Every version is told at most once by this peer, so that nobody can make the run repeat itself without end.
+        A peer sends each version at most once, so that no peer can make a rumour circulate for ever.
         """
         place = (record.key, record.subkey, record.owner)
-        told = self._told.get(place)
-        if told is not None and told.version >= record.version:
+        sent = self._sent.get(place)
+        if sent is not None and sent.version >= record.version:
             return
-        self._told[place] = record
-        if len(self._told) > self._prune_at:
+        self._sent[place] = record
+        if len(self._sent) > self._prune_at:
             now = self._clock()
-            self._told = {p: r for p, r in self._told.items() if r.expiration > now}
-            self._prune_at = max(_FEW, 2 * len(self._told))
+            self._sent = {p: r for p, r in self._sent.items() if r.expiration > now}
+            self._prune_at = max(_MIN_PRUNE, 2 * len(self._sent))
         self._outbox.setdefault((start, end), {})[place] = record
         self._ready.set()
 
     async def run(self, spawn: Callable[[Coroutine[Any, Any, None]], object]) -> None:
-        """Sends what there is to tell, every tick; `spawn` makes tasks."""
+        """Sends the records, every tick, until cancelled; `spawn` creates tasks."""
         while True:
             await self._ready.wait()
             await asyncio.sleep(self._settings.tick)
-            if parcels := self._take():
-                spawn(self._send_all(parcels))
+            if batches := self._take():
+                spawn(self._send_all(batches))
 
     async def flush(self) -> None:
-        """Sends what there is to tell and waits until it has been taken."""
+        """Sends the remaining records and waits until they have been received."""
         await self._send_all(self._take())
 
     async def push(self, endpoint: str, records: list[Record]) -> None:
-        """Sends records to one peer that need not pass them on.
+        """Sends records to one peer, which does not forward them.
 
         Raises:
             TransportError, ProtocolViolationError, TimeoutError: the call failed.
         """
         await self._push(endpoint, [Rumour(record) for record in records])
 
-    def _take(self) -> list[_Parcel]:
+    def _take(self) -> list[_Batch]:
         self._ready.clear()
         outbox, self._outbox = self._outbox, {}
         return [
-            _Parcel(branch.start, branch.end, tuple(records.values()), iter(branch.candidates))
+            _Batch(branch.start, branch.end, tuple(records.values()), iter(branch.candidates))
             for (start, end), records in outbox.items()
             for branch in self._members.branches(start, end, self._settings.fanout)
         ]
 
-    async def _send_all(self, parcels: list[_Parcel]) -> None:
+    async def _send_all(self, batches: list[_Batch]) -> None:
         try:
-            async with asyncio.timeout(self._settings.rumour_patience):
-                await self._send(parcels)
+            async with asyncio.timeout(self._settings.rumour_timeout):
+                await self._send(batches)
         except TimeoutError:
-            logger.debug("some members did not take a fresh record in time; they will hear of it by exchange")
+            logger.debug("some members did not receive a new record in time; an exchange will bring it")
 
-    async def _send(self, parcels: list[_Parcel]) -> None:
-        """Sends each parcel to its next candidate; those for the same one go together."""
-        by_target: dict[str, list[_Parcel]] = {}
-        for parcel in parcels:
-            target = next(parcel.candidates, None)
+    async def _send(self, batches: list[_Batch]) -> None:
+        """Sends each batch to its next candidate; batches for the same one are sent together."""
+        by_target: dict[str, list[_Batch]] = {}
+        for batch in batches:
+            target = next(batch.candidates, None)
             if target is not None:
-                by_target.setdefault(target, []).append(parcel)
+                by_target.setdefault(target, []).append(batch)
         async with asyncio.TaskGroup() as tasks:
             for target, load in by_target.items():
                 tasks.create_task(self._deliver(target, load))
 
-    async def _deliver(self, target: str, parcels: list[_Parcel]) -> None:
-        """Sends parcels to `target`. One call to it is under way at a time; what comes meanwhile goes with the next."""
-        line = self._lines.setdefault(target, _Line())
-        line.waiting += parcels
+    async def _deliver(self, target: str, batches: list[_Batch]) -> None:
+        """Sends batches to `target`, one call at a time. Batches that arrive meanwhile are sent with the next call."""
+        queue = self._queues.setdefault(target, _Queue())
+        queue.waiting += batches
         try:
-            async with line.call:
-                load, line.waiting = line.waiting, []
+            async with queue.call:
+                load, queue.waiting = queue.waiting, []
                 if not load:
-                    return  # they went with others
+                    return  # another call has sent them
+                rumours = [Rumour(record, batch.start, batch.end) for batch in load for record in batch.records]
                 try:
-                    await self._push(
-                        target, [Rumour(r, parcel.start, parcel.end) for parcel in load for r in parcel.records]
-                    )
+                    await self._push(target, rumours)
                     return
                 except CALL_FAILURES as error:
-                    logger.debug("%s did not take a rumour: %s", target, error)
+                    logger.debug("%s did not receive a rumour: %s", target, error)
                     self._members.suspect(target, self._clock(), why_failed(error))
         finally:
-            # Who loses patience in the line takes its parcels along: nobody may come to that target any more.
-            own = set(map(id, parcels))
-            line.waiting = [parcel for parcel in line.waiting if id(parcel) not in own]
-            if not line.waiting and not line.call.locked() and self._lines.get(target) is line:
-                del self._lines[target]
+            # On a timeout in the queue, remove the own batches: there may never be another call to that target.
+            own = set(map(id, batches))
+            queue.waiting = [batch for batch in queue.waiting if id(batch) not in own]
+            if not queue.waiting and not queue.call.locked() and self._queues.get(target) is queue:
+                del self._queues[target]
         await self._send(load)
 
     async def _push(self, target: str, rumours: list[Rumour]) -> None:
@@ -167,9 +162,9 @@ class Rumours:
                 self._on_refused(target, refused)
 
     def _without_expired(self, refused: tuple[Refusal, ...], load: tuple[Rumour, ...]) -> tuple[Refusal, ...]:
-        """The refusals but those of records that have expired on their way; of others it is a matter of the clocks."""
+        """The refusals without those of records that expired in transit. Other expired records hint at the clocks."""
         if not refused:
             return ()
-        still = self._clock() + self._settings.limits.clock_tolerance
-        on_the_way = {(one.record.key, one.record.subkey) for one in load if one.record.expiration <= still}
-        return tuple(one for one in refused if one.reason != Reason.EXPIRED or (one.key, one.subkey) not in on_the_way)
+        latest = self._clock() + self._settings.limits.clock_tolerance
+        expired = {(one.record.key, one.record.subkey) for one in load if one.record.expiration <= latest}
+        return tuple(one for one in refused if one.reason != Reason.EXPIRED or (one.key, one.subkey) not in expired)

@@ -6,7 +6,7 @@ import hmac
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from hashlib import sha256
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ from averaging.errors import BusyError, ForeignEndpointError, WrongRunError
 from averaging.security.client_names import fits, is_bound
 from averaging.security.credentials import Credentials, Tls, validity_problem
 from averaging.transport.grpc import methods
-from averaging.transport.grpc.channel_options import MAX_CALLS_PER_HOST
+from averaging.transport.grpc.channel_options import MAX_CALLS_PER_HOST, MAX_WATCHES_PER_HOST
 from averaging.transport.grpc.methods import Method
 from averaging.transport.grpc.refused_callers import Refusals
 
@@ -31,6 +31,9 @@ HEADER = "authorization"
 
 HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 """Answered without a token: whoever watches over machines has none."""
+
+HEALTH_WATCH = "/grpc.health.v1.Health/Watch"
+"""A stream that never ends by itself."""
 
 _INSPECTION = ("/grpc.reflection.", "/grpc.channelz.", f"/{methods.STATUS}/", methods.LIST_RECORDS.path)
 
@@ -123,27 +126,24 @@ class Callers:
         self._authenticated = authenticated
         self._most = max_calls_per_host
         self._calls: Counter[str] = Counter()
+        self._watches: Counter[str] = Counter()
 
     @contextmanager
-    def call(self, context: Context) -> Iterator[None]:
-        """Around a call in progress.
+    def call(self, context: Context, path: str) -> Iterator[None]:
+        """Around a call in progress, of any service.
 
         Raises:
             BusyError: its host has too many.
         """
         host = host_of(context)
-        if self._calls[host] >= self._most:
-            raise BusyError(f"{self._calls[host]} calls of your host are in progress; no more are taken")
-        self._calls[host] += 1
-        try:
-            yield
-        except WrongRunError as error:
-            self.refusals.note(host, str(error))
-            raise
-        finally:
-            self._calls[host] -= 1
-            if not self._calls[host]:
-                del self._calls[host]
+        watch = path == HEALTH_WATCH
+        watches = _counted(self._watches, host, MAX_WATCHES_PER_HOST, "Health/Watch calls") if watch else nullcontext()
+        with _counted(self._calls, host, self._most, "calls"), watches:
+            try:
+                yield
+            except WrongRunError as error:
+                self.refusals.note(host, str(error))
+                raise
 
     def read(self, method: Method[Request, Any], context: Context) -> Callable[[bytes], Request]:
         """What decodes the messages of a call, and checks in whose name they are.
@@ -171,6 +171,19 @@ class Callers:
             return request
 
         return decode
+
+
+@contextmanager
+def _counted(counter: Counter[str], host: str, most: int, what: str) -> Iterator[None]:
+    if counter[host] >= most:
+        raise BusyError(f"{counter[host]} {what} of your host are in progress; no more are taken")
+    counter[host] += 1
+    try:
+        yield
+    finally:
+        counter[host] -= 1
+        if not counter[host]:
+            del counter[host]
 
 
 def host_of(context: Context) -> str:

@@ -1,7 +1,7 @@
-"""Messages with a tensor in them, written and read without copies of the tensor's bytes beyond gRPC's own.
+"""Encodes and decodes messages that contain a tensor, without copies of the tensor's bytes beyond gRPC's own.
 
-What is written is ordinary protobuf, with the buffer as the last field of the tensor and the tensor as the last field
-of the message. What is read may be in any order; a message that is unusual in any way is left to protobuf.
+The output is ordinary protobuf, with the buffer as the last field of the tensor and the tensor as the last field of the
+message. The fields of the input may have any order; unusual messages are left to the protobuf parser.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Generic, NamedTuple, TypeVar
 BUFFER = 1
 """Number of the field `buffer` in a Tensor."""
 
-MOST_FIELDS = 128
-"""Of a message, or of a tensor with 64 dimensions; more are left to protobuf, which reads millions in no time."""
+MAX_FIELDS = 128
+"""Maximum number of fields in a message, or in a tensor with 64 dimensions. Protobuf parses messages with more."""
 
-LONGEST_HEAD = 512
-"""Bytes before a tensor's own; no message of an honest peer has more."""
+MAX_HEAD_BYTES = 512
+"""Maximum bytes before the tensor's buffer. Messages of honest peers have fewer."""
 
-MOST_HEADS = 256
-"""How many are kept: a model has fewer lengths of parts. Beyond, all are forgotten."""
+MAX_HEADS = 256
+"""Heads kept in the cache: more than the number of part sizes in a model. A full cache is cleared."""
 
 Content = TypeVar("Content")
 
@@ -27,25 +27,25 @@ _SIZES = {_FIXED64: 8, _FIXED32: 4}
 
 
 def head(field: int, tensor: bytes, nbytes: int) -> bytes:
-    """The last field of a message, which is a tensor, up to the tensor's bytes, its own last field.
+    """Encodes the tensor field of a message up to the tensor's buffer, which must follow as the last bytes.
 
     Args:
-        field: number of the field.
+        field: number of the tensor field in the message.
         tensor: the tensor's other fields, encoded.
-        nbytes: how many bytes follow.
+        nbytes: length of the buffer.
     """
     inner = tensor + _varint(BUFFER << 3 | _BYTES) + _varint(nbytes)
     return _varint(field << 3 | _BYTES) + _varint(len(inner) + nbytes) + inner
 
 
 class Pieces(NamedTuple):
-    """A message with a tensor in it, taken apart.
+    """The pieces of a message that contains a tensor.
 
     Attributes:
-        outer: the message's other fields.
-        tensor: the tensor's other fields.
-        start: where the tensor's bytes begin.
-        buffer: these; it shares the memory of the message.
+        outer: the message's other fields, encoded.
+        tensor: the tensor's other fields, encoded.
+        start: offset of the tensor's buffer in the message.
+        buffer: the tensor's buffer; it shares the memory of the message.
     """
 
     outer: bytes
@@ -55,10 +55,10 @@ class Pieces(NamedTuple):
 
 
 def split(raw: bytes, field: int) -> Pieces | None:
-    """Takes a message with a tensor in it apart.
+    """Splits a message that contains one tensor.
 
     Returns:
-        None if there is no such tensor, more than one, or something that is not seen to be sound at a glance.
+        The pieces; None if there is not exactly one tensor, or if the message is unusual or malformed.
     """
     outer = _cut(raw, 0, len(raw), field)
     if outer is None:
@@ -70,33 +70,33 @@ def split(raw: bytes, field: int) -> Pieces | None:
 
 
 class Heads(Generic[Content]):
-    """What messages of one kind hold besides their tensor's bytes, each decoded once.
+    """A cache of decoded messages without their tensor's buffer.
 
-    The parts of a round hold the same but for these. A message as long as a former one, with the same bytes before
-    those of its tensor, holds the same besides them.
+    The parts of a round differ only in the buffer. A message that has the length of an earlier one, and the same bytes
+    before the buffer, therefore has the same other content.
     """
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[bytes, Content]] = {}  # by the length of the message
 
     def find(self, raw: bytes) -> tuple[Content, memoryview] | None:
-        """What such a message held, and this one's buffer, which shares the memory of `raw`; None if there was none."""
+        """Returns the content of an equal earlier message, and the buffer of this one as a view of `raw`; or None."""
         known = self._known.get(len(raw))
         if known is None or not raw.startswith(known[0]):
             return None
         return known[1], memoryview(raw)[len(known[0]) :]
 
     def keep(self, raw: bytes, pieces: Pieces, content: Content) -> None:
-        """Remembers what the message `raw`, taken apart, holds, unless something follows the tensor's bytes."""
-        if pieces.start > LONGEST_HEAD or pieces.start + len(pieces.buffer) < len(raw):
+        """Caches the content of the message `raw`, unless other bytes follow the buffer."""
+        if pieces.start > MAX_HEAD_BYTES or pieces.start + len(pieces.buffer) < len(raw):
             return
-        if len(self._known) >= MOST_HEADS:
+        if len(self._known) >= MAX_HEADS:
             self._known.clear()
         self._known[len(raw)] = raw[: pieces.start], content
 
 
 class _Cut(NamedTuple):
-    """Where the content of a field lies, and the bytes of all others."""
+    """The range of a field's content, and the bytes of all other fields."""
 
     start: int
     stop: int
@@ -104,11 +104,11 @@ class _Cut(NamedTuple):
 
 
 def _cut(raw: bytes, place: int, stop: int, wanted: int) -> _Cut | None:
-    """Takes one field out of the message in `raw[place:stop]`; None if it is not there exactly once."""
+    """Finds one field of the message in `raw[place:stop]`; None if it does not occur exactly once."""
     start, rest = place, b""
     found: tuple[int, int] | None = None
     try:
-        for _ in range(MOST_FIELDS):
+        for _ in range(MAX_FIELDS):
             if place >= stop:
                 break
             begin = place
@@ -122,7 +122,7 @@ def _cut(raw: bytes, place: int, stop: int, wanted: int) -> _Cut | None:
             elif kind in _SIZES:
                 place += _SIZES[kind]
             else:
-                return None  # a kind that is no longer used
+                return None  # deprecated groups
             if place > stop or key < 8:
                 return None
             if key >> 3 == wanted:
@@ -139,10 +139,10 @@ def _cut(raw: bytes, place: int, stop: int, wanted: int) -> _Cut | None:
 
 
 def _read_varint(raw: bytes, place: int) -> tuple[int, int]:
-    """The number that begins at `place`, and where it ends.
+    """Decodes the number at `place`; returns it and the offset behind it.
 
     Raises:
-        IndexError: `raw` ends before it does, or it is longer than numbers are.
+        IndexError: the number is truncated or longer than 64 bits.
     """
     byte = raw[place]
     if byte < 0x80:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from averaging.transport.grpc.unfinished_calls import Limits
+
 CONNECT_SECONDS = 5.0
 """Within this a connection must stand; across the world with TLS it takes one."""
 
@@ -41,7 +43,20 @@ MAX_CONNECTIONS = 4096
 """Connections of others at once: a few thousand peers are as many as discovery carries. More are turned away."""
 
 MAX_CALLS_PER_HOST = 1024
-"""Calls in progress from one address; several peers may stand behind it."""
+"""Calls in progress from one address, of all services; several peers may stand behind it."""
+
+MAX_WATCHES_PER_HOST = 16
+"""Calls of `Health/Watch` in progress from one address; a monitor needs one for each service at most."""
+
+REQUEST_SECONDS, REQUEST_BYTES_PER_SECOND = 30.0, 16 << 10
+"""A request must arrive within this time, plus that of the largest request of its method at this rate."""
+
+HELD_PER_CONNECTION, HELD_PER_HOST, HELD_IN_ALL = 64 << 20, 256 << 20, 1 << 30
+"""Bytes that unfinished requests may hold, in addition to the largest message.
+
+A connection may carry a stream of parts for each of several rounds, each with `WINDOW_BYTES` unread. While a group is
+being assembled, 64 peers behind one address may have sent 3 parts of 1 MiB each. They stay unread until this peer knows
+the group."""
 
 WRITE_SECONDS, WRITE_BYTES_PER_SECOND = 60.0, 16 << 10
 """A caller that takes no message in this time, or takes it more slowly, is given up."""
@@ -64,6 +79,11 @@ def server_options(max_message_bytes: int) -> Options:
         # It takes pings as often as others send them; by default, once in 5 minutes, it would end a quiet call.
         ("grpc.http2.min_ping_interval_without_data_ms", _milliseconds(KEEPALIVE_SECONDS / 2)),
     ]
+
+
+def held_limits(max_message_bytes: int) -> Limits:
+    """For unfinished requests to the listening side."""
+    return Limits(*(most + max_message_bytes for most in (HELD_PER_CONNECTION, HELD_PER_HOST, HELD_IN_ALL)))
 
 
 def channel_options(max_message_bytes: int) -> Options:

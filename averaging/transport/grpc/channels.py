@@ -1,4 +1,4 @@
-"""The connections a peer has opened, one per endpoint, shared by all calls to it."""
+"""The connections that a peer has opened: one per endpoint, shared by all calls to it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from averaging.transport.grpc.channel_options import UNUSED_SECONDS, Options
 from averaging.transport.grpc.dialling import Dialling
 
 MAX_IDLE = 256
-"""Channels kept open without a call in progress; beyond it the one unused for longest is closed."""
+"""Channels kept open without a call in progress. Of more, the least recently used is closed."""
 
 
 @dataclass(slots=True, eq=False)
 class PeerConnection:
-    """A channel to one endpoint, and how many calls are on it."""
+    """A channel to one endpoint, and the number of calls that use it."""
 
     channel: grpc.aio.Channel
     users: int = 0
@@ -31,10 +31,10 @@ class PeerConnection:
 
 
 class Channels:
-    """Opens channels as they are needed, and closes those that are broken or have long been unused.
+    """Opens channels on demand, and closes broken and unused ones.
 
     Attributes:
-        metadata: goes with every call.
+        metadata: sent with every call.
     """
 
     def __init__(
@@ -51,84 +51,82 @@ class Channels:
         self._dialling = dialling or Dialling()
         self.metadata = call_metadata(credentials.tokens)
         self._max_idle = max_idle
-        self._lines: dict[str, PeerConnection] = {}  # the least recently used first
-        self._replaced: set[PeerConnection] = (
-            set()
-        )  # broken or long unused, to be closed when their last call has ended
+        self._connections: dict[str, PeerConnection] = {}  # least recently used first
+        self._replaced: set[PeerConnection] = set()  # broken or unused; each is closed when its last call ends
         self._closed = False
 
     @asynccontextmanager
     async def call(self, endpoint: str) -> AsyncIterator[PeerConnection]:
-        """A channel to `endpoint` for one call.
+        """Provides a connection to `endpoint` for one call.
 
-        A channel on which a call finds the peer unreachable is not used again: a new one dials at once, whereas the old
-        one would go on dialling for ever and answer with its last failure meanwhile.
+        A channel on which the peer was unreachable is not used again. A new channel dials at once, whereas the old one
+        would back off and return its last error meanwhile.
 
         Raises:
-            ProtocolViolationError: nobody can be called by this name, or may be.
+            ProtocolViolationError: `endpoint` is not the address of a peer, or must not be dialled.
             ClosedError: `close` was called.
         """
-        self._distrust_unused(endpoint)
-        if endpoint not in self._lines:
-            target(endpoint)  # before any look-up
+        self._drop_unused(endpoint)
+        if endpoint not in self._connections:
+            target(endpoint)  # checks the address before any look-up
             await self._dialling.check(endpoint)
-        line = self._line_to(endpoint)
-        line.users += 1
+        connection = self._connect(endpoint)
+        connection.users += 1
         try:
-            yield line
+            yield connection
         except PeerUnreachableError:
-            if self._lines.get(endpoint) is line:
-                del self._lines[endpoint]
-                self._replaced.add(line)
+            if self._connections.get(endpoint) is connection:
+                del self._connections[endpoint]
+                self._replaced.add(connection)
             raise
         finally:
-            line.users -= 1
-            line.unused_since = asyncio.get_running_loop().time()
-            await self._tidy()
+            connection.users -= 1
+            connection.unused_since = asyncio.get_running_loop().time()
+            await self._close_unused()
 
-    def _distrust_unused(self, endpoint: str) -> None:
-        """Takes no channel for a call on which there was none for long: a router may have forgotten its connection."""
-        line = self._lines.get(endpoint)
-        if line and not line.users and asyncio.get_running_loop().time() - line.unused_since > UNUSED_SECONDS:
-            self._replaced.add(self._lines.pop(endpoint))
+    def _drop_unused(self, endpoint: str) -> None:
+        """Replaces a channel that was unused for long, because a router may have dropped its connection silently."""
+        unused = self._connections.get(endpoint)
+        if unused and not unused.users and asyncio.get_running_loop().time() - unused.unused_since > UNUSED_SECONDS:
+            self._replaced.add(self._connections.pop(endpoint))
 
-    def _line_to(self, endpoint: str) -> PeerConnection:
+    def _connect(self, endpoint: str) -> PeerConnection:
         if self._closed:
             raise ClosedError(f"{endpoint} cannot be called: this peer has been closed")
-        line = self._lines.pop(endpoint, None)
-        if line is None:
-            line = PeerConnection(self._open(target(endpoint)))
-        self._lines[endpoint] = line
-        return line
+        connection = self._connections.pop(endpoint, None)
+        if connection is None:
+            connection = PeerConnection(self._open(target(endpoint)))
+        self._connections[endpoint] = connection
+        return connection
 
     def _open(self, where: str) -> grpc.aio.Channel:
         if self._credentials is None:
             return grpc.aio.insecure_channel(where, self._options)
         return grpc.aio.secure_channel(where, self._credentials, self._options)
 
-    async def _tidy(self) -> None:
-        for line in [line for line in self._replaced if not line.users]:
-            self._replaced.discard(line)
-            await line.channel.close()
-        idle = [endpoint for endpoint, line in self._lines.items() if not line.users]
+    async def _close_unused(self) -> None:
+        for connection in [connection for connection in self._replaced if not connection.users]:
+            self._replaced.discard(connection)
+            await connection.channel.close()
+        idle = [endpoint for endpoint, connection in self._connections.items() if not connection.users]
         for endpoint in idle[: max(0, len(idle) - self._max_idle)]:
-            await self._lines.pop(endpoint).channel.close()
+            await self._connections.pop(endpoint).channel.close()
 
     async def close(self) -> None:
-        """Closes all channels; calls in progress end."""
+        """Closes all channels. Calls in progress end."""
         self._closed = True
-        lines = [*self._lines.values(), *self._replaced]
-        self._lines.clear()
+        connections = [*self._connections.values(), *self._replaced]
+        self._connections.clear()
         self._replaced.clear()
-        for line in lines:
-            await line.channel.close()
+        for connection in connections:
+            await connection.channel.close()
 
 
 def target(endpoint: str) -> str:
-    """The gRPC target of a peer; nothing that a stranger can put in a name makes it more than a host and a port.
+    """Returns the gRPC target of a peer. No endpoint can inject anything but a host and a port.
 
     Raises:
-        ProtocolViolationError: nobody can be called by this name.
+        ProtocolViolationError: `endpoint` is not the address of a peer.
     """
     if endpoint.startswith(CLIENT_PREFIX):
         raise ProtocolViolationError(f"{endpoint} is a client, which is never dialled")
@@ -137,5 +135,4 @@ def target(endpoint: str) -> str:
     host, port = parse_address(endpoint)
     if (address := parse_ip(host)) is None:
         return f"dns:///{quote(host)}:{port}"
-    # Other schemes than dns need no resolver.
     return f"ipv4:{address}:{port}" if address.version == 4 else f"ipv6:{quote(f'[{address}]:{port}')}"

@@ -1,4 +1,4 @@
-"""The three shapes of a call to another peer. Each ends, on both sides, when its caller closes it."""
+"""The three kinds of calls to another peer. A call ends on both sides when its caller closes it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Reply = TypeVar("Reply")
 StreamCall: TypeAlias = "grpc.aio.UnaryStreamCall[bytes, bytes] | grpc.aio.StreamStreamCall[bytes, bytes]"
 
 STATUS_TRIES = 1000
-"""After a failed write, the true status of the call is asked for so often, a millisecond apart."""
+"""After a failed write, the callee's status of the call is polled this many times, once per millisecond."""
 
 
 async def call_unary(channels: Channels, endpoint: str, method: Method[Request, Reply], request: Request) -> Reply:
-    """One request, one reply."""
-    async with channels.call(endpoint) as line:
-        start: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = line.channel.unary_unary(method.path)
+    """Sends one request and returns the reply."""
+    async with channels.call(endpoint) as connection:
+        start: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = connection.channel.unary_unary(method.path)
         with calling(endpoint, sent_token=bool(channels.metadata)):
             raw = await start(method.encode_request(request), metadata=channels.metadata)
         return read_reply(endpoint, method.read_reply, raw)
@@ -38,9 +38,9 @@ async def call_stream(
     request: Request,
     headers: tuple[tuple[str, str], ...] = (),
 ) -> AsyncGenerator[Reply, None]:
-    """One request, with headers of its own besides those of every call, and many replies."""
-    async with channels.call(endpoint) as line:
-        start: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = line.channel.unary_stream(method.path)
+    """Sends one request, with additional headers, and yields the replies."""
+    async with channels.call(endpoint) as connection:
+        start: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = connection.channel.unary_stream(method.path)
         call = start(method.encode_request(request), metadata=(*channels.metadata, *headers))
         replies = aiter(call)
         try:
@@ -54,9 +54,9 @@ async def call_stream(
 async def call_both_ways(
     channels: Channels, endpoint: str, method: Method[Request, Reply], messages: AsyncIterator[Request]
 ) -> AsyncGenerator[Reply, None]:
-    """Many requests, many replies: `messages` go up in a task of their own, and are closed with the call."""
-    async with channels.call(endpoint) as line:
-        start: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = line.channel.stream_stream(method.path)
+    """Sends `messages` from a background task and yields the replies. `messages` is closed with the call."""
+    async with channels.call(endpoint) as connection:
+        start: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = connection.channel.stream_stream(method.path)
         call = start(metadata=channels.metadata)
         replies = aiter(call)
         upload = _Upload(call, method.encode_request, messages)
@@ -74,21 +74,21 @@ async def call_both_ways(
 
 
 async def _next(channels: Channels, endpoint: str, call: StreamCall, replies: AsyncIterator[bytes]) -> bytes | None:
-    """The next reply; None after the last."""
+    """Returns the next reply; None after the last."""
     with calling(endpoint, sent_token=bool(channels.metadata)):
         try:
             return await anext(replies, None)
         except grpc.aio.AioRpcError as error:
             if not is_failed_write(error.details()):
                 raise
-        await raise_for_true_status(call)
+        await raise_for_callee_status(call)
     return None
 
 
-async def raise_for_true_status(call: StreamCall) -> None:
+async def raise_for_callee_status(call: StreamCall) -> None:
     """Raises unless the callee ended the call without an error.
 
-    When a write fails because the call is over, grpcio (1.85) sets the status INTERNAL until the callee's own arrives.
+    If a write fails because the call has ended, grpcio (1.85) reports INTERNAL until the callee's status arrives.
     """
     for _ in range(STATUS_TRIES):
         code, details = await call.code(), await call.details()
@@ -105,10 +105,10 @@ def _status(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
 
 
 class _Upload:
-    """Writes messages as fast as the network takes them, until the call is over.
+    """Writes messages with the network's backpressure until the call ends.
 
     Attributes:
-        failure: what the iterator of messages raised; the call is cancelled then.
+        failure: the exception of the iterator of messages, which cancels the call.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class _Upload:
         self.failure: Exception | None = None
         self._call = call
         self._task: asyncio.Task[None] | None = asyncio.create_task(self._run(encode, messages))
-        # A write that is still waiting then would fail, and grpcio would put that in the place of the status.
+        # A write still waiting at the end of the call would fail, and grpcio would report that as the status.
         call.add_done_callback(self._end)
 
     async def _run(self, encode: Callable[[Request], bytes], messages: AsyncIterator[Request]) -> None:
@@ -136,7 +136,7 @@ class _Upload:
             await _close(messages)
 
     async def _write(self, raw: bytes) -> bool:
-        """Whether it was written. If not, the call is over, and whoever reads it learns why."""
+        """Returns whether the message was written. If not, the call has ended and the reader gets the reason."""
         try:
             await self._call.write(raw)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
@@ -148,11 +148,10 @@ class _Upload:
             self._task.cancel()
 
     async def close(self) -> None:
-        """Ends it, whether or not all is written, and forgets how it ended.
+        """Ends the upload and drops its exception.
 
-        A task keeps what it ended with, and that the frames it came through, this object and the call among them. Such
-        a circle waits for the garbage collector, and as long as a call exists gRPC keeps the connection of its channel,
-        even if that is closed.
+        The task keeps its exception, whose frames keep this object and the call. That reference cycle would keep the
+        call alive until a garbage collection, and gRPC keeps the connection of a closed channel while a call exists.
         """
         self._end()
         task, self._task = self._task, None

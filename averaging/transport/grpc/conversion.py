@@ -1,7 +1,7 @@
-"""Between the dataclasses of `averaging.protocol.messages` and bytes.
+"""Converts the dataclasses of `averaging.protocol.messages` to and from bytes.
 
-Every `decode_…` raises ProtocolViolationError if the bytes are not such a message, or name what does not exist.
-Only this module, `convert_status` and `convert_receipts` know the generated classes.
+Every `decode_…` raises ProtocolViolationError if the bytes are not such a message or contain unknown names. Only this
+module, `status_conversion` and `receipt_conversion` use the generated classes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from averaging.protocol.messages import (
     WireTensor,
 )
 from averaging.transport.grpc import bulk_messages
-from averaging.transport.grpc.message_limits import MAX_DIMENSIONS, MAX_MEMBERS, MAX_RECORDS, MAX_RUMOURS, few
+from averaging.transport.grpc.message_limits import MAX_DIMENSIONS, MAX_MEMBERS, MAX_RECORDS, MAX_RUMOURS, check_count
 from averaging.wire import averaging_pb2, gossip_pb2, runtime_pb2
 
 M = TypeVar("M", bound=Message)
@@ -40,10 +40,10 @@ _HEADS: bulk_messages.Heads[AveragingData] = bulk_messages.Heads()
 
 
 def parse(message: M, raw: bytes) -> M:
-    """Fills `message` from `raw`.
+    """Parses `raw` into `message`.
 
     Raises:
-        ProtocolViolationError: `raw` is something else.
+        ProtocolViolationError: `raw` is not such a message.
     """
     try:
         message.ParseFromString(raw)
@@ -65,7 +65,7 @@ def encode_nothing(_: None) -> bytes:
 
 
 def decode_nothing(_: bytes) -> None:
-    """A request without fields; whatever else is in it is ignored, as protobuf does with unknown fields."""
+    """A request without fields. Content is ignored, as protobuf ignores unknown fields."""
 
 
 # Averaging
@@ -106,13 +106,13 @@ def decode_message_from_leader(raw: bytes) -> MessageFromLeader:
         _code(wire.code),
         wire.group_id,
         wire.suggested_leader,
-        tuple(few(wire.ordered_group_endpoints, MAX_MEMBERS, "members")),
-        tuple(few(wire.gathered, MAX_MEMBERS, "members")),
+        tuple(check_count(wire.ordered_group_endpoints, MAX_MEMBERS, "members")),
+        tuple(check_count(wire.gathered, MAX_MEMBERS, "members")),
     )
 
 
 def encode_averaging_data(data: AveragingData) -> bytes:
-    """AveragingData: the message that carries the tensors, so the one whose cost counts; encoded once."""
+    """AveragingData. It carries the tensors, so its cost matters; the result is cached in `data`."""
     if not data.encoded:
         outer = _encode_outer(data.code, data.group_id, data.endpoint, data.metadata)
         data.encoded.append(_join(outer, _PART, data.tensor_part))
@@ -121,7 +121,7 @@ def encode_averaging_data(data: AveragingData) -> bytes:
 
 @lru_cache(maxsize=16)
 def _encode_outer(code: MessageCode, group_id: bytes, endpoint: str, metadata: bytes) -> bytes:
-    """AveragingData but for its tensor."""
+    """AveragingData without its tensor."""
     return averaging_pb2.AveragingData(
         code=averaging_pb2.MessageCode.ValueType(code), group_id=group_id, endpoint=endpoint, metadata=metadata
     ).SerializeToString()
@@ -166,7 +166,7 @@ def _join(outer: bytes, field: int, tensor: WireTensor | None) -> bytes:
     return b"".join((outer, head, tensor.buffer))
 
 
-@lru_cache(maxsize=bulk_messages.MOST_HEADS)
+@lru_cache(maxsize=bulk_messages.MAX_HEADS)
 def _encode_head(
     field: int,
     size: tuple[int, ...],
@@ -176,7 +176,7 @@ def _encode_head(
     requires_grad: bool,
     nbytes: int,
 ) -> bytes:
-    """The tensor up to its bytes. All parts of one size have the same."""
+    """Encodes a tensor up to its buffer. All parts of one size have the same head."""
     tensor = runtime_pb2.Tensor(
         size=size,
         requires_grad=requires_grad,
@@ -190,7 +190,7 @@ def _encode_head(
 def _read_tensor(
     message: averaging_pb2.AveragingData | averaging_pb2.DownloadData, raw: bytes, pieces: bulk_messages.Pieces | None
 ) -> WireTensor | None:
-    """Fills `message` but for its tensor, which is returned."""
+    """Parses `message` without its tensor, which is returned."""
     if pieces is None:
         parse(message, raw)
         part = message.tensor_part
@@ -204,7 +204,7 @@ def _tensor_from_wire(wire: runtime_pb2.Tensor, buffer: Buffer) -> WireTensor:
         raise ProtocolViolationError(f"a tensor in {wire.chunks} chunks")
     return WireTensor(
         buffer=buffer,
-        size=tuple(few(wire.size, MAX_DIMENSIONS, "dimensions")),
+        size=tuple(check_count(wire.size, MAX_DIMENSIONS, "dimensions")),
         dtype=wire.dtype,
         compression=wire.compression,
         chunks=wire.chunks,
@@ -236,7 +236,7 @@ def encode_digest(digest: Digest) -> bytes:
 def decode_digest(raw: bytes) -> Digest:
     """Digest."""
     wire = parse(gossip_pb2.Digest(), raw)
-    entries = tuple((entry.id, entry.version) for entry in few(wire.entries, MAX_RECORDS, "entries"))
+    entries = tuple((entry.id, entry.version) for entry in check_count(wire.entries, MAX_RECORDS, "entries"))
     return Digest(wire.run_id, wire.endpoint, wire.state_hash, entries, wire.complete, wire.sent)
 
 
@@ -250,7 +250,7 @@ def encode_exchange_reply(reply: ExchangeReply) -> bytes:
 def decode_exchange_reply(raw: bytes) -> ExchangeReply:
     """ExchangeReply."""
     wire = parse(gossip_pb2.ExchangeReply(), raw)
-    wanted = tuple(few(wire.wanted, MAX_RECORDS, "ids"))
+    wanted = tuple(check_count(wire.wanted, MAX_RECORDS, "ids"))
     return ExchangeReply(_records_from_wire(wire.records), wanted, wire.differs, wire.sent)
 
 
@@ -271,7 +271,7 @@ def encode_rumours(request: tuple[str, tuple[Rumour, ...]]) -> bytes:
 def decode_rumours(raw: bytes) -> tuple[str, tuple[Rumour, ...]]:
     """Rumours: (run id, rumours)."""
     wire = parse(gossip_pb2.Rumours(), raw)
-    if not all(rumour.HasField("record") for rumour in few(wire.rumours, MAX_RUMOURS, "rumours")):
+    if not all(rumour.HasField("record") for rumour in check_count(wire.rumours, MAX_RUMOURS, "rumours")):
         raise ProtocolViolationError("a rumour without a record")
     rumours = (
         Rumour(_record_from_wire(rumour.record), rumour.range_start, rumour.range_end) for rumour in wire.rumours
@@ -288,7 +288,7 @@ def encode_refusals(refusals: tuple[Refusal, ...]) -> bytes:
 def decode_refusals(raw: bytes) -> tuple[Refusal, ...]:
     """PushReply."""
     wire = parse(gossip_pb2.PushReply(), raw)
-    return tuple(Refusal(one.key, one.subkey, one.reason) for one in few(wire.refused, MAX_RUMOURS, "refusals"))
+    return tuple(Refusal(one.key, one.subkey, one.reason) for one in check_count(wire.refused, MAX_RUMOURS, "refusals"))
 
 
 def encode_records(records: tuple[Record, ...]) -> bytes:
@@ -326,7 +326,7 @@ def _record_to_wire(record: Record) -> gossip_pb2.Record:
 
 
 def _records_from_wire(wires: Sequence[gossip_pb2.Record]) -> tuple[Record, ...]:
-    return tuple(map(_record_from_wire, few(wires, MAX_RECORDS, "records")))
+    return tuple(map(_record_from_wire, check_count(wires, MAX_RECORDS, "records")))
 
 
 def _record_from_wire(wire: gossip_pb2.Record) -> Record:

@@ -1,4 +1,4 @@
-"""Whom a transport dials: not every address that a stranger puts into discovery is one where a peer can be."""
+"""Decides which addresses a transport dials: an address from discovery may be one at which no peer can be."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from averaging.common.addresses import is_loopback, objection, parse_address, pa
 from averaging.errors import ProtocolViolationError
 
 RESOLVE_SECONDS = 3.0
-"""For the look-up of a name before it is dialled; if that fails, gRPC tries itself and says why it cannot."""
+"""Timeout of the look-up of a host name before it is dialled. If it fails, gRPC tries itself and reports the error."""
 
 
 class Dialling:
-    """The rule of one transport.
+    """The rule for one transport.
 
     Args:
-        given: endpoints that the user named; those are dialled whatever they are.
+        given: endpoints named by the user, which are always dialled.
 
     Attributes:
         loopback: whether peers of the run may be on this machine's loopback.
@@ -28,12 +28,12 @@ class Dialling:
         self.loopback = loopback
 
     async def check(self, endpoint: str) -> None:
-        """Returns if `endpoint`, which is HOST:PORT, may be dialled.
+        """Checks that `endpoint`, HOST:PORT, may be dialled.
 
-        Between this look-up of a name and gRPC's own its owner can change its addresses.
+        The owner of a name can still change its addresses between this look-up and gRPC's.
 
         Raises:
-            ProtocolViolationError: it may not.
+            ProtocolViolationError: it must not be dialled.
         """
         if endpoint in self._given:
             return
@@ -43,12 +43,12 @@ class Dialling:
             if reason is not None:
                 where = host if address == host else f"{host} is {address}, and that"
                 raise ProtocolViolationError(
-                    f"{endpoint} is not dialled: {where} is {reason}; where that is wanted, name it in `join`"
+                    f"{endpoint} is not dialled: {where} is {reason}; to dial it anyway, name it in `join`"
                 )
 
 
 async def resolve(host: str) -> tuple[str, ...]:
-    """The addresses of a name; none if `host` is an address itself, or is not found."""
+    """Returns the addresses of a host name; none if `host` is an address or is not found."""
     if parse_ip(host) is not None:
         return ()
     try:

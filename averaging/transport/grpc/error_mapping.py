@@ -1,19 +1,19 @@
-"""Where the errors of gRPC become those of `averaging.errors`, and the other way round.
+"""Maps the errors of gRPC to those of `averaging.errors` and back.
 
 | at the callee                     | status              | at the caller                                |
 |-----------------------------------|---------------------|----------------------------------------------|
-| nobody there, connection lost     | UNAVAILABLE         | PeerUnreachableError                         |
+| unreachable, connection lost      | UNAVAILABLE         | PeerUnreachableError                         |
 | it ends calls, or loses a peer    | CANCELLED           | PeerUnreachableError                         |
-| ProtocolViolationError            | INVALID_ARGUMENT    | CallRefusedError with its words              |
-| it takes no such token, or none   | UNAUTHENTICATED     | UnauthenticatedError                         |
-| WrongRunError                     | NOT_FOUND           | WrongRunError with its words                 |
-| ForeignEndpointError              | PERMISSION_DENIED   | CallRefusedError with its words, definite    |
-| BusyError                         | RESOURCE_EXHAUSTED  | CallRefusedError with its words              |
-| another AveragingError            | FAILED_PRECONDITION | CallRefusedError with its words              |
+| ProtocolViolationError            | INVALID_ARGUMENT    | CallRefusedError with its message            |
+| no token, or a wrong one          | UNAUTHENTICATED     | UnauthenticatedError                         |
+| WrongRunError                     | NOT_FOUND           | WrongRunError with its message               |
+| ForeignEndpointError              | PERMISSION_DENIED   | CallRefusedError with its message, definite  |
+| BusyError                         | RESOURCE_EXHAUSTED  | CallRefusedError with its message            |
+| another AveragingError            | FAILED_PRECONDITION | CallRefusedError with its message            |
 | any other exception               | INTERNAL            | CallRefusedError; the traceback stays there  |
 | no such service                   | UNIMPLEMENTED       | CallRefusedError                             |
 | it sends too large a message      | RESOURCE_EXHAUSTED  | ProtocolViolationError                       |
-| it takes no message so large      | RESOURCE_EXHAUSTED  | CallRefusedError                             |
+| it receives too large a message   | RESOURCE_EXHAUSTED  | CallRefusedError                             |
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ logger = logging.getLogger("averaging.transport")
 Decoded = TypeVar("Decoded")
 
 MAX_REASON = 300
-"""Characters of another peer's words that are repeated in an error of ours, and sent of our own."""
+"""Maximum length of an error message that is sent to or quoted from another peer, in characters."""
 
 _UNREACHABLE = {
     grpc.StatusCode.UNAVAILABLE: "not available",
@@ -61,35 +61,35 @@ _DEFINITE = (
     ("wrong_version_number", "it does not speak TLS: start both peers with TLS, or both without"),
     (
         "hostname verification",
-        "its certificate does not stand for this host: issue it another (averaging ca issue)",
+        "its certificate is not valid for this host: issue another one for it (averaging ca issue)",
     ),
     (
         "certificate has expired",
-        "its certificate has expired: issue it another one (averaging ca issue), or check this machine's clock",
+        "its certificate has expired: issue another one for it (averaging ca issue), or check this machine's clock",
     ),
     ("certificate is not yet valid", "its certificate is not valid yet: check the clocks"),
     (
         "certificate_verify_failed",
-        "its certificate is not of an authority in tls_ca: a run has one for all its peers",
+        "its certificate was not issued by an authority in tls_ca: all peers of a run need certificates of one",
     ),
 )
-"""Words of gRPC's that say what this side saw of the other side's certificate, and the reason told for each.
+"""Parts of gRPC's messages about the other peer's certificate, and the reason reported for each.
 
-Where the other side refuses this peer's certificate it closes the connection, which may have other causes as well."""
+If the other peer refuses this peer's certificate, it closes the connection, which may also have other causes."""
 
 _REASONS = (
     *_DEFINITE,
-    ("handshake failed", "no TLS connection came about: check the certificates of both"),
+    ("handshake failed", "the TLS handshake failed: check the certificates of both peers"),
     ("ping timeout", "connection lost: no answer to pings"),
-    # Older releases give up dialling so; whoever refuses a connection resets none.
+    # Timeouts while connecting: of older releases, ...
     ("getsockopt(so_error): connection reset", _SILENT),
-    ("fd shutdown", _SILENT),  # likewise, in the midst of TLS
-    ("read failed (endpoint closing", _SILENT),  # the same, by gRPC's newer engine
-    # Two clocks of gRPC's run out at the same time, that of the socket and that of the whole connection.
+    ("fd shutdown", _SILENT),  # ... during the TLS handshake, ...
+    ("read failed (endpoint closing", _SILENT),  # ... and of gRPC's newer engine.
+    # Two timers of gRPC expire at the same time, that of the socket and that of the whole connection.
     ("timed out", _SILENT),
     ("handshaker shutdown", _SILENT),
     ("alpn", "what answers there is not a peer"),
-    # Before the words below, with which gRPC surrounds what grpc-go says as it breaks the connection.
+    # Before the entries below, which gRPC's message also contains if grpc-go closes the connection for this reason.
     ("too_many_pings", _TOO_MANY_PINGS),
     ("too many pings", _TOO_MANY_PINGS),
     ("stream removed", _LOST),
@@ -104,66 +104,68 @@ _REASONS = (
     ("network is unreachable", "network unreachable"),
     ("failed parsing http/2", "what answers there is not a peer"),
     ("with status: ", "what answers there is not a peer"),
-    # What keeps this machine from dialling.
-    ("too many open files", "this process may open no more files: raise its limit (ulimit -n)"),
-    ("address family not supported", "this machine speaks no IPv6: it needs an IPv4 address or a name that has one"),
+    # Errors of this machine.
+    ("too many open files", "this process has too many open files: raise its limit (ulimit -n)"),
+    ("address family not supported", "this machine has no IPv6: use an IPv4 address or a name that has one"),
     ("cannot assign requested address", "this machine has no address or port left to call from"),
     (
         "connect: invalid argument",
-        "the system takes no such address (a link-local one needs its interface, as in [fe80::7%eth0]:4222)",
+        "the system refuses this address (a link-local one needs its interface, as in [fe80::7%eth0]:4222)",
     ),
-    ("connect: permission denied", "the rules of this machine forbid the connection"),
-    ("connect: operation not permitted", "the rules of this machine forbid the connection"),
+    ("connect: permission denied", "the firewall or security policy of this machine forbids it"),
+    ("connect: operation not permitted", "the firewall or security policy of this machine forbids it"),
     ("cancelling all calls", "it ended the call"),
 )
-"""Words of gRPC's in an error, the first that is found, and the reason told for it."""
+"""Parts of gRPC's messages, and the reason reported for each. The first match counts."""
 
 _TOO_LARGE = re.compile(r"((?:CLIENT|SERVER): (?:Received|Sent)) message larger than max \((\d+) vs\. (\d+)\)")
-_TOO_LARGE_WORDS = {
+_TOO_LARGE_REASONS = {
     "CLIENT: Sent": "the message is too large to be sent",
-    "SERVER: Received": "it does not take so large a message",
+    "SERVER: Received": "the message is too large for it",
     "SERVER: Sent": "its answer is too large to be sent",
 }
 
 
-_WITHOUT = "its run wants a token, and this peer has none: give token_file with one of the run's"
-_UNKNOWN = "its run does not take this peer's token: make one of the run's tokens the first line of token_file"
+_CREDENTIAL_MISSING = "its run requires a token, and this peer has none: give token_file with one of the run's tokens"
+_CREDENTIAL_REFUSED = (
+    "its run does not accept this peer's token: make one of the run's tokens the first line of token_file"
+)
 
 
 def error_of_call(endpoint: str, error: grpc.aio.AioRpcError, *, sent_token: bool = False) -> AveragingError:
-    """What the failure of a call to `endpoint` means; `sent_token` says whether a token went with it."""
+    """Returns our error for a failed call to `endpoint`; set `sent_token` if the call had a token."""
     code, details = error.code(), error.details() or ""
     if too_large := _TOO_LARGE.search(details):
         where, nbytes, limit = too_large.groups()
         if where == "CLIENT: Received":
-            return ProtocolViolationError(f"{endpoint} sent a message of {nbytes} bytes; {limit} are allowed")
-        return CallRefusedError(endpoint, f"{_TOO_LARGE_WORDS[where]}: {nbytes} bytes, and {limit} are allowed")
-    reason = next((reason for words, reason in _REASONS if words in details.lower()), "")
+            return ProtocolViolationError(f"{endpoint} sent a message of {nbytes} bytes, limit {limit}")
+        return CallRefusedError(endpoint, f"{_TOO_LARGE_REASONS[where]}: {nbytes} bytes, limit {limit}")
+    reason = next((reason for text, reason in _REASONS if text in details.lower()), "")
     if reason == _LOST and details.lower().startswith("failed to connect"):
-        reason = "it hung up at once; do both use TLS, with certificates of one authority?"
+        reason = "it closed the connection at once; do both use TLS, with one authority?"
     if code is grpc.StatusCode.UNAUTHENTICATED:
-        return UnauthenticatedError(endpoint, _UNKNOWN if sent_token else _WITHOUT)
+        return UnauthenticatedError(endpoint, _CREDENTIAL_REFUSED if sent_token else _CREDENTIAL_MISSING)
     if code in _UNREACHABLE:
-        definite = any(reason == told for _, told in _DEFINITE)
+        definite = any(reason == definite_reason for _, definite_reason in _DEFINITE)
         return PeerUnreachableError(
             endpoint, reason or _UNREACHABLE[code], refused=reason == _REFUSED, definite=definite
         )
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return CallRefusedError(endpoint, reason or "does not serve this")
-    told = printable(details, MAX_REASON) or code.name.lower().replace("_", " ")
+    message = printable(details, MAX_REASON) or code.name.lower().replace("_", " ")
     if code is grpc.StatusCode.NOT_FOUND:
-        return WrongRunError(endpoint, told)
-    return CallRefusedError(endpoint, told, definite=code is grpc.StatusCode.PERMISSION_DENIED)
+        return WrongRunError(endpoint, message)
+    return CallRefusedError(endpoint, message, definite=code is grpc.StatusCode.PERMISSION_DENIED)
 
 
 def is_failed_write(details: str | None) -> bool:
-    """Whether a status is not the callee's but grpcio's own, about a write that failed because the call was over."""
+    """Whether a status comes from grpcio itself, because a write failed after the end of the call."""
     return details == "Internal error from Core"
 
 
 @contextmanager
 def calling(endpoint: str, *, sent_token: bool) -> Iterator[None]:
-    """Around everything that is awaited of a call to `endpoint`; `sent_token` says whether a token goes with it.
+    """Converts the errors of a call to `endpoint` that is awaited inside; set `sent_token` if the call has a token.
 
     Raises:
         TransportError: the call failed.
@@ -173,10 +175,10 @@ def calling(endpoint: str, *, sent_token: bool) -> Iterator[None]:
         yield
     except grpc.aio.AioRpcError as error:
         logger.debug("%s: %s", endpoint, printable(error.debug_error_string() or ""))
-        # From Python 3.12 on its traceback would come back to it, and keep the call and with it gRPC's connection.
+        # From Python 3.12 on its traceback would refer to itself, and keep the call and gRPC's connection alive.
         raise error_of_call(endpoint, error.with_traceback(None), sent_token=sent_token) from None
     except asyncio.CancelledError:
-        # gRPC raises it too if the call was cancelled (its channel closed, its upload failed), and not this task.
+        # gRPC also raises it if only the call was cancelled: its channel was closed, or its upload failed.
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
@@ -184,10 +186,10 @@ def calling(endpoint: str, *, sent_token: bool) -> Iterator[None]:
 
 
 def read_reply(endpoint: str, decode: Callable[[bytes], Decoded], raw: bytes) -> Decoded:
-    """Decodes what `endpoint` answered.
+    """Decodes an answer of `endpoint`.
 
     Raises:
-        ProtocolViolationError: it is malformed.
+        ProtocolViolationError: the answer is malformed.
     """
     try:
         return decode(raw)
@@ -196,27 +198,28 @@ def read_reply(endpoint: str, decode: Callable[[bytes], Decoded], raw: bytes) ->
 
 
 async def refuse(context: grpc.aio.ServicerContext[Any, Any], path: str, error: Exception) -> Never:
-    """Ends a call at the callee, after `error`; the caller is told as much as is its business."""
+    """Ends a call at the callee because of `error`. Details of unexpected errors are not sent to the caller."""
+    message = str(error)
     if isinstance(error, grpc.aio.BaseError):
-        code, words = None, str(error)
+        code = None
     elif isinstance(error, ForeignEndpointError):
-        code, words = grpc.StatusCode.PERMISSION_DENIED, str(error)
+        code = grpc.StatusCode.PERMISSION_DENIED
     elif isinstance(error, WrongRunError):
-        code, words = grpc.StatusCode.NOT_FOUND, str(error)
+        code = grpc.StatusCode.NOT_FOUND
     elif isinstance(error, BusyError):
-        code, words = grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)
+        code = grpc.StatusCode.RESOURCE_EXHAUSTED
     elif isinstance(error, ProtocolViolationError):
-        code, words = grpc.StatusCode.INVALID_ARGUMENT, str(error)
+        code = grpc.StatusCode.INVALID_ARGUMENT
     elif isinstance(error, AveragingError):
-        code, words = grpc.StatusCode.FAILED_PRECONDITION, str(error)
+        code = grpc.StatusCode.FAILED_PRECONDITION
     else:
         logger.error("%s from %s failed", path, context.peer(), exc_info=error)
-        code, words = grpc.StatusCode.INTERNAL, "internal error; the log of that peer tells more"
+        code, message = grpc.StatusCode.INTERNAL, "internal error; see the log of that peer"
     try:
         if code is not None:
-            await context.abort(code, printable(words, MAX_REASON))
+            await context.abort(code, printable(message, MAX_REASON))
     except grpc.aio.InternalError as lost:
-        words = str(lost)
-    # The caller is gone and hears no answer; gRPC takes a cancellation as the quiet end of a call.
-    logger.debug("%s: the caller is gone: %s", path, printable(words))
+        message = str(lost)
+    # The caller is gone and gets no answer. gRPC treats a cancellation as a silent end of the call.
+    logger.debug("%s: the caller is gone: %s", path, printable(message))
     raise asyncio.CancelledError

@@ -6,7 +6,7 @@ or hand over None.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -148,3 +148,20 @@ GET_SCHEMA = Method(
     status_conversion.encode_schema,
     status_conversion.decode_schema,
 )
+
+REQUEST_BYTES: Mapping[str, int | None] = {
+    method.path: method.max_request_bytes
+    for method in (
+        JOIN_GROUP,
+        AGGREGATE_PART,
+        DOWNLOAD_STATE,
+        EXCHANGE,
+        PUSH,
+        SUBSCRIBE,
+        LIST_RECORDS,
+        GET_STATUS,
+        WATCH_ROUNDS,
+        GET_SCHEMA,
+    )
+}
+"""The `max_request_bytes` of every method, by its path."""

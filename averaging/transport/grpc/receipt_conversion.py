@@ -1,4 +1,4 @@
-"""Between receipts and the bytes of `averaging.v1.Status`: all of a receipt but what was gathered."""
+"""Converts receipts to and from the messages of `averaging.v1.Status`. `gathered` is not sent."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _account_to_wire(account: Account) -> status_pb2.MemberAccount:
 
 
 def receipt_from_wire(wire: status_pb2.Receipt) -> Receipt:
-    """Receipt; peers of other releases may leave fields out."""
+    """Receipt. Peers of other releases may omit fields."""
     try:
         outcome = Outcome(wire.outcome)
     except ValueError:

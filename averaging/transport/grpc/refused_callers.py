@@ -1,4 +1,4 @@
-"""Tells the owner of a peer whose calls it refuses: the caller's owner may be somebody else, and has no log here."""
+"""Logs refused calls at the callee, because its operator cannot see the error that the caller gets."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from averaging.errors import printable
 logger = logging.getLogger("averaging.transport")
 
 PERIOD = 60.0
-"""Seconds between two lines about one host."""
+"""Minimum seconds between two log lines about one host."""
 
-MOST_HOSTS = 64
-"""Hosts that are named in one period; of further ones only the number is told, in the next line."""
+MAX_HOSTS = 64
+"""Maximum number of hosts logged in one period. Calls of further hosts are counted in the next line."""
 
 
 class Refusals:
-    """Logs one line per host and minute, for a bounded number of hosts.
+    """Logs at most one line per host and `PERIOD`, for a bounded number of hosts.
 
     Args:
-        clock: seconds from any beginning.
+        clock: a monotonic clock in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._named: dict[str, float] = {}  # when, the earliest first
-        self._unnamed = 0
+        self._logged: dict[str, float] = {}  # time by host, earliest first
+        self._not_logged = 0
 
     def note(self, host: str, why: str) -> None:
-        """A call from `host`, as `security.host_of` writes it, was refused for the reason `why`."""
+        """Records that a call from `host`, in the form of `host_of`, was refused for the reason `why`."""
         now = self._clock()
-        while self._named and now - next(iter(self._named.values())) >= PERIOD:
-            del self._named[next(iter(self._named))]
-        if host in self._named:
+        while self._logged and now - next(iter(self._logged.values())) >= PERIOD:
+            del self._logged[next(iter(self._logged))]
+        if host in self._logged:
             return
-        if len(self._named) >= MOST_HOSTS:
-            self._unnamed += 1
+        if len(self._logged) >= MAX_HOSTS:
+            self._not_logged += 1
             return
-        self._named[host] = now
-        more = f" ({counted(self._unnamed, 'call')} from further hosts before)" if self._unnamed else ""
-        self._unnamed = 0
+        self._logged[host] = now
+        more = f" ({counted(self._not_logged, 'call')} from further hosts before)" if self._not_logged else ""
+        self._not_logged = 0
         logger.warning("refused a call from %s: %s%s", _readable(host), printable(why, 300), more)
 
 
 def _readable(host: str) -> str:
-    """`ipv6:%5B::1%5D` as `[::1]`."""
+    """Formats `ipv6:%5B::1%5D` as `[::1]`."""
     return printable(unquote(host.removeprefix("ipv4:").removeprefix("ipv6:")), 100)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -23,10 +23,11 @@ from averaging.security.credentials import Credentials
 from averaging.transport.base import AveragingService, GossipService
 from averaging.transport.grpc import headers, methods
 from averaging.transport.grpc.authentication import Callers, TokenInterceptor, host_of, server_credentials
-from averaging.transport.grpc.channel_options import WRITE_BYTES_PER_SECOND, WRITE_SECONDS, server_options
-from averaging.transport.grpc.error_mapping import refuse
+from averaging.transport.grpc.channel_options import WRITE_BYTES_PER_SECOND, WRITE_SECONDS, held_limits, server_options
 from averaging.transport.grpc.methods import Method
+from averaging.transport.grpc.request_intake import IntakeInterceptor, RequestReader
 from averaging.transport.grpc.rpc_channel import method_of
+from averaging.transport.grpc.unfinished_calls import UnfinishedCalls
 from averaging.transport.rpc_methods import RpcHandler
 
 logger = logging.getLogger("averaging.transport")
@@ -51,6 +52,9 @@ _LOST_ENDS = _LostEnds()
 END_DOUBT_SECONDS = 0.02
 """gRPC shows the loss of a caller first as the end of its messages and, within a millisecond, as a cancellation."""
 
+LINGER_SECONDS = 0.5
+"""Seconds for which the stream of a refused sender is still read: some clients lose the reply if a write fails."""
+
 
 class Server:
     """Listens from its making on, and answers from `start` on."""
@@ -65,7 +69,12 @@ class Server:
         self._calls = _Calls()
         self._credentials = credentials = credentials or Credentials()
         self._callers = Callers(authenticated=credentials.tls is not None)
-        interceptors = [self._calls, TokenInterceptor(credentials, self._callers.refusals)]
+        self._unfinished = UnfinishedCalls(held_limits(max_message_bytes))
+        interceptors = [
+            self._calls,
+            IntakeInterceptor(self._callers, self._unfinished),
+            TokenInterceptor(credentials, self._callers.refusals),
+        ]
         self._server = grpc.aio.server(options=server_options(max_message_bytes), interceptors=interceptors)
         try:
             if credentials.tls is None:
@@ -81,7 +90,7 @@ class Server:
     async def start(
         self, averaging: AveragingService | None, gossip: GossipService | None, rpcs: Sequence[RpcHandler] = ()
     ) -> None:
-        """Starts to answer calls, those of `rpcs` beside a peer's own."""
+        """Starts to answer calls, also those of `rpcs`."""
         handlers = _rpc_handlers(rpcs, self._callers)
         if averaging is not None:
             handlers |= _averaging_handlers(averaging, self._callers)
@@ -98,6 +107,7 @@ class Server:
         )
         await self._add_standard_services(list(services))
         self._started = True
+        self._unfinished.start(self.port)
         await self._server.start()
 
     async def _add_standard_services(self, services: list[str]) -> None:
@@ -124,6 +134,7 @@ class Server:
             raise
         finally:
             await self._calls.ended()
+            self._unfinished.stop()
 
 
 class _Calls(grpc.aio.ServerInterceptor):
@@ -159,7 +170,7 @@ def _averaging_handlers(service: AveragingService, callers: Callers) -> Handlers
 
     return {
         methods.JOIN_GROUP: _join(service, callers),
-        methods.AGGREGATE_PART: _both_ways(methods.AGGREGATE_PART, callers, service.aggregate_part),
+        methods.AGGREGATE_PART: _parts(service, callers),
         methods.DOWNLOAD_STATE: _download(service, callers),
         methods.GET_STATUS: _unary(methods.GET_STATUS, callers, get_status),
         methods.GET_SCHEMA: _unary(methods.GET_SCHEMA, callers, get_schema),
@@ -197,11 +208,7 @@ def _unary(
     method: Method[Request, Reply], callers: Callers, answer: Callable[[Request], Awaitable[Reply]]
 ) -> grpc.RpcMethodHandler[bytes, bytes]:
     async def handle(raw: bytes, context: Context) -> bytes:
-        try:
-            with callers.call(context):
-                return method.encode_reply(await answer(callers.read(method, context)(raw)))
-        except Exception as error:
-            await refuse(context, method.path, error)
+        return method.encode_reply(await answer(callers.read(method, context)(raw)))
 
     return grpc.unary_unary_rpc_method_handler(handle)
 
@@ -210,9 +217,22 @@ def _stream(
     method: Method[Request, Reply], callers: Callers, answer: Callable[[Request], AsyncGenerator[Reply, None]]
 ) -> grpc.RpcMethodHandler[bytes, bytes]:
     async def handle(raw: bytes, context: Context) -> None:
-        await _answer(context, method, callers, raw, answer)
+        request = callers.read(method, context)(raw)
+        del raw  # some streams last for days
+        await _write_all(context, method, answer(request))
 
     return grpc.unary_stream_rpc_method_handler(handle)
+
+
+def _both_ways(
+    method: Method[Request, Reply],
+    callers: Callers,
+    answer: Callable[[AsyncIterator[Request]], AsyncGenerator[Reply, None]],
+) -> grpc.RpcMethodHandler[bytes, bytes]:
+    async def handle(incoming: RequestReader, context: Context) -> None:
+        await _write_all(context, method, answer(_Messages(incoming, callers.read(method, context))))
+
+    return grpc.stream_stream_rpc_method_handler(handle)
 
 
 def _join(service: AveragingService, callers: Callers) -> grpc.RpcMethodHandler[bytes, bytes]:
@@ -220,9 +240,8 @@ def _join(service: AveragingService, callers: Callers) -> grpc.RpcMethodHandler[
 
     async def handle(raw: bytes, context: Context) -> None:
         least = headers.read_min_group_size(context.invocation_metadata() or ())
-        await _answer(
-            context, method, callers, raw, lambda request: service.join_group(replace(request, min_group_size=least))
-        )
+        request = replace(callers.read(method, context)(raw), min_group_size=least)
+        await _write_all(context, method, service.join_group(request))
 
     return grpc.unary_stream_rpc_method_handler(handle)
 
@@ -231,39 +250,25 @@ def _download(service: AveragingService, callers: Callers) -> grpc.RpcMethodHand
     method = methods.DOWNLOAD_STATE
 
     async def handle(raw: bytes, context: Context) -> None:
+        callers.read(method, context)(raw)
         resume = headers.read_resume(context.invocation_metadata() or ())
-        await _answer(context, method, callers, raw, lambda _: service.download_state(resume, host_of(context)))
+        await _write_all(context, method, service.download_state(resume, host_of(context)))
 
     return grpc.unary_stream_rpc_method_handler(handle)
 
 
-async def _answer(
-    context: Context,
-    method: Method[Request, Reply],
-    callers: Callers,
-    raw: bytes,
-    answer: Callable[[Request], AsyncGenerator[Reply, None]],
-) -> None:
-    """Reads one request and writes the replies to it."""
-    try:
-        with callers.call(context):
-            await _write_all(context, method, answer(callers.read(method, context)(raw)))
-    except Exception as error:
-        await refuse(context, method.path, error)
+def _parts(service: AveragingService, callers: Callers) -> grpc.RpcMethodHandler[bytes, bytes]:
+    method = methods.AGGREGATE_PART
 
-
-def _both_ways(
-    method: Method[Request, Reply],
-    callers: Callers,
-    answer: Callable[[AsyncIterator[Request]], AsyncGenerator[Reply, None]],
-) -> grpc.RpcMethodHandler[bytes, bytes]:
-    async def handle(_: object, context: Context) -> None:
-        try:
-            with callers.call(context):
-                messages = _Messages(context, callers.read(method, context))
-                await _write_all(context, method, answer(messages))
-        except Exception as error:
-            await refuse(context, method.path, error)
+    async def handle(incoming: RequestReader, context: Context) -> None:
+        messages = _Messages(incoming, callers.read(method, context))
+        refused = False
+        async with aclosing(service.aggregate_part(messages)) as replies:
+            async for reply in replies:
+                refused = reply.tensor_part is None
+                await _write(context, method.path, method.encode_reply(reply))
+        if refused:
+            await messages.read_to_the_end()
 
     return grpc.stream_stream_rpc_method_handler(handle)
 
@@ -293,16 +298,34 @@ async def _write(context: Context, path: str, raw: bytes) -> None:
 class _Messages(Generic[Request]):
     """What the caller sends, one by one as they are asked for, until it says that there is no more."""
 
-    def __init__(self, context: Context, decode: Callable[[bytes], Request]) -> None:
-        self._context = context
+    def __init__(self, incoming: RequestReader, decode: Callable[[bytes], Request]) -> None:
+        self._incoming = incoming
         self._decode = decode
+        self._begun = False
+        self._reading = False
 
     def __aiter__(self) -> AsyncIterator[Request]:
         return self
 
     async def __anext__(self) -> Request:
-        raw = await self._context.read()
-        if isinstance(raw, bytes):
+        if self._begun:  # the service has accepted the sender
+            self._incoming.call.finish()
+        raw = await self._read()
+        self._begun = True
+        if raw is not None:
             return self._decode(raw)
         await asyncio.sleep(END_DOUBT_SECONDS)
         raise StopAsyncIteration
+
+    async def read_to_the_end(self) -> None:
+        """Discards what the caller still sends, for at most `LINGER_SECONDS`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_SECONDS):
+                while not self._reading and await self._read() is not None:
+                    self._incoming.call.release()
+
+    async def _read(self) -> bytes | None:
+        self._reading = True  # still so after a cancellation: gRPC continues to read, and allows no second read
+        raw = await self._incoming.read()
+        self._reading = False
+        return raw

@@ -1,4 +1,4 @@
-"""Between a peer's status and schema and the bytes of `averaging.v1.Status`; `convert_receipts` has its receipts."""
+"""Converts a peer's status and schema to and from the messages of `averaging.v1.Status`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from averaging.protocol.aggregation import MEAN, parse_aggregation
 from averaging.protocol.messages import CompressionType
 from averaging.protocol.schema import DTYPES, ReplyForm, Schema, TensorSpec
 from averaging.transport.grpc.conversion import parse
-from averaging.transport.grpc.message_limits import MAX_DIMENSIONS, MAX_TENSORS, few
+from averaging.transport.grpc.message_limits import MAX_DIMENSIONS, MAX_TENSORS, check_count
 from averaging.transport.grpc.receipt_conversion import receipt_from_wire, receipt_to_wire
 from averaging.wire import status_pb2
 
@@ -52,7 +52,7 @@ def _learned_to_wire(learned: Learned) -> status_pb2.LearnedDeadline:
 
 
 def decode_status(raw: bytes) -> PeerStatus:
-    """PeerStatus; of the last round all but what was gathered."""
+    """PeerStatus, without `gathered` of the last round."""
     wire = parse(status_pb2.PeerStatus(), raw)
     return PeerStatus(
         endpoint=wire.endpoint,
@@ -74,7 +74,7 @@ def decode_status(raw: bytes) -> PeerStatus:
         deadlines=tuple(
             Learned(one.endpoint, Phase(one.phase), one.size, one.waits, one.median, one.deadline, one.basis)
             for one in wire.deadlines
-            if one.phase in _PHASES  # later releases may have others
+            if one.phase in _PHASES  # later releases may add phases
         ),
     )
 
@@ -95,7 +95,7 @@ def encode_schema(schema: Schema) -> bytes:
 
 
 def decode_schema(raw: bytes) -> Schema:
-    """Schema; its hash must be the one that the peer tells."""
+    """Schema. Its hash must match the received one."""
     wire = parse(status_pb2.Schema(), raw)
     try:
         reply = ReplyForm(wire.reply)
@@ -106,7 +106,7 @@ def decode_schema(raw: bytes) -> Schema:
     except ConfigError:
         raise ProtocolViolationError(f"a schema with the unknown aggregation {wire.aggregation!r}") from None
     schema = Schema(
-        tuple(map(_spec_from_wire, few(wire.tensors, MAX_TENSORS, "tensors"))),
+        tuple(map(_spec_from_wire, check_count(wire.tensors, MAX_TENSORS, "tensors"))),
         wire.part_size_bytes,
         reply,
         wire.topic,
@@ -126,4 +126,4 @@ def _spec_from_wire(wire: status_pb2.TensorSpec) -> TensorSpec:
         raise ProtocolViolationError(
             f"a schema in which tensor {wire.name!r} has the unknown compression {wire.compression!r}"
         ) from None
-    return TensorSpec(wire.name, wire.dtype, tuple(few(wire.shape, MAX_DIMENSIONS, "dimensions")), compression)
+    return TensorSpec(wire.name, wire.dtype, tuple(check_count(wire.shape, MAX_DIMENSIONS, "dimensions")), compression)

@@ -1,4 +1,4 @@
-"""gRPC as a `Transport`: one port for everything a peer serves, one connection to each peer it calls."""
+"""The gRPC `Transport`: one port for everything that a peer serves, and one connection to each peer that it calls."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ from averaging.transport.rpc_methods import RpcService, handlers_of
 
 
 class GrpcTransport:
-    """Implements `transport.base.Transport`; belongs to the event loop in which `bind` is called.
+    """Implements `transport.base.Transport`. It belongs to the event loop in which `bind` is called.
 
     Args:
-        listen: `host:port` to listen on, port 0 for a free one; None for a client, which accepts no connection.
-        advertise: `host:port` at which others reach this peer, if it differs; port 0 for the one listened on.
-        max_message_bytes: the largest message sent or taken; a part and a few hundred bytes must fit.
-        credentials: certificates and tokens; none of them if not given, and only this machine may connect.
-        given: endpoints that the user named; those are dialled wherever they are.
-        services: what is served besides the peer's own methods.
+        listen: `host:port` to listen on, port 0 for a free one; None for a client, which accepts no connections.
+        advertise: `host:port` at which other peers reach this peer, if it differs; port 0 for the one listened on.
+        max_message_bytes: largest message sent or received; a part and a few hundred bytes must fit.
+        credentials: certificates and tokens. Without them only this machine may connect.
+        given: endpoints named by the user, which are always dialled.
+        services: further methods to serve.
 
     Raises:
-        ConfigError: an argument that cannot work.
+        ConfigError: an argument is invalid.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class GrpcTransport:
         if max_message_bytes < 1:
             raise ConfigError(f"max_message_bytes must be above 0, not {max_message_bytes}")
         if listen is None and advertise is not None:
-            raise ConfigError(f"a client accepts no connection, so it cannot advertise {advertise}")
+            raise ConfigError(f"a client accepts no connections, so it cannot advertise {advertise}")
         if listen is None and services:
-            raise ConfigError("a client accepts no connection, so it cannot serve `services`; use mode 'node'")
+            raise ConfigError("a client accepts no connections, so it cannot serve `services`; use mode 'node'")
         for address in (listen, advertise):
             if address is not None:
                 parse_address(address)
@@ -76,7 +76,7 @@ class GrpcTransport:
         self._server: Server | None = None
         self._rpcs = handlers_of(services)
         self._credentials = credentials or Credentials()
-        # Where a client is shows only in whom it is told to join.
+        # A client has no address, so only the peers that it joins can show that the run is on loopback.
         on_loopback = not given or any(is_loopback(parse_address(endpoint)[0]) for endpoint in given)
         self._dialling = Dialling(given, loopback=listen is None and on_loopback)
         self._channels = Channels(
@@ -84,12 +84,12 @@ class GrpcTransport:
         )
 
     async def bind(self) -> str:
-        """Takes the address to listen on and returns this peer's endpoint; nothing is served yet.
+        """Binds the address to listen on and returns this peer's endpoint. Nothing is served yet.
 
         Raises:
-            ListenError: the address cannot be had; the error says why.
-            ConfigError: it listens on all addresses and advertises none; it can be reached from other machines without
-                TLS and was not told that this is wanted; or its certificate does not stand for its endpoint.
+            ListenError: the address is not available; the error has the reason.
+            ConfigError: it listens on all addresses and advertises none; other machines can reach it without TLS and
+                `insecure` is not set; or its certificate is not valid for its endpoint.
         """
         tls = self._credentials.tls
         if self._listen is None:
@@ -99,30 +99,30 @@ class GrpcTransport:
             await warn_of_loopback(self._listen, self._given)
         hosts = {parse_address(address)[0] for address in (self._listen, self._advertise) if address}
         if tls is not None:
-            tls.check_stands_for(parse_address(self._advertise or self._listen)[0])
+            tls.check_host(parse_address(self._advertise or self._listen)[0])
         self._dialling.loopback = await is_on_loopback(hosts)
         self._server = Server(self._listen, self._max_message_bytes, self._credentials)
         return endpoint_of(self._listen, self._advertise, self._server.port)
 
     async def serve(self, averaging: AveragingService, gossip: GossipService | None) -> None:
-        """Starts to answer calls, those of health, reflection and channelz included; a client has nothing to do."""
+        """Starts to serve calls, including health, reflection and channelz. It does nothing for a client."""
         await self._start(averaging, gossip)
 
     async def serve_services(self) -> None:
-        """Starts to answer the calls of `services` alone."""
+        """Starts to serve the calls of `services` alone."""
         await self._start(None, None)
 
     async def _start(self, averaging: AveragingService | None, gossip: GossipService | None) -> None:
         if self._listen is None:
             return
         if self._server is None:
-            raise ClosedError("this peer has taken no address yet; call bind() first")
+            raise ClosedError("this peer has no address yet; call bind() first")
         await self._server.start(averaging, gossip, self._rpcs)
 
     async def close(self, grace: float = 0.0) -> None:
-        """Stops serving, giving calls in progress `grace` seconds to end, and closes all connections.
+        """Stops serving, after at most `grace` seconds for calls in progress, and closes all connections.
 
-        It returns when every service generator is closed. If it is cancelled, there is no more grace.
+        It returns when every service generator is closed. Cancelling it ends the grace period.
         """
         server, self._server = self._server, None
         try:
@@ -132,43 +132,43 @@ class GrpcTransport:
             await self._channels.close()
 
     def join_group(self, endpoint: str, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
-        """Asks `endpoint` to lead this peer."""
-        told = headers.of_min_group_size(request.min_group_size)
-        return call_stream(self._channels, endpoint, methods.JOIN_GROUP, request, told)
+        """Asks `endpoint` to lead this peer, and yields its answers."""
+        join_headers = headers.of_min_group_size(request.min_group_size)
+        return call_stream(self._channels, endpoint, methods.JOIN_GROUP, request, join_headers)
 
     def aggregate_part(
         self, endpoint: str, messages: AsyncIterator[AveragingData]
     ) -> AsyncGenerator[AveragingData, None]:
-        """Sends parts to their reducer as the network takes them, and yields the replies.
+        """Sends parts to their reducer `endpoint` with the network's backpressure, and yields the replies.
 
-        `messages` is closed with the call. What it raises is raised here.
+        `messages` is closed with the call. Its exceptions are raised here.
         """
         return call_both_ways(self._channels, endpoint, methods.AGGREGATE_PART, messages)
 
     def download_state(self, endpoint: str, resume: Resume | None = None) -> AsyncGenerator[DownloadData, None]:
-        """Reads the state of `endpoint`, without what is here if `endpoint` has the same and can leave it out."""
+        """Downloads the state of `endpoint`. Bytes named by `resume` are skipped if `endpoint` has the same."""
         return call_stream(self._channels, endpoint, methods.DOWNLOAD_STATE, None, headers.of_resume(resume))
 
     async def get_status(self, endpoint: str) -> PeerStatus:
-        """Asks what `endpoint` is doing."""
+        """Returns what `endpoint` is doing."""
         return await call_unary(self._channels, endpoint, methods.GET_STATUS, None)
 
     async def get_schema(self, endpoint: str) -> Schema:
-        """Asks what `endpoint` averages."""
+        """Returns the schema of the tensors that `endpoint` averages."""
         return await call_unary(self._channels, endpoint, methods.GET_SCHEMA, None)
 
     def watch_rounds(self, endpoint: str, last: int = 0) -> AsyncGenerator[Watched, None]:
-        """Reads the receipts of `endpoint`: the last few, and each further one until it leaves."""
+        """Yields the `last` receipts of `endpoint`, and each further one until it leaves."""
         return call_stream(self._channels, endpoint, methods.WATCH_ROUNDS, last)
 
     def exchange(self, endpoint: str, digest: Digest) -> AsyncGenerator[ExchangeReply, None]:
-        """Compares records with `endpoint`."""
+        """Synchronizes records with `endpoint`."""
         return call_stream(self._channels, endpoint, methods.EXCHANGE, digest)
 
     async def push(self, endpoint: str, run_id: str, rumours: tuple[Rumour, ...]) -> tuple[Refusal, ...]:
-        """Tells `endpoint` fresh records."""
+        """Sends fresh records to `endpoint`; returns the refused ones."""
         return await call_unary(self._channels, endpoint, methods.PUSH, (run_id, rumours))
 
     def subscribe(self, endpoint: str, digest: Digest) -> AsyncGenerator[tuple[Record, ...], None]:
-        """Listens to what `endpoint` hears."""
+        """Yields the fresh records that `endpoint` receives."""
         return call_stream(self._channels, endpoint, methods.SUBSCRIBE, digest)

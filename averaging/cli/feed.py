@@ -1,0 +1,142 @@
+"""`averaging feed`: a server that forms batches of scored rollouts for a trainer."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from averaging.cli.error_reporting import WRONG_USAGE, CommandError, Stopped, failure_of, starting
+from averaging.cli.option_types import address, finite
+from averaging.cli.security_options import security_options
+
+if TYPE_CHECKING:
+    from averaging.cli.console import CommandOutput
+    from averaging.cli.signals import Stop
+
+SIZE = click.IntRange(min=1 << 10)
+
+WORDS = {
+    "registered": "a trainer has registered: batches of {batch_size}, from step {starting_step}",
+    "environment": "environment {env_id} has registered: {name}",
+    "batch": "step {step}: handed out {sequences} sequences in {groups} groups",
+    "reset": "everything was dropped by GET /reset_data",
+}
+
+
+@click.command("feed")
+@click.option(
+    "--listen", default="127.0.0.1:8000", type=address, metavar="HOST:PORT", help="Where to serve; port 0: a free one."
+)
+@click.option(
+    "--store",
+    default="feed.sqlite",
+    metavar="FILE",
+    help="Where the run is kept, so that a restart loses nothing; ':memory:' keeps nothing.",
+)
+@click.option("--fsync", is_flag=True, help="Wait for the disk before each answer: survives a power failure as well.")
+@security_options
+@click.option("--insecure", is_flag=True, help="Let other machines connect without TLS, in a network that you trust.")
+@click.option(
+    "--queue-bytes", default=4 << 30, type=SIZE, metavar="BYTES", help="Groups that may wait; then status 503."
+)
+@click.option(
+    "--queue-groups", default=50_000, type=click.IntRange(min=1), metavar="N", help="Groups that may wait; then 503."
+)
+@click.option(
+    "--replay-bytes",
+    default=4 << 30,
+    type=SIZE,
+    metavar="BYTES",
+    help="Batches kept until the trainer has saved a checkpoint; the oldest are dropped first.",
+)
+@click.option("--body-bytes", default=64 << 20, type=SIZE, metavar="BYTES", help="Largest request, decompressed.")
+@click.option(
+    "--request-timeout", default=60.0, type=finite(above=0), metavar="SECONDS", help="For a request to arrive."
+)
+@click.option("--json", "as_json", is_flag=True, help="Tell every event as one JSON object a line.")
+@click.option("-v", "--verbose", count=True, show_default=False, help="Log to stderr; -vv logs everything.")
+def feed_command(listen: str, store: str, *, as_json: bool, verbose: int, **given: Any) -> None:
+    r"""Serves batches of scored rollouts: environments post groups, a trainer fetches batches.
+
+    Existing environments and trainers of the Atropos API work with it unchanged. New ones can use FeedEnvironment and
+    BatchFeed of averaging.feed, which lose and repeat nothing when the server or the trainer is restarted. See
+    docs/how-to/feed.md.
+
+    \b
+    On this machine:
+      averaging feed --listen 127.0.0.1:8000
+
+    \b
+    For other machines, with TLS and a token; `averaging ca` makes the certificates:
+      averaging feed --listen 0.0.0.0:8000 --token-file token \
+        --tls-ca ca/ca.pem --tls-cert ca/feed.pem --tls-key ca/feed.key
+
+    With a token, clients need no certificate. Without one, they must show a certificate of --tls-ca.
+
+    The first Ctrl+C or SIGTERM lets requests in hand finish. Everything that was acknowledged is in --store; start the
+    same command again to go on.
+
+    \b
+    Exit codes: 0 stopped by Ctrl+C or SIGTERM; 1 the port is taken, or the server failed;
+    2 wrong usage, or --store cannot be used; 130, 143 stopped by a signal before it served.
+
+    \b
+    Events of --json, each with "event":
+      ready        url, store
+      registered   batch_size, starting_step, num_steps
+      environment  env_id, name
+      batch        step, groups, sequences
+      reset
+      done
+      error        message
+    """
+    with starting():
+        from averaging.cli.console import CommandOutput
+
+        report = CommandOutput(as_json=as_json)
+        with report.logging(verbose), report.failures():
+            _run(listen, store, given, report)
+
+
+def _run(listen: str, store: str, given: dict[str, Any], report: CommandOutput) -> None:
+    try:
+        from averaging.feed.routes import Limits
+        from averaging.feed.serving import FeedServer
+    except ModuleNotFoundError as error:
+        raise CommandError(f"{error.name} is not installed; run: pip install 'averaging[feed]'", WRONG_USAGE) from None
+    from averaging.cli import signals
+    from averaging.errors import AveragingError
+
+    limits = Limits(
+        body_bytes=given.pop("body_bytes"),
+        queue_bytes=given.pop("queue_bytes"),
+        queue_groups=given.pop("queue_groups"),
+        replay_bytes=given.pop("replay_bytes"),
+        seconds=given.pop("request_timeout"),
+    )
+    told: dict[str, Any] = {
+        "on_event": lambda event: report.emit(event, WORDS[event["event"]].format_map(event)),
+        "limits": limits,
+    }
+    ready = False
+
+    async def serve(_: Stop) -> None:
+        nonlocal ready
+        async with FeedServer(store, listen=listen, **given, **told) as server:
+            ready = True
+            report.emit(
+                {"event": "ready", "url": server.url, "store": store},
+                f"serving at {server.url}, keeping the run in {shlex.quote(store)}; Ctrl+C ends this",
+            )
+            await server.wait()
+
+    try:
+        signals.run(serve)
+    except Stopped as stop:
+        if not ready:
+            raise CommandError("stopped before it served", 128 + stop.number) from None
+    except AveragingError as error:
+        raise failure_of(error) from None
+    report.emit({"event": "done"}, "stopped")

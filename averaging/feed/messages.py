@@ -1,0 +1,177 @@
+"""What trainers, environments and the server say to each other, with checks of its contents. Pure.
+
+The names, types and defaults are those of atroposlib 0.4.0. Fields that this module does not name are ignored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from averaging.errors import ConfigError, FeedRefusedError
+
+MAX_NAME, MAX_BATCH_SIZE = 1024, 1 << 20
+
+Message = TypeVar("Message")
+
+
+class Registration(msgspec.Struct, frozen=True, kw_only=True):
+    """What a trainer tells about its run.
+
+    Attributes:
+        batch_size: sequences in a batch, over all ranks.
+        max_token_len: environments drop sequences of that length or longer; 0 or less means no limit.
+        save_checkpoint_interval: steps between two checkpoints; 0 or less means that none is saved.
+        starting_step: steps that are trained already, so 0 or the step of the checkpoint that is resumed.
+        num_steps: the step at which training ends; less than 0 means never.
+
+    Raises:
+        ConfigError: batch_size or starting_step cannot work.
+    """
+
+    wandb_group: str
+    wandb_project: str
+    batch_size: int
+    max_token_len: int
+    checkpoint_dir: str
+    save_checkpoint_interval: int
+    starting_step: int
+    num_steps: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.batch_size <= MAX_BATCH_SIZE:
+            raise ConfigError(f"batch_size must be from 1 to {MAX_BATCH_SIZE}, not {self.batch_size}")
+        if self.starting_step < 0:
+            raise ConfigError(f"starting_step must be at least 0, not {self.starting_step}")
+
+
+class RegisterEnv(msgspec.Struct, frozen=True, kw_only=True):
+    """What an environment tells about itself.
+
+    Attributes:
+        weight: relative to other environments, for `env_weight` of its status.
+        group_size: sequences in each of its groups. Smaller groups wait until they add up to it.
+        min_batch_allocation: the part of each batch that is reserved for this environment, from 0 to 1.
+
+    Raises:
+        ConfigError: a value cannot work.
+    """
+
+    max_token_length: int
+    desired_name: str
+    weight: float
+    group_size: int
+    min_batch_allocation: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.group_size <= MAX_BATCH_SIZE:
+            raise ConfigError(f"group_size must be from 1 to {MAX_BATCH_SIZE}, not {self.group_size}")
+        if self.min_batch_allocation is not None and not 0 <= self.min_batch_allocation <= 1:
+            raise ConfigError(f"min_batch_allocation must be from 0 to 1, not {self.min_batch_allocation}")
+        if not math.isfinite(self.weight):
+            raise ConfigError(f"weight must be finite, not {self.weight}")
+        if len(self.desired_name) > MAX_NAME:
+            raise ConfigError(f"desired_name may have {MAX_NAME} characters, not {len(self.desired_name)}")
+
+
+class EnvIdentifier(msgspec.Struct, frozen=True):
+    """Which environment is meant."""
+
+    env_id: int
+
+
+class ScoredData(msgspec.Struct, kw_only=True):
+    """A group: sequences that were scored together and are trained in one batch.
+
+    Attributes:
+        tokens: the ids of each sequence.
+        masks: for each token its id, or -100 where it is not trained, as in the prompt.
+        scores: one for each sequence.
+
+    Raises:
+        ConfigError: lengths that do not match, a score that is not finite, a message without role or content.
+    """
+
+    tokens: list[list[int]]
+    masks: list[list[int]]
+    scores: Sequence[float | bool]
+    advantages: list[list[float]] | None = None
+    ref_logprobs: list[list[float]] | None = None
+    messages: list[list[dict[str, Any]]] | None = None
+    generation_params: dict[str, Any] | None = None
+    inference_logprobs: list[list[float]] | None = None
+    overrides: list[dict[str, Any]] | None = None
+    group_overrides: dict[str, Any] | None = None
+    images: Any = None
+    env_id: int | None = None
+    distill_token_ids: list[list[list[int]]] | None = None
+    distill_logprobs: list[list[list[float]]] | None = None
+
+    def __post_init__(self) -> None:
+        size = len(self.tokens)
+        if not size:
+            raise ConfigError("tokens is empty; a group has at least one sequence")
+        if len(self.masks) != size or len(self.scores) != size:
+            raise ConfigError(
+                f"there are {size} sequences in tokens, {len(self.masks)} in masks and {len(self.scores)} scores; "
+                "give one mask and one score for each sequence"
+            )
+        for index, (tokens, masks) in enumerate(zip(self.tokens, self.masks, strict=True)):
+            if len(tokens) != len(masks):
+                raise ConfigError(f"sequence {index} has {len(tokens)} tokens and {len(masks)} masks; give as many")
+        self.scores = [float(score) for score in self.scores]
+        if not all(map(math.isfinite, self.scores)):
+            raise ConfigError("a score is not finite")
+        for message in (message for sequence in self.messages or () for message in sequence):
+            if "role" not in message or "content" not in message:
+                raise ConfigError("a message lacks its role or its content")
+
+
+class Registered(msgspec.Struct, frozen=True):
+    """What the server answers to an environment: `env_id` and the rest only if `status` is "success"."""
+
+    status: str
+    env_id: int = -1
+    wandb_name: str = ""
+    checkpoint_dir: str = ""
+    starting_step: int = 0
+    checkpoint_interval: int = 0
+    num_steps: int = 0
+
+
+class EnvStatus(msgspec.Struct, frozen=True):
+    """What the server tells an environment about the queue; sizes are in groups of that environment's size."""
+
+    current_step: int
+    queue_size: int
+    env_weight: float
+    unallocated_fraction: float = 1.0
+    self_queue_size: int = 0
+    max_group_size: int = 1
+
+
+class BatchReply(msgspec.Struct, frozen=True):
+    """What the server answers to a trainer; only servers of this library tell the step."""
+
+    batch: list[dict[str, Any]] | None
+    status: str = ""
+    message: str = ""
+    step: int | None = None
+
+
+def decode(body: bytes | bytearray, kind: type[Message]) -> Message:
+    """Reads a message that a stranger has written.
+
+    Raises:
+        FeedRefusedError: it is not JSON, lacks a field, or does not pass the checks above.
+    """
+    try:
+        return msgspec.json.decode(body, type=kind, strict=False)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        reason = str(error) or type(error).__name__
+        if "malformed" in reason and any(name in body for name in (b"NaN", b"Infinity")):
+            reason += "; JSON has neither NaN nor Infinity, so drop the group or give finite numbers"
+        raise FeedRefusedError(422, f"the body cannot be used: {reason}") from None

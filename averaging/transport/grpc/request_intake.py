@@ -1,0 +1,163 @@
+"""Receives the requests of all services on the port: counts the calls, and limits their time and their memory.
+
+For a method with one request gRPC reads that request before it calls the handler, however long that takes. This module
+therefore registers every method as one with a stream of requests, of which gRPC reads none by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from functools import partial
+from inspect import isawaitable
+from typing import Any, TypeAlias
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from averaging.errors import ProtocolViolationError
+from averaging.transport.grpc import message_limits, methods
+from averaging.transport.grpc.authentication import Callers, Continuation
+from averaging.transport.grpc.channel_options import REQUEST_BYTES_PER_SECOND, REQUEST_SECONDS
+from averaging.transport.grpc.error_mapping import refuse
+from averaging.transport.grpc.unfinished_calls import UnfinishedCall, UnfinishedCalls
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+
+
+def seconds_for(path: str) -> float | None:
+    """Returns the seconds in which a request of a method must arrive; None if the service keeps its own deadlines."""
+    nbytes = methods.REQUEST_BYTES.get(path, message_limits.SMALL_BYTES)
+    return None if nbytes is None else REQUEST_SECONDS + nbytes / REQUEST_BYTES_PER_SECOND
+
+
+class RequestReader:
+    """The requests of one call. As an iterator, it decodes them.
+
+    Attributes:
+        call: bounds what gRPC holds for them.
+    """
+
+    def __init__(
+        self, context: Context, path: str, decode: Callable[[bytes], Any] | None, call: UnfinishedCall
+    ) -> None:
+        self.call = call
+        self._context = context
+        self._path = path
+        self._decode = decode
+        self._seconds = seconds_for(path)
+
+    async def read(self) -> bytes | None:
+        """Reads the next request; None after the last one, or if the caller is gone."""
+        raw = await self._context.read()
+        if not isinstance(raw, bytes):
+            return None
+        self.call.took(len(raw))
+        return raw
+
+    async def only(self, *, to_the_end: bool) -> Any:
+        """Reads and decodes the request of a method that has one.
+
+        Args:
+            to_the_end: also wait until the caller closes its side of the stream. Without that it could send more while
+                it is answered, and nobody reads that.
+
+        Raises:
+            ProtocolViolationError: the request is late or malformed, or it is not exactly one.
+        """
+        try:
+            async with asyncio.timeout(self._seconds):
+                raw = await self.read()
+                more = await self.read() if to_the_end else None
+        except TimeoutError:
+            raise ProtocolViolationError(
+                f"the request to {self._path} was not complete within {self._seconds:.0f} s"
+            ) from None
+        if raw is None or more is not None:
+            count = "no message" if raw is None else "more than one message"
+            raise ProtocolViolationError(f"{count} in a request to {self._path}, which takes one")
+        if to_the_end:
+            self.call.finish()
+        return self._decoded(raw)
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self
+
+    async def __anext__(self) -> Any:
+        """Reads and decodes the next request. The stream ends when that does not arrive in time."""
+        try:
+            async with asyncio.timeout(self._seconds):
+                raw = await self.read()
+        except TimeoutError:
+            raw = None
+        if raw is None:
+            raise StopAsyncIteration
+        return self._decoded(raw)
+
+    def _decoded(self, raw: bytes) -> Any:
+        if self._decode is None:
+            return raw
+        try:
+            return self._decode(raw)
+        except DecodeError:
+            raise ProtocolViolationError(f"a malformed request to {self._path}") from None
+
+
+class IntakeInterceptor(grpc.aio.ServerInterceptor):
+    """Receives the requests of all calls, also those to unknown methods and those that later interceptors refuse.
+
+    Interceptors that replace the handler of a method must come after this one.
+    """
+
+    def __init__(self, callers: Callers, unfinished: UnfinishedCalls) -> None:
+        self._callers = callers
+        self._unfinished = unfinished
+
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler:
+        """Called before the handler of each call."""
+        handler = await continuation(handler_call_details) or _UNKNOWN
+        serve = partial(self._serve, handler_call_details.method, handler)
+        wrap = (
+            grpc.stream_stream_rpc_method_handler
+            if handler.response_streaming
+            else grpc.stream_unary_rpc_method_handler
+        )
+        return wrap(serve, response_serializer=handler.response_serializer)
+
+    async def _serve(self, path: str, handler: Handler, _: object, context: Context) -> Any:
+        with self._unfinished.call(context.peer()) as call:
+            try:
+                async with call.until_hung_up():
+                    with self._callers.call(context, path):
+                        incoming = RequestReader(context, path, handler.request_deserializer, call)
+                        return await _answer(handler, incoming, context)
+            except grpc.aio.AbortError:
+                raise
+            except Exception as error:
+                await refuse(context, path, error)
+
+
+async def _answer(handler: Handler, incoming: RequestReader, context: Context) -> Any:
+    """Calls a handler of any kind; returns its reply, or writes the replies that it yields."""
+    kinds: tuple[Any, ...] = (handler.unary_unary, handler.unary_stream, handler.stream_unary, handler.stream_stream)
+    (behaviour,) = filter(None, kinds)
+    request = incoming if handler.request_streaming else await incoming.only(to_the_end=handler.response_streaming)
+    answer = behaviour(request, context)
+    del request  # some calls last for days
+    if isawaitable(answer):
+        return await answer
+    async with aclosing(answer) as replies:
+        async for reply in replies:
+            await context.write(reply)
+    return None
+
+
+async def _refuse_unknown(_: object, context: Context) -> None:
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this peer serves no such method")
+
+
+_UNKNOWN: Handler = grpc.stream_stream_rpc_method_handler(_refuse_unknown)

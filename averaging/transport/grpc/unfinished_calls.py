@@ -1,0 +1,267 @@
+"""Bounds the memory that unfinished calls take in gRPC, and closes the connections that exceed the bounds.
+
+gRPC keeps the bytes of a message until the message is complete. Its flow control counts only bytes of messages. But a
+few of them keep the whole block of memory in which they arrived, whatever else is in it: 6 MiB of a message, sent in
+small pieces between frames of an unknown type, keep 1.6 GiB. This module therefore counts what the system says has
+arrived on a connection since its oldest unfinished call began, less the messages that were read from the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
+
+from averaging.errors import BusyError
+from averaging.transport.grpc import accepted_sockets
+from averaging.transport.grpc.accepted_sockets import SEARCH, Found, Handle, Remote, parse_peer
+
+logger = logging.getLogger("averaging.transport")
+
+LOOK_SECONDS = 0.05
+"""While calls are unfinished, the bytes on their connections are counted this often."""
+
+_PAUSE = 10
+"""The next count waits for at least this many times as long as the last one took, 0.02 ms for each connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bytes that unfinished calls may hold.
+
+    Attributes:
+        per_connection: on one connection.
+        per_host: on all connections of one address.
+        in_all: on all connections.
+    """
+
+    per_connection: int
+    per_host: int
+    in_all: int
+
+
+def excess(held: Mapping[Remote, int], limits: Limits) -> list[Remote]:
+    """Selects the connections to close, so that the others keep within the limits.
+
+    A host over its limit loses its largest connections. If all hosts together are over the limit, the host that holds
+    the most loses its largest connections.
+
+    Args:
+        held: the bytes of each connection.
+        limits: the bytes that are allowed.
+    """
+    gone: list[Remote] = []
+    left: dict[str, list[Remote]] = {}
+    totals: Counter[str] = Counter()
+    for remote in sorted(held, key=lambda remote: held[remote], reverse=True):
+        if held[remote] > limits.per_connection:
+            gone.append(remote)
+        else:
+            left.setdefault(remote.address, []).append(remote)
+            totals[remote.address] += held[remote]
+    while totals:
+        host, total = totals.most_common(1)[0]
+        if total <= limits.per_host and totals.total() <= limits.in_all:
+            break
+        largest = left[host].pop(0)
+        gone.append(largest)
+        totals[host] -= held[largest]
+    return gone
+
+
+@dataclass(slots=True, eq=False)
+class _Connection:
+    """One connection on which there has been a call.
+
+    Attributes:
+        remote: its other end.
+        since: when its first call began, on the monotonic clock.
+        handles: its sockets; empty until they are found.
+        calls: the unfinished calls, each with the `level` at which it began: what came before belongs to other calls.
+        taken: bytes of messages that were read.
+        level: bytes that have arrived, less `taken`, at the last count.
+    """
+
+    remote: Remote
+    since: float
+    handles: tuple[Handle, ...] = ()
+    calls: dict[UnfinishedCall, int] = field(default_factory=dict)
+    taken: int = 0
+    level: int = 0
+
+    def count(self) -> bool:
+        """Counts the bytes that have arrived; False if the connection is closed."""
+        if not self.handles:
+            return True
+        with suppress(OSError):  # without a free descriptor the last count stands
+            arrived = accepted_sockets.received(self.handles)
+            if arrived is None:
+                return False
+            self.level = arrived - self.taken
+        return True
+
+    @property
+    def held(self) -> int:
+        """Bytes that its unfinished calls may hold."""
+        return self.level - min(self.calls.values(), default=self.level)
+
+
+class UnfinishedCall:
+    """One call for which gRPC may hold bytes."""
+
+    def __init__(self, connection: _Connection) -> None:
+        self._connection = connection
+        self._read = 0
+        self._limit: asyncio.Timeout | None = None
+        connection.calls[self] = connection.level
+
+    def took(self, nbytes: int) -> None:
+        """A message was read. While the call is unfinished, its bytes count as held until `release`."""
+        self._read += nbytes
+        if self not in self._connection.calls:
+            self.release()
+
+    def release(self) -> None:
+        """The messages that were read are no longer in memory."""
+        self._connection.taken += self._read
+        self._read = 0
+
+    def finish(self) -> None:
+        """The call is no longer unfinished: from now on, others bound what its caller sends."""
+        self.release()
+        self._connection.calls.pop(self, None)
+
+    @asynccontextmanager
+    async def until_hung_up(self) -> AsyncIterator[None]:
+        """A context for all that serves the call, except for telling the caller of an error.
+
+        Raises:
+            BusyError: the connection was closed for what it holds. The caller must be told of it: gRPC may notice that
+                the connection is closed only when it writes, and holds everything until then, up to 20 s.
+        """
+        try:
+            async with asyncio.timeout(None) as self._limit:
+                yield
+        except TimeoutError:
+            if self._limit is None or not self._limit.expired():
+                raise
+            raise BusyError("the unfinished requests on this connection hold too much memory") from None
+        finally:
+            self._limit = None
+
+    def hang_up(self) -> None:
+        """Ends `until_hung_up`."""
+        if self._limit is not None:
+            self._limit.reschedule(0.0)
+
+
+class UnfinishedCalls:
+    """Counts what the unfinished calls of one server hold, and closes the connections that hold too much.
+
+    Args:
+        limits: the bytes that are allowed.
+        find: searches for the sockets of this process; it may return an earlier result again.
+        clock: the monotonic clock.
+    """
+
+    def __init__(
+        self, limits: Limits, find: Callable[[], Found] = SEARCH.find, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._limits = limits
+        self._find = find
+        self._clock = clock
+        self._port = 0
+        self._connections: dict[Remote, _Connection] = {}
+        self._found = Found()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, port: int) -> None:
+        """Begins to count what arrives on connections to `port`."""
+        self._port = port
+
+    def stop(self) -> None:
+        """Stops counting."""
+        self._port = 0
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    @contextmanager
+    def call(self, peer: str) -> Iterator[UnfinishedCall]:
+        """A context for a call of `peer`, as gRPC writes it; entered before anything of the request is read."""
+        call = UnfinishedCall(self._connection(parse_peer(peer)))
+        self._look_in(LOOK_SECONDS)
+        try:
+            yield call
+        finally:
+            call.finish()
+
+    def look(self) -> None:
+        """Counts what has arrived, and closes the connections that hold too much."""
+        if self._has_work():
+            self._find_sockets()
+        held: dict[Remote, int] = {}
+        for remote, one in list(self._connections.items()):
+            if not one.calls:
+                continue
+            if one.count():
+                held[remote] = one.held
+            else:
+                self._end(one)
+        for remote in excess(held, self._limits):
+            told = "closed the connection of %s: its unfinished requests hold %.0f MiB"
+            logger.warning(told, remote, held[remote] / (1 << 20))
+            self._end(self._connections[remote])
+
+    def _connection(self, remote: Remote) -> _Connection:
+        """Returns the connection of a new call, with a count of what has arrived."""
+        one = self._connections.get(remote)
+        if one is not None and not one.count():
+            self._end(one)
+            one = None
+        if one is None:
+            one = self._connections[remote] = _Connection(remote, self._clock())
+        return one
+
+    def _look_in(self, seconds: float) -> None:
+        if self._timer is None and self._port:
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._look_and_go_on)
+
+    def _look_and_go_on(self) -> None:
+        self._timer = None
+        began = self._clock()
+        self.look()
+        if self._has_work():
+            self._look_in(max(LOOK_SECONDS, _PAUSE * (self._clock() - began)))
+
+    def _has_work(self) -> bool:
+        """Whether a call is unfinished, or the socket of a connection was not searched for."""
+        return any(one.calls or one.since >= self._found.taken for one in self._connections.values())
+
+    def _find_sockets(self) -> None:
+        """Finds the sockets of new connections, and forgets connections that are closed."""
+        found = self._find()
+        if found is self._found:
+            return
+        self._found = found
+        for one in list(self._connections.values()):
+            if one.since >= found.taken:
+                continue
+            handles = found.sockets.get((self._port, one.remote), ())
+            if one.handles and handles and handles != one.handles:
+                self._end(one)  # another connection has come from the same address and port
+            elif handles or one.calls:
+                one.handles = one.handles or handles
+            else:
+                del self._connections[one.remote]
+
+    def _end(self, one: _Connection) -> None:
+        """Closes a connection, in case it is not closed yet, and ends its unfinished calls."""
+        del self._connections[one.remote]
+        accepted_sockets.hang_up(one.handles)
+        for call in one.calls:
+            call.hang_up()

@@ -1,0 +1,85 @@
+"""Feeds in processes of their own, and what is sent to them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+from averaging.feed import Batch, RegisterEnv, Registration, ScoredData
+from tests.integration.processes import DEADLINE, JsonProcess, averaging_process
+
+
+class Feed:
+    """`averaging feed` on a store, a context manager; it can be killed and started again at the same address."""
+
+    def __init__(self, store: Path, *options: str, listen: str = "127.0.0.1:0") -> None:
+        self._arguments = ["feed", "--store", str(store), *options]
+        self._listen = listen
+        self._stack = ExitStack()
+        self.start()
+
+    def start(self) -> None:
+        self.process = self._stack.enter_context(averaging_process(*self._arguments, "--listen", self._listen))
+        self.url = str(self.process.expect("ready")["url"])
+        self._listen = self.url.partition("//")[2]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+
+def registration(batch_size: int = 4, **changes: Any) -> Registration:
+    told: dict[str, Any] = {
+        "wandb_group": "group",
+        "wandb_project": "project",
+        "batch_size": batch_size,
+        "max_token_len": 64,
+        "checkpoint_dir": "checkpoints",
+        "save_checkpoint_interval": 1,
+        "starting_step": 0,
+        "num_steps": 1000,
+    }
+    return Registration(**told | changes)
+
+
+def environment(group_size: int = 2, **changes: Any) -> RegisterEnv:
+    told: dict[str, Any] = {"max_token_length": 64, "desired_name": "env", "weight": 1.0, "group_size": group_size}
+    return RegisterEnv(**told | changes)
+
+
+def a_group(name: int, size: int = 2, length: int = 3) -> ScoredData:
+    """A group that can be told from others by its tokens."""
+    tokens = [[name] * length for _ in range(size)]
+    return ScoredData(tokens=tokens, masks=[[-100, *sequence[1:]] for sequence in tokens], scores=[0.5] * size)
+
+
+def names(batch: Batch) -> list[int]:
+    """Of the groups in a batch."""
+    return [group["tokens"][0][0] for group in batch.groups]
+
+
+def a_rank(
+    rank: int,
+    ranks: int,
+    store: Path,
+    url: str,
+    told: Registration,
+    members: Sequence[int] = (),
+    **options: Any,
+) -> JsonProcess:
+    """A process that iterates over a feed as one of `ranks`, or of `members` of them; see `feed_rank`."""
+    arguments = {"rank": rank, "ranks": ranks, "store": str(store), "url": url, "options": options, "members": members}
+    arguments["registration"] = {name: getattr(told, name) for name in told.__struct_fields__}
+    return JsonProcess("python", "-m", "tests.integration.feed_rank", json.dumps(arguments))
+
+
+__all__ = ["DEADLINE", "Feed", "a_group", "a_rank", "environment", "names", "registration"]

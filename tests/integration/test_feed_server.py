@@ -1,0 +1,461 @@
+"""What the server answers, above all to what it should not be sent. The server runs in the test's loop."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import socket
+import ssl
+import time
+import zlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from averaging.errors import ConfigError, ListenError
+from averaging.feed import FeedServer, Limits
+from averaging.feed.book import Book
+from averaging.feed.messages import Registration
+from tests.integration import certificates
+from tests.integration.certificates import OLD_TOKEN, TOKEN
+from tests.integration.feeds import environment, registration
+
+REGISTRATION = {name: getattr(registration(), name) for name in Registration.__struct_fields__}
+ENVIRONMENT = {
+    name: getattr(environment(), name) for name in ("max_token_length", "desired_name", "weight", "group_size")
+}
+GROUP: dict[str, Any] = {"tokens": [[1, 2], [3]], "masks": [[-100, 2], [3]], "scores": [1, -0.5]}
+
+
+@asynccontextmanager
+async def serving(**options: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a server that keeps nothing."""
+    async with FeedServer(":memory:", **options) as server, httpx.AsyncClient(base_url=server.url) as client:
+        yield client
+
+
+async def begin(client: httpx.AsyncClient) -> None:
+    """A trainer with its first question for a batch, and an environment."""
+    assert (await client.post("/register", json=REGISTRATION)).status_code == 200
+    assert (await client.get("/batch")).json() == {"batch": None}
+    assert (await client.post("/register-env", json=ENVIRONMENT)).json()["env_id"] == 0
+
+
+@pytest.mark.asyncio
+async def test_a_run_route_by_route() -> None:
+    async with serving() as client:
+        assert (await client.get("/")).json() == {"message": "AtroposLib API"}
+        assert (await client.get("/info")).json() == {"batch_size": -1, "max_token_len": -1}
+        assert (await client.get("/wandb_info")).json() == {"group": None, "project": None}
+        assert (await client.get("/status")).json() == {"current_step": 0, "queue_size": 0}
+        assert (await client.get("/latest_example")).json()["tokens"] == []
+        assert (await client.get("/batch")).json() == {
+            "status": "error",
+            "message": "Trainer not registered. Call /register first.",
+            "batch": [],
+        }
+        reply = await client.post("/register", json=REGISTRATION)
+        assert 0 <= reply.json()["uuid"] < 1 << 128
+        assert (await client.get("/info")).json() == {"batch_size": 4, "max_token_len": 64}
+        assert (await client.get("/wandb_info")).json() == {"group": "group", "project": "project"}
+        reply = await client.post("/register-env", json=ENVIRONMENT)
+        assert reply.json() == {"status": "wait for trainer to start"}
+        assert (await client.get("/batch")).json() == {"batch": None}
+        reply = await client.post("/register-env", json=ENVIRONMENT | {"min_batch_allocation": 0.5})
+        assert reply.json() == {
+            "status": "success",
+            "env_id": 0,
+            "wandb_name": "env_0",
+            "checkpoint_dir": "checkpoints",
+            "starting_step": 0,
+            "checkpoint_interval": 1,
+            "num_steps": 1000,
+        }
+        assert (await client.post("/scored_data", json=GROUP | {"env_id": 0})).json() == {"status": "received"}
+        half = {"tokens": [[9]], "masks": [[9]], "scores": [True], "env_id": 0}
+        assert (await client.post("/scored_data", json=half)).json() == {"status": "buffered", "buffer_size": 1}
+        reply = await client.post("/scored_data_list", json=[half, GROUP, half])
+        assert reply.json() == {"status": "received", "groups_processed": 3, "buffered": 2, "last_buffer_size": 1}
+        assert (await client.get("/status")).json() == {"current_step": 0, "queue_size": 4}
+        status = (await client.request("GET", "/status-env", json={"env_id": 0})).json()
+        assert status == {
+            "current_step": 0,
+            "queue_size": 3,
+            "unallocated_fraction": 0.5,
+            "self_queue_size": 2,
+            "max_group_size": 2,
+            "env_weight": 1.0,
+        }
+        batch = (await client.get("/batch")).json()
+        assert batch["step"] == 1
+        assert [group["scores"] for group in batch["batch"]] == [[1.0, -0.5], [1.0], [1.0]]
+        assert batch["batch"][0]["overrides"] is None, "trainers expect all fields"
+        assert (await client.get("/status")).json() == {"current_step": 1, "queue_size": 1}
+        assert (await client.get("/latest_example")).json()["tokens"] == [[1, 2], [3]]
+        assert (await client.post("/disconnect-env", json={"env_id": 0})).json() == {"status": "success"}
+        assert (await client.post("/disconnect-env", json={"env_id": 7})).json()["status"] == "failure"
+        reply = await client.get("/reset_data")
+        assert (reply.status_code, reply.text) == (200, "Reset successful")
+        assert (await client.get("/batch")).json()["status"] == "error"
+        assert (await client.get("/latest_example")).json()["tokens"] == []
+
+
+BAD = [
+    ("/register", {k: v for k, v in REGISTRATION.items() if k != "num_steps"}, "missing required field `num_steps`"),
+    ("/register", REGISTRATION | {"batch_size": 0}, "batch_size must be from 1"),
+    ("/register", REGISTRATION | {"batch_size": "many"}, "Expected `int`"),
+    ("/register", REGISTRATION | {"starting_step": -1}, "starting_step must be at least 0"),
+    ("/register-env", ENVIRONMENT | {"group_size": 0}, "group_size must be from 1"),
+    ("/register-env", ENVIRONMENT | {"group_size": 5}, "group_size 5 is above the run's batch_size 4"),
+    ("/register-env", ENVIRONMENT | {"min_batch_allocation": 1.5}, "min_batch_allocation must be from 0 to 1"),
+    ("/register-env", ENVIRONMENT | {"desired_name": "n" * 2000}, "desired_name may have 1024 characters"),
+    ("/register-env", {}, "missing required field"),
+    ("/scored_data", GROUP | {"masks": [[1, 2]]}, "2 sequences in tokens, 1 in masks and 2 scores"),
+    ("/scored_data", GROUP | {"scores": [1]}, "2 sequences in tokens, 2 in masks and 1 scores"),
+    ("/scored_data", GROUP | {"masks": [[1, 2], [3, 4]]}, "sequence 1 has 1 tokens and 2 masks"),
+    ("/scored_data", {"tokens": [], "masks": [], "scores": []}, "at least one sequence"),
+    ("/scored_data", {"tokens": [[1]] * 5, "masks": [[1]] * 5, "scores": [0] * 5}, "more than the run's batch_size, 4"),
+    ("/scored_data", GROUP | {"env_id": 0, "tokens": [[1]] * 3, "masks": [[1]] * 3, "scores": [0] * 3}, "group_size"),
+    ("/scored_data", GROUP | {"messages": [[{"role": "user"}], []]}, "lacks its role or its content"),
+    ("/scored_data", GROUP | {"tokens": [["a", 2], [3]]}, "Expected `int`, got `str` - at `$.tokens[0][0]`"),
+    ("/scored_data", {"tokens": [[1]]}, "missing required field `masks`"),
+    ("/scored_data", [GROUP], "Expected `object`, got `array`"),
+    ("/scored_data_list", [GROUP, GROUP | {"scores": [1]}], "1 scores"),
+    ("/scored_data_list", GROUP, "Expected `array`, got `object`"),
+]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("path", "body", "told"), BAD, ids=lambda value: str(value)[:50])
+async def test_what_cannot_be_used_is_refused_with_its_reason(path: str, body: object, told: str) -> None:
+    async with serving() as client:
+        if path != "/register":
+            await begin(client)
+        reply = await client.post(path, json=body)
+        assert reply.status_code == 422, reply.text
+        assert reply.json()["status"] == "error"
+        assert told in reply.json()["message"]
+        assert (await client.get("/status")).json()["queue_size"] == 0, "nothing of a list was taken"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (b'{"tokens": [[1]], "masks": [[1]], "scores": [NaN]}', "JSON has neither NaN nor Infinity"),
+        (b'{"tokens": [[1]], "masks": [[1]], "scores": [-Infinity]}', "JSON has neither NaN nor Infinity"),
+        (b'{"tokens": [[1]], "masks": [[1]], "scores": [1e999]}', "Number out of range - at `$.scores[0]`"),
+        (b'{"tokens": [[' + b"9" * 5000 + b']], "masks": [[1]], "scores": [1]}', "out of range - at `$.tokens[0][0]`"),
+        (b'{"tokens": [[1]], "masks": [[1]], "scores": [1], "images": ' + b"[" * 100_000, "recursion"),
+        (
+            b'{"tokens": [[1]], "masks": [[1]], "scores": [1], "messages": [[{"role": "\xff"}]]}',
+            "the body cannot be used",
+        ),
+        (b"", "the body cannot be used"),
+        (b"tokens=1", "malformed"),
+    ],
+)
+async def test_what_is_no_json_is_refused(body: bytes, told: str) -> None:
+    async with serving() as client:
+        await begin(client)
+        reply = await client.post("/scored_data", content=body)
+        assert reply.status_code == 422, reply.text
+        assert told in reply.json()["message"]
+
+
+@pytest.mark.asyncio
+async def test_an_environment_that_nobody_registered_is_told_to_register() -> None:
+    async with serving() as client:
+        await begin(client)
+        for env_id in (1, -1):
+            reply = await client.post("/scored_data", json=GROUP | {"env_id": env_id})
+            assert (reply.status_code, reply.json()["status"]) == (404, "error")
+            assert f"no environment with env_id {env_id}; register it with /register-env" in reply.json()["message"]
+            assert (await client.request("GET", "/status-env", json={"env_id": env_id})).status_code == 404
+        assert (await client.request("GET", "/status-env")).status_code == 422
+
+
+@pytest.mark.asyncio
+async def test_other_paths_and_methods_are_json_errors_too() -> None:
+    async with serving() as client:
+        for method, path, status in (("GET", "/nothing", 404), ("DELETE", "/batch", 405), ("GET", "/scored_data", 405)):
+            reply = await client.request(method, path)
+            assert (reply.status_code, reply.json()["status"]) == (status, "error")
+        assert (await client.get("/batch?step=soon")).status_code == 422
+        assert (await client.get("/batch?step=-1")).status_code == 422
+
+
+@pytest.mark.asyncio
+async def test_gzip_both_ways() -> None:
+    async with serving() as client:
+        await begin(client)
+        group = {"tokens": [list(range(500))] * 4, "masks": [list(range(500))] * 4, "scores": [0.0] * 4}
+        headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+        reply = await client.post("/scored_data", content=gzip.compress(json.dumps(group).encode()), headers=headers)
+        assert reply.json() == {"status": "received"}
+        latest = await client.get("/latest_example", headers={"Accept-Encoding": "identity"})
+        assert "Content-Encoding" not in latest.headers
+        batch = await client.get("/batch", headers={"Accept-Encoding": "gzip"})
+        assert batch.headers["Content-Encoding"] == "gzip"
+        assert batch.json()["batch"][0]["tokens"] == group["tokens"]
+        assert "Content-Encoding" not in (await client.get("/info", headers={"Accept-Encoding": "gzip"})).headers
+
+
+def bomb(nbytes: int) -> bytes:
+    """What becomes so many bytes, mostly of white space."""
+    packer = zlib.compressobj(9, wbits=31)
+    return b"".join((packer.compress(b" " * nbytes), packer.compress(json.dumps(GROUP).encode()), packer.flush()))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("content", "headers", "status", "told"),
+    [
+        (b" " * 70_000, {}, 413, "more than 65536 bytes; send fewer groups at once"),
+        (bomb(50_000_000), {"Content-Encoding": "gzip"}, 413, "more than 65536 bytes"),
+        (bomb(100)[:-9], {"Content-Encoding": "gzip"}, 400, "not one whole gzip stream"),
+        (bomb(100) + bomb(100), {"Content-Encoding": "gzip"}, 400, "not one whole gzip stream"),
+        (b"{}" * 100, {"Content-Encoding": "gzip"}, 400, "the body is not gzip"),
+        (b"{}", {"Idempotency-Key": "k" * 300}, 422, ""),
+    ],
+    ids=("large", "bomb", "cut", "two", "no gzip", "key"),
+)
+async def test_bodies_are_bounded(content: bytes, headers: dict[str, str], status: int, told: str) -> None:
+    async with serving(limits=Limits(body_bytes=1 << 16)) as client:
+        await begin(client)
+        reply = await client.post("/scored_data", content=content, headers=headers)
+        assert (reply.status_code, reply.json()["status"]) == (status, "error"), reply.text
+        assert told in reply.json()["message"]
+        ok = await client.post(
+            "/scored_data", content=bomb(60_000), headers={"Content-Encoding": "gzip", "Idempotency-Key": "k" * 200}
+        )
+        assert ok.json() == {"status": "received"}
+        assert (
+            await client.post("/scored_data", json=GROUP, headers={"Idempotency-Key": "k" * 201})
+        ).status_code == 422
+
+
+@pytest.mark.asyncio
+async def test_bodies_in_hand_are_bounded_together() -> None:
+    async with FeedServer(":memory:", limits=Limits(body_bytes=1 << 16)) as server:
+        host, _, port = server.url.removeprefix("http://").partition(":")
+        head = b"POST /scored_data HTTP/1.1\r\nHost: x\r\nContent-Length: 60001\r\n\r\n"
+        connections = [await asyncio.open_connection(host, int(port)) for _ in range(5)]
+        for _, writer in connections:
+            writer.write(head + b" " * 60_000)  # the last byte does not come
+        async with asyncio.timeout(30):
+            replies = [asyncio.create_task(reader.read(1000)) for reader, _ in connections]
+            done, others = await asyncio.wait(replies, return_when=asyncio.FIRST_COMPLETED)
+        (reply,) = [task.result() for task in done]
+        assert reply.startswith(b"HTTP/1.1 503 ")
+        assert b"retry-after: 1" in reply.lower()
+        for _, writer in connections:
+            writer.close()
+        await asyncio.wait(others)
+        async with httpx.AsyncClient(base_url=server.url) as client:  # and they count no longer
+            assert (await client.post("/scored_data", content=b" " * 60_000)).status_code == 422
+
+
+@pytest.mark.asyncio
+async def test_a_request_has_limited_time() -> None:
+    async with FeedServer(":memory:", limits=Limits(seconds=0.2)) as server:
+        host, _, port = server.url.removeprefix("http://").partition(":")
+        head = b"POST /scored_data HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n"
+        for sent, told in ((head + b"\r\n{", b"408 "), (head, b""), (b"", b"")):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(sent)
+            async with asyncio.timeout(30):
+                try:
+                    received = await reader.read(100)
+                except ConnectionError:
+                    received = b""
+            assert told in received, sent
+            assert bool(told) == bool(received)
+            writer.close()
+
+
+def is_given_up(port: int) -> bool:
+    """Whether this process soon holds no connection to that port any more."""
+    ends = time.monotonic() + 30
+    while time.monotonic() < ends:
+        if not any(port in each.raddr for each in psutil.Process().net_connections("tcp")):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+@pytest.mark.asyncio
+async def test_a_reader_that_stops_is_cut_off() -> None:
+    async with FeedServer(":memory:", limits=Limits(seconds=0.2)) as server:
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            tokens = [[10**12] * 500_000]
+            await client.post("/scored_data", json={"tokens": tokens, "masks": tokens, "scores": [0.0]})
+        host, _, port = server.url.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(b"GET /latest_example HTTP/1.1\r\nHost: x\r\n\r\n")
+            at = connection.getsockname()[1]
+            assert await asyncio.to_thread(is_given_up, at), "it still waits for a reader"
+
+
+@pytest.mark.asyncio
+async def test_a_token_opens_the_doors(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text(f"{TOKEN}\n{OLD_TOKEN}\n")
+    file.chmod(0o600)
+    async with serving(token_file=file) as client:
+        assert (await client.get("/")).status_code == 200, "for whoever watches over the machine"
+        for path in ("/status", "/metrics", "/batch", "/reset_data"):
+            for headers in (
+                {},
+                {"Authorization": "Bearer wrong-token-0123456789"},
+                {"Authorization": f"Basic {TOKEN}"},
+            ):
+                reply = await client.get(path, headers=headers)
+                assert (reply.status_code, reply.json()["status"]) == (401, "error")
+                assert "Authorization: Bearer TOKEN" in reply.json()["message"]
+        assert (await client.post("/scored_data", content=b"x" * 100_000)).status_code == 401
+        assert (await client.get("/status", auth=("any", TOKEN))).status_code == 200, "as of a URL with a password"
+        assert (await client.get("/status", auth=(TOKEN, "wrong"))).status_code == 401
+        for token in (TOKEN, OLD_TOKEN):
+            assert (await client.get("/status", headers={"Authorization": f"Bearer {token}"})).status_code == 200
+
+
+@pytest.mark.asyncio
+async def test_tls_with_certificates_or_a_token(tmp_path: Path) -> None:
+    files: dict[str, Any] = dict(certificates.write(tmp_path, *certificates.HERE))
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    token.chmod(0o600)
+    stranger = ssl.create_default_context(cafile=files["tls_ca"])
+    member = ssl.create_default_context(cafile=files["tls_ca"])
+    member.load_cert_chain(files["tls_cert"], files["tls_key"])
+    async with FeedServer(":memory:", **files) as server:
+        assert server.url.startswith("https://127.0.0.1:")
+        async with httpx.AsyncClient(base_url=server.url, verify=member) as client:
+            assert (await client.get("/status")).status_code == 200
+        async with httpx.AsyncClient(base_url=server.url, verify=stranger) as client:
+            with pytest.raises(httpx.TransportError):
+                await client.get("/status")
+    async with (
+        FeedServer(":memory:", **files, token_file=token, listen="127.0.0.1:0") as server,
+        httpx.AsyncClient(base_url=server.url, verify=stranger) as client,
+    ):
+        assert (await client.get("/status")).status_code == 401
+        assert (await client.get("/status", headers={"Authorization": f"Bearer {TOKEN}"})).status_code == 200
+
+
+@pytest.mark.asyncio
+async def test_a_full_queue_asks_to_come_back() -> None:
+    async with serving(limits=Limits(queue_groups=2)) as client:
+        await begin(client)
+        for _ in range(2):
+            assert (await client.post("/scored_data", json=GROUP)).status_code == 200
+        full = await client.post("/scored_data", json=GROUP)
+        assert (full.status_code, full.headers["Retry-After"]) == (503, "1")
+        assert full.json()["message"].startswith("2 groups and ")
+        assert (await client.get("/batch")).json()["step"] == 1
+        assert (await client.post("/scored_data", json=GROUP)).status_code == 200
+
+
+@pytest.mark.asyncio
+async def test_metrics() -> None:
+    async with serving() as client:
+        await begin(client)
+        for _ in range(2):
+            await client.post("/scored_data", json=GROUP, headers={"Idempotency-Key": "k"})
+        await client.post("/scored_data_list", json=[GROUP, GROUP])
+        await client.get("/batch")
+        await client.get("/nothing")
+        reply = await client.get("/metrics")
+        assert reply.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        lines = reply.text.splitlines()
+        for line in (
+            'averaging_feed_requests_total{route="/scored_data",status="200"} 2.0',
+            "averaging_feed_received_groups_total 3.0",
+            "averaging_feed_received_sequences_total 6.0",
+            "averaging_feed_repeated_posts_total 1.0",
+            "averaging_feed_delivered_batches_total 1.0",
+            "averaging_feed_delivered_sequences_total 4.0",
+            "averaging_feed_step 1.0",
+            "averaging_feed_waiting_groups 1.0",
+            "averaging_feed_queued_sequences 2.0",
+            "averaging_feed_connected_environments 1.0",
+            'averaging_feed_request_duration_seconds_count{route="/batch"} 2.0',
+        ):
+            assert line in lines
+        assert all(line.startswith(("#", "averaging_feed_")) for line in lines)
+
+
+@pytest.mark.asyncio
+async def test_events() -> None:
+    events: list[Any] = []
+    async with serving(on_event=events.append) as client:
+        await begin(client)
+        await client.post("/register", json=REGISTRATION)
+        await client.post("/scored_data_list", json=[GROUP, GROUP])
+        await client.get("/batch")
+        await client.get("/reset_data")
+    assert events == [
+        {"event": "registered", "batch_size": 4, "starting_step": 0, "num_steps": 1000},
+        {"event": "environment", "env_id": 0, "name": "env_0"},
+        {"event": "batch", "step": 1, "groups": 2, "sequences": 4},
+        {"event": "reset"},
+    ]
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_cannot_begin_says_why(tmp_path: Path) -> None:
+    async with FeedServer(tmp_path / "store") as server:
+        address = server.url.removeprefix("http://")
+        with pytest.raises(ListenError, match=f"cannot listen on {address}: .*choose another port or port 0"):
+            await FeedServer(":memory:", listen=address).__aenter__()
+        with pytest.raises(ConfigError, match="another process uses it"):
+            await FeedServer(tmp_path / "store").__aenter__()
+    with pytest.raises(ListenError, match="cannot listen on unknown.invalid:0"):
+        await FeedServer(":memory:", listen="unknown.invalid:0", insecure=True).__aenter__()
+    with pytest.raises(ConfigError, match="the limit seconds must be above 0 and finite, not 0"):
+        Limits(seconds=0)
+    with pytest.raises(ConfigError, match="other machines can reach 0.0.0.0:0, and without TLS"):
+        FeedServer(":memory:", listen="0.0.0.0:0")
+    async with FeedServer(tmp_path / "store", listen="0.0.0.0:0", insecure=True):
+        pass  # and the store is free again
+
+
+@pytest.mark.asyncio
+async def test_whoever_is_told_of_events_cannot_harm_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(event: object) -> None:
+        raise ValueError("no room for it")
+
+    async with serving(on_event=fail) as client:
+        assert (await client.post("/register", json=REGISTRATION)).status_code == 200
+    assert "on_event has failed" in caplog.text
+    assert "no room for it" in caplog.text
+
+
+@pytest.mark.asyncio
+async def test_a_fault_is_answered_and_logged(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Book, env_id: int) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Book, "status_env", fail)
+    async with serving() as client:
+        await begin(client)
+        reply = await client.request("GET", "/status-env", json={"env_id": 0})
+        assert (reply.status_code, reply.json()["message"]) == (500, "this server has a fault; its log tells more")
+        assert (await client.get("/info")).json()["batch_size"] == 4, "and it goes on"
+    assert "ZeroDivisionError" in caplog.text
+
+
+@pytest.mark.asyncio
+async def test_pages_of_other_sites_are_refused() -> None:
+    async with serving() as client:
+        for site, status in (("cross-site", 403), ("same-site", 403), ("same-origin", 200), ("none", 200)):
+            assert (await client.get("/reset_data", headers={"Sec-Fetch-Site": site})).status_code == status

@@ -1,0 +1,91 @@
+"""The original: its server in a process of its own, its library, and programs that run in its environment.
+
+`make test-feed` sets that environment up and names its Python in FEED_PYTHON.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import subprocess
+import time
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Self
+
+import httpx
+
+from tests.integration.processes import DEADLINE
+
+ROOT = Path(__file__).parents[2]
+
+PYTHON = os.environ.get("FEED_PYTHON", str(ROOT / ".venv-feed" / "bin" / "python"))
+
+ENVIRONMENT = os.environ | {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def site_packages() -> Path:
+    """Where atroposlib is."""
+    return next(Path(PYTHON).parent.parent.glob("lib/python3*/site-packages"))
+
+
+@cache
+def library() -> ModuleType:
+    """`atroposlib.api.utils`, which forms batches and imports nothing."""
+    spec = importlib.util.spec_from_file_location("atropos_utils", site_packages() / "atroposlib" / "api" / "utils.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+class RunApi:
+    """`run-api`; it can be killed and started again at the same address. Use it as a context manager."""
+
+    def __init__(self) -> None:
+        self._port = free_port()
+        self.url = f"http://127.0.0.1:{self._port}"
+        self.start()
+
+    def start(self) -> None:
+        command = [PYTHON, "-m", "atroposlib.cli.run_api", "--host", "127.0.0.1", "--port", str(self._port)]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + DEADLINE
+        while True:
+            try:
+                self.get("/info")
+                return
+            except httpx.TransportError:
+                assert self._process.poll() is None, "run-api has ended"
+                assert time.monotonic() < deadline, "run-api does not answer"
+                time.sleep(0.05)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def get(self, path: str) -> Any:
+        return httpx.get(self.url + path, timeout=DEADLINE)
+
+    def post(self, path: str, told: object) -> Any:
+        return httpx.post(self.url + path, json=told, timeout=DEADLINE)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+def program(*arguments: str) -> subprocess.Popen[str]:
+    """A program in the original's environment."""
+    out = subprocess.PIPE
+    return subprocess.Popen([PYTHON, *arguments], stdout=out, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT)

@@ -1,0 +1,164 @@
+"""Our clients on atroposlib's own server, with all its quirks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from averaging.errors import FeedError
+from averaging.feed import BatchFeed, FeedEnvironment
+from tests.integration.feeds import a_group, a_rank, environment, names, registration
+from tests.integration.processes import DEADLINE, JsonProcess, all_expect
+from tests.interop.atropos import RunApi
+
+pytestmark = pytest.mark.interop
+
+REGISTRATION = {name: getattr(registration(), name) for name in registration().__struct_fields__}
+
+
+@pytest.fixture
+def server() -> Iterator[RunApi]:
+    with RunApi() as server:
+        yield server
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def start(stack: ExitStack, ranks: int, store: Path, url: str, **told: Any) -> list[JsonProcess]:
+    processes = [
+        stack.enter_context(a_rank(r, ranks, store, url, registration(**told), poll=0.05, patience=DEADLINE))
+        for r in range(ranks)
+    ]
+    all_expect(processes, "up")
+    return processes
+
+
+def ask(ranks: list[JsonProcess]) -> None:
+    for rank in ranks:
+        rank.send("next")
+
+
+def received(ranks: list[JsonProcess]) -> tuple[int, list[int]]:
+    """The step and the groups' names of a batch that all ranks got."""
+    batches = all_expect(ranks, "batch")
+    assert all(batch == batches[0] for batch in batches)
+    return batches[0]["step"], [group["tokens"][0][0] for group in batches[0]["groups"]]
+
+
+def post(server: RunApi, *numbers: int) -> None:
+    for number in numbers:
+        assert server.post("/scored_data", msgspec.to_builtins(a_group(number))).status_code == 200
+
+
+def wait_for_the_trainer(server: RunApi) -> None:
+    """Until it has asked for its first batch."""
+    with FeedEnvironment(server.url, environment()) as env:
+        env.register()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_batches_that_are_formed_at_once(count: int, server: RunApi, stack: ExitStack, tmp_path: Path) -> None:
+    """One answer forms three, the step grows by three, and they come last first: each rank counts what it got."""
+    ranks = start(stack, count, tmp_path / "ranks", server.url, num_steps=4)
+    ask(ranks)
+    wait_for_the_trainer(server)
+    post(server, 0)
+    assert server.get("/status").json() == {"current_step": 0, "queue_size": 1}
+    everything = [msgspec.to_builtins(a_group(number)) for number in range(1, 6)]
+    assert server.post("/scored_data_list", everything).json()["groups_processed"] == 5
+    assert received(ranks) == (1, [4, 5])
+    assert server.get("/status").json() == {"current_step": 3, "queue_size": 0}
+    ask(ranks)
+    assert received(ranks) == (2, [2, 3])
+    ask(ranks)
+    assert received(ranks) == (3, [0, 1])
+    ask(ranks)  # and the next one waits, although the server's step is 3
+    post(server, 6, 7)
+    assert received(ranks) == (4, [6, 7])
+    ask(ranks)
+    assert {event["step"] for event in all_expect(ranks, "end")} == {4}
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_batches_that_another_trainer_left(count: int, server: RunApi, stack: ExitStack, tmp_path: Path) -> None:
+    """They are handed out without a change of the step, for which the other ranks look."""
+    server.post("/register", REGISTRATION)
+    server.get("/batch")
+    post(server, *range(6))
+    assert server.get("/batch").json()["batch"][0]["tokens"][0][0] == 4
+    assert server.get("/status").json()["current_step"] == 3
+    ranks = start(stack, count, tmp_path / "ranks", server.url, starting_step=3)
+    ask(ranks)
+    assert received(ranks) == (4, [2, 3])
+    ask(ranks)
+    assert received(ranks) == (5, [0, 1])
+    ask(ranks)
+    post(server, 6, 7)
+    assert received(ranks) == (6, [6, 7])
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_server_that_is_killed_and_comes_back(count: int, server: RunApi, stack: ExitStack, tmp_path: Path) -> None:
+    """It has forgotten everything: the trainer registers again and counts on."""
+    ranks = start(stack, count, tmp_path / "ranks", server.url)
+    ask(ranks)
+    wait_for_the_trainer(server)
+    post(server, 0, 1)
+    assert received(ranks) == (1, [0, 1])
+    server.kill()
+    ask(ranks)
+    server.start()
+    with FeedEnvironment(server.url, environment()) as env:
+        assert env.register().starting_step == 1, "the trainer has told how far it is"
+        env.post(a_group(2), a_group(3))
+    assert received(ranks) == (2, [2, 3])
+
+
+def test_a_reset_that_makes_the_server_fail(server: RunApi) -> None:
+    with BatchFeed(server.url, registration(), poll=0.05, patience=DEADLINE) as batches:
+        batches._register()
+        server.get("/batch")
+        post(server, 0, 1)
+        assert next(batches).step == 1
+        server.get("/reset_data")
+        assert server.get("/batch").status_code == 500
+        batches._fetch(time.monotonic())  # registers again
+        deadline = time.monotonic() + DEADLINE
+        while server.get("/info").json()["batch_size"] != 4:
+            assert time.monotonic() < deadline
+            batches._fetch(time.monotonic())
+        post(server, 2, 3)
+        batch = next(batches)
+        assert (batch.step, names(batch)) == (2, [2, 3])
+
+
+def test_a_server_that_took_data_too_early_is_an_error(server: RunApi) -> None:
+    post(server, 0)
+    with pytest.raises(FeedError, match="took data before a trainer registered.* call GET /reset_data"):
+        next(BatchFeed(server.url, registration()))
+
+
+def test_our_environment(server: RunApi) -> None:
+    server.post("/register", REGISTRATION)
+    with FeedEnvironment(server.url, environment(), start_patience=0.0) as env:
+        with pytest.raises(FeedError, match="wait for trainer to start"):
+            env.register()
+        server.get("/batch")
+        told = env.register()
+        assert (told.env_id, told.wandb_name, told.checkpoint_dir, told.num_steps) == (0, "env_0", "checkpoints", 1000)
+        env.post(a_group(0), key="k")
+        env.post(a_group(1, 1))
+        assert server.get("/status").json()["queue_size"] == 1, "half a group waits for another half"
+        status = env.status()
+        assert (status.current_step, status.self_queue_size, status.env_weight) == (0, 1, 1.0)
+    assert server.post("/disconnect-env", {"env_id": 0}).json() == {"status": "success"}

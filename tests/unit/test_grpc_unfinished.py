@@ -1,0 +1,369 @@
+"""What unfinished calls hold, which connections are closed for it, and how their sockets are found."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import resource
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from averaging.errors import BusyError
+from averaging.transport.grpc import accepted_sockets
+from averaging.transport.grpc.accepted_sockets import (
+    Found,
+    Handle,
+    Remote,
+    SocketSearch,
+    hang_up,
+    parse_peer,
+    received,
+    search,
+)
+from averaging.transport.grpc.unfinished_calls import Limits, UnfinishedCalls, excess
+
+LIMITS = Limits(per_connection=10, per_host=15, in_all=30)
+
+
+@pytest.mark.parametrize(
+    ("held", "closed"),
+    [
+        ({}, []),
+        ({"a:1": 10, "b:1": 10, "c:1": 10}, []),
+        ({"a:1": 11, "b:1": 10}, ["a:1"]),
+        ({"a:1": 8, "a:2": 7}, []),
+        ({"a:1": 8, "a:2": 7, "a:3": 1}, ["a:1"]),
+        ({"a:1": 8, "a:2": 7, "a:3": 9, "b:1": 10}, ["a:3"]),
+        ({"a:1": 8, "a:2": 9, "a:3": 10, "a:4": 2}, ["a:3", "a:2"]),
+        ({"a:1": 12, "a:2": 7, "a:3": 7}, ["a:1"]),  # what is closed no longer counts
+        ({"a:1": 9, "b:1": 9, "c:1": 9, "d:1": 5}, ["a:1"]),
+        ({"a:1": 10, "b:1": 6, "b:2": 7, "c:1": 9}, ["b:2"]),  # not the largest, but of the host that holds the most
+    ],
+)
+def test_the_largest_connections_are_closed_until_the_rest_is_within_the_limits(
+    held: dict[str, int], closed: list[str]
+) -> None:
+    named = {Remote(name[0], int(name[2])): nbytes for name, nbytes in held.items()}
+    assert [str(remote) for remote in excess(named, LIMITS)] == closed
+
+
+@pytest.mark.parametrize(
+    ("peer", "address", "port"),
+    [
+        ("ipv4:192.0.2.7:4222", "192.0.2.7", 4222),
+        ("ipv6:%5B2001:db8::7%5D:4222", "2001:db8::7", 4222),
+        ("ipv6:[2001:db8::7]:4222", "2001:db8::7", 4222),
+        ("ipv6:%5Bfe80::7%25eth0%5D:1", "fe80::7", 1),
+        ("ipv6:%5B::ffff:192.0.2.7%5D:1", "192.0.2.7", 1),
+        ("", "", 0),
+        ("unknown", "unknown", 0),
+        ("unix:/tmp/socket", "unix:/tmp/socket", 0),
+        ("ipv4:192.0.2.7:", "ipv4:192.0.2.7:", 0),
+    ],
+)
+def test_grpc_s_text_for_a_caller_is_parsed(peer: str, address: str, port: int) -> None:
+    assert parse_peer(peer) == Remote(address, port)
+
+
+class Connection:
+    """A connection on loopback; `own` is the accepted end."""
+
+    def __init__(self, stack: ExitStack, family: socket.AddressFamily, host: str, dual: bool) -> None:
+        self._stack = stack
+        self._listener = stack.enter_context(
+            socket.create_server((host, 0), family=family, dualstack_ipv6=dual, backlog=1)
+        )
+        self.port = self._listener.getsockname()[1]
+        self._where = "127.0.0.1" if dual else host
+        self._connect(0)
+        self.remote = Remote(self._where, self.other.getsockname()[1])
+
+    def _connect(self, port: int) -> None:
+        self.other = self._stack.enter_context(
+            socket.create_connection((self._where, self.port), source_address=(self._where, port))
+        )
+        self.own = self._stack.enter_context(self._listener.accept()[0])
+
+    @property
+    def handles(self) -> tuple[Handle, ...]:
+        return (Handle(self.own.fileno(), os.fstat(self.own.fileno()).st_ino),)
+
+    def arrives(self, nbytes: int) -> None:
+        self.other.sendall(bytes(nbytes))
+        while nbytes:
+            nbytes -= len(self.own.recv(nbytes))
+
+    def connect_again(self) -> None:
+        """Closes it, and connects from the same address and port."""
+        self.other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # no TIME_WAIT
+        self.other.close()
+        self.own.close()
+        self._connect(self.remote.port)
+
+
+@pytest.fixture(params=["IPv4", "IPv6", "IPv4 within IPv6"])
+def connection(request: pytest.FixtureRequest) -> Iterator[Connection]:
+    family, host = (socket.AF_INET, "127.0.0.1") if request.param == "IPv4" else (socket.AF_INET6, "::1")
+    dual = request.param == "IPv4 within IPv6"
+    with ExitStack() as stack:
+        yield Connection(stack, family, "::" if dual else host, dual)
+
+
+def test_the_socket_of_a_connection_is_found_and_counts_what_has_arrived(connection: Connection) -> None:
+    handles = search()[connection.port, connection.remote]
+    assert handles == connection.handles
+    assert received(handles) == 0
+    connection.other.sendall(bytes(1000))
+    connection.own.recv(1)
+    assert received(handles) == 1000  # also what is not read
+
+
+def test_a_connection_is_shut_down_and_its_socket_remains_open(connection: Connection) -> None:
+    hang_up(connection.handles)
+    assert connection.other.recv(1) == b""
+    assert connection.own.recv(1) == b""
+    os.fstat(connection.own.fileno())
+    connection.other.close()
+    hang_up(connection.handles)  # it is no longer connected
+
+
+def test_another_socket_or_file_with_the_same_descriptor_is_left_alone(connection: Connection) -> None:
+    ((descriptor, inode),) = connection.handles
+    another = (Handle(descriptor, inode + 1),)
+    assert received(another) is None
+    hang_up(another)
+    connection.other.sendall(b"x")
+    assert connection.own.recv(1) == b"x"
+    assert received((Handle(1 << 20, inode),)) is None
+
+
+def test_a_search_keeps_the_locks_of_files(tmp_path: Path) -> None:
+    """A process loses its POSIX locks on a file when it closes any descriptor of that file."""
+    with (tmp_path / "file").open("w") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        search()
+        another = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'w'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+        ran = subprocess.run([sys.executable, "-c", another, file.name], capture_output=True, text=True, check=False)
+    assert "BlockingIOError" in ran.stderr
+
+
+def test_a_search_takes_at_most_a_fiftieth_of_the_time() -> None:
+    ticks = count()
+    found = SocketSearch(clock=lambda: float(next(ticks)))  # so each search takes one second
+    assert sorted({found.find().taken for _ in range(200)}) == [0, 51, 102, 153]
+
+
+class Account:
+    """The account of a server that accepts `connection`, with limits that nothing here exceeds."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self._ticks = count()
+        self.unfinished = UnfinishedCalls(Limits(1 << 40, 1 << 40, 1 << 40), self.find, self.clock)
+        self.unfinished.start(connection.port)
+        self.peer = f"ipv4:{connection.remote.address}:{connection.remote.port}"
+
+    def clock(self) -> float:
+        return float(next(self._ticks))
+
+    def find(self) -> Found:
+        return Found(self.clock(), search())
+
+    def held(self) -> int:
+        self.unfinished.look()
+        return self.unfinished._connections[self.connection.remote].held
+
+
+@pytest.fixture
+def account() -> Iterator[Account]:
+    with ExitStack() as stack:
+        account = Account(Connection(stack, socket.AF_INET, "127.0.0.1", dual=False))
+        yield account
+        account.unfinished.stop()
+
+
+@pytest.mark.asyncio
+async def test_what_arrives_while_a_call_is_unfinished_is_held_for_it(account: Account) -> None:
+    account.connection.arrives(10)  # of a new connection also what came before its first call was seen
+    with account.unfinished.call(account.peer) as call:
+        assert account.held() == 10
+        account.connection.arrives(100)
+        assert account.held() == 110
+        call.took(60)
+        assert account.held() == 110  # a message that was read is in memory as well
+        call.release()
+        assert account.held() == 50
+        call.took(20)
+        call.finish()
+        assert account.held() == 0
+        call.took(30)
+    assert account.held() == 0
+
+
+@pytest.mark.asyncio
+async def test_what_came_before_a_call_is_not_held_for_it(account: Account) -> None:
+    with account.unfinished.call(account.peer):
+        assert account.held() == 0  # the socket is found
+    account.connection.arrives(1000)
+    with account.unfinished.call(account.peer):
+        assert account.held() == 0
+        account.connection.arrives(10)
+        assert account.held() == 10
+
+
+@pytest.mark.asyncio
+async def test_what_belongs_to_calls_that_ended_is_not_held_for_those_that_overlapped(account: Account) -> None:
+    with ExitStack() as calls:
+        for _ in range(3):
+            following = ExitStack()
+            following.enter_context(account.unfinished.call(account.peer))
+            calls.close()
+            assert account.held() == 0
+            account.connection.arrives(100)
+            assert account.held() == 100
+            calls.push(following)
+
+
+@pytest.mark.asyncio
+async def test_parts_that_are_read_are_not_held(account: Account) -> None:
+    """Parts of a sender that a round has accepted, beside another call that is unfinished."""
+    with account.unfinished.call(account.peer), account.unfinished.call(account.peer) as parts:
+        parts.finish()
+        for _ in range(3):
+            account.connection.arrives(100)
+            assert account.held() == 100
+            parts.took(100)
+            assert account.held() == 0
+
+
+@pytest.mark.asyncio
+async def test_a_new_connection_from_the_same_address_and_port_has_an_account_of_its_own(account: Account) -> None:
+    with account.unfinished.call(account.peer) as earlier:
+        account.connection.arrives(1000)
+        assert account.held() == 1000
+        account.connection.connect_again()
+        with account.unfinished.call("ipv4:192.0.2.7:1"), account.unfinished.call(account.peer):
+            account.connection.arrives(10)
+            account.unfinished.look()  # it searches for the other one, and then sees that this one is closed
+            assert account.held() == 10
+            earlier.took(1000)
+            earlier.finish()
+            assert account.held() == 10
+
+
+@pytest.mark.asyncio
+async def test_a_second_connection_from_the_same_address_and_port_is_not_overlooked() -> None:
+    """It leads to another address of this machine; gRPC's text for its caller is the same."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("", 0)))
+        source, accepted = ("127.0.0.1", 0), []
+
+        def connect(host: str) -> socket.socket:
+            one = stack.enter_context(socket.socket())
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            one.bind(source)
+            one.connect((host, listener.getsockname()[1]))
+            accepted.append(stack.enter_context(listener.accept()[0]))
+            return one
+
+        first = connect("127.0.0.1")
+        source = first.getsockname()
+        ticks = count()
+        unfinished = UnfinishedCalls(
+            Limits(100, 100, 100), lambda: Found(float(next(ticks)), search()), lambda: float(next(ticks))
+        )
+        unfinished.start(listener.getsockname()[1])
+        stack.callback(unfinished.stop)
+        peer = f"ipv4:{source[0]}:{source[1]}"
+        with unfinished.call(peer):
+            unfinished.look()
+            second = connect("127.0.0.2")
+            second.sendall(bytes(101))
+            accepted[1].recv(1)
+            with unfinished.call(peer):
+                unfinished.look()
+        assert first.recv(1) == b""
+        with unfinished.call(peer):
+            unfinished.look()
+        assert second.recv(1) == b""
+
+
+@pytest.mark.asyncio
+async def test_a_process_without_free_descriptors_keeps_its_connections_and_its_counts(account: Account) -> None:
+    with account.unfinished.call(account.peer):
+        account.connection.arrives(100)
+        assert account.held() == 100
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        try:
+            with pytest.raises(OSError, match="Too many open files"):
+                search()
+            account.unfinished._find = SocketSearch(account.clock).find
+            with account.unfinished.call(account.peer):
+                assert account.held() == 100
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        account.connection.arrives(10)
+        assert account.held() == 110
+
+
+@pytest.mark.asyncio
+async def test_the_calls_of_a_connection_that_is_closed_for_what_it_holds_end(account: Account) -> None:
+    """gRPC may notice only when it writes that the connection is closed."""
+    account.unfinished._limits = Limits(per_connection=100, per_host=1 << 40, in_all=1 << 40)
+    account.connection.arrives(101)
+
+    async def serve() -> None:
+        with account.unfinished.call(account.peer) as call, account.unfinished.call(account.peer) as finished:
+            finished.finish()
+            async with asyncio.timeout(20), finished.until_hung_up(), call.until_hung_up():
+                account.unfinished.look()
+                await asyncio.Event().wait()
+
+    with pytest.raises(BusyError, match="hold too much memory"):
+        await serve()
+    assert account.connection.other.recv(1) == b""
+
+
+@pytest.mark.asyncio
+async def test_connections_that_are_closed_are_forgotten(account: Account) -> None:
+    with account.unfinished.call(account.peer), account.unfinished.call("ipv4:192.0.2.7:1"):
+        account.unfinished.look()
+    with account.unfinished.call("ipv4:192.0.2.7:2"):
+        account.unfinished.look()
+        assert set(account.unfinished._connections) == {account.connection.remote, Remote("192.0.2.7", 2)}
+
+
+def test_no_socket_is_found_on_a_system_without_proc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(accepted_sockets, "_DESCRIPTORS", tmp_path / "absent")
+    assert SocketSearch().find().sockets == {}
+
+
+@pytest.mark.asyncio
+async def test_where_no_socket_is_found_nothing_is_counted_and_nothing_closed(
+    account: Account, caplog: pytest.LogCaptureFixture
+) -> None:
+    unfinished = UnfinishedCalls(Limits(1, 1, 1), lambda: Found(account.clock()), account.clock)
+    for number in range(3):
+        with unfinished.call(account.peer), unfinished.call(f"ipv4:192.0.2.7:{number}") as call:
+            account.connection.arrives(1000)
+            unfinished.look()
+            call.took(10)
+            unfinished.look()
+            assert not any(one.held for one in unfinished._connections.values())
+    with unfinished.call("ipv4:192.0.2.8:1"):
+        unfinished.look()
+        assert len(unfinished._connections) == 1
+    assert not caplog.records
+    account.connection.other.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        account.connection.other.recv(1)

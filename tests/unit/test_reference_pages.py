@@ -1,0 +1,40 @@
+"""The reference of options, commands and metrics says what the code does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import averaging
+from averaging import errors
+from averaging.integrations import scalars
+from tools import reference
+
+REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
+
+
+def test_options_and_commands_are_those_of_the_code() -> None:
+    for name, page in (("options.md", reference.options_page()), ("cli.md", reference.cli_page())):
+        written = (REFERENCE / name).read_text()
+        assert written.split() == page.split(), f"docs/reference/{name} is old: make reference"
+
+
+def test_the_basic_options_come_first_and_none_is_missing() -> None:
+    names = re.findall(r"^### (\w+)$", reference.options_page(), re.MULTILINE)
+    assert names[:3] == ["run_id", "join", "listen"]
+    assert set(names) == set(reference.described())
+    assert len(names) == len(set(names))
+
+
+def test_every_public_name_is_in_the_api() -> None:
+    page = (REFERENCE / "api.md").read_text()
+    assert "::: averaging.errors\n" in page
+    documented = {*re.findall(r"^::: averaging\.(\w+)$", page, re.MULTILINE), *vars(errors)}
+    assert set(averaging.__all__) - documented == {"__version__"}
+
+
+def test_every_scalar_has_its_row() -> None:
+    source = Path(scalars.__file__).read_text()
+    page = (REFERENCE / "metrics.md").read_text()
+    for name in re.findall(r'"((?:round|averaging)/\w+)"', source):
+        assert f"`{name}`" in page, name
