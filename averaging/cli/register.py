@@ -64,6 +64,11 @@ def register_command(
     back what they hold. Meanwhile new nodes wait, and say why.
 
     Exit codes: 0 stopped by Ctrl+C or SIGTERM; 1 the port cannot be had; 2 wrong usage, or unreadable files.
+
+    \b
+    Events of --json, each with "event":
+      ready    endpoint
+      error    message
     """
     with starting():
         from averaging.cli import signals
@@ -99,7 +104,7 @@ async def _serve(listen: str, advertise: str | None, credentials: Credentials, r
     try:
         async with RpcServer(listen, [RegisterService()], advertise=advertise, credentials=credentials) as server:
             command = f"--rdzv-backend=averaging --rdzv-endpoint={server.endpoint}"
-            report.tell({"event": "ready", "endpoint": server.endpoint}, f"the register is at torchrun {command}")
+            report.emit({"event": "ready", "endpoint": server.endpoint}, f"the register is at torchrun {command}")
             await asyncio.Event().wait()
     except AveragingError as error:
         raise failure_of(error) from None

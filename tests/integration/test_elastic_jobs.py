@@ -37,6 +37,12 @@ def end(*nodes: Node) -> None:
         assert node.wait(PATIENCE) == 0, node.stderr
 
 
+def test_the_register_alone(stack: ExitStack) -> None:
+    process = register(stack, f"127.0.0.1:{free_port()}")
+    process.signal(signal.SIGTERM)
+    assert process.wait() == 0, process.stderr
+
+
 def test_a_job_of_one_node(stack: ExitStack, tmp_path: Path) -> None:
     node = Job(stack, tmp_path, "1", endpoint="localhost:0", steps=2, pace=0.0).node()
     start = node.expect("start", PATIENCE)
