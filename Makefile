@@ -10,7 +10,7 @@ TORCH ?= torch==2.13.0
 # Tests of processes wait for each other much of the time: one more than there are cores.
 WORKERS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 1 )))
 
-.PHONY: help demo test test-long test-integrations test-feed check lint docs reference dist bench bench-hivemind proto soak clean
+.PHONY: help demo test test-long test-etcd test-integrations test-feed check lint docs reference dist bench bench-hivemind proto soak clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -23,6 +23,9 @@ test: $(VENV)/installed ## all tests but those of the next three
 
 test-long: $(VENV)/installed ## the tests that are too many for every day, some 15 minutes
 	$(BIN)/python -m pytest -m long --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+
+test-etcd: $(VENV)/installed ## the tests with a real etcd server (apt-get install etcd-server), some 2 minutes
+	$(BIN)/python -m pytest -m etcd tests/etcd $(PYTEST_ARGS)
 
 # In one process, since each would import all the trainers anew.
 test-integrations: $(VENV)/integrations ## the tests in trainers and loggers, which it installs (300 MB), some 1 minute
