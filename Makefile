@@ -19,7 +19,7 @@ demo: $(VENV)/installed ## real training averaged between four processes, one of
 	$(BIN)/python -m examples.demo
 
 test: $(VENV)/installed ## all tests but those of the next three
-	$(BIN)/python -m pytest -m "not long and not interop" --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not long and not interop and not etcd" --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 test-long: $(VENV)/installed ## the tests that are too many for every day, some 15 minutes
 	$(BIN)/python -m pytest -m long --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
