@@ -117,6 +117,7 @@ def test_ctrl_c_ends_all_processes_in_order(demo: Demo) -> None:
     assert demo.trainers() == []
 
 
+@pytest.mark.long
 @pytest.mark.timeout(DEADLINE + 30)
 @pytest.mark.parametrize("demo", [46023], indirect=True)
 def test_a_killed_demo_leaves_no_process_behind(demo: Demo) -> None:
@@ -127,6 +128,7 @@ def test_a_killed_demo_leaves_no_process_behind(demo: Demo) -> None:
     assert alive == []
 
 
+@pytest.mark.long
 @pytest.mark.timeout(DEADLINE + 30)
 @pytest.mark.parametrize("demo", [46024], indirect=True)
 def test_a_process_that_dies_by_itself_ends_the_demo_with_its_log(demo: Demo) -> None:

@@ -69,7 +69,7 @@ def test_the_wheel_holds_generated_code_with_types(wheel: Path) -> None:
     "requirements",
     [
         ["protobuf>=6.31.1,<7", *(f"{package},<1.81" for package in OF_GRPC)],
-        ["protobuf>=7,<8", *(f"{package},>=1.81" for package in OF_GRPC)],
+        pytest.param(["protobuf>=7,<8", *(f"{package},>=1.81" for package in OF_GRPC)], marks=pytest.mark.long),
     ],
     ids=["protobuf6", "protobuf7"],
 )

@@ -47,7 +47,7 @@ def slowest_after(survivors: list[JsonProcess], number: int) -> float:
 
 
 @pytest.mark.parametrize("strategy", ["gradients", "diloco", "local"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
 def test_nobody_waits_for_a_peer_whose_process_was_ended(strategy: str, number: signal.Signals) -> None:
     with ExitStack() as stack:
         *survivors, ended = three(stack, strategy)
@@ -58,7 +58,9 @@ def test_nobody_waits_for_a_peer_whose_process_was_ended(strategy: str, number: 
             assert "the averager of run 'run' has left on SIGTERM" in ended.stderr
 
 
-@pytest.mark.parametrize("strategy", ["gradients", "diloco", "local"])
+@pytest.mark.parametrize(
+    "strategy", ["gradients", *(pytest.param(name, marks=pytest.mark.long) for name in ("diloco", "local"))]
+)
 def test_a_script_that_handles_sigterm_goes_on_and_ends_as_it_wants(strategy: str) -> None:
     """After its peer has left, local steps still work."""
     with ExitStack() as stack:

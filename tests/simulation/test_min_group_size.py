@@ -51,7 +51,7 @@ def receipts_of(swarm: Swarm, peers: Sequence[Peer], pause: float = 2.0) -> list
 
 
 @pytest.mark.parametrize("group_size", [4, 6])
-@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("count", [2, 3, pytest.param(4, marks=pytest.mark.long)])
 def test_all_mixes_of_sizes(count: int, group_size: int) -> None:
     """All peers that can average do, in groups that are large enough for each member; the others have no group."""
     for seed, sizes in enumerate(itertools.product([2, 3, min(5, group_size)], repeat=count)):
