@@ -66,7 +66,7 @@ class Tls:
         hosts = hosts_of(self.certificate)
         if not covers(hosts, host):
             raise ConfigError(
-                f"{self.source} stands for {', '.join(hosts) or 'no host'}, but other peers reach this one at {host}: "
+                f"{self.source} is for {', '.join(hosts) or 'no host'}, but other peers reach this one at {host}: "
                 f"issue a certificate for it (averaging ca issue NAME --host {host.strip('[]')}), or advertise another "
                 "host"
             )
