@@ -95,7 +95,7 @@ class DecentralizedAverager(OptimizerWrapper):
         last_receipt: The receipt of the last round, or None.
 
     Raises:
-        ConfigError: An option cannot work. In an interactive session also: this process has an open averager of the
+        ConfigError: An option is invalid. In an interactive session also: this process has an open averager of the
             same run already; the message names it.
         TensorError: A parameter or buffer cannot be averaged.
         ListenError: The peer cannot listen on its address.
@@ -393,7 +393,7 @@ class DecentralizedAverager(OptimizerWrapper):
             The receipt, also if no group was found within `round_timeout` or the round failed; training can go on.
 
         Raises:
-            ConfigError: `weight` or `gather` cannot work.
+            ConfigError: `weight` or `gather` is invalid.
             TensorError: A tensor contains NaN or infinity, or was moved.
             RoundError: It was called in `on_round`.
             ClosedError: The averager was closed, or its thread has failed.

@@ -171,7 +171,7 @@ class PeerConfig:
             docs/operate/receipts.md.
 
     Raises:
-        ConfigError: A value cannot work. The message names the option and the reason.
+        ConfigError: A value is invalid. The message names the option and the reason.
     """
 
     run_id: str
@@ -233,7 +233,7 @@ class PeerConfig:
             arguments: Options by name. None and empty tuples count as not given.
 
         Raises:
-            ConfigError: The file cannot be read, or an option cannot work. The message says where it was set.
+            ConfigError: The file cannot be read, or an option is invalid. The message says where it was set.
         """
         return _merged(cls, [*read_toml(path, _PATHS), *_environment(environ), *read_arguments(arguments)])
 
@@ -248,7 +248,7 @@ class PeerConfig:
             arguments: Options by name. None and empty tuples count as not given.
 
         Raises:
-            ConfigError: An option cannot work. The message says where it was set.
+            ConfigError: An option is invalid. The message says where it was set.
         """
         return _merged(cls, [*_environment(environ), *read_arguments(arguments)])
 
@@ -384,7 +384,7 @@ def configure(config: PeerConfig | None, run_id: str | None, options: Mapping[st
     """The options of a peer that was given a config, single options, or both; single options win.
 
     Raises:
-        ConfigError: An option cannot work, or there is neither a config nor a run id.
+        ConfigError: An option is invalid, or there is neither a config nor a run id.
         TypeError: An option is unknown.
     """
     for name in options:

@@ -82,7 +82,7 @@ SECTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "tls_ca": {
             "type": FILE,
             "metavar": "FILE.pem",
-            "help": "Certificate of the run's authority, from `averaging ca init`; the --tls- options go together.",
+            "help": "Certificate of the run's authority, from `averaging ca init`; give all three --tls- options.",
         },
         "tls_cert": {
             "type": FILE,
@@ -257,7 +257,7 @@ def read_config(file: Path, output: Path | None, given: dict[str, Any]) -> PeerC
 
     Raises:
         click.UsageError: They contradict each other.
-        ConfigError: An option cannot work.
+        ConfigError: An option is invalid.
     """
     from averaging.config import PeerConfig
     from averaging.protocol.group import Mode
