@@ -78,7 +78,9 @@ def json_value(value: str) -> Any:
         json.dumps(found, ensure_ascii=False).encode()
         return found
     except UnicodeEncodeError:  # bytes outside the terminal's encoding, or a lone surrogate \udXXX
-        raise click.BadParameter(f"{value!r} has characters that are not Unicode; write complete \\uXXXX escapes.") from None
+        raise click.BadParameter(
+            f"{value!r} has characters that are not Unicode; write complete \\uXXXX escapes."
+        ) from None
     except (ValueError, RecursionError) as error:
         raise click.BadParameter(f"{value!r} is not JSON ({error}); for example: '{{\"loss\": 0.5}}'") from None
 
