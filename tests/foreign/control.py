@@ -1,6 +1,6 @@
 """The process of the foreign peers.
 
-Reads calls from stdin, as msgpack arrays [number, peer, method, arguments], and writes [number, result, error] to stdout
+Reads calls from stdin, as msgpack arrays [number, peer, method, arguments]. Writes [number, result, error] to stdout
 when a call has ended. The first call of a peer creates it. With an empty peer, the call is for the process itself. The
 compiled protos must be on PYTHONPATH. The process exits at the end of stdin.
 """
