@@ -193,9 +193,7 @@ if __name__ == "__main__":
     parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--peers", type=int, default=PEERS)
-    parser.add_argument(
-        "--spoil", action="store_true", help="let one peer hold a wrong value, so that the test fails"
-    )
+    parser.add_argument("--spoil", action="store_true", help="let one peer hold a wrong value, so that the test fails")
     given = parser.parse_args()
     print(f"seed {given.seed}", flush=True)
     try:

@@ -194,12 +194,13 @@ SECTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "insecure": {
             "default_text": "--no-insecure",
             "is_flag": True,
-            "help": "Let other machines connect without TLS: anybody who reaches this peer can change the tensors.",
+            "help": "Let other machines connect without TLS: each of them can change the tensors.",
         },
         "inspection": {
             "default_text": "token",
             "type": click.Choice(["on", "token", "off"]),
-            "help": "Who may inspect this peer (status, reflection, channelz, records): all, token holders, nobody.",
+            "help": "Callers that may inspect this peer (status, reflection, channelz, records): all, those with "
+            "a token, or none.",
         },
         "receipts": {
             "type": PathToLookAt(dir_okay=False),

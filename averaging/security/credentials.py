@@ -82,7 +82,7 @@ class Credentials:
         tls: None for connections that are neither encrypted nor authenticated.
         tokens: the first is sent, all are accepted. If empty, no token is required.
         insecure: whether other machines may connect without TLS.
-        inspection: who may inspect this peer.
+        inspection: the callers that may inspect this peer.
     """
 
     tls: Tls | None = None

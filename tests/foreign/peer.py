@@ -203,7 +203,7 @@ class Peer:
             call.cancel()
 
     async def answer_parts(self, replies: list[Message] | None, hangs: bool = False) -> None:
-        """Answers every stream of parts with these replies; with None, correctly. With `hangs`, the stream never ends."""
+        """Answers streams of parts with these replies; with None, correctly. With `hangs`, they never end."""
         self._replies, self._hangs = replies, hangs
 
     async def next_stream(self) -> Message:

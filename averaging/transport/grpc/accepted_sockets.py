@@ -57,7 +57,7 @@ class Found:
 
     Attributes:
         taken: when the search began, on the monotonic clock.
-        sockets: by the local port and the other end. One end may have several connections to one port, at different
+        sockets: the sockets by local port and other end. One end may have several connections to one port, at different
             addresses of this machine.
     """
 
