@@ -79,7 +79,7 @@ WRONG_VALUES = [
     (["--aggregation", "trimmed"], "--aggregation", "trimmed:F"),
     (["--gather", "{'loss': 1}"], "--gather", "'{\"loss\": 0.5}'"),
     (["--gather", "NaN"], "--gather", "not a number in JSON"),
-    (["--gather", str(10**30)], "--gather", "msgpack can pack"),
+    (["--gather", str(10**30)], "--gather", "must consist of numbers"),
     (["--gather", json.dumps("x" * 70_000)], "--gather", "allowed"),
     (["--gather", "[" * 70 + "]" * 70], "--gather", "deeper than 64"),
     (["--mode", "client"], "--mode client", "needs --join"),
