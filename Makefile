@@ -10,7 +10,7 @@ TORCH ?= torch==2.13.0
 # One worker more than cores, because tests with processes are idle much of the time.
 WORKERS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 1 )))
 
-.PHONY: help demo test test-long test-integrations test-feed check lint docs reference dist bench bench-hivemind proto soak clean
+.PHONY: help demo test test-long test-etcd test-integrations test-feed check lint docs reference dist bench bench-hivemind proto soak clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -18,11 +18,14 @@ help: ## list the targets
 demo: $(VENV)/installed ## train in four processes that average, and kill one of them
 	$(BIN)/python -m examples.demo
 
-test: $(VENV)/installed ## all tests except those of the next three targets
-	$(BIN)/python -m pytest -m "not long and not interop" --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+test: $(VENV)/installed ## all tests except those of the next four targets
+	$(BIN)/python -m pytest -m "not long and not interop and not etcd" --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 test-long: $(VENV)/installed ## the long tests, about 15 minutes
 	$(BIN)/python -m pytest -m long --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+
+test-etcd: $(VENV)/installed ## the tests with a real etcd server (apt-get install etcd-server), about 2 minutes
+	$(BIN)/python -m pytest -m etcd tests/etcd $(PYTEST_ARGS)
 
 # In one process, because every worker would import all the trainers.
 test-integrations: $(VENV)/integrations ## the tests in trainers and loggers, which are installed first (300 MB); about 1 minute

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from averaging.protocol.group import Mode
     from averaging.protocol.messages import CompressionType
     from averaging.protocol.schema import ReplyForm
+    from averaging.rpc import RpcChannel, RpcHandler, RpcMethod, RpcServer, RpcService
     from averaging.state.packing import State
     from averaging.state.snapshots import Extras
     from averaging.strategies import DiLoCo, GradientAveraging, LocalSGD, Strategy
@@ -99,6 +100,11 @@ __all__ = [
     "ReplyForm",
     "Role",
     "RoundError",
+    "RpcChannel",
+    "RpcHandler",
+    "RpcMethod",
+    "RpcServer",
+    "RpcService",
     "SchemaMismatchError",
     "State",
     "StateError",
@@ -162,6 +168,11 @@ _HOMES = {
     "ReplyForm": "protocol.schema",
     "Role": "observe.receipts",
     "RoundError": "errors",
+    "RpcChannel": "rpc",
+    "RpcHandler": "rpc",
+    "RpcMethod": "rpc",
+    "RpcServer": "rpc",
+    "RpcService": "rpc",
     "SchemaMismatchError": "errors",
     "State": "state.packing",
     "StateError": "errors",

@@ -6,7 +6,7 @@ import logging
 import math
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack, overload
 from weakref import WeakSet
@@ -35,6 +35,7 @@ from averaging.training.scheduler import drive, make_scheduler
 from averaging.training.training import Training
 from averaging.training.training_state import TrainingState
 from averaging.transport.base import Transport
+from averaging.transport.rpc_methods import RpcService
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +86,7 @@ class DecentralizedAverager(OptimizerWrapper):
         leave_on_sigterm: Whether this peer leaves its run on SIGTERM, so that the other peers do not wait for it. This
             works in the main thread only. The handler that was there before runs afterwards; the default one ends the
             process. If the process goes on, `step` makes the steps of the inner optimizer alone.
+        services: Further gRPC methods that this peer serves, see `Peer`.
         transport: See `Peer`.
         discovery: See `Peer`.
         options: See `PeerConfig`.
@@ -116,6 +118,7 @@ class DecentralizedAverager(OptimizerWrapper):
         max_steps: int = MAX_STEPS,
         on_round: Callable[[Receipt], object] | None = None,
         leave_on_sigterm: bool = True,
+        services: Sequence[RpcService] = (),
         transport: Transport | None = None,
         discovery: DiscoveryFactory | None = None,
         **options: Unpack[PeerOptions],
@@ -139,6 +142,7 @@ class DecentralizedAverager(OptimizerWrapper):
             parameters | averaged,
             config=config,
             extra_state=lambda: self._training_state.shared(),
+            services=services,
             transport=transport,
             discovery=discovery,
         )

@@ -1,4 +1,4 @@
-"""The command line: `averaging peer`, `state`, `watch`, `explain`, `feed` and `ca`.
+"""The command line: `averaging peer`, `state`, `watch`, `explain`, `feed`, `register` and `ca`.
 
 Nothing here imports torch or grpc before a command runs, so that `--help` answers at once.
 """
@@ -21,6 +21,7 @@ from averaging.cli.error_reporting import DEFAULTS, NOT_DONE, starting
 from averaging.cli.explain import explain_command
 from averaging.cli.feed import feed_command
 from averaging.cli.peer import peer_command
+from averaging.cli.register import register_command
 from averaging.cli.state import state_command
 from averaging.cli.watch import watch_command
 
@@ -84,6 +85,10 @@ def main() -> None:
       averaging explain a.jsonl
 
     \b
+    Serve the rendezvous of elastic torchrun jobs:
+      averaging register --listen 127.0.0.1:29400
+
+    \b
     Create a certificate authority for a run across machines:
       averaging ca init
 
@@ -99,6 +104,7 @@ main.add_command(state_command)
 main.add_command(watch_command)
 main.add_command(explain_command)
 main.add_command(feed_command)
+main.add_command(register_command)
 main.add_command(ca_group)
 
 

@@ -160,9 +160,10 @@ def _session(
 ) -> Session:
     from averaging.cli import console_text, json_events
     from averaging.cli.peer_session import Plan, Session
+    from averaging.elastic.grpc_register import RegisterService
     from averaging.errors import AveragingError
     from averaging.peer.peer import Peer
-    from averaging.protocol.group import pack_gather
+    from averaging.protocol.group import Mode, pack_gather
 
     plan = Plan(
         rounds=given["rounds"] or (None if given["serve"] else 1),
@@ -178,7 +179,10 @@ def _session(
         report.note(json_events.joining(waiting), console_text.joining(waiting))
 
     try:
-        peer = Peer(document.tensors, config=config, on_joining=tell_joining)
+        # Elastic torchrun jobs of the run may meet here.
+        hosts = given["serve"] and config.mode is not Mode.CLIENT
+        services = [RegisterService()] if hosts else []
+        peer = Peer(document.tensors, config=config, on_joining=tell_joining, services=services)
         pack_gather(given["weight"], config.bandwidth, config.mode, given["gather"])
     except AveragingError as error:
         raise failure_of(error) from None

@@ -32,6 +32,7 @@ from averaging.state.packing import State
 from averaging.state.snapshots import Extras, Snapshots
 from averaging.transport.base import Transport
 from averaging.transport.grpc import GrpcTransport
+from averaging.transport.rpc_methods import RpcService
 
 logger = logging.getLogger("averaging.peer")
 
@@ -69,6 +70,8 @@ class Peer:
             the tensors. If it raises, the `average`, `download_state` or `commit` that called it raises the same; the
             tensors then hold the result, under the former version.
         transport: how peers reach each other; gRPC if None.
+        services: further gRPC methods to serve on this peer's port, see `averaging.rpc`. The tokens, certificates and
+            limits of the peer apply to them too.
         discovery: how peers find each other; gossip between them if None.
         clock: returns seconds since the epoch.
         rng: source of all random choices.
@@ -89,6 +92,7 @@ class Peer:
         config: PeerConfig | None = None,
         extra_state: Callable[[], Extras] | None = None,
         transport: Transport | None = None,
+        services: Sequence[RpcService] = (),
         discovery: DiscoveryFactory | None = None,
         clock: Callable[[], float] = time.time,
         rng: random.Random | None = None,
@@ -104,6 +108,8 @@ class Peer:
         is_client = self.config.mode is Mode.CLIENT
         shared = self.config.share_state and not is_client
         self._snapshots = Snapshots(self._tensors, extra_state, self.schema, shared=shared)
+        if services and transport is not None:
+            raise ConfigError("services are served over gRPC; give no transport beside them")
         self._transport = transport or GrpcTransport(
             None if is_client else self.config.listen,
             self.config.advertise,
@@ -111,6 +117,7 @@ class Peer:
             max_message_bytes=2 * self.config.part_size_bytes + (32 << 20),
             credentials=self._credentials,
             given=self.config.join,
+            services=services,
         )
         self._discovery = discovery
         self._on_joining = on_joining

@@ -343,7 +343,7 @@ def test_a_newcomer_to_whom_nobody_offers_a_state_keeps_its_own_and_says_so(
     second, other = make(join=[one.endpoint])
     assert not equal(first, second)
     assert other.model_version == 1  # the next newcomers get it
-    assert "no peer of run 'test' has a state" in caplog.text
+    assert "no peer of run 'test' has the state of a greater origin" in caplog.text
 
 
 def test_a_newcomer_that_cannot_get_the_state_does_not_start(make: Make) -> None:
@@ -369,7 +369,7 @@ def test_a_newcomer_with_another_optimizer_or_model_does_not_start(make: Make) -
 
 
 @pytest.mark.parametrize(
-    ("layers", "message"), [(1, "2 tensors, .* 'group0.param1' only there"), (3, "'group0.param2' only here")]
+    ("layers", "message"), [(1, "2 tensors, .*'group0.param1' only there"), (3, "'group0.param2' only here")]
 )
 def test_a_newcomer_with_a_smaller_or_larger_model_whose_shapes_fit_does_not_start(
     make: Make, layers: int, message: str

@@ -138,5 +138,5 @@ def test_a_watcher_of_nobody(tmp_path: Path) -> None:
     result = averaging_command("watch", "127.0.0.1:1")
     assert (result.returncode, result.stdout) == (1, "")
     told, error = result.stderr.splitlines()
-    assert told == "watching the rounds of 127.0.0.1:1: a line as each ends; Ctrl+C ends this"
+    assert told == "watching 127.0.0.1:1: one line per round; Ctrl+C ends this"
     assert error.endswith("127.0.0.1:1: connection refused; check the address, and that a peer is up there")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -26,7 +26,9 @@ from averaging.transport.grpc.authentication import Callers, TokenInterceptor, h
 from averaging.transport.grpc.channel_options import WRITE_BYTES_PER_SECOND, WRITE_SECONDS, held_limits, server_options
 from averaging.transport.grpc.methods import Method
 from averaging.transport.grpc.request_intake import IntakeInterceptor, RequestReader
+from averaging.transport.grpc.rpc_channel import method_of
 from averaging.transport.grpc.unfinished_calls import UnfinishedCalls
+from averaging.transport.rpc_methods import RpcHandler
 
 logger = logging.getLogger("averaging.transport")
 
@@ -85,9 +87,13 @@ class Server:
             raise ListenError(f"cannot listen on {address}; choose another port, or port 0 for a free one")
         self._started = False
 
-    async def start(self, averaging: AveragingService, gossip: GossipService | None) -> None:
-        """Starts to answer calls."""
-        handlers = _averaging_handlers(averaging, self._callers)
+    async def start(
+        self, averaging: AveragingService | None, gossip: GossipService | None, rpcs: Sequence[RpcHandler] = ()
+    ) -> None:
+        """Starts to answer calls, also those of `rpcs`."""
+        handlers = _rpc_handlers(rpcs, self._callers)
+        if averaging is not None:
+            handlers |= _averaging_handlers(averaging, self._callers)
         if gossip is not None:
             handlers |= _gossip_handlers(gossip, self._callers)
         if self._credentials.inspection is Inspection.OFF:
@@ -184,6 +190,20 @@ def _gossip_handlers(service: GossipService, callers: Callers) -> Handlers:
     }
 
 
+def _rpc_handlers(rpcs: Sequence[RpcHandler], callers: Callers) -> Handlers:
+    def handler(rpc: RpcHandler) -> tuple[Method[Any, Any], grpc.RpcMethodHandler[Any, Any]]:
+        method, answer = method_of(rpc.method), rpc.answer
+
+        async def one_reply(messages: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
+            yield await answer(messages)
+
+        if rpc.method.requests_stream:
+            return method, _both_ways(method, callers, answer if rpc.method.replies_stream else one_reply)
+        return method, (_stream if rpc.method.replies_stream else _unary)(method, callers, answer)
+
+    return dict(map(handler, rpcs))
+
+
 def _unary(
     method: Method[Request, Reply], callers: Callers, answer: Callable[[Request], Awaitable[Reply]]
 ) -> grpc.RpcMethodHandler[bytes, bytes]:
@@ -202,6 +222,17 @@ def _stream(
         await _write_all(context, method, answer(request))
 
     return grpc.unary_stream_rpc_method_handler(handle)
+
+
+def _both_ways(
+    method: Method[Request, Reply],
+    callers: Callers,
+    answer: Callable[[AsyncIterator[Request]], AsyncGenerator[Reply, None]],
+) -> grpc.RpcMethodHandler[bytes, bytes]:
+    async def handle(incoming: RequestReader, context: Context) -> None:
+        await _write_all(context, method, answer(_Messages(incoming, callers.read(method, context))))
+
+    return grpc.stream_stream_rpc_method_handler(handle)
 
 
 def _join(service: AveragingService, callers: Callers) -> grpc.RpcMethodHandler[bytes, bytes]:

@@ -32,6 +32,7 @@ from averaging.transport.grpc.client import call_both_ways, call_stream, call_un
 from averaging.transport.grpc.dialling import Dialling, is_on_loopback
 from averaging.transport.grpc.listen_check import check_listen, endpoint_of, warn_of_loopback
 from averaging.transport.grpc.server import Server
+from averaging.transport.rpc_methods import RpcService, handlers_of
 
 
 class GrpcTransport:
@@ -43,6 +44,7 @@ class GrpcTransport:
         max_message_bytes: largest message sent or received; a part and a few hundred bytes must fit.
         credentials: certificates and tokens. Without them only this machine may connect.
         given: endpoints named by the user, which are always dialled.
+        services: further methods to serve.
 
     Raises:
         ConfigError: an argument is invalid.
@@ -56,11 +58,14 @@ class GrpcTransport:
         max_message_bytes: int,
         credentials: Credentials | None = None,
         given: Sequence[str] = (),
+        services: Sequence[RpcService] = (),
     ) -> None:
         if max_message_bytes < 1:
             raise ConfigError(f"max_message_bytes must be above 0, not {max_message_bytes}")
         if listen is None and advertise is not None:
             raise ConfigError(f"a client accepts no connections, so it cannot advertise {advertise}")
+        if listen is None and services:
+            raise ConfigError("a client accepts no connections, so it cannot serve `services`; use mode 'node'")
         for address in (listen, advertise):
             if address is not None:
                 parse_address(address)
@@ -69,6 +74,7 @@ class GrpcTransport:
         self._given = given
         self._max_message_bytes = max_message_bytes
         self._server: Server | None = None
+        self._rpcs = handlers_of(services)
         self._credentials = credentials or Credentials()
         # A client has no address, so only the peers that it joins can show that the run is on loopback.
         on_loopback = not given or any(is_loopback(parse_address(endpoint)[0]) for endpoint in given)
@@ -100,11 +106,18 @@ class GrpcTransport:
 
     async def serve(self, averaging: AveragingService, gossip: GossipService | None) -> None:
         """Starts to serve calls, including health, reflection and channelz. It does nothing for a client."""
+        await self._start(averaging, gossip)
+
+    async def serve_services(self) -> None:
+        """Starts to serve the calls of `services` alone."""
+        await self._start(None, None)
+
+    async def _start(self, averaging: AveragingService | None, gossip: GossipService | None) -> None:
         if self._listen is None:
             return
         if self._server is None:
             raise ClosedError("this peer has no address yet; call bind() first")
-        await self._server.start(averaging, gossip)
+        await self._server.start(averaging, gossip, self._rpcs)
 
     async def close(self, grace: float = 0.0) -> None:
         """Stops serving, after at most `grace` seconds for calls in progress, and closes all connections.

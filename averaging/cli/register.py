@@ -1,0 +1,110 @@
+"""`averaging register`: the register of elastic torchrun jobs, alone."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from averaging.cli.error_reporting import Stopped, failure_of, starting
+from averaging.cli.option_types import address
+from averaging.cli.security_options import security_options
+
+if TYPE_CHECKING:
+    from averaging.cli.console import CommandOutput
+    from averaging.cli.signals import Stop
+    from averaging.rpc import Credentials
+
+
+@click.command("register")
+@click.option(
+    "--listen",
+    default="127.0.0.1:29400",
+    type=address,
+    metavar="HOST:PORT",
+    help="Address to listen on; port 0 takes a free one.",
+)
+@click.option(
+    "--advertise",
+    type=address,
+    metavar="HOST:PORT",
+    help="Address at which the nodes reach it, if it differs from --listen; port 0 means its port.",
+)
+@security_options
+@click.option("--insecure", is_flag=True, help="Let other machines connect although there is no TLS.")
+@click.option("--json", "as_json", is_flag=True, help="Print every event as one line of JSON.")
+@click.option("-v", "--verbose", count=True, show_default=False, help="Log to stderr; -vv logs everything.")
+def register_command(
+    listen: str, advertise: str | None, insecure: bool, as_json: bool, verbose: int, **given: Any
+) -> None:
+    r"""Serves the register at which the nodes of elastic torchrun jobs meet, until Ctrl+C or SIGTERM.
+
+    No node of a job is special then. Without this command the node whose address --rdzv-endpoint names hosts the
+    register, and so does every `averaging peer --serve`. One register serves any number of jobs.
+
+    \b
+    On one machine, in three terminals:
+      averaging register --listen 127.0.0.1:29400
+      torchrun --nnodes=1:2 --nproc-per-node=2 --rdzv-backend=averaging --rdzv-endpoint=127.0.0.1:29400 \
+        --rdzv-id=job train.py
+      (the same once more)
+
+    \b
+    Between machines; `averaging ca` makes the certificates:
+      averaging register --listen 0.0.0.0:29400 --advertise a.example:29400 --token-file tokens \
+        --tls-ca ca.pem --tls-cert a.pem --tls-key a.key
+      torchrun ... --rdzv-endpoint=a.example:29400 \
+        --rdzv-conf=token_file=tokens,tls_ca=ca.pem,tls_cert=b.pem,tls_key=b.key train.py
+
+    torch executes what it reads from the register (pickle). So other machines may connect only with TLS, or with
+    --insecure where all of them are trusted; with a token the nodes also refuse what was not written by one of them.
+
+    The register keeps nothing on disk. If it dies, training goes on; once it is back at its address the nodes bring
+    back what they hold. Meanwhile new nodes wait, and say why.
+
+    Exit codes: 0 stopped by Ctrl+C or SIGTERM; 1 the port cannot be had; 2 wrong usage, or unreadable files.
+
+    \b
+    Events of --json, each with "event":
+      ready    endpoint
+      error    message
+    """
+    with starting():
+        from averaging.cli import signals
+        from averaging.cli.console import CommandOutput
+        from averaging.config import TLSFiles, check_tls_files
+        from averaging.errors import AveragingError
+        from averaging.rpc import read_credentials
+
+        report = CommandOutput(as_json=as_json)
+        with report.logging(verbose), report.failures():
+            ca, cert, key = given["tls_ca"], given["tls_cert"], given["tls_key"]
+            try:
+                check_tls_files(ca, cert, key)
+                tls = TLSFiles(ca, cert, key) if ca else None
+                credentials = read_credentials(tls=tls, token_file=given["token_file"], insecure=insecure)
+            except AveragingError as error:
+                raise failure_of(error) from None
+
+            async def serve(_: Stop) -> None:
+                await _serve(listen, advertise, credentials, report)
+
+            try:
+                signals.run(serve)
+            except Stopped:
+                return
+
+
+async def _serve(listen: str, advertise: str | None, credentials: Credentials, report: CommandOutput) -> None:
+    from averaging.elastic.grpc_register import RegisterService
+    from averaging.errors import AveragingError
+    from averaging.rpc import RpcServer
+
+    try:
+        async with RpcServer(listen, [RegisterService()], advertise=advertise, credentials=credentials) as server:
+            command = f"--rdzv-backend=averaging --rdzv-endpoint={server.endpoint}"
+            report.emit({"event": "ready", "endpoint": server.endpoint}, f"the register is at torchrun {command}")
+            await asyncio.Event().wait()
+    except AveragingError as error:
+        raise failure_of(error) from None

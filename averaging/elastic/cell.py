@@ -1,0 +1,205 @@
+"""One value of a job in a register: authenticated, and brought back by its nodes if the register loses it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from averaging.elastic.envelope import Seal, Sealed, is_newer
+from averaging.elastic.register import Entry, Register
+from averaging.errors import ConfigError, PeerUnreachableError, ProtocolViolationError
+
+logger = logging.getLogger("averaging.elastic")
+
+FORGOTTEN = 120.0
+"""Seconds after which a state that nobody has written is nobody's any more: a new job of the same id starts anew."""
+
+TOLERATED_SKEW = 5.0
+"""Seconds between two clocks of which nothing is said."""
+
+TRIES = 20
+"""Writers that may come in between while a state is brought back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fenced:
+    """A state, and the token with which it can be replaced."""
+
+    sealed: Sealed
+    token: bytes
+
+    @property
+    def payload(self) -> bytes:
+        """The state."""
+        return self.sealed.payload
+
+
+class Cell:
+    """Reads and writes one key of a register.
+
+    Args:
+        register: The register.
+        key: The key.
+        secrets: See `Seal`.
+        writer: This node, for people.
+        world: What all nodes of the job must have in common, for people; nodes with another one are refused.
+        clock: Seconds since the epoch.
+        monotonic: Seconds from any beginning.
+    """
+
+    def __init__(
+        self,
+        register: Register,
+        key: str,
+        secrets: tuple[str, ...],
+        *,
+        writer: str,
+        world: str = "",
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._register, self._key, self._seal = register, key, Seal(key, secrets)
+        self._writer, self._world = writer, world
+        self._clock, self._monotonic = clock, monotonic
+        self._held: Sealed | None = None
+        self._held_at = 0.0
+        self._void: bytes | None = None  # the token of an entry that counts for nothing, and is written over
+        self._unsure: tuple[bytes, bytes | None, Sealed] | None = None
+        self._asked_at: float | None = None
+        self._skewed: set[str] = set()
+
+    async def read(self) -> Fenced | None:
+        """The present state.
+
+        Raises:
+            ConfigError: Another job uses the same id.
+            PeerUnreachableError: The register does not answer.
+            ProtocolViolationError: What is there is not authentic, and this node has nothing to put in its place.
+        """
+        return await self._settle(await self._register.get(self._key))
+
+    async def write(self, payload: bytes, base: Fenced | None) -> tuple[Fenced | None, bool]:
+        """Replaces the state `base`, or sets the first one.
+
+        Returns:
+            The present state, and whether it is the caller's.
+
+        Raises:
+            AveragingError: As `read`. It is not known then whether the state was written; the same call again tells.
+        """
+        token = base.token if base else self._void
+        if self._unsure and self._unsure[:2] == (payload, token):
+            sealed = self._unsure[2]  # the same bytes again, so that the first attempt is recognised
+        else:
+            sealed = self._next(payload, base.sealed if base else None)
+        self._unsure = payload, token, sealed
+        written = await self._register.compare_and_set(self._key, sealed.raw, token)
+        self._unsure = None
+        if written.entry is not None and written.entry.value == sealed.raw:
+            return self._hold(Fenced(sealed, written.entry.token)), True
+        return await self._settle(written.entry), False
+
+    def _next(self, payload: bytes, base: Sealed | None) -> Sealed:
+        now = self._clock()
+        return self._seal.close(
+            payload,
+            origin=base.origin if base else os.urandom(16),
+            created=base.created if base else now,
+            version=base.version + 1 if base else 1,
+            sent=now,
+            writer=self._writer,
+            world=self._world,
+            nonce=os.urandom(16),
+        )
+
+    async def _settle(self, entry: Entry | None) -> Fenced | None:
+        """What counts: the register's entry, or what this node holds and brings back."""
+        for _ in range(TRIES):
+            found, refused = self._open(entry)
+            held = self._held
+            if held is None or (found and self._monotonic() - self._held_at > FORGOTTEN):
+                if refused is not None:
+                    raise refused
+                return self._take_first(entry, found)
+            if not is_newer(held, found):
+                return self._hold(self._fenced(entry, found))
+            if refused is not None:
+                logger.warning("%s; this node puts back what it holds", refused)
+            written = await self._register.compare_and_set(self._key, held.raw, entry.token if entry else None)
+            entry = written.entry
+            if written.done:
+                logger.warning(
+                    "the register had lost the state of %r (it restarted, perhaps); this node brought back version %d",
+                    self._key,
+                    held.version,
+                )
+        raise PeerUnreachableError("the register", f"{self._key!r} changes too fast; try again")
+
+    def _open(self, entry: Entry | None) -> tuple[Sealed | None, ProtocolViolationError | None]:
+        if entry is None:
+            return None, None
+        try:
+            return self._seal.open(entry.value), None
+        except ProtocolViolationError as error:
+            return None, error
+
+    def _take_first(self, entry: Entry | None, found: Sealed | None) -> Fenced | None:
+        self._void = None
+        if found is None:
+            return None
+        fenced = self._fenced(entry, found)
+        if self._clock() - found.sent > FORGOTTEN:
+            self._void = fenced.token
+            return None
+        if found.world != self._world:
+            raise ConfigError(
+                f"{self._key!r} is in use by another job ({found.world}, last written by {found.writer}), and this one "
+                f"was started with {self._world}. Give this job another --rdzv-id, or all its nodes the same options; "
+                f"an id is free {FORGOTTEN:g} s after its job has ended"
+            )
+        return self._hold(fenced)
+
+    @staticmethod
+    def _fenced(entry: Entry | None, found: Sealed | None) -> Fenced:
+        if entry is None or found is None:
+            raise RuntimeError("no entry")
+        return Fenced(found, entry.token)
+
+    def _hold(self, fenced: Fenced) -> Fenced:
+        now = self._clock()
+        if self._held is None or self._held.origin != fenced.sealed.origin:
+            self._asked_at = None  # of another lineage it is not known when it was written
+        if self._held is None or self._held.raw != fenced.sealed.raw:
+            self._compare_clocks(fenced.sealed, now)
+        self._held, self._held_at, self._asked_at = fenced.sealed, self._monotonic(), now
+        return fenced
+
+    def _compare_clocks(self, sealed: Sealed, now: float) -> None:
+        """Names a node whose clock differs: what is new here was written since this node last looked."""
+        skew = clock_skew(sealed.sent, self._asked_at, now)
+        if not skew or sealed.writer in self._skewed:
+            return
+        self._skewed.add(sealed.writer)
+        logger.warning(
+            "the clock of node %s is about %.0f s %s that of this node (%s). Set both by NTP. No node is "
+            "removed for it, but last_call_timeout may end that much earlier or later",
+            *(sealed.writer, abs(skew), "ahead of" if skew > 0 else "behind", self._writer),
+        )
+
+
+def clock_skew(sent: float, after: float | None, before: float) -> float:
+    """How far a writer's clock differs from this node's, at least; 0 if nothing speaks for a difference.
+
+    Args:
+        sent: When it wrote, by its clock.
+        after: By this node's clock, a moment before the write; None if there is none.
+        before: By this node's clock, a moment after the write.
+    """
+    if sent > before + TOLERATED_SKEW:
+        return sent - before
+    if after is not None and sent < after - TOLERATED_SKEW:
+        return sent - after
+    return 0.0

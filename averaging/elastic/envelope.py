@@ -1,0 +1,116 @@
+"""What a register holds for a job: a state with its lineage, authenticated with the run's token.
+
+torch unpickles the state of a rendezvous, so nobody else may have written it. Pure.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any
+
+import msgpack
+
+from averaging.common.safe_msgpack import unpack
+from averaging.errors import ProtocolViolationError
+
+MAC_BYTES = 32
+_PURPOSE = b"averaging register 1"
+_FIELDS = (bytes, float, int, float, str, str, bytes, bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """One write.
+
+    Attributes:
+        origin: Random name of the lineage; all writes that follow the same first one have it.
+        created: When the first write was made, in seconds since the epoch by its writer's clock.
+        version: Number of the write in its lineage, from 1.
+        sent: When this write was made, by its writer's clock.
+        writer: The node that made it.
+        world: What all nodes of the job must have in common, for people.
+        payload: What is carried.
+        raw: All of it, as the register holds it.
+    """
+
+    origin: bytes
+    created: float
+    version: int
+    sent: float
+    writer: str
+    world: str
+    payload: bytes = field(repr=False)
+    raw: bytes = field(repr=False)
+
+
+class Seal:
+    """Seals and opens what is under one key.
+
+    Args:
+        key: Its place in the register: bytes of another place are refused.
+        secrets: The run's tokens; the first one seals, all open. Without any only accidents are noticed.
+    """
+
+    def __init__(self, key: str, secrets: Sequence[str]) -> None:
+        self._key = key
+        self._secrets = [sha256(_PURPOSE + secret.encode()).digest() for secret in secrets] or [_PURPOSE]
+
+    def close(
+        self,
+        payload: bytes,
+        *,
+        origin: bytes,
+        created: float,
+        version: int,
+        sent: float,
+        writer: str,
+        world: str,
+        nonce: bytes,
+    ) -> Sealed:
+        """Seals a write; `nonce` makes it differ from every other."""
+        body: bytes = msgpack.packb([origin, created, version, sent, writer, world, nonce, payload])
+        raw = self._mac(self._secrets[0], body) + body
+        return Sealed(origin, created, version, sent, writer, world, payload, raw)
+
+    def open(self, raw: bytes) -> Sealed:
+        """Checks and reads a write.
+
+        Raises:
+            ProtocolViolationError: None who has the run's token wrote it for this place.
+        """
+        mac, body = raw[:MAC_BYTES], raw[MAC_BYTES:]
+        if not any(hmac.compare_digest(mac, self._mac(secret, body)) for secret in self._secrets):
+            raise ProtocolViolationError(
+                f"the register holds bytes for {self._key!r} that nobody with this run's token wrote. They are "
+                "refused. Give all nodes the same token_file, and find out who else can write there"
+            )
+        try:
+            fields: Any = unpack(body, len(_FIELDS) + 1)
+        except ValueError:
+            fields = None
+        if not isinstance(fields, list) or tuple(map(type, fields)) != _FIELDS:
+            raise ProtocolViolationError(
+                f"the register holds another version's bytes for {self._key!r}; update all nodes"
+            )
+        origin, created, version, sent, writer, world, _, payload = fields
+        return Sealed(origin, created, version, sent, writer, world, payload, raw)
+
+    def _mac(self, secret: bytes, body: bytes) -> bytes:
+        place = self._key.encode()
+        return hmac.digest(secret, len(place).to_bytes(4, "big") + place + body, "sha256")
+
+
+def is_newer(held: Sealed, found: Sealed | None) -> bool:
+    """Whether what this node holds takes the place of what the register has: that may have started anew.
+
+    Of one lineage the later write counts. Of two lineages the earlier one counts: the other was begun by a node that
+    found an empty register.
+    """
+    if found is None:
+        return True
+    if held.origin == found.origin:
+        return held.version > found.version
+    return (held.created, held.origin) < (found.created, found.origin)

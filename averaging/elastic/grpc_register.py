@@ -1,0 +1,77 @@
+"""A register over gRPC: `averaging.v1.Register`, on the port of a peer or alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from averaging.elastic.register import MAX_VALUE_BYTES, Entry, MemoryRegister, Register, Written
+from averaging.rpc import RpcChannel, RpcHandler, RpcMethod
+from averaging.wire.register_pb2 import RegisterEntry, RegisterGetRequest, RegisterSetReply, RegisterSetRequest
+
+MESSAGE_BYTES = MAX_VALUE_BYTES + 4096
+
+GET = RpcMethod(
+    "/averaging.v1.Register/Get",
+    RegisterGetRequest,
+    RegisterEntry,
+    max_request_bytes=4096,
+    max_reply_bytes=MESSAGE_BYTES,
+)
+COMPARE_AND_SET = RpcMethod(
+    "/averaging.v1.Register/CompareAndSet",
+    RegisterSetRequest,
+    RegisterSetReply,
+    max_request_bytes=MESSAGE_BYTES,
+    max_reply_bytes=MESSAGE_BYTES,
+)
+
+CALL_SECONDS = 3.0
+"""For one call. It is less than the 5 s in which torch wants a heartbeat to be written."""
+
+
+class RegisterService:
+    """Serves a register; give it to `RpcServer` or to `Peer(services=…)`.
+
+    Args:
+        register: What is served; a new one in memory if None.
+    """
+
+    def __init__(self, register: Register | None = None) -> None:
+        self.register = register or MemoryRegister()
+
+    def rpc_handlers(self) -> Iterable[RpcHandler]:
+        """See `RpcService`."""
+        return [GET.answers(self._get), COMPARE_AND_SET.answers(self._compare_and_set)]
+
+    async def _get(self, request: RegisterGetRequest) -> RegisterEntry:
+        return _message(await self.register.get(request.key))
+
+    async def _compare_and_set(self, request: RegisterSetRequest) -> RegisterSetReply:
+        written = await self.register.compare_and_set(request.key, request.value, request.token or None)
+        return RegisterSetReply(entry=_message(written.entry), done=written.done)
+
+
+class GrpcRegister:
+    """The register at the other end of a channel."""
+
+    def __init__(self, channel: RpcChannel, timeout: float = CALL_SECONDS) -> None:
+        self._channel = channel
+        self._timeout = timeout
+
+    async def get(self, key: str) -> Entry | None:
+        """See `Register`."""
+        return _entry(await self._channel.call(GET, RegisterGetRequest(key=key), self._timeout))
+
+    async def compare_and_set(self, key: str, value: bytes, token: bytes | None) -> Written:
+        """See `Register`."""
+        request = RegisterSetRequest(key=key, value=value, token=token or b"")
+        reply = await self._channel.call(COMPARE_AND_SET, request, self._timeout)
+        return Written(_entry(reply.entry), reply.done)
+
+
+def _message(entry: Entry | None) -> RegisterEntry:
+    return RegisterEntry(token=entry.token, value=entry.value) if entry else RegisterEntry()
+
+
+def _entry(message: RegisterEntry) -> Entry | None:
+    return Entry(message.value, message.token) if message.token else None

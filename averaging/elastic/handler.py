@@ -1,0 +1,283 @@
+"""The rendezvous handler of torchrun's backend `averaging`."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from datetime import timedelta
+from hashlib import sha256
+
+import msgpack
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousHandlerCreator,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousSettings,
+    RendezvousTimeout,
+    _BackendRendezvousStateHolder,
+    _NodeDesc,
+    _remove_participant_epilogue,
+)
+from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
+
+from averaging.common.addresses import is_loopback, parse_address
+from averaging.common.safe_msgpack import unpack
+from averaging.elastic.backend import NAME, TELL_EVERY, AveragingBackend
+from averaging.elastic.cell import Cell
+from averaging.elastic.options import RendezvousOptions, read_options
+from averaging.elastic.session import Session
+from averaging.elastic.silence import Silence
+from averaging.errors import ConfigError
+from averaging.rpc import EventLoopThread, read_credentials
+
+logger = logging.getLogger("averaging.elastic")
+
+MAX_JOB_ID_BYTES = 200
+"""It is part of a register's key, which has at most 256 bytes."""
+
+CONNECT_SECONDS = 10
+"""For the connection to the store of a round, before its node is looked at again."""
+
+STORE_SECONDS = 300
+"""How long agents wait for each other's keys in the store of a round: torch's default."""
+
+PAUSE = 2.0
+"""Seconds for which an agent asks no more after the register did not answer: it has workers to look after."""
+
+POLL = 0.2
+"""Seconds between two looks for the store of a round."""
+
+
+class _StateHolder(_BackendRendezvousStateHolder):
+    """Judges nodes by heartbeats that arrive, and not by what the clocks of the nodes say about them."""
+
+    def __init__(self, backend: AveragingBackend, settings: RendezvousSettings) -> None:
+        super().__init__(backend, settings)
+        interval = settings.keep_alive_interval.total_seconds()
+        self._silence: Silence[_NodeDesc] = Silence(interval, interval * settings.keep_alive_max_attempt)
+
+    def _sanitize(self) -> None:
+        state = self._state
+        self._dead_nodes = sorted(self._silence.silent(state.last_heartbeats, time.monotonic()))
+        removed = False
+        for node in self._dead_nodes:
+            logger.info("node %s has sent no heartbeat for too long and is removed from the rendezvous", node)
+            del state.last_heartbeats[node]
+            removed = state.participants.pop(node, None) is not None or removed
+            state.wait_list.discard(node)
+            state.redundancy_list.discard(node)
+        if removed:
+            _remove_participant_epilogue(state, self._settings)
+
+
+class _NodeLost(Exception):  # noqa: N818 - the round begins anew
+    """The first node of a round is gone before the others knew where its store is."""
+
+
+class AveragingRendezvousHandler(DynamicRendezvousHandler):
+    """Gives every round a store of its own at its first node, and lets no absence of the register end what trains."""
+
+    def __init__(
+        self,
+        node: _NodeDesc,
+        settings: RendezvousSettings,
+        holder: _StateHolder,
+        backend: AveragingBackend,
+        stores: Cell,
+        thread: EventLoopThread,
+    ) -> None:
+        super().__init__(node, settings, NAME, None, holder)  # type: ignore[arg-type] # _get_store makes it
+        self._backend, self._stores, self._thread = backend, stores, thread
+        self._round_store: TCPStore | None = None
+        self._told = -TELL_EVERY
+        self._ask_again = 0.0
+        self._shut = threading.Event()
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """See torch's `RendezvousHandler`."""
+        end = time.monotonic() + self._settings.timeout.join.total_seconds()
+        while True:
+            # torch keeps these over the rounds, so that nodes wait for the store of a node that is gone.
+            self._bootstrap_store_info = None
+            self._shared_tcp_store_server = None
+            self._round_store = None
+            try:
+                with self._backend.patiently(max(1.0, end - time.monotonic())):
+                    return super().next_rendezvous()
+            except _NodeLost as lost:
+                logger.warning("%s; the nodes meet again", lost)
+            except RendezvousClosedError:
+                raise RendezvousClosedError(
+                    f"the job {self._settings.run_id!r} has ended, and takes no node any more. To start another one, "
+                    "give another --rdzv-id, or wait two minutes"
+                ) from None
+            except RendezvousTimeoutError:
+                raise RendezvousTimeoutError(self._too_few()) from None
+
+    def num_nodes_waiting(self) -> int:
+        """See torch's `RendezvousHandler`. Without a register nobody can be waiting."""
+        if time.monotonic() < self._ask_again:
+            return 0
+        try:
+            return super().num_nodes_waiting()
+        except RendezvousError as error:
+            now = time.monotonic()
+            self._ask_again = now + PAUSE
+            if now - self._told >= TELL_EVERY:
+                self._told = now
+                logger.warning("%s Training goes on; no node can join meanwhile.", error)
+            return 0
+
+    def shutdown(self) -> bool:
+        """See torch's `RendezvousHandler`."""
+        try:
+            return super().shutdown()
+        finally:
+            if not self._shut.is_set():
+                self._shut.set()
+                self._thread.close()
+
+    def _too_few(self) -> str:
+        state, settings = self._state_holder.state, self._settings
+        there = ", ".join(str(node) for node in sorted(state.participants)) or "none"
+        return (
+            f"fewer than {settings.min_nodes} nodes came to the job {settings.run_id!r} within "
+            f"{settings.timeout.join.total_seconds():g} s; there were: {there}. Start the others, check that all have "
+            "the same --rdzv-id and --rdzv-endpoint, or give --rdzv-conf=join_timeout=SECONDS"
+        )
+
+    def _get_store(self) -> Store:
+        """The store of this round: the first node has made it, and says in the register where it is."""
+        state = self._state_holder.state
+        first = next((node for node, rank in state.participants.items() if rank == 0), None)
+        if first is None:
+            raise _NodeLost("the first node was lost as the round began")
+        place = sha256(f"{state.round}|{first!r}".encode()).digest()
+        if first == self._this_node:
+            store = super()._create_tcp_store_server(self._this_node.addr, 0)
+            self._publish(place, store.port)
+        else:
+            store = self._connect(place, first)
+        self._round_store = store
+        return PrefixStore(f"averaging.{state.round}", store)
+
+    def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
+        if self._round_store is None:
+            raise RuntimeError("a round without a store")
+        return self._round_store
+
+    def _publish(self, place: bytes, port: int) -> None:
+        payload: bytes = msgpack.packb([place, self._this_node.addr, port])
+        while not self._backend.run(lambda: self._replace(payload)):
+            logger.debug("another node wrote the place of its store at the same time")
+
+    async def _replace(self, payload: bytes) -> bool:
+        _, done = await self._stores.write(payload, await self._stores.read())
+        return done
+
+    def _connect(self, place: bytes, first: _NodeDesc) -> TCPStore:
+        """Waits until the first node has told where its store is, and connects to it.
+
+        Raises:
+            _NodeLost: That node is gone.
+            RendezvousConnectionError: The time is over.
+        """
+        end = time.monotonic() + self._settings.timeout.join.total_seconds()
+        failure = f"node {first} has not told where its store is"
+        while time.monotonic() < end:
+            fenced = self._backend.run(self._stores.read)
+            found = unpack(fenced.payload, 8) if fenced else None
+            if isinstance(found, list) and found[0] == place:
+                _, addr, port = found
+                try:
+                    wait = timedelta(seconds=CONNECT_SECONDS)
+                    store = TCPStore(addr, port, is_master=False, multi_tenant=True, timeout=wait)
+                    store.set_timeout(timedelta(seconds=STORE_SECONDS))  # it was that of the connection
+                    return store
+                except (RuntimeError, ValueError) as error:
+                    failure = (
+                        f"the store of node {first} cannot be reached at {addr}:{port} ({error}). Open that node's "
+                        "ports to the others, or start it with --local-addr=ADDRESS at which they reach it"
+                    )
+                    logger.warning("%s", failure)
+            with self._heartbeat_lock:
+                self._state_holder.sync()
+                if first not in self._state_holder.state.participants:
+                    raise _NodeLost(f"node {first} was lost as the round began")
+            time.sleep(POLL)
+        raise RendezvousConnectionError(failure)
+
+
+def create_handler(params: RendezvousParameters) -> RendezvousHandler:
+    """What torchrun calls for `--rdzv-backend=averaging`.
+
+    Raises:
+        ConfigError: An option cannot work.
+    """
+    options = read_options(params.endpoint or "", params.config, params.max_nodes)
+    if (size := len(params.run_id.encode())) > MAX_JOB_ID_BYTES:
+        raise ConfigError(f"--rdzv-id has {size} bytes of UTF-8; it may have {MAX_JOB_ID_BYTES}")
+    credentials = read_credentials(tls=options.tls, token_file=options.token_file, insecure=options.insecure)
+    host = parse_address(options.endpoints[0])[0]
+    may_host = options.is_host
+    if may_host is None:
+        may_host = not options.etcd and _matches_machine_hostname(host.strip("[]"))
+    session = Session(options, credentials, may_host=may_host)
+    thread = EventLoopThread(session, f"the rendezvous of job {params.run_id!r}")
+    try:
+        return _handler(params, options, session, thread, credentials.tokens)
+    except BaseException:
+        thread.close()
+        raise
+
+
+def _handler(
+    params: RendezvousParameters,
+    options: RendezvousOptions,
+    session: Session,
+    thread: EventLoopThread,
+    tokens: tuple[str, ...],
+) -> AveragingRendezvousHandler:
+    addr = params.local_addr
+    if addr is None and not options.etcd and is_loopback(parse_address(options.endpoints[0])[0]):
+        addr = "127.0.0.1"  # all nodes are on this machine, whose name others may not know
+    node = DynamicRendezvousHandler._node_desc_generator.generate(addr)
+    world = f"--nnodes={params.min_nodes}:{params.max_nodes}"
+    cells = [
+        Cell(session, f"elastic/{params.run_id}/{part}", tokens, writer=str(node), world=world)
+        for part in ("state", "store")
+    ]
+    backend = AveragingBackend(thread, cells[0], session.hosted or options.endpoint)
+    timeout = RendezvousTimeout(
+        *(
+            timedelta(seconds=seconds)
+            for seconds in (
+                options.join_timeout,
+                options.last_call_timeout,
+                options.close_timeout,
+                options.heartbeat_timeout,
+            )
+        )
+    )
+    settings = RendezvousSettings(
+        params.run_id,
+        params.min_nodes,
+        params.max_nodes,
+        timeout,
+        keep_alive_interval=timedelta(seconds=options.keep_alive_interval),
+        keep_alive_max_attempt=options.keep_alive_max_attempt,
+    )
+    return AveragingRendezvousHandler(node, settings, _StateHolder(backend, settings), backend, cells[1], thread)
+
+
+def torchrun_handler() -> RendezvousHandlerCreator:
+    """The entry point in the group `torchrun.handlers`."""
+    return create_handler

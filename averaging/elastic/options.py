@@ -1,0 +1,158 @@
+"""The options of the rendezvous, as torchrun hands them over: `--rdzv-endpoint` and `--rdzv-conf`. Pure."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from averaging.common.addresses import is_loopback, parse_address
+from averaging.config import TLSFiles, check_tls_files
+from averaging.errors import ConfigError
+
+DEFAULT_PORT, ETCD_PORT = 29400, 2379
+"""torchrun's own, and etcd's."""
+
+ETCD = "etcd://"
+
+_FILES = ("token_file", "tls_ca", "tls_cert", "tls_key")
+_SWITCHES = ("insecure", "is_host")
+_SECONDS = {
+    "join_timeout": 600,
+    "last_call_timeout": 30,
+    "close_timeout": 30,
+    "heartbeat_timeout": 5,
+    "keep_alive_interval": 5,
+}
+_COUNTS = {"keep_alive_max_attempt": 3}
+_OF_TORCHRUN = ("timeout", "rank", "local_addr", "read_timeout", "store_type")
+"""What torchrun adds, or understands for its own backends; without a meaning here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RendezvousOptions:
+    """How a node finds its register, and how long it waits. `--rdzv-conf` has them under the same names.
+
+    Attributes:
+        endpoints: `host:port` of the register, or of the members of an etcd cluster.
+        etcd: Whether the register is in etcd.
+        tls: Certificates for all calls.
+        token_file: The run's tokens.
+        insecure: Whether other machines may take part although there is no TLS.
+        is_host: Whether this node hosts the register; None if its addresses decide.
+        join_timeout: Seconds in which enough nodes must come together.
+        last_call_timeout: Seconds that are left to further nodes once there are enough.
+        close_timeout: Seconds to tell the others that the job has ended.
+        heartbeat_timeout: Seconds for one heartbeat to be written.
+        keep_alive_interval: Seconds between two heartbeats of a node.
+        keep_alive_max_attempt: Heartbeats of a node that may be missing before it is removed.
+    """
+
+    endpoints: tuple[str, ...]
+    etcd: bool = False
+    tls: TLSFiles | None = None
+    token_file: str | None = None
+    insecure: bool = False
+    is_host: bool | None = None
+    join_timeout: int = 600
+    last_call_timeout: int = 30
+    close_timeout: int = 30
+    heartbeat_timeout: int = 5
+    keep_alive_interval: int = 5
+    keep_alive_max_attempt: int = 3
+
+    @property
+    def endpoint(self) -> str:
+        """Where the register is, for people."""
+        return (ETCD if self.etcd else "") + ",".join(self.endpoints)
+
+
+def read_options(endpoint: str, conf: Mapping[str, Any], max_nodes: int) -> RendezvousOptions:
+    """Reads and checks what torchrun was given.
+
+    Args:
+        endpoint: `--rdzv-endpoint`.
+        conf: `--rdzv-conf`.
+        max_nodes: Of `--nnodes`.
+
+    Raises:
+        ConfigError: An option cannot work.
+    """
+    known = (*_FILES, *_SWITCHES, *_SECONDS, *_COUNTS)
+    for name in conf:
+        if name not in known and name not in _OF_TORCHRUN:
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {close[0]}?" if close else f"; there are {', '.join(known)}"
+            raise ConfigError(f"--rdzv-conf has no option {name!r}{hint}")
+    etcd, endpoints = _endpoints(endpoint)
+    files = {name: conf.get(name) for name in _FILES}
+    ca, cert, key = (files[name] for name in ("tls_ca", "tls_cert", "tls_key"))
+    check_tls_files(ca, cert, key)
+    options = RendezvousOptions(
+        endpoints=endpoints,
+        etcd=etcd,
+        tls=TLSFiles(ca, cert, key) if ca and cert and key else None,
+        token_file=files["token_file"],
+        insecure=_switch(conf, "insecure") or False,
+        is_host=_switch(conf, "is_host"),
+        **{name: _number(conf, name, default) for name, default in (_SECONDS | _COUNTS).items()},
+    )
+    _check(options, max_nodes)
+    return options
+
+
+def _endpoints(endpoint: str) -> tuple[bool, tuple[str, ...]]:
+    etcd = endpoint.startswith(ETCD)
+    port = ETCD_PORT if etcd else DEFAULT_PORT
+    places = endpoint.removeprefix(ETCD).strip("/").split(",") if etcd else [endpoint.strip() or "localhost"]
+    if "://" in places[0]:
+        raise ConfigError(f"--rdzv-endpoint {endpoint!r} must be HOST:PORT of a register, or {ETCD}HOST:PORT,…")
+    found = []
+    for place in map(str.strip, places):
+        bare = place.count(":") != 1 and not place.startswith("[") and ":" in place  # an IPv6 address
+        full = f"[{place}]:{port}" if bare else place if place.rpartition("]")[2].count(":") else f"{place}:{port}"
+        try:
+            parse_address(full)
+        except ConfigError as error:
+            raise ConfigError(f"--rdzv-endpoint: {error}") from None
+        found.append(full)
+    return etcd, tuple(found)
+
+
+def _check(options: RendezvousOptions, max_nodes: int) -> None:
+    hosts = [parse_address(endpoint) for endpoint in options.endpoints]
+    if any(port == 0 for _, port in hosts) and (options.etcd or max_nodes > 1):
+        raise ConfigError(
+            f"--rdzv-endpoint {options.endpoint} has port 0, which only a job of one node can use; give the port of "
+            "the register, for example 29400"
+        )
+    if options.etcd and options.is_host:
+        raise ConfigError("is_host=true cannot work with an etcd endpoint: the cluster keeps the register")
+    if options.tls is None and not options.insecure and not all(is_loopback(host) for host, _ in hosts):
+        raise ConfigError(
+            f"--rdzv-endpoint {options.endpoint} is reached over the network, and torch executes what it reads there "
+            "(pickle). Give --rdzv-conf=tls_ca=…,tls_cert=…,tls_key=… (`averaging ca` makes them), or insecure=true "
+            "with a token_file where every machine in the network is to be trusted"
+        )
+
+
+def _switch(conf: Mapping[str, Any], name: str) -> bool | None:
+    value = conf.get(name)
+    if value is None or isinstance(value, bool):
+        return value
+    found = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}.get(str(value).lower())
+    if found is None:
+        raise ConfigError(f"--rdzv-conf: {name} must be true or false, not {value!r}")
+    return found
+
+
+def _number(conf: Mapping[str, Any], name: str, default: int) -> int:
+    value = conf.get(name, default)
+    try:
+        number = int(value)
+    except (TypeError, ValueError):
+        number = 0
+    if number < 1:
+        raise ConfigError(f"--rdzv-conf: {name} must be a whole number above 0, not {value!r}")
+    return number

@@ -1,0 +1,131 @@
+"""The contract of a register, and the implementation in memory.
+
+A register holds small values by key. `get` and `compare_and_set` are linearizable: each takes effect at one moment
+between its call and its return. A call that fails with a `PeerUnreachableError` may have taken effect or not.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from averaging.errors import BusyError, ProtocolViolationError
+
+MAX_KEY_BYTES = 256
+MAX_VALUE_BYTES = 1 << 20
+MAX_ENTRIES = 1024
+MAX_TOTAL_BYTES = 64 << 20
+
+LIFETIME = 600.0
+"""Seconds after its last write in which an entry is kept. A job that runs writes every few seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What is under a key.
+
+    Attributes:
+        value: The bytes.
+        token: Fences the next write. It is opaque, and void as soon as the entry is written again.
+    """
+
+    value: bytes
+    token: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The end of a `compare_and_set`.
+
+    Attributes:
+        entry: What is there now; None if there is nothing.
+        done: Whether it is what the caller set.
+    """
+
+    entry: Entry | None
+    done: bool
+
+
+class Register(Protocol):
+    """Values that several callers change one after the other.
+
+    Raises:
+        PeerUnreachableError: From both methods: nobody answers, or the connection broke.
+        CallRefusedError: From both methods: the caller may not, or the register is full.
+        ProtocolViolationError: From both methods: the answer is malformed.
+    """
+
+    async def get(self, key: str) -> Entry | None:
+        """The present entry."""
+        ...
+
+    async def compare_and_set(self, key: str, value: bytes, token: bytes | None) -> Written:
+        """Sets `value` if `token` is that of the present entry, or if there is neither an entry nor a token."""
+        ...
+
+
+class MemoryRegister:
+    """A register in this process, for one event loop. Its entries end with the process.
+
+    Args:
+        clock: Seconds from any beginning.
+        incarnation: In every token, so that no token of an earlier process fits.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, incarnation: bytes | None = None) -> None:
+        self._clock = clock
+        self._incarnation = os.urandom(8) if incarnation is None else incarnation
+        self._writes = 0
+        self._entries: dict[str, tuple[Entry, float]] = {}  # with the time of the write, the earliest first
+        self._total = 0
+
+    async def get(self, key: str) -> Entry | None:
+        """See `Register`."""
+        _check(key)
+        held = self._entries.get(key)
+        return held[0] if held else None
+
+    async def compare_and_set(self, key: str, value: bytes, token: bytes | None) -> Written:
+        """See `Register`.
+
+        Raises:
+            BusyError: There is no room for another entry.
+            ProtocolViolationError: The key or the value is too long.
+        """
+        _check(key, value)
+        self._forget()
+        held = self._entries.get(key)
+        entry = held[0] if held else None
+        if token != (entry.token if entry else None):
+            return Written(entry, done=False)
+        self._make_room(key, entry, len(value))
+        self._writes += 1
+        new = Entry(value, self._incarnation + self._writes.to_bytes(8, "big"))
+        self._entries.pop(key, None)
+        self._entries[key] = new, self._clock()
+        self._total += len(value) - (len(entry.value) if entry else 0)
+        return Written(new, done=True)
+
+    def _forget(self) -> None:
+        """Forgets entries that nobody has written for long."""
+        end = self._clock() - LIFETIME
+        for key in [key for key, (_, written) in self._entries.items() if written < end]:
+            self._total -= len(self._entries.pop(key)[0].value)
+
+    def _make_room(self, key: str, entry: Entry | None, nbytes: int) -> None:
+        total = self._total + nbytes - (len(entry.value) if entry else 0)
+        if (key not in self._entries and len(self._entries) >= MAX_ENTRIES) or total > MAX_TOTAL_BYTES:
+            raise BusyError(
+                f"the register holds {len(self._entries)} entries of {self._total} bytes, which is all it takes; "
+                f"entries that nobody writes are forgotten after {LIFETIME:g} s"
+            )
+
+
+def _check(key: str, value: bytes = b"") -> None:
+    if not key or len(key.encode()) > MAX_KEY_BYTES:
+        raise ProtocolViolationError(f"a key of {len(key.encode())} bytes; it must have 1 to {MAX_KEY_BYTES}")
+    if len(value) > MAX_VALUE_BYTES:
+        raise ProtocolViolationError(f"a value of {len(value)} bytes; at most {MAX_VALUE_BYTES} are taken")

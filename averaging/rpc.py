@@ -1,0 +1,211 @@
+"""Serving and calling own gRPC methods, for rooms that stand above the core.
+
+```python
+GET = RpcMethod("/averaging.v1.Register/Get", register_pb2.GetRequest, register_pb2.Entry)
+
+class Register:
+    def rpc_handlers(self):
+        return [GET.answers(self.get)]
+
+    async def get(self, request):
+        return register_pb2.Entry(value=b"…")
+
+async with RpcServer("127.0.0.1:0", [Register()]) as server, RpcChannel(server.endpoint) as channel:
+    entry = await channel.call(GET, register_pb2.GetRequest(key="a"), timeout=5)
+```
+
+`Peer(…, services=[Register()])` serves the same on the peer's own port.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import Self, TypeVar
+
+from averaging.common.addresses import parse_address
+from averaging.config import FilePath, Inspection, TLSFiles
+from averaging.errors import ClosedError, ConfigError
+from averaging.security.credentials import Credentials, read_tls, read_tokens
+from averaging.training.event_loop_thread import EventLoopThread
+from averaging.transport.grpc import GrpcTransport
+from averaging.transport.grpc.rpc_channel import Caller
+from averaging.transport.rpc_methods import Message, RpcHandler, RpcMethod, RpcService
+
+__all__ = [
+    "Credentials",
+    "EventLoopThread",
+    "RpcChannel",
+    "RpcHandler",
+    "RpcMethod",
+    "RpcServer",
+    "RpcService",
+    "read_credentials",
+]
+
+Request = TypeVar("Request", bound=Message)
+Reply = TypeVar("Reply", bound=Message)
+
+MAX_MESSAGE_BYTES = 32 << 20
+"""Default of the longest message in bytes."""
+
+
+def read_credentials(
+    *,
+    tls: TLSFiles | None = None,
+    token_file: FilePath | None = None,
+    insecure: bool = False,
+    inspection: Inspection = Inspection.TOKEN,
+) -> Credentials:
+    """Reads the files of TLS and tokens once, for servers and channels.
+
+    Args:
+        tls: Certificates; None for connections that are neither encrypted nor authenticated.
+        token_file: File with tokens, one per line: the first is sent, all are accepted.
+        insecure: Whether other machines may connect to a server although there is no TLS.
+        inspection: Who may use reflection and channelz of a server.
+
+    Raises:
+        ConfigError: A file cannot be read, or does not fit the others.
+    """
+    return Credentials(
+        tls=None if tls is None else read_tls(tls.ca, tls.cert, tls.key, time.time),
+        tokens=read_tokens(token_file),
+        insecure=insecure,
+        inspection=inspection,
+    )
+
+
+class RpcServer:
+    """Serves methods on a port of its own, with health checks, reflection and channelz, like a peer.
+
+    It is an async context manager. Tokens, TLS, the limits for callers and the log of refused callers are those of a
+    peer.
+
+    Args:
+        listen: `host:port` to listen on; port 0 takes a free one.
+        services: What is served.
+        advertise: `host:port` at which others reach this server, if it differs from `listen`.
+        credentials: Certificates and tokens, see `read_credentials`. Without them only this machine may connect.
+        max_message_bytes: Longest message that is sent or taken.
+        grace: Seconds that calls in progress get to end when the server closes.
+
+    Raises:
+        ConfigError: An argument cannot work. A `ListenError` on entering: the address cannot be had.
+    """
+
+    def __init__(
+        self,
+        listen: str,
+        services: Sequence[RpcService],
+        *,
+        advertise: str | None = None,
+        credentials: Credentials | None = None,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        grace: float = 1.0,
+    ) -> None:
+        self._grace = grace
+        self._endpoint: str | None = None
+        self._transport = GrpcTransport(
+            listen,
+            advertise,
+            max_message_bytes=max_message_bytes,
+            credentials=credentials,
+            services=services,
+        )
+
+    @property
+    def endpoint(self) -> str:
+        """`host:port` at which others call this server."""
+        if self._endpoint is None:
+            raise ClosedError("this server is not running; use it inside `async with`")
+        return self._endpoint
+
+    async def __aenter__(self) -> Self:
+        self._endpoint = await self._transport.bind()
+        try:
+            await self._transport.serve_services()
+        except BaseException:
+            await self._transport.close()
+            raise
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._endpoint = None
+        await self._transport.close(self._grace)
+
+
+class RpcChannel:
+    """Calls the methods of one server or peer over one connection, which is opened anew after it was lost.
+
+    It is an async context manager and belongs to one event loop.
+
+    Args:
+        endpoint: `host:port` of the server.
+        credentials: Certificates and tokens, see `read_credentials`.
+        max_message_bytes: Longest message that is sent or taken.
+
+    Raises:
+        ConfigError: The endpoint is malformed.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        credentials: Credentials | None = None,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+    ) -> None:
+        if parse_address(endpoint)[1] == 0:
+            raise ConfigError(f"{endpoint} has port 0; give the port on which the server listens")
+        self.endpoint = endpoint
+        self._caller = Caller(endpoint, max_message_bytes, credentials or Credentials())
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes the connection. Calls in progress end with a `PeerUnreachableError`."""
+        await self._caller.close()
+
+    async def call(
+        self,
+        method: RpcMethod[Request, Reply],
+        request: Request | AsyncIterator[Request],
+        timeout: float,
+    ) -> Reply:
+        """Calls a method with one reply.
+
+        Args:
+            method: The method.
+            request: The request, or an iterator of them if the method takes a stream.
+            timeout: Seconds for the whole call.
+
+        Raises:
+            PeerUnreachableError: Nobody answers there, the connection broke, or the time is over.
+            CallRefusedError: The server refused the call; an `UnauthenticatedError` if it wants another token.
+            ProtocolViolationError: The reply is malformed or too long.
+            ClosedError: The channel was closed.
+        """
+        if method.replies_stream:
+            raise ConfigError(f"{method.path} answers with a stream; use stream()")
+        return await self._caller.call(method, request, timeout)
+
+    def stream(
+        self, method: RpcMethod[Request, Reply], request: Request | AsyncIterator[Request]
+    ) -> AsyncGenerator[Reply, None]:
+        """Calls a method with many replies. Close the generator (`contextlib.aclosing`) to end the call.
+
+        Args:
+            method: The method.
+            request: The request, or an iterator of them if the method takes a stream.
+
+        Raises:
+            AveragingError: From the generator, as `call`; there is no limit of time.
+        """
+        if not method.replies_stream:
+            raise ConfigError(f"{method.path} answers with one message; use call()")
+        return self._caller.stream(method, request)

@@ -1,0 +1,141 @@
+"""gRPC methods of rooms above the core: what a method is, and how a service says which ones it answers. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, Self, TypeAlias, TypeVar
+
+from averaging.errors import ConfigError
+
+DEFAULT_REQUEST_BYTES = 64 << 10
+"""Enough for a request without bulk data."""
+
+RESERVED = ("grpc.", "averaging.v1.Gossip", "averaging.v1.Status")
+"""How the names of services begin that every peer has; some of them are answered without a token."""
+
+_PATH = re.compile(r"/([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)/([A-Za-z_]\w*)", re.ASCII)
+
+
+class Message(Protocol):
+    """What a generated protobuf class offers."""
+
+    def SerializeToString(self) -> bytes:  # noqa: N802 - protobuf's name
+        """The message as bytes."""
+        ...
+
+    @classmethod
+    def FromString(cls, raw: bytes, /) -> Self:  # noqa: N802 - protobuf's name
+        """The message that `raw` encodes. Raises google.protobuf.message.DecodeError if it is malformed."""
+        ...
+
+
+Request = TypeVar("Request", bound=Message)
+Reply = TypeVar("Reply", bound=Message)
+
+
+@dataclass(frozen=True, slots=True)
+class RpcMethod(Generic[Request, Reply]):
+    """One gRPC method, the same object for server and caller.
+
+    ```python
+    GET = RpcMethod("/averaging.v1.Register/Get", register_pb2.GetRequest, register_pb2.Entry)
+    ```
+
+    Attributes:
+        path: `/package.Service/Method`, as in the proto file.
+        request: Generated class of a request.
+        reply: Generated class of a reply.
+        requests_stream: Whether the caller sends a stream of requests.
+        replies_stream: Whether the server answers with a stream of replies.
+        max_request_bytes: A longer request is refused before it is decoded.
+        max_reply_bytes: Likewise for replies; None allows what one gRPC message can hold.
+
+    Raises:
+        ConfigError: The path is malformed.
+    """
+
+    path: str
+    request: type[Request]
+    reply: type[Reply]
+    requests_stream: bool = False
+    replies_stream: bool = False
+    max_request_bytes: int = DEFAULT_REQUEST_BYTES
+    max_reply_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if not _PATH.fullmatch(self.path):
+            raise ConfigError(f"{self.path!r} is not the path of a method; give /package.Service/Method")
+
+    @property
+    def service(self) -> str:
+        """Name of the service, with its package."""
+        return self.path.split("/")[1]
+
+    @property
+    def name(self) -> str:
+        """Name of the method in its service."""
+        return self.path.split("/")[2]
+
+    def answers(self, answer: Callable[[Request], Awaitable[Reply]]) -> RpcHandler:
+        """One request, one reply. For the errors that `answer` may raise see `RpcHandler`."""
+        return self._handler(answer, requests_stream=False, replies_stream=False)
+
+    def streams(self, answer: Callable[[Request], AsyncGenerator[Reply, None]]) -> RpcHandler:
+        """One request, many replies. The generator is closed when the call ends, also if the caller goes away."""
+        return self._handler(answer, requests_stream=False, replies_stream=True)
+
+    def collects(self, answer: Callable[[AsyncIterator[Request]], Awaitable[Reply]]) -> RpcHandler:
+        """Many requests, one reply."""
+        return self._handler(answer, requests_stream=True, replies_stream=False)
+
+    def exchanges(self, answer: Callable[[AsyncIterator[Request]], AsyncGenerator[Reply, None]]) -> RpcHandler:
+        """Many requests, many replies. The generator is closed when the call ends."""
+        return self._handler(answer, requests_stream=True, replies_stream=True)
+
+    def _handler(self, answer: Callable[[Any], Any], *, requests_stream: bool, replies_stream: bool) -> RpcHandler:
+        if (self.requests_stream, self.replies_stream) != (requests_stream, replies_stream):
+            raise ConfigError(f"the streams of {self.path} are others than those of its handler; change one of them")
+        return RpcHandler(self, answer)
+
+
+@dataclass(frozen=True, slots=True)
+class RpcHandler:
+    """A method and what answers it. `RpcMethod.answers`, `streams`, `collects` and `exchanges` make one.
+
+    An error of `averaging.errors` that `answer` raises reaches the caller as a `CallRefusedError` with its message; a
+    `BusyError`, `WrongRunError` and so on keep their gRPC status. Of any other exception the caller learns only that
+    there was one; the traceback is in the log here.
+    """
+
+    method: RpcMethod[Any, Any]
+    answer: Callable[[Any], Any]
+
+
+class RpcService(Protocol):
+    """What a server or a peer serves besides its own methods."""
+
+    def rpc_handlers(self) -> Iterable[RpcHandler]:
+        """The methods of this service. Asked once, before the server starts."""
+        ...
+
+
+Requests: TypeAlias = "Request | AsyncIterator[Request]"
+
+
+def handlers_of(services: Iterable[RpcService]) -> list[RpcHandler]:
+    """The handlers of all services.
+
+    Raises:
+        ConfigError: Two of them answer the same method, or one has the name of a service that every peer has.
+    """
+    handlers = [handler for service in services for handler in service.rpc_handlers()]
+    paths: set[str] = set()
+    for path in (handler.method.path for handler in handlers):
+        if path in paths:
+            raise ConfigError(f"{path} is served twice; give each service once")
+        if path.startswith(tuple(f"/{name}" for name in RESERVED)):
+            raise ConfigError(f"{path} is a name of a peer's own services; rename the service")
+        paths.add(path)
+    return handlers

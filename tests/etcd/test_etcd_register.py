@@ -1,0 +1,119 @@
+"""The register in a real etcd: histories under cuts, a job through it, who may call."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import signal
+from contextlib import AsyncExitStack, ExitStack
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
+
+from averaging import PeerUnreachableError, RpcChannel, TLSFiles
+from averaging.elastic.etcd_register import EtcdRegister
+from averaging.elastic.handler import create_handler
+from averaging.elastic.register import Register, Written
+from averaging.rpc import Credentials, read_credentials
+from tests.etcd.conftest import Etcd
+from tests.integration.elastic_jobs import Job
+from tests.integration.fault_proxy import Fault, FaultProxy, free_port
+from tests.linearizability import Recorder, is_linearizable
+
+pytestmark = [pytest.mark.etcd, pytest.mark.timeout(300)]
+
+
+def credentials(etcd: Etcd) -> Credentials:
+    return read_credentials(tls=TLSFiles(etcd.files["tls_ca"], etcd.files["tls_cert"], etcd.files["tls_key"]))
+
+
+async def up(register: Register) -> None:
+    """Returns when the server answers."""
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                await register.get("up")
+                return
+            except PeerUnreachableError:
+                await asyncio.sleep(0.1)
+
+
+@pytest.mark.asyncio
+async def test_get_and_compare_and_set(etcd: Etcd) -> None:
+    """A member that does not answer is passed over."""
+    known = credentials(etcd)
+    dead, alive = (f"127.0.0.1:{port}" for port in (free_port(), etcd.port))
+    async with RpcChannel(dead, credentials=known) as one, RpcChannel(alive, credentials=known) as other:
+        register = EtcdRegister([one, other])
+        await up(register)
+        assert await register.get("k") is None
+        first = await register.compare_and_set("k", b"1", None)
+        assert first.done
+        assert first.entry is not None
+        assert await register.get("k") == first.entry
+        assert await register.compare_and_set("k", b"2", None) == Written(first.entry, done=False)
+        second = await register.compare_and_set("k", b"2", first.entry.token)
+        assert second.done
+        assert await register.compare_and_set("k", b"3", first.entry.token) == second.__class__(
+            second.entry, done=False
+        )
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("seed", range(3))
+async def test_histories_of_callers_that_are_cut_off_are_linearizable(etcd: Etcd, seed: int) -> None:
+    rng, recorder = random.Random(seed), Recorder()
+    with FaultProxy() as proxy:
+        proxy.target = etcd.port
+
+        moments = itertools.count()
+
+        def strike() -> None:
+            match next(moments) % 25:
+                case 6:
+                    proxy.arm(Fault.CUT, after=rng.randrange(400))
+                case 14:
+                    proxy.arm(Fault.HALF_OPEN)
+                case 18:
+                    proxy.heal()
+
+        async with AsyncExitStack() as stack:
+            registers: list[Register] = []
+            for _ in range(4):
+                channel = RpcChannel(f"127.0.0.1:{proxy.port}", credentials=credentials(etcd))
+                registers.append(EtcdRegister([await stack.enter_async_context(channel)], timeout=0.5))
+            await up(registers[0])
+            await recorder.run(registers, rng, calls=20, between=strike)
+            proxy.heal()
+    assert recorder.failures
+    assert sum(operation.done for operation in recorder.history) > 2
+    assert is_linearizable(recorder.history)
+
+
+@pytest.mark.asyncio
+async def test_without_a_certificate_nobody_is_heard(etcd: Etcd) -> None:
+    async with RpcChannel(f"127.0.0.1:{etcd.port}", credentials=credentials(etcd)) as channel:
+        await up(EtcdRegister([channel]))
+    parameters = RendezvousParameters("averaging", f"etcd://127.0.0.1:{etcd.port}", "job", 1, 1, join_timeout=2)
+    handler = create_handler(parameters)
+    try:
+        with pytest.raises(RendezvousConnectionError, match="no register answers at etcd://"):
+            handler.next_rendezvous()
+    finally:
+        handler.shutdown()
+
+
+def test_a_job_meets_in_etcd_and_trains_on_while_that_is_stopped(etcd: Etcd, tmp_path: Path) -> None:
+    endpoint = f"etcd://127.0.0.1:{free_port()},127.0.0.1:{etcd.port}"
+    with ExitStack() as stack:
+        job = Job(stack, tmp_path, "2", endpoint=endpoint, conf=etcd.files, max_restarts=0)
+        nodes = [job.node(), job.node()]
+        step = nodes[0].until_step(5, world=2)["step"]
+        etcd.process.send_signal(signal.SIGSTOP)
+        step = nodes[0].until_step(step + 100, world=2)["step"]
+        etcd.process.send_signal(signal.SIGCONT)
+        nodes[0].until_step(step + 100)
+        job.finish(*nodes)
+        assert all(node.starts() == [(2, 0)] for node in nodes)

@@ -1,0 +1,85 @@
+"""What torchrun hands over, and silent nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from averaging.config import TLSFiles
+from averaging.elastic.options import read_options
+from averaging.elastic.silence import Silence
+from averaging.errors import ConfigError
+
+TLS = {"tls_ca": "ca", "tls_cert": "cert", "tls_key": "key"}
+
+
+def test_the_options_of_torchrun() -> None:
+    conf = {"token_file": "t", "join_timeout": "60", "is_host": "true", "timeout": 900, "rank": 0, **TLS}
+    options = read_options("a.example:29500", conf, 2)
+    assert options.endpoints == ("a.example:29500",)
+    assert options.tls == TLSFiles("ca", "cert", "key")
+    assert (options.token_file, options.join_timeout, options.is_host) == ("t", 60, True)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "endpoints"),
+    [
+        ("", ("localhost:29400",)),
+        ("localhost", ("localhost:29400",)),
+        ("127.0.0.1:1", ("127.0.0.1:1",)),
+        ("[::1]:1", ("[::1]:1",)),
+        ("::1", ("[::1]:29400",)),
+        ("etcd://127.0.0.1,localhost:1", ("127.0.0.1:2379", "localhost:1")),
+    ],
+)
+def test_endpoints(endpoint: str, endpoints: tuple[str, ...]) -> None:
+    options = read_options(endpoint, {}, 2)
+    assert options.endpoints == endpoints
+    assert options.etcd == endpoint.startswith("etcd")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "conf", "told"),
+    [
+        ("a:b:c", {}, "--rdzv-endpoint"),
+        ("http://a:1", {}, "HOST:PORT of a register"),
+        ("localhost:0", {}, "port 0"),
+        ("localhost:1", {"tls_cert": "x"}, "tls_ca and tls_key as well"),
+        ("localhost:1", {"token": "x"}, "did you mean token_file"),
+        ("localhost:1", {"join_timeout": "soon"}, "join_timeout must be a whole number"),
+        ("localhost:1", {"keep_alive_interval": "0"}, "above 0"),
+        ("localhost:1", {"insecure": "perhaps"}, "true or false"),
+        ("192.0.2.7:1", {}, "torch executes what it reads"),
+        ("192.0.2.7:1", {"token_file": "t"}, "insecure=true"),
+        ("etcd://192.0.2.7", {}, "torch executes what it reads"),
+        ("etcd://127.0.0.1", {"is_host": "1"}, "the cluster keeps the register"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_a_remedy(endpoint: str, conf: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        read_options(endpoint, conf, 2)
+
+
+def test_one_node_may_take_any_port() -> None:
+    assert read_options("localhost:0", {}, 1).endpoints == ("localhost:0",)
+
+
+def test_a_node_is_silent_when_its_heartbeat_stays_the_same() -> None:
+    silence: Silence[str] = Silence(5.0, 15.0)
+    for now in range(0, 60, 5):
+        assert silence.silent({"a": now, "b": min(now, 20)}, float(now)) == (["b"] if now > 35 else [])
+
+
+def test_time_in_which_nobody_could_be_heard_does_not_count() -> None:
+    """This node was stopped, or the register was away, for a minute."""
+    silence: Silence[str] = Silence(5.0, 15.0)
+    silence.silent({"a": 0}, 0.0)
+    assert silence.silent({"a": 0}, 60.0) == []
+    assert silence.silent({"a": 1}, 65.0) == []
+    assert silence.silent({"a": 1}, 130.0) == []
+
+
+def test_a_newcomer_is_not_judged_by_the_age_of_what_it_reads() -> None:
+    silence: Silence[str] = Silence(5.0, 15.0)
+    assert silence.silent({"a": "long ago"}, 1000.0) == []
