@@ -101,7 +101,5 @@ def _report_bad_lines(path: Path, found: Recorded) -> int:
     if len(found.bad) > MAX_BAD_LINES:
         click.echo(f"{path}: and {len(found.bad) - MAX_BAD_LINES} more lines", err=True)
     if found.cut_off:
-        click.echo(
-            f"{path}: the last line is incomplete and ignored; its peer was killed, or the disk is full", err=True
-        )
+        click.echo(f"{path}: the last line is incomplete; its peer was killed, or the disk is full", err=True)
     return len(found.bad)

@@ -26,12 +26,9 @@ WINDOW = 32
 class DonorDeadlines:
     """The deadlines of one download from several donors.
 
-    A donor may be slower than before for a good reason, such as a state that it must copy first. Donors are therefore
-    asked again if no other donor delivers the state:
-
-    - with the maximum deadline, if it was given up at a shorter one;
-    - with `PREPARING` times the maximum deadline, if it answers calls but has not begun to send;
-    - with a lower expected rate, if it was too slow.
+    A donor may be slower than before for a good reason, such as a state that it must copy first. If no other donor
+    delivers, it is asked again: with the maximum deadline if it was given up at a shorter one, with `PREPARING` times
+    that if it answers calls but has not begun to send, and with a lower expected rate if it was too slow.
 
     Args:
         deadlines: learned deadlines of the donors, updated by this download.
@@ -88,8 +85,7 @@ class DonorWatch:
 
     Args:
         deadlines: learned deadlines, updated by this download.
-        factor: factor on the maximum deadline for the first message; later messages have the maximum deadline. 0
-            selects the learned deadlines.
+        factor: factor on the maximum deadline for the first message, 1 for later ones; 0 selects learned deadlines.
         rate: expected rate.
         on_early_timeout: called with the donor if it is given up before the maximum deadline.
         on_slow: called with the donor and `rate` if it is given up because it delivered too little.

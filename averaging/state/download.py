@@ -52,13 +52,9 @@ async def download(
     """Downloads the state from the first of `donors` that delivers it completely.
 
     If a donor is lost, the next one that has the same state continues where it stopped, if it supports that; see
-    `averaging.state.manifest`. A lost donor is asked again after the others if it delivered new data, or if its
-    deadline was not the maximum. A donor that answers calls but has not begun to send is asked again with a multiple of
-    the maximum deadline, because it may be preparing a large state.
-
-    A donor that is much slower than the fastest one of the last hour is replaced by the next, and asked again after the
-    others with a lower expected rate. No donor can hold up the download forever: `Throughput.limit` bounds each try,
-    and the number of tries per donor is bounded.
+    `averaging.state.manifest`. A lost donor is asked again after the others if it delivered new data, or as
+    `DonorDeadlines` says. A donor that is much slower than the fastest one of the last hour is replaced by the next.
+    No donor can hold up the download forever: `Throughput.limit` bounds each try, and the number of tries is bounded.
 
     Args:
         transport: this peer's transport.

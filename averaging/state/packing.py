@@ -44,11 +44,6 @@ class State:
 def check_state(averaged: Collection[str], tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> bytes:
     """Checks that the application's tensors and dict can be part of a state; returns the dict packed with msgpack.
 
-    Args:
-        averaged: names of the averaged tensors.
-        tensors: the application's further tensors.
-        user: the application's dict.
-
     Raises:
         StateError: a tensor has the name of an averaged one or a dtype or layout that cannot be sent, or the dict
             cannot be packed, or newcomers would refuse its keys.

@@ -26,12 +26,9 @@ INLINE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """The application's additions to the averaged tensors of a state.
+    """The application's additions to a state: further tensors by name, and a small dict that msgpack can pack.
 
-    Attributes:
-        tensors: further tensors by name.
-        user: a small dict, packable with msgpack: numbers, strings, bytes, lists and dicts. The keys of all dicts are
-            text, bytes or integers.
+    The dict has numbers, strings, bytes, lists and dicts; keys are text, bytes or integers.
     """
 
     tensors: Mapping[str, torch.Tensor]

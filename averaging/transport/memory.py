@@ -208,11 +208,7 @@ class MemoryTransport:
         self._answering: set[asyncio.Task[None]] = set()
 
     async def bind(self) -> str:
-        """Returns the endpoint.
-
-        Raises:
-            ListenError: another peer serves at this endpoint.
-        """
+        """Returns the endpoint; raises ListenError if another peer serves there."""
         if self.endpoint in self._network._serving:
             raise ListenError(f"{self.endpoint} is taken")
         return self.endpoint

@@ -181,7 +181,7 @@ Main = Callable[[list[str]], None]
     [
         (digits.main, "--steps 0", "argument --steps: must be a whole number above 0, not '0'"),
         (digits.main, "--batch-size many", "--batch-size: must be a whole number above 0, not 'many'"),
-        (digits.main, "--peers 2 --join 127.0.0.1:1", "leave --join, --advertise and --save out"),
+        (digits.main, "--peers 2 --join 127.0.0.1:1", "remove --join, --advertise and --save"),
         (digits.main, "--save nowhere/model", "there is no folder nowhere"),
         (digits.main, "--save .", "--save . is a folder; give the name of a file"),
         (digits.main, f"--save {'n' * 300}", "cannot be looked at (File name too long); give another name"),
@@ -240,7 +240,7 @@ def test_a_folder_for_tensorboard_that_cannot_be_made_is_told(
     if tensorflow:
         monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", refuse)
     (tmp_path / "file").touch()
-    with pytest.raises(SystemExit, match="file: .*; give --tensorboard another folder"):
+    with pytest.raises(SystemExit, match="file: .*; give another --tensorboard folder"):
         diloco.main([f"--tensorboard={tmp_path / 'file'}", "--steps=1"])
 
 

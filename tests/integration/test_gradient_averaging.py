@@ -12,8 +12,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from averaging import DiLoCo, GradientAveraging, LocalSGD, Mode, Outcome, Strategy, group
+from averaging import DiLoCo, GradientAveraging, LocalSGD, Mode, Outcome, Strategy
 from averaging.errors import ConfigError, PeerUnreachableError, TensorError
+from averaging.protocol import group
 from averaging.strategies.progress_claims import FIRST_PAUSE
 from averaging.training.history import Progress
 from tests.integration.training import (

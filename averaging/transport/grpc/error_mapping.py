@@ -127,9 +127,7 @@ _TOO_LARGE_REASONS = {
 
 
 _CREDENTIAL_MISSING = "its run requires a token, and this peer has none: give token_file with one of the run's tokens"
-_CREDENTIAL_REFUSED = (
-    "its run does not accept this peer's token: make one of the run's tokens the first line of token_file"
-)
+_CREDENTIAL_BAD = "its run does not accept this peer's token: make one of the run's tokens the first line of token_file"
 
 
 def error_of_call(endpoint: str, error: grpc.aio.AioRpcError, *, sent_token: bool = False) -> AveragingError:
@@ -144,7 +142,7 @@ def error_of_call(endpoint: str, error: grpc.aio.AioRpcError, *, sent_token: boo
     if reason == _LOST and details.lower().startswith("failed to connect"):
         reason = "it closed the connection at once; do both use TLS, with one authority?"
     if code is grpc.StatusCode.UNAUTHENTICATED:
-        return UnauthenticatedError(endpoint, _CREDENTIAL_REFUSED if sent_token else _CREDENTIAL_MISSING)
+        return UnauthenticatedError(endpoint, _CREDENTIAL_BAD if sent_token else _CREDENTIAL_MISSING)
     if code in _UNREACHABLE:
         definite = any(reason == definite_reason for _, definite_reason in _DEFINITE)
         return PeerUnreachableError(
