@@ -1,72 +1,72 @@
-# Every target sets up what it needs in .venv, also on a fresh machine.
+# Every target installs what it needs in .venv.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 HIVEMIND := .venv-hivemind
 FEED := .venv-feed
-# This release first: the index's newest torch brings gigabytes of CUDA that the tests and the demo do not use.
+# The default torch of the index installs gigabytes of CUDA, which the tests and the demo do not use.
 TORCH ?= torch==2.13.0
 
-# Tests of processes wait for each other much of the time: one more than there are cores.
+# One worker more than cores, because tests with processes are idle much of the time.
 WORKERS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 1 )))
 
 .PHONY: help demo test test-long test-etcd test-integrations test-feed check lint docs reference dist bench bench-hivemind proto soak clean
 
-help: ## what can be made
+help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
-demo: $(VENV)/installed ## real training averaged between four processes, one of them killed on the way
+demo: $(VENV)/installed ## train in four processes that average, and kill one of them
 	$(BIN)/python -m examples.demo
 
-test: $(VENV)/installed ## all tests but those of the next three
+test: $(VENV)/installed ## all tests except those of the next four targets
 	$(BIN)/python -m pytest -m "not long and not interop and not etcd" --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
-test-long: $(VENV)/installed ## the tests that are too many for every day, some 15 minutes
+test-long: $(VENV)/installed ## the long tests, about 15 minutes
 	$(BIN)/python -m pytest -m long --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
-test-etcd: $(VENV)/installed ## the tests with a real etcd server (apt-get install etcd-server), some 2 minutes
+test-etcd: $(VENV)/installed ## the tests with a real etcd server (apt-get install etcd-server), about 2 minutes
 	$(BIN)/python -m pytest -m etcd tests/etcd $(PYTEST_ARGS)
 
-# In one process, since each would import all the trainers anew.
-test-integrations: $(VENV)/integrations ## the tests in trainers and loggers, which it installs (300 MB), some 1 minute
+# In one process, because every worker would import all the trainers.
+test-integrations: $(VENV)/integrations ## the tests in trainers and loggers, which are installed first (300 MB); about 1 minute
 	$(BIN)/python -m pytest -m integrations tests/trainers $(PYTEST_ARGS)
 
-test-feed: $(VENV)/installed $(FEED)/installed ## the feed with the server, environments and trainer of atroposlib
+test-feed: $(VENV)/installed $(FEED)/installed ## test the feed with the server, environments and trainer of atroposlib
 	FEED_PYTHON=$(CURDIR)/$(FEED)/bin/python $(BIN)/python -m pytest -m interop --numprocesses 2 tests/interop $(PYTEST_ARGS)
 
-lint: $(VENV)/installed ## style, types, import directions
+lint: $(VENV)/installed ## check style, types and import directions
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-docs: $(VENV)/docs ## the site of the documentation, build/site/index.html; a broken link is an error
+docs: $(VENV)/docs ## build the documentation site in build/site; a broken link is an error
 	$(BIN)/python -m tools.site
 
-reference: $(VENV)/installed ## write docs/reference/options.md and cli.md again, after a change of an option
+reference: $(VENV)/installed ## update docs/reference/options.md and cli.md after a change of an option
 	$(BIN)/python -m tools.reference
 
-dist: $(VENV)/installed ## a wheel and an sdist in dist/, checked
+dist: $(VENV)/installed ## build and check a wheel and an sdist in dist/
 	rm -rf dist
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m build --no-isolation
 	$(BIN)/python -m twine check --strict dist/*
 
-check: lint docs dist test test-integrations ## what CI runs
+check: lint docs dist test test-integrations ## run everything that CI runs
 
-bench: $(VENV)/installed ## averaging's times beside Gloo's, the codes, discovery, training slowed by averaging
+bench: $(VENV)/installed ## benchmarks: averaging and Gloo, codecs, discovery, training during rounds
 	$(BIN)/python -m benchmarks.allreduce --peers 2 4 --mib 64 --tensors 4 --codecs none --output runs/benchmarks
 	$(BIN)/python -m benchmarks.codecs --output runs/benchmarks
 	$(BIN)/python -m benchmarks.overlap --output runs/benchmarks
 	$(BIN)/python -m benchmarks.gossip
 
-bench-hivemind: $(VENV)/installed $(HIVEMIND)/installed ## the same beside hivemind, which gets an environment of its own
+bench-hivemind: $(VENV)/installed $(HIVEMIND)/installed ## benchmark averaging and hivemind, which gets an environment of its own
 	$(BIN)/python -m benchmarks.allreduce --peers 2 4 --mib 64 --tensors 4 --codecs none fp16 \
 		--hivemind $(HIVEMIND)/bin/python --output runs/benchmarks
 
-bench-feed: $(VENV)/installed $(FEED)/installed ## the feed's server beside that of atroposlib
+bench-feed: $(VENV)/installed $(FEED)/installed ## benchmark the feed server and that of atroposlib
 	$(BIN)/python -m benchmarks.feed --atropos $(FEED)/bin/python --output runs/benchmarks
 
-proto: $(VENV)/installed ## compile protos/ again, after a change
+proto: $(VENV)/installed ## compile protos/ after a change
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python hatch_build.py
 
 $(VENV)/installed: pyproject.toml hatch_build.py $(wildcard protos/averaging/wire/*.proto)
@@ -98,8 +98,8 @@ $(FEED)/installed: tests/interop/requirements.txt
 	$(FEED)/bin/python -m pip install --quiet --requirement tests/interop/requirements.txt
 	touch $@
 
-soak: $(VENV)/installed ## eight peers under faults: MINUTES=2 SEED=1
+soak: $(VENV)/installed ## run eight peers under faults: MINUTES=2 SEED=1
 	$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),2) --seed $(or $(SEED),1)
 
-clean: ## remove what was made here
+clean: ## remove all environments and build outputs
 	rm -rf $(VENV) $(HIVEMIND) $(FEED) build dist runs averaging/wire/*_pb2*

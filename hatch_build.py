@@ -1,6 +1,6 @@
-"""Build hook: compiles `protos/` to typed Python modules in `averaging/wire/`, for wheels and editable installs alike.
+"""Build hook: compiles `protos/` to typed Python modules in `averaging/wire/`, for wheels and editable installs.
 
-`python hatch_build.py` does the same by hand (`make proto`).
+`make proto` (`python hatch_build.py`) does the same without a build.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 try:
     from hatchling.builders.hooks.plugin.interface import BuildHookInterface
-except ModuleNotFoundError:  # run by hand, outside a build
+except ModuleNotFoundError:  # run as a script
     BuildHookInterface = object  # type: ignore[assignment, misc]
 
 
@@ -22,7 +22,7 @@ def compile_protos(root: Path) -> list[Path]:
     """Compiles every proto below `root`/protos and returns the generated files."""
     from grpc_tools import protoc
 
-    # protoc looks for the mypy plugins on PATH; in an isolated build they stand beside the interpreter's scripts.
+    # protoc searches PATH for the mypy plugins; an isolated build has them in its own directory of scripts.
     scripts = [sysconfig.get_path("scripts"), str(Path(sys.executable).parent)]
     scripts += [str(Path(entry).parents[3] / "bin") for entry in sys.path if entry.endswith("site-packages")]
     os.environ["PATH"] = os.pathsep.join([*scripts, os.environ.get("PATH", "")])
@@ -45,10 +45,10 @@ def compile_protos(root: Path) -> list[Path]:
 
 
 class ProtoBuildHook(BuildHookInterface):  # type: ignore[type-arg, misc, unused-ignore]
-    """Hatchling calls `initialize` before it collects the files of a wheel or of an editable install."""
+    """Compiles the protos before hatchling collects the files of a wheel or an editable install."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compiles the protos of a source tree and adds what came out to the build."""
+        """Compiles the protos and adds the generated files to the build."""
         root = Path(self.root)
         if (root / "protos").is_dir():
             generated = compile_protos(root)

@@ -40,7 +40,7 @@ from averaging.transport.rpc_methods import RpcService
 logger = logging.getLogger(__name__)
 
 MAX_STEPS = 10_000_000
-"""Steps that a state may claim unless the user says otherwise; a scheduler takes up to two minutes for so many."""
+"""Default maximum of the steps in a downloaded state. A scheduler takes up to two minutes for them."""
 
 
 class DecentralizedAverager(OptimizerWrapper):
@@ -97,7 +97,7 @@ class DecentralizedAverager(OptimizerWrapper):
         last_receipt: The receipt of the last round, or None.
 
     Raises:
-        ConfigError: An option cannot work. In an interactive session also: this process has an open averager of the
+        ConfigError: An option is invalid. In an interactive session also: this process has an open averager of the
             same run already; the message names it.
         TensorError: A parameter or buffer cannot be averaged.
         ListenError: The peer cannot listen on its address.
@@ -134,7 +134,7 @@ class DecentralizedAverager(OptimizerWrapper):
         self.strategy = strategy
         self.last_receipt: Receipt | None = None
         self._on_round = on_round
-        self._telling = False  # `on_round` of a round whose result the strategy may have to take up yet
+        self._in_on_round = False  # the strategy may not have applied the result of that round yet
         parameters = named_parameters(optimizer)
         buffers = named_buffers({} if buffers is None else buffers)
         averaged = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
@@ -397,13 +397,13 @@ class DecentralizedAverager(OptimizerWrapper):
             The receipt, also if no group was found within `round_timeout` or the round failed; training can go on.
 
         Raises:
-            ConfigError: `weight` or `gather` cannot work.
+            ConfigError: `weight` or `gather` is invalid.
             TensorError: A tensor contains NaN or infinity, or was moved.
             RoundError: It was called in `on_round`.
             ClosedError: The averager was closed, or its thread has failed.
         """
         self._thread.check()
-        if self._telling:
+        if self._in_on_round:
             raise RoundError("average_now() was called in on_round, before that round was over; call it after the step")
         config = self._peer.config
         options: RoundOptions = {
@@ -454,11 +454,11 @@ class DecentralizedAverager(OptimizerWrapper):
     def _note(self, receipt: Receipt) -> None:
         self.last_receipt = receipt
         if self._on_round is not None:
-            self._telling = True
+            self._in_on_round = True
             try:
                 self._on_round(receipt)
             finally:
-                self._telling = False
+                self._in_on_round = False
 
 
 _open_averagers: WeakSet[DecentralizedAverager] = WeakSet()
@@ -467,7 +467,7 @@ _open_averagers: WeakSet[DecentralizedAverager] = WeakSet()
 def _check_only_one(config: PeerConfig) -> None:
     """Refuses a second averager of a run in an interactive session, where a cell is often run again.
 
-    The first averager would train on in its thread, and nobody could close it. One that joins the first is meant.
+    The first one would continue in its thread, and could not be closed. A second one that joins the first is allowed.
     """
     if not hasattr(sys, "ps1"):
         return

@@ -52,14 +52,14 @@ class NonFinite(StrEnum):
 
 
 class Inspection(StrEnum):
-    """Who may inspect a peer: reflection, channelz, its status, and the records of discovery."""
+    """The callers that may inspect a peer: reflection, channelz, its status, and the records of discovery."""
 
     ON = "on"
-    """Everybody who can connect, also without a token."""
+    """All callers, also without a token."""
     TOKEN = "token"  # noqa: S105 - no password
-    """Callers that have the run's token; everybody who can connect if the run has none."""
+    """Callers with the run's token; all callers if the run has none."""
     OFF = "off"
-    """Nobody."""
+    """No caller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,12 +166,12 @@ class PeerConfig:
             the averaged tensors. 1 trusts a single donor.
 
         insecure: Whether other machines may connect although there is no TLS.
-        inspection: Who may inspect this peer.
+        inspection: The callers that may inspect this peer.
         receipts: File to which the receipt of every round is appended, one line of JSON each. See
             docs/operate/receipts.md.
 
     Raises:
-        ConfigError: A value cannot work. The message names the option and the reason.
+        ConfigError: A value is invalid. The message names the option and the reason.
     """
 
     run_id: str
@@ -233,7 +233,7 @@ class PeerConfig:
             arguments: Options by name. None and empty tuples count as not given.
 
         Raises:
-            ConfigError: The file cannot be read, or an option cannot work. The message says where it was set.
+            ConfigError: The file cannot be read, or an option is invalid. The message says where it was set.
         """
         return _merged(cls, [*read_toml(path, _PATHS), *_environment(environ), *read_arguments(arguments)])
 
@@ -248,7 +248,7 @@ class PeerConfig:
             arguments: Options by name. None and empty tuples count as not given.
 
         Raises:
-            ConfigError: An option cannot work. The message says where it was set.
+            ConfigError: An option is invalid. The message says where it was set.
         """
         return _merged(cls, [*_environment(environ), *read_arguments(arguments)])
 
@@ -372,11 +372,11 @@ _FORMER_NAMES = {
     "part_timeout": "stall_timeout",
     "reply": "reply_form",
 }
-"""What hivemind and earlier versions call these options."""
+"""The names of these options in hivemind and in earlier versions."""
 
 
 def option_names() -> frozenset[str]:
-    """Every option of a peer but the run id, which all commands and classes ask for by name."""
+    """All options of a peer except the run id, which is a named argument of all commands and classes."""
     return frozenset(field.name for field in fields(PeerConfig)) - {"run_id"}
 
 
@@ -384,7 +384,7 @@ def configure(config: PeerConfig | None, run_id: str | None, options: Mapping[st
     """The options of a peer that was given a config, single options, or both; single options win.
 
     Raises:
-        ConfigError: An option cannot work, or there is neither a config nor a run id.
+        ConfigError: An option is invalid, or there is neither a config nor a run id.
         TypeError: An option is unknown.
     """
     for name in options:

@@ -1,4 +1,4 @@
-"""Every error this library raises. Each says what happened, to whom, and what to do. Pure."""
+"""All errors of this library. A message says what happened, to which peer or file, and what to do. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_TEXT = 4000
 class AveragingError(Exception):
     """The base of all errors of this library; the others are in `averaging.errors`.
 
-    Other peers may have written parts of its message, which is therefore one printable line of limited length.
+    The message is one printable line of limited length, because other peers may have written parts of it.
     """
 
     def __init__(self, message: str = "") -> None:
@@ -19,7 +19,7 @@ class AveragingError(Exception):
 
 
 class ConfigError(AveragingError, ValueError):
-    """An argument that cannot work: a malformed address, a negative weight, a run id with a dot."""
+    """An invalid argument: a malformed address, a negative weight, a run id with a dot."""
 
 
 class TensorError(AveragingError, ValueError):
@@ -27,11 +27,11 @@ class TensorError(AveragingError, ValueError):
 
 
 class SchemaMismatchError(AveragingError):
-    """Another peer of the run averages other tensors, or the same ones in another way.
+    """Another peer of the run averages different tensors, or has different options for the same tensors.
 
     Attributes:
         endpoint: the peer that differs.
-        difference: the first difference, in words.
+        difference: a description of the first difference.
     """
 
     def __init__(self, endpoint: str, difference: str) -> None:
@@ -41,10 +41,10 @@ class SchemaMismatchError(AveragingError):
 
 
 class PeersMissingError(AveragingError, TimeoutError):
-    """Fewer peers than required train in the run within the time that was given.
+    """Fewer peers than required started to train in the run in time.
 
     Attributes:
-        peers: The endpoints that are known, of peers that train or not.
+        peers: The endpoints of all known peers, including those that do not train.
     """
 
     def __init__(self, count: int, seconds: float, peers: Collection[str]) -> None:
@@ -65,7 +65,7 @@ class TransportError(AveragingError):
     Attributes:
         endpoint: the peer that was called.
         reason: what the transport said.
-        definite: whether the two peers, as they are configured, can never talk to each other: to ask again is vain.
+        definite: whether the configurations of the two peers exclude each other, so that a retry would fail too.
     """
 
     def __init__(self, endpoint: str, reason: str, *, definite: bool = False) -> None:
@@ -76,10 +76,10 @@ class TransportError(AveragingError):
 
 
 class PeerUnreachableError(TransportError):
-    """Nobody answers there, or the connection broke.
+    """No peer answers at the endpoint, or the connection broke.
 
     Attributes:
-        refused: whether nothing listens there any more: the connection was refused.
+        refused: whether the connection was refused because nothing listens there.
     """
 
     def __init__(self, endpoint: str, reason: str, *, refused: bool = False, definite: bool = False) -> None:
@@ -88,11 +88,11 @@ class PeerUnreachableError(TransportError):
 
 
 class CallRefusedError(TransportError):
-    """The peer answered that it will not or cannot serve this call."""
+    """The peer refused this call."""
 
 
 class UnauthenticatedError(CallRefusedError):
-    """The peer's run wants a token, and this peer has none, or one that is not the run's; the reason says which."""
+    """The run of the peer requires a token, and this peer has none, or one of another run. The reason says which."""
 
     def __init__(self, endpoint: str, reason: str) -> None:
         super().__init__(endpoint, reason, definite=True)
@@ -106,19 +106,19 @@ class WrongRunError(CallRefusedError):
 
 
 class BusyError(AveragingError):
-    """This peer has as many calls in hand as it takes; the caller should turn to another peer, or come back later."""
+    """This peer serves the maximum number of calls. The caller should call another peer, or retry later."""
 
 
 class ProtocolViolationError(AveragingError):
-    """A peer sent what the protocol does not allow. The fault is the sender's."""
+    """A peer broke the protocol."""
 
 
 class UnprovenViolationError(ProtocolViolationError):
-    """The protocol was broken, but by whom cannot be known: by a member, or by who passed on its words."""
+    """The protocol was broken, either by a member or by the peer that relayed its message; it is not known which."""
 
 
 class LyingLeaderError(AveragingError):
-    """A leader announced different groups to its members, so no result of the round can be right."""
+    """A leader announced different groups to its members, so the round has no valid result."""
 
 
 class NonFiniteError(ProtocolViolationError):
@@ -126,15 +126,15 @@ class NonFiniteError(ProtocolViolationError):
 
 
 class ForeignEndpointError(ProtocolViolationError):
-    """A peer uses the endpoint of a host for which its certificate does not stand."""
+    """A peer uses an endpoint that its certificate does not cover."""
 
 
 class RoundError(AveragingError):
-    """A round that cannot be done, for example because the weights of its members sum to zero."""
+    """A round that cannot produce an average, for example because the weights of its members sum to zero."""
 
 
 class DiscoveryError(AveragingError):
-    """Discovery cannot do what was asked: a record that is too large or has expired, or one too many."""
+    """Discovery refused a record: it is too large, it has expired, or there are too many."""
 
 
 class NoSeedAnsweredError(DiscoveryError):
@@ -144,38 +144,38 @@ class NoSeedAnsweredError(DiscoveryError):
         hint: a further sentence about the cause.
 
     Attributes:
-        reasons: for each seed, why.
+        reasons: the reason for each seed.
     """
 
     def __init__(self, reasons: Mapping[str, str], seconds: float, hint: str = "") -> None:
-        told = (
+        text = (
             f"none of the {len(reasons)} peers to join answered within {seconds:g} s ({_listed(reasons)}). "
             "Check the addresses and that a peer of this run is up; without --join this peer starts a run of its own."
         )
-        super().__init__(f"{told} {hint}" if hint else told)
+        super().__init__(f"{text} {hint}" if hint else text)
         self.reasons = dict(reasons)
 
 
 class JoinRefusedError(NoSeedAnsweredError):
-    """All peers given to join belong to another run, take no such token, or show no certificate that is believed.
+    """All peers given to join belong to another run, require another token, or have certificates of another authority.
 
-    To try again gives the same result, until one side is configured otherwise.
+    A retry fails as well until one side is configured differently.
     """
 
     def __init__(self, reasons: Mapping[str, str], hint: str = "") -> None:
-        told = (
+        text = (
             f"this peer and those to join cannot be in one run as they are configured ({_listed(reasons)}). "
-            "Change what is named and start this peer again."
+            "Change what the reasons name and start this peer again."
         )
-        DiscoveryError.__init__(self, f"{told} {hint}" if hint else told)
+        DiscoveryError.__init__(self, f"{text} {hint}" if hint else text)
         self.reasons = dict(reasons)
 
 
 class StateError(AveragingError):
-    """A state could not be downloaded from anybody; nothing was changed locally.
+    """No donor delivered a valid state. Nothing was changed locally.
 
     Attributes:
-        gone: the donors among those asked at whose endpoint nothing listens any more.
+        gone: the asked donors at whose endpoint nothing listens any more.
     """
 
     def __init__(self, message: str, gone: Collection[str] = ()) -> None:
@@ -184,11 +184,11 @@ class StateError(AveragingError):
 
 
 class ClosedError(AveragingError):
-    """The peer is not running: it was not entered with `async with`, or has been closed."""
+    """The peer is not running: it was not entered with `async with`, or was closed."""
 
 
 class FeedError(AveragingError):
-    """A feed cannot go on: a registration does not fit, the server has forgotten a batch, a rank has died."""
+    """A feed cannot continue: a registration does not match, the server has forgotten a batch, or a rank has died."""
 
 
 class FeedRefusedError(FeedError):
@@ -208,7 +208,7 @@ class FeedBusyError(FeedError):
 
     Attributes:
         status: the HTTP status, for example 503; 0 if no answer came.
-        retry_after: seconds to wait before the next try.
+        retry_after: seconds to wait before the next request.
     """
 
     def __init__(self, status: int, message: str, retry_after: float = 0.0) -> None:
@@ -218,7 +218,7 @@ class FeedBusyError(FeedError):
 
 
 class FeedUnreachableError(FeedError):
-    """The feed server gave no usable answer for as long as the caller is willing to wait."""
+    """The feed server gave no usable answer within the time limit of the caller."""
 
 
 def _listed(reasons: Mapping[str, str]) -> str:
@@ -226,16 +226,16 @@ def _listed(reasons: Mapping[str, str]) -> str:
 
 
 def _of(endpoint: str, reason: str) -> str:
-    """What became of a call, with the peer's endpoint once: its own words may begin with it."""
+    """Puts the endpoint before the reason, unless the reason begins with it."""
     return reason if reason.startswith((f"{endpoint} ", f"{endpoint}: ")) else f"{endpoint}: {reason}"
 
 
 def printable(text: str, most: int = MAX_TEXT) -> str:
-    """Text that another peer may have written, made fit for logs and terminals.
+    """Makes text of another peer safe for logs and terminals.
 
     Args:
-        text: as it came.
-        most: characters of the result.
+        text: any text.
+        most: maximum number of characters of the result.
 
     Returns:
         One line without control characters.

@@ -1,4 +1,4 @@
-"""Serving and calling own gRPC methods, for rooms that stand above the core.
+"""Serves and calls gRPC methods of packages above the core.
 
 ```python
 GET = RpcMethod("/averaging.v1.Register/Get", register_pb2.GetRequest, register_pb2.Entry)
@@ -47,7 +47,7 @@ Request = TypeVar("Request", bound=Message)
 Reply = TypeVar("Reply", bound=Message)
 
 MAX_MESSAGE_BYTES = 32 << 20
-"""Default of the longest message in bytes."""
+"""Default maximum size of a message in bytes."""
 
 
 def read_credentials(
@@ -62,11 +62,11 @@ def read_credentials(
     Args:
         tls: Certificates; None for connections that are neither encrypted nor authenticated.
         token_file: File with tokens, one per line: the first is sent, all are accepted.
-        insecure: Whether other machines may connect to a server although there is no TLS.
-        inspection: Who may use reflection and channelz of a server.
+        insecure: Whether other machines may connect to a server without TLS.
+        inspection: The callers that may use reflection and channelz of a server.
 
     Raises:
-        ConfigError: A file cannot be read, or does not fit the others.
+        ConfigError: A file cannot be read, or does not match the others.
     """
     return Credentials(
         tls=None if tls is None else read_tls(tls.ca, tls.cert, tls.key, time.time),
@@ -79,19 +79,19 @@ def read_credentials(
 class RpcServer:
     """Serves methods on a port of its own, with health checks, reflection and channelz, like a peer.
 
-    It is an async context manager. Tokens, TLS, the limits for callers and the log of refused callers are those of a
-    peer.
+    It is an async context manager, with the same tokens, TLS, limits and log of refused callers as a peer.
 
     Args:
         listen: `host:port` to listen on; port 0 takes a free one.
-        services: What is served.
-        advertise: `host:port` at which others reach this server, if it differs from `listen`.
+        services: The services.
+        advertise: `host:port` at which other machines reach this server, if it differs from `listen`.
         credentials: Certificates and tokens, see `read_credentials`. Without them only this machine may connect.
-        max_message_bytes: Longest message that is sent or taken.
-        grace: Seconds that calls in progress get to end when the server closes.
+        max_message_bytes: Maximum size of a message.
+        grace: Seconds for calls in progress to end when the server closes.
 
     Raises:
-        ConfigError: An argument cannot work. A `ListenError` on entering: the address cannot be had.
+        ConfigError: An argument is invalid.
+        ListenError: On entering: the address is not available.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class RpcServer:
 
     @property
     def endpoint(self) -> str:
-        """`host:port` at which others call this server."""
+        """`host:port` at which this server is called."""
         if self._endpoint is None:
             raise ClosedError("this server is not running; use it inside `async with`")
         return self._endpoint
@@ -136,14 +136,14 @@ class RpcServer:
 
 
 class RpcChannel:
-    """Calls the methods of one server or peer over one connection, which is opened anew after it was lost.
+    """Calls the methods of one server or peer over one connection, which is reopened after a loss.
 
     It is an async context manager and belongs to one event loop.
 
     Args:
         endpoint: `host:port` of the server.
         credentials: Certificates and tokens, see `read_credentials`.
-        max_message_bytes: Longest message that is sent or taken.
+        max_message_bytes: Maximum size of a message.
 
     Raises:
         ConfigError: The endpoint is malformed.
@@ -185,8 +185,8 @@ class RpcChannel:
             timeout: Seconds for the whole call.
 
         Raises:
-            PeerUnreachableError: Nobody answers there, the connection broke, or the time is over.
-            CallRefusedError: The server refused the call; an `UnauthenticatedError` if it wants another token.
+            PeerUnreachableError: There is no answer within `timeout`, or the connection broke.
+            CallRefusedError: The server refused the call; an `UnauthenticatedError` if it requires another token.
             ProtocolViolationError: The reply is malformed or too long.
             ClosedError: The channel was closed.
         """
@@ -204,7 +204,7 @@ class RpcChannel:
             request: The request, or an iterator of them if the method takes a stream.
 
         Raises:
-            AveragingError: From the generator, as `call`; there is no limit of time.
+            AveragingError: From the generator, as `call`; there is no time limit.
         """
         if not method.replies_stream:
             raise ConfigError(f"{method.path} answers with one message; use call()")

@@ -1,4 +1,4 @@
-"""`SyncPeer`: a `Peer` for scripts and notebooks, without asyncio."""
+"""`SyncPeer`: a `Peer` with blocking methods, for scripts and notebooks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from averaging.training.event_loop_thread import EventLoopThread, on_loop
 
 
 class SyncPeer:
-    """A peer that lives in a thread of its own, so that its methods wait for their result.
+    """A `Peer` in a thread of its own, with methods that block until their result is there.
 
     ```python
     with SyncPeer({"w": torch.randn(10)}, run_id="demo", join=["a.example:4222"]) as peer:
@@ -26,18 +26,18 @@ class SyncPeer:
             print(tensors[0])
     ```
 
-    Ctrl+C during a call ends the call in order. The methods may be called from any thread but not from `extra_state`
-    or `apply`.
+    Ctrl+C during a call cancels the call and raises `KeyboardInterrupt`. The methods may be called from any thread, but
+    not from `extra_state` or `apply`.
 
     Args:
         tensors: The tensors to average: the same dtypes and shapes in the same order at all peers. They are updated in
             place. A mapping gives them names.
         run_id: Peers with the same run id average together.
-        config: The options as one object; single options win over it.
+        config: The options as one object. A keyword argument overrides it.
         options: See `PeerConfig`.
 
     Raises:
-        ConfigError: An option cannot work.
+        ConfigError: An option is invalid.
         TensorError: A tensor cannot be averaged.
         ListenError: The peer cannot listen on its address.
         NoSeedAnsweredError: None of the peers in `join` answered in time; a `JoinRefusedError` if all of them refuse.
@@ -80,16 +80,16 @@ class SyncPeer:
 
     @property
     def status(self) -> PeerStatus:
-        """What this peer is and what it does now."""
+        """The name, the configuration and the present activity of this peer."""
         return self._thread.run(on_loop(lambda: self._peer.status))
 
     @property
     def version(self) -> int:
-        """Version of the committed state."""
+        """The version of the committed state."""
         return self._peer.version
 
     def tensors(self) -> AbstractContextManager[list[torch.Tensor]]:
-        """Locks the tensors: no round writes to them inside the `with` block. Do not call other methods inside."""
+        """Locks the tensors, so that no round writes to them inside the `with` block. Call no other method inside."""
         return self._peer.tensors()
 
     def average(self, *, weight: float = 1.0, gather: Any = None) -> Receipt:
@@ -103,7 +103,7 @@ class SyncPeer:
             The receipt, also if no group was found or the round failed.
 
         Raises:
-            ConfigError: `weight` or `gather` cannot work.
+            ConfigError: `weight` or `gather` is invalid.
             TensorError: A tensor contains NaN or infinity, and the peer refuses them.
             ClosedError: The peer was closed.
         """

@@ -1,7 +1,7 @@
-"""Peers that come and go under faults for minutes: `make soak MINUTES=10 SEED=1`.
+"""Runs peers under faults for some minutes, and kills and starts some: `make soak MINUTES=10 SEED=1`.
 
-Fails if a minute passes without a finished round, if the memory of a peer grows, or if a survivor holds a wrong value:
-one that is neither an average of members of its group nor, where a reducer was lost, its own.
+Fails if a minute passes without an averaged round, if the memory of a peer grows, or if a survivor holds a wrong value:
+neither an average of members of its group nor, after the loss of a reducer, its own value.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from tests.integration.processes import JsonProcess
 
 PEERS = 8
 QUIET_SECONDS = 60.0
-"""Without a finished round that is a failure."""
+"""Maximum time without an averaged round."""
 
 GROWTH_BYTES = 200 << 20
-"""That a peer may grow by, from its tenth round on: allocators keep what they had once."""
+"""Maximum growth of a peer after `WARM_ROUNDS` rounds. Allocators keep memory that was used once."""
 
 WARM_ROUNDS = 10
 
-CHANGE_SECONDS, FAULT_SECONDS, TELL_SECONDS = 8.0, 5.0, 60.0
+CHANGE_SECONDS, FAULT_SECONDS, REPORT_SECONDS = 8.0, 5.0, 60.0
 
 
 class SoakError(Exception):
-    """What must not happen has happened."""
+    """A check of the soak test failed."""
 
 
 def is_sound(values: Sequence[float], gathered: Mapping[str, float], own: float, kept_local: int) -> bool:
-    """Whether each value is the mean of some of the members, or the own one, if elements were kept."""
+    """Whether each value is the mean of some members, or the own value if elements were kept."""
     members = list(gathered.values())
     means = {
         sum(some) / count for count in range(1, len(members) + 1) for some in itertools.combinations(members, count)
@@ -47,12 +47,12 @@ def is_sound(values: Sequence[float], gathered: Mapping[str, float], own: float,
 
 
 class Judge:
-    """Looks at what peers tell; knows nothing of processes.
+    """Checks the rounds that peers report.
 
     Attributes:
-        finished: rounds that ended in an average, counted at every member.
-        lost: attempts that ended without one.
-        dropped: how often a member was dropped from one.
+        finished: number of averaged rounds, counted at every member.
+        lost: number of other rounds.
+        dropped: number of dropped members in averaged rounds.
     """
 
     def __init__(self, now: float) -> None:
@@ -62,11 +62,11 @@ class Judge:
         self._rounds: Counter[str] = Counter()
         self._first_rss: dict[str, int] = {}
 
-    def hear(self, endpoint: str, event: Mapping[str, Any], now: float) -> None:
-        """Takes what a peer tells after an attempt.
+    def check(self, endpoint: str, event: Mapping[str, Any], now: float) -> None:
+        """Checks the report of a peer on one round.
 
         Raises:
-            SoakError: it holds a wrong value, or has grown.
+            SoakError: the peer holds a wrong value, or its memory has grown.
         """
         if event["outcome"] != "averaged":
             self.lost += 1
@@ -86,14 +86,14 @@ class Judge:
         if event["rss"] > first + GROWTH_BYTES:
             raise SoakError(f"{endpoint} grew from {first >> 20} to {event['rss'] >> 20} MiB")
 
-    def look(self, now: float) -> None:
-        """Raises SoakError if no round has been finished for long."""
+    def check_progress(self, now: float) -> None:
+        """Raises SoakError if the last averaged round is too long ago."""
         if now - self._last > QUIET_SECONDS:
             raise SoakError(f"no round was finished for {now - self._last:.0f} s")
 
 
-class Soaked:
-    """One peer's process and the proxy before it."""
+class PeerProcess:
+    """The process of one peer, and the proxy in front of it."""
 
     def __init__(self, stack: ExitStack, seed: int, join: Sequence[str], *, spoilt: bool = False) -> None:
         self._stack = stack.enter_context(ExitStack())
@@ -117,54 +117,55 @@ class Soaked:
         self.read = 0
 
     def stop(self) -> None:
-        """Kills it."""
+        """Kills the process."""
         self._stack.close()
 
-    def news(self) -> list[dict[str, Any]]:
-        """Its rounds since the last call."""
+    def new_rounds(self) -> list[dict[str, Any]]:
+        """Returns the reports on rounds since the last call."""
         self.process.drain()
-        fresh = [event for event in self.process.seen[self.read :] if event["event"] == "round"]
+        rounds = [event for event in self.process.seen[self.read :] if event["event"] == "round"]
         self.read = len(self.process.seen)
-        return fresh
+        return rounds
 
 
 def soak(minutes: float, seed: int, *, count: int = PEERS, spoil: bool = False) -> None:
-    """Runs it with so many peers; with `spoil` one peer holds a wrong value after its rounds, which must be found.
+    """Runs the test with `count` peers. With `spoil` one peer holds a wrong value after its rounds.
 
     Raises:
-        SoakError: see above.
+        SoakError: a check failed.
     """
     rng = random.Random(seed)
     seeds = itertools.count(seed * 1000)
     with ExitStack() as stack:
-        peers = [Soaked(stack, next(seeds), [])]
+        peers = [PeerProcess(stack, next(seeds), [])]
         peers[0].process.expect("ready")
         peers += [
-            Soaked(stack, next(seeds), [peers[0].endpoint], spoilt=spoil and not number) for number in range(count - 1)
+            PeerProcess(stack, next(seeds), [peers[0].endpoint], spoilt=spoil and not number)
+            for number in range(count - 1)
         ]
         for peer in peers[1:]:
             peer.process.expect("ready")
         began = time.monotonic()
         judge = Judge(began)
         change, heal, killed, struck = began + CHANGE_SECONDS, 0.0, 0, 0
-        victim: Soaked | None = None
+        victim: PeerProcess | None = None
 
-        def told(now: float) -> str:
+        def summary(now: float) -> str:
             return (
                 f"{(now - began) / 60:.1f} min: {judge.finished} rounds finished at {count} peers, {judge.lost} lost, "
                 f"{killed} killed, {struck} links spoilt, {judge.dropped} times a member was dropped"
             )
 
-        tell = began + TELL_SECONDS
+        report = began + REPORT_SECONDS
         while (now := time.monotonic()) < began + 60 * minutes:
             time.sleep(0.5)
             for peer in peers:
-                for event in peer.news():
-                    judge.hear(peer.endpoint, event, now)
-            judge.look(now)
-            if now >= tell:
-                tell += TELL_SECONDS
-                print(told(now), flush=True)
+                for event in peer.new_rounds():
+                    judge.check(peer.endpoint, event, now)
+            judge.check_progress(now)
+            if now >= report:
+                report += REPORT_SECONDS
+                print(summary(now), flush=True)
             if victim is not None and now >= heal:
                 victim.proxy.heal()
                 victim = None
@@ -176,13 +177,13 @@ def soak(minutes: float, seed: int, *, count: int = PEERS, spoil: bool = False) 
                 gone.stop()
                 killed += 1
                 peers.append(
-                    Soaked(stack, next(seeds), [peer.endpoint for peer in rng.sample(peers, min(3, len(peers)))])
+                    PeerProcess(stack, next(seeds), [peer.endpoint for peer in rng.sample(peers, min(3, len(peers)))])
                 )
                 if victim is None:
                     victim, heal = rng.choice(peers[:-1]), now + FAULT_SECONDS
                     victim.proxy.arm(rng.choice([Fault.STALL, Fault.CUT, Fault.HALF_OPEN]), rng.randrange(200_000))
                     struck += 1
-        print(f"{told(now)} (seed {seed})")
+        print(f"{summary(now)} (seed {seed})")
         if not judge.finished:
             raise SoakError("no round was finished")
 
@@ -192,7 +193,7 @@ if __name__ == "__main__":
     parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--peers", type=int, default=PEERS)
-    parser.add_argument("--spoil", action="store_true", help="let one peer hold a wrong value: it must fail then")
+    parser.add_argument("--spoil", action="store_true", help="let one peer hold a wrong value, so that the test fails")
     given = parser.parse_args()
     print(f"seed {given.seed}", flush=True)
     try:

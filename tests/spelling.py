@@ -1,4 +1,4 @@
-"""Messages in words, to compare them where NaN is to be itself."""
+"""Messages as text, to compare messages that contain NaN."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from averaging.protocol.messages import AveragingData, DownloadData
 
 
 def spelled(message: object) -> str:
-    """Its `repr`, with the bytes of a tensor instead of where they lie."""
+    """The `repr` of a message, with the bytes of its tensor instead of the address of a buffer."""
     if isinstance(message, AveragingData | DownloadData) and message.tensor_part is not None:
         message = replace(message, tensor_part=replace(message.tensor_part, buffer=bytes(message.tensor_part.buffer)))
     return repr(message)

@@ -1,1 +1,1 @@
-"""What the documentation is made with."""
+"""Tools that build the documentation."""

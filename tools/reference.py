@@ -1,6 +1,6 @@
-"""Writes the reference of options and commands from the code: `make reference`.
+"""Writes the reference pages of options and commands from the code: `make reference`.
 
-A test compares the pages with what this would write, so they say what the code does.
+A test fails if a page differs from the code.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def options_page() -> str:
-    """The options of `PeerConfig`, the basic ones first."""
+    """The page of the options of `PeerConfig`, the basic ones first."""
     known = {field.name: field for field in fields(PeerConfig)}
     meanings = described()
     page = [INTRODUCTION]
@@ -77,26 +77,26 @@ def options_page() -> str:
 
 
 def described() -> dict[str, str]:
-    """What the docstring says of each option, one sentence after the other."""
+    """The description of each option, from the docstring of `PeerConfig`."""
     text = inspect.cleandoc(PeerConfig.__doc__ or "").partition("Attributes:")[2].partition("\nRaises:")[0]
     found = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", text, re.MULTILINE)
     return {name: capitalised(" ".join(meaning.split())) for name, meaning in found}
 
 
 def capitalised(text: str) -> str:
-    """With a capital letter, unless it begins with code; pages of the repository are named as links."""
+    """Capitalizes the first letter, and turns names of documentation pages into links."""
     linked = re.sub(r"docs/([\w/-]+\.md)", link, text)
     return linked[:1].upper() + linked[1:]
 
 
 def link(page: re.Match[str]) -> str:
-    """To a page that a docstring names."""
+    """Returns the link to a page that a docstring names."""
     name = Path(page[1])
     return f"[{name.stem}]({os.path.relpath(REFERENCE.parent / name, REFERENCE)})"
 
 
 def default(value: object, name: str) -> str:
-    """As it is written in Python."""
+    """The default value in Python syntax."""
     if value is MISSING:
         return "required"
     if name == "part_size_bytes" and value == 1 << 20:
@@ -105,13 +105,13 @@ def default(value: object, name: str) -> str:
 
 
 def cli_page() -> str:
-    """What `--help` prints, for each command."""
+    """The page with the `--help` of each command."""
     helps = [f"## {context.command_path}\n\n```text\n{context.get_help()}\n```\n" for context in contexts()]
     return "\n".join(["# Command line\n", "This page is written by `make reference`; do not edit it.\n", *helps])
 
 
 def contexts() -> Iterator[click.Context]:
-    """Of each command, as if it had been called."""
+    """Yields a context for each command, as for a call of it."""
     settings = averaging_command.context_settings
     root = click.Context(averaging_command, info_name="averaging", terminal_width=100, **settings)
     yield root

@@ -1,8 +1,7 @@
 """Builds the site of the documentation: `make docs`.
 
-The pages of `docs/` and some files of the repository's root are brought together in `build/docs`, with their links
-changed accordingly; Zensical makes the site in `build/site` from them. A link or an anchor that leads nowhere is an
-error.
+Copies the pages of `docs/` and some files of the root to `build/docs` and adapts their links. Zensical then builds the
+site in `build/site`. A broken link or anchor is an error.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ FROM_ROOT = {
     "CONTRIBUTING.md": "design/contributing.md",
     "SECURITY.md": "operate/security.md",
 }
-"""Pages that stay where people and tools look for them, and their places in the site."""
+"""Pages in the root of the repository, and their paths in the site."""
 
 LINK = re.compile(r"(?<!`)(\[[^\]\n]*(?:\n[^\]\n]*)?\])\(([^)\s]+)\)")
 
@@ -52,7 +51,7 @@ def main() -> None:
 
 
 def moved(page: Path, link: re.Match[str]) -> str:
-    """A link of a page in the stage. What the site has no page for remains as text."""
+    """Adapts a link of a staged page. A link to a file outside the site becomes text."""
     text, address = link.groups()
     target, hash_sign, anchor = address.partition("#")
     if not target or re.match(r"[a-z]+:", target):

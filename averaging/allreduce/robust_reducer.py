@@ -68,7 +68,7 @@ def aggregate(aggregation: Aggregation, values: Sequence[torch.Tensor], weights:
     Args:
         aggregation: any rule but the mean.
         values: one tensor per contributing member, at least one: 1-D, of one size, float32 or float64.
-        weights: of those members, above 0.
+        weights: the weights of those members, above 0.
 
     Returns:
         1-D, in the widest dtype of `values`.

@@ -67,7 +67,7 @@ class RoundAccount:
     Args:
         endpoint: this member.
         parts_of: the shard of each member, by name.
-        send_limits: of this member's own shard, see `send_window.send_limits`.
+        send_limits: the limits of this member's own shard, see `send_window.send_limits`.
         identical: whether all members get the same averages, so that digests can be compared.
         adopt: called with each average on arrival, once data of another member has arrived. None keeps all averages
             until the end.
@@ -77,7 +77,7 @@ class RoundAccount:
         arrived: the parts whose average or delta has arrived.
         dropped: the dropped members, by name.
         averaged: whether at least one part has been averaged.
-        metadata: for messages to members that read it, see `pack_metadata`.
+        metadata: the metadata of messages to members that read it, see `pack_metadata`.
         saw_conflict: whether another group was announced to another member.
     """
 
@@ -158,8 +158,8 @@ class RoundAccount:
         """Compares the group that was announced to a member, by the metadata of its message, with this member's.
 
         Raises:
-            UnprovenViolationError: they differ. The group id is bound to this member's group, so the round goes on
-                among the members that have the same.
+            UnprovenViolationError: they differ. The group id is bound to this member's group, so the round
+                continues among the members with the same group.
             LyingLeaderError: they differ, and it is unknown which members have the right group.
         """
         if not (digest := conflicting_digest(self._group, metadata)):

@@ -26,7 +26,7 @@ class Lag:
             `send_window.send_limits`.
 
     Attributes:
-        seconds: by sender, how long all others were done or at the end of their window because of it.
+        seconds: by sender, the time during which all others had finished or had full windows because of it.
     """
 
     def __init__(self, senders: Iterable[str], send_limits: Sequence[int]) -> None:

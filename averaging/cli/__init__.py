@@ -29,22 +29,22 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "show_default": True, "max_con
 
 
 class Commands(click.Group):
-    """The commands; a Ctrl+C or SIGTERM at any moment ends each of them in one line."""
+    """The group of all commands. Ctrl+C or SIGTERM ends any of them at any moment with one line of text."""
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """As a process of its own; once it is done its exit code stands, whatever signal comes while Python ends.
+        """Runs a command. Signals after its end do not change its exit code.
 
-        With torch and gRPC in it that takes half a second. A program that goes on afterwards, as with
-        `standalone_mode=False`, hears signals as before, and so do the processes that it starts.
+        With torch and gRPC loaded, Python takes half a second to exit. With `standalone_mode=False` the program
+        continues, and signals keep their handlers.
         """
-        if sys.stderr is None:  # closed by whoever started the command; click would tell errors on stdout then
-            sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - for as long as the process lives
+        if sys.stderr is None:  # closed by the parent process; click would write errors to stdout
+            sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - open until the process exits
         try:
             return super().__call__(*arguments, **options)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-            # Click's own words, such as those of --help: what the commands write they take care of themselves.
+            # Text of click itself, such as --help. The commands handle the errors of their own output.
             with contextlib.suppress(OSError):
                 click.echo(f"Error: cannot write this out: {error.strerror}; make room there", err=True)
             sys.exit(NOT_DONE)
@@ -55,7 +55,7 @@ class Commands(click.Group):
                 _give_up_unwritten()
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs the command that is meant; its arguments are read here, too, which may import torch."""
+        """Reads the arguments, which may import torch, and runs the command."""
         with starting():
             return super().invoke(ctx)
 
@@ -79,23 +79,22 @@ def main() -> None:
       averaging state 127.0.0.1:4222 --output now.safetensors
 
     \b
-    See what the rounds of a peer are like, and what they were like:
+    Watch the rounds of a peer, or explain its past rounds:
       averaging watch 127.0.0.1:4222
       averaging peer a.safetensors --run-id demo --join 127.0.0.1:4222 --receipts a.jsonl
       averaging explain a.jsonl
 
     \b
-    Let the nodes of elastic torchrun jobs meet:
+    Serve the rendezvous of elastic torchrun jobs:
       averaging register --listen 127.0.0.1:29400
 
     \b
-    Between machines, let peers know each other by certificates of the run's own authority:
+    Create a certificate authority for a run across machines:
       averaging ca init
 
-    Exit codes: 0 done, 1 it could not be done, 2 wrong usage or unreadable input, 130 or 143 stopped by Ctrl+C or
-    SIGTERM before it was done.
+    Exit codes: 0 done, 1 failed, 2 wrong usage or unreadable input, 130 or 143 stopped by Ctrl+C or SIGTERM.
     """
-    # What others call themselves, and what they gather, may be in letters that the terminal's encoding lacks.
+    # Names and gathered values of other peers may contain characters that the encoding of the terminal lacks.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
@@ -110,15 +109,15 @@ main.add_command(ca_group)
 
 
 def _give_up_unwritten() -> None:
-    """Forgets what stdout or stderr did not take, as on a full disk: Python would tell that and exit with 120."""
+    """Discards unwritten output, as on a full disk. Otherwise Python would report it and exit with 120."""
     for name in ("stdout", "stderr"):
         try:
-            with contextlib.suppress(AttributeError):  # nobody has opened one
+            with contextlib.suppress(AttributeError):  # the stream is None
                 getattr(sys, name).flush()
         except OSError:
-            setattr(sys, name, None)  # it is for Python to close, which is silent
+            setattr(sys, name, None)  # Python closes the stream silently
 
 
 for _command in (main, *main.commands.values(), *ca_group.commands.values()):
-    # Docstrings are raw, so that click does not see its mark of a paragraph that is left as it is: a backspace.
+    # Click keeps a paragraph unwrapped after a backspace, which these raw docstrings contain as two characters.
     _command.help = (_command.help or "").replace("\\b\n", "\b\n")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 SIZE = click.IntRange(min=1 << 10)
 
-WORDS = {
+EVENT_TEXTS = {
     "registered": "a trainer has registered: batches of {batch_size}, from step {starting_step}",
     "environment": "environment {env_id} has registered: {name}",
     "batch": "step {step}: handed out {sequences} sequences in {groups} groups",
@@ -27,35 +27,53 @@ WORDS = {
 
 @click.command("feed")
 @click.option(
-    "--listen", default="127.0.0.1:8000", type=address, metavar="HOST:PORT", help="Where to serve; port 0: a free one."
+    "--listen",
+    default="127.0.0.1:8000",
+    type=address,
+    metavar="HOST:PORT",
+    help="Listening address; port 0 chooses a free port.",
 )
 @click.option(
     "--store",
     default="feed.sqlite",
     metavar="FILE",
-    help="Where the run is kept, so that a restart loses nothing; ':memory:' keeps nothing.",
+    help="File with the run, so that a restart loses nothing; ':memory:' keeps nothing.",
 )
-@click.option("--fsync", is_flag=True, help="Wait for the disk before each answer: survives a power failure as well.")
+@click.option("--fsync", is_flag=True, help="Wait for the disk before each answer, to survive a power failure too.")
 @security_options
 @click.option("--insecure", is_flag=True, help="Let other machines connect without TLS, in a network that you trust.")
 @click.option(
-    "--queue-bytes", default=4 << 30, type=SIZE, metavar="BYTES", help="Groups that may wait; then status 503."
+    "--queue-bytes",
+    default=4 << 30,
+    type=SIZE,
+    metavar="BYTES",
+    help="Maximum size of waiting groups; then status 503.",
 )
 @click.option(
-    "--queue-groups", default=50_000, type=click.IntRange(min=1), metavar="N", help="Groups that may wait; then 503."
+    "--queue-groups",
+    default=50_000,
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Maximum number of waiting groups; then status 503.",
 )
 @click.option(
     "--replay-bytes",
     default=4 << 30,
     type=SIZE,
     metavar="BYTES",
-    help="Batches kept until the trainer has saved a checkpoint; the oldest are dropped first.",
+    help="Maximum size of the batches kept until the trainer saves a checkpoint; the oldest are dropped first.",
 )
-@click.option("--body-bytes", default=64 << 20, type=SIZE, metavar="BYTES", help="Largest request, decompressed.")
 @click.option(
-    "--request-timeout", default=60.0, type=finite(above=0), metavar="SECONDS", help="For a request to arrive."
+    "--body-bytes", default=64 << 20, type=SIZE, metavar="BYTES", help="Maximum size of a decompressed request."
 )
-@click.option("--json", "as_json", is_flag=True, help="Tell every event as one JSON object a line.")
+@click.option(
+    "--request-timeout",
+    default=60.0,
+    type=finite(above=0),
+    metavar="SECONDS",
+    help="Time limit for a request to arrive.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print events as one JSON object per line.")
 @click.option("-v", "--verbose", count=True, show_default=False, help="Log to stderr; -vv logs everything.")
 def feed_command(listen: str, store: str, *, as_json: bool, verbose: int, **given: Any) -> None:
     r"""Serves batches of scored rollouts: environments post groups, a trainer fetches batches.
@@ -69,14 +87,14 @@ def feed_command(listen: str, store: str, *, as_json: bool, verbose: int, **give
       averaging feed --listen 127.0.0.1:8000
 
     \b
-    For other machines, with TLS and a token; `averaging ca` makes the certificates:
+    For other machines, with TLS and a token; `averaging ca` creates the certificates:
       averaging feed --listen 0.0.0.0:8000 --token-file token \
         --tls-ca ca/ca.pem --tls-cert ca/feed.pem --tls-key ca/feed.key
 
     With a token, clients need no certificate. Without one, they must show a certificate of --tls-ca.
 
-    The first Ctrl+C or SIGTERM lets requests in hand finish. Everything that was acknowledged is in --store; start the
-    same command again to go on.
+    The first Ctrl+C or SIGTERM lets requests in progress finish. Everything acknowledged is in --store; start the same
+    command again to continue.
 
     \b
     Exit codes: 0 stopped by Ctrl+C or SIGTERM; 1 the port is taken, or the server failed;
@@ -116,15 +134,15 @@ def _run(listen: str, store: str, given: dict[str, Any], report: CommandOutput) 
         replay_bytes=given.pop("replay_bytes"),
         seconds=given.pop("request_timeout"),
     )
-    told: dict[str, Any] = {
-        "on_event": lambda event: report.emit(event, WORDS[event["event"]].format_map(event)),
+    settings: dict[str, Any] = {
+        "on_event": lambda event: report.emit(event, EVENT_TEXTS[event["event"]].format_map(event)),
         "limits": limits,
     }
     ready = False
 
     async def serve(_: Stop) -> None:
         nonlocal ready
-        async with FeedServer(store, listen=listen, **given, **told) as server:
+        async with FeedServer(store, listen=listen, **given, **settings) as server:
             ready = True
             report.emit(
                 {"event": "ready", "url": server.url, "store": store},

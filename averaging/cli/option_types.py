@@ -1,6 +1,6 @@
-"""Values of options, checked as they are read, so that a wrong one names its option and ends with exit code 2.
+"""Types of options (`type=` of click). A wrong value ends the command with exit code 2.
 
-Each of these is a `type=` of click, which adds the name of the option to a `BadParameter`.
+Click adds the name of the option to a `BadParameter`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import click
 
 
 def finite(*, above: float = -math.inf, at_least: float = -math.inf) -> Callable[[str | float], float]:
-    """A type for finite numbers, above or at least a bound."""
+    """Returns a type for finite numbers within a lower bound."""
 
     def number(value: str | float) -> float:
         try:
@@ -34,21 +34,21 @@ def finite(*, above: float = -math.inf, at_least: float = -math.inf) -> Callable
 
 
 class PathToLookAt(click.Path):
-    """Where a file is or may be made; one at which the system will not even look is refused with its reason.
+    """The path of a file, which may not exist yet. A path that the system refuses is a usage error with its reason.
 
-    Until Python 3.14 `Path.exists` and its like raise there: no permission, too long a name, links in a circle.
+    Before Python 3.14 `Path.exists` raises for such paths: no permission, a name that is too long, a cycle of links.
     """
 
     def __init__(self, *, dir_okay: bool = True) -> None:
         super().__init__(path_type=Path, dir_okay=dir_okay)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        """Looks there."""
+        """Checks that the system accepts the path."""
         path = cast(Path, super().convert(value, param, ctx))
         try:
             path.stat()
         except (FileNotFoundError, NotADirectoryError):
-            pass  # which is told later, with what to do
+            pass  # the command reports a missing file, with a remedy
         except OSError as error:
             self.fail(f"{str(path)!r} cannot be looked at ({error.strerror}); give another name.", param, ctx)
         return path
@@ -61,24 +61,26 @@ def address(value: str) -> str:
 
 
 def address_to_dial(value: str) -> str:
-    """`HOST:PORT` of somebody who listens there."""
+    """`HOST:PORT` of a listening peer; port 0 is refused."""
     if _port(value) == 0:
         raise click.BadParameter(f"{value!r} has port 0; give the port on which that peer listens.")
     return value
 
 
 def json_value(value: str) -> Any:
-    """Any value, written as JSON."""
+    """A value written as JSON."""
 
     def refuse(name: str) -> None:
-        raise ValueError(f"{name} is no number in JSON")
+        raise ValueError(f"{name} is not a number in JSON")
 
     try:
         found = json.loads(value, parse_constant=refuse)
         json.dumps(found, ensure_ascii=False).encode()
         return found
-    except UnicodeEncodeError:  # the terminal's encoding lacks a letter, or half a letter is given as \udXXX
-        raise click.BadParameter(f"{value!r} has letters that are no Unicode; write them as \\uXXXX, whole.") from None
+    except UnicodeEncodeError:  # bytes outside the terminal's encoding, or a lone surrogate \udXXX
+        raise click.BadParameter(
+            f"{value!r} has characters that are not Unicode; write complete \\uXXXX escapes."
+        ) from None
     except (ValueError, RecursionError) as error:
         raise click.BadParameter(f"{value!r} is not JSON ({error}); for example: '{{\"loss\": 0.5}}'") from None
 
@@ -93,7 +95,7 @@ def run_id(value: str) -> str:
 
 
 def aggregation(value: str) -> str:
-    """How contributions become one."""
+    """The name of an aggregation."""
     from averaging.errors import ConfigError
     from averaging.protocol.aggregation import parse_aggregation
 

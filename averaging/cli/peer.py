@@ -1,4 +1,4 @@
-"""`averaging peer`: a process that averages the tensors of a file with whoever is there."""
+"""`averaging peer`: a process that averages the tensors of a file with the other peers of a run."""
 
 from __future__ import annotations
 
@@ -73,31 +73,31 @@ def peer_command(
         --tls-ca ca.pem --tls-cert b.pem --tls-key b.key
 
     \b
-    With a receipt of every round, which says later which peer was slow or lost, and why:
+    With a receipt of every round, to find out later which peer was slow or lost, and why:
       averaging peer b.safetensors --run-id demo --join example.org:4222 --rounds 9 --receipts b.jsonl
       averaging explain b.jsonl
 
     A round needs a group of peers that look for one at the same time. A peer that finds none within --round-timeout
     exits with code 1 and says which peers were there and what they answered. A round that fails is tried again
-    --retries times. With --serve the peer goes on after such failures.
+    --retries times. With --serve the peer continues after such failures.
 
     Ctrl+C or SIGTERM lets a round in progress end, a second one does not. With --serve the exit code is 0 then; without
     it 130 or 143, and nothing is written, unless all rounds were done.
 
     \b
-    Exit codes: 0 done; 1 a round could not be done, nobody of --join answered, or the port is taken;
+    Exit codes: 0 done; 1 a round failed, no peer of --join answered, or the port is taken;
     2 wrong usage, unreadable input, or all of --join have another run, token or certificate authority;
     130, 143 stopped by a signal before the rounds were done.
 
     \b
     Events of --json, each with "event":
-      joining  seconds, timeout, waiting_for (why each of --join has not answered): after 1 s, then more and more seldom
-      ready    endpoint, join (what others give to --join; null for a client), run_id, mode, schema_hash, tensors, bytes
+      joining  seconds, timeout, waiting_for (why each of --join has not answered): after 1 s, then less and less often
+      ready    endpoint, join (for --join of other peers; null for a client), run_id, mode, schema_hash, tensors, bytes
       round    round (from 1), group_id, members, dropped, dropped_reasons, gathered (both by endpoint), seconds,
                allreduce_seconds, bytes_sent, bytes_received, kept_local (elements), state_version
       retry    round, outcome (no_group or failed), message, members, dropped, dropped_reasons, seconds
-      unwritten  round, output, message: the disk is full, say; --serve goes on and tries again after the next round
-      serving  rounds, output (null if nothing was written): --rounds are done, --serve goes on
+      unwritten  round, output, message: for example a full disk; --serve tries again after the next round
+      serving  rounds, output (null if nothing was written): --rounds are done, --serve continues
       done     rounds, output
       error    message
     """
@@ -120,7 +120,7 @@ def _run(file: Path, output: Path | None, config: PeerConfig, given: dict[str, A
     """Reads, averages, writes.
 
     Raises:
-        Failure: it could not be done.
+        Failure: the round failed.
     """
     from averaging.cli import console_text, json_events, signals
     from averaging.cli.tensor_files import Output, check_can_be_averaged, read

@@ -82,7 +82,7 @@ SECTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "tls_ca": {
             "type": FILE,
             "metavar": "FILE.pem",
-            "help": "Certificate of the run's authority, from `averaging ca init`; the --tls- options go together.",
+            "help": "Certificate of the run's authority, from `averaging ca init`; give all three --tls- options.",
         },
         "tls_cert": {
             "type": FILE,
@@ -194,12 +194,13 @@ SECTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "insecure": {
             "default_text": "--no-insecure",
             "is_flag": True,
-            "help": "Let other machines connect without TLS: anybody who reaches this peer can change the tensors.",
+            "help": "Let other machines connect without TLS: each of them can change the tensors.",
         },
         "inspection": {
             "default_text": "token",
             "type": click.Choice(["on", "token", "off"]),
-            "help": "Who may inspect this peer (status, reflection, channelz, records): all, token holders, nobody.",
+            "help": "Callers that may inspect this peer (status, reflection, channelz, records): all, those with "
+            "a token, or none.",
         },
         "receipts": {
             "type": PathToLookAt(dir_okay=False),
@@ -257,7 +258,7 @@ def read_config(file: Path, output: Path | None, given: dict[str, Any]) -> PeerC
 
     Raises:
         click.UsageError: They contradict each other.
-        ConfigError: An option cannot work.
+        ConfigError: An option is invalid.
     """
     from averaging.config import PeerConfig
     from averaging.protocol.group import Mode

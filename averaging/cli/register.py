@@ -1,4 +1,4 @@
-"""`averaging register`: the register of elastic torchrun jobs, alone."""
+"""`averaging register`: a process that only serves the register of elastic torchrun jobs."""
 
 from __future__ import annotations
 
@@ -32,38 +32,38 @@ if TYPE_CHECKING:
     help="Address at which the nodes reach it, if it differs from --listen; port 0 means its port.",
 )
 @security_options
-@click.option("--insecure", is_flag=True, help="Let other machines connect although there is no TLS.")
-@click.option("--json", "as_json", is_flag=True, help="Print every event as one line of JSON.")
+@click.option("--insecure", is_flag=True, help="Let other machines connect without TLS, in a network that you trust.")
+@click.option("--json", "as_json", is_flag=True, help="Print events as one JSON object per line.")
 @click.option("-v", "--verbose", count=True, show_default=False, help="Log to stderr; -vv logs everything.")
 def register_command(
     listen: str, advertise: str | None, insecure: bool, as_json: bool, verbose: int, **given: Any
 ) -> None:
-    r"""Serves the register at which the nodes of elastic torchrun jobs meet, until Ctrl+C or SIGTERM.
+    r"""Serves the register for the rendezvous of elastic torchrun jobs, until Ctrl+C or SIGTERM.
 
-    No node of a job is special then. Without this command the node whose address --rdzv-endpoint names hosts the
-    register, and so does every `averaging peer --serve`. One register serves any number of jobs.
+    Without this command, the node with the address in --rdzv-endpoint hosts the register, as does every `averaging peer
+    --serve`. One register serves any number of jobs.
 
     \b
     On one machine, in three terminals:
       averaging register --listen 127.0.0.1:29400
       torchrun --nnodes=1:2 --nproc-per-node=2 --rdzv-backend=averaging --rdzv-endpoint=127.0.0.1:29400 \
         --rdzv-id=job train.py
-      (the same once more)
+      (the same command again)
 
     \b
-    Between machines; `averaging ca` makes the certificates:
+    Between machines; `averaging ca` creates the certificates:
       averaging register --listen 0.0.0.0:29400 --advertise a.example:29400 --token-file tokens \
         --tls-ca ca.pem --tls-cert a.pem --tls-key a.key
       torchrun ... --rdzv-endpoint=a.example:29400 \
         --rdzv-conf=token_file=tokens,tls_ca=ca.pem,tls_cert=b.pem,tls_key=b.key train.py
 
     torch executes what it reads from the register (pickle). So other machines may connect only with TLS, or with
-    --insecure where all of them are trusted; with a token the nodes also refuse what was not written by one of them.
+    --insecure if all of them are trusted. With a token, the nodes also refuse values from outside the run.
 
-    The register keeps nothing on disk. If it dies, training goes on; once it is back at its address the nodes bring
-    back what they hold. Meanwhile new nodes wait, and say why.
+    The register keeps nothing on disk. If it dies, training continues and new nodes wait. When it is back at its
+    address, the nodes restore their state.
 
-    Exit codes: 0 stopped by Ctrl+C or SIGTERM; 1 the port cannot be had; 2 wrong usage, or unreadable files.
+    Exit codes: 0 stopped by Ctrl+C or SIGTERM; 1 the port is taken; 2 wrong usage, or unreadable files.
 
     \b
     Events of --json, each with "event":

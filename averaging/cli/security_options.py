@@ -1,4 +1,4 @@
-"""The options of security that all commands share which talk to peers."""
+"""The security options of all commands that call peers."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def security_options(command: Command) -> Command:
                 "--tls-ca",
                 type=FILE,
                 metavar="FILE.pem",
-                help="Certificate of the run's authority, from `averaging ca init`; the --tls- options go together.",
+                help="Certificate of the run's authority, from `averaging ca init`; give all three --tls- options.",
             ),
             click.option(
                 "--tls-cert", type=FILE, metavar="FILE.pem", help="Certificate of this peer, from `averaging ca issue`."
             ),
-            click.option("--tls-key", type=FILE, metavar="FILE.key", help="The certificate's private key."),
+            click.option("--tls-key", type=FILE, metavar="FILE.key", help="Private key of the certificate."),
             click.option(
                 "--token-file",
                 type=FILE,
                 metavar="FILE",
-                help="The run's tokens, one a line: the first is sent, all are accepted. Read once, at the start.",
+                help="The run's tokens, one per line: the first is sent, all are accepted. Read once, at the start.",
             ),
         )
     ):
@@ -47,10 +47,10 @@ def security_options(command: Command) -> Command:
 
 
 def credentials_of(given: dict[str, Any]) -> Credentials:
-    """What a command that only calls shows to whom it calls.
+    """Reads the credentials of a command that calls peers and does not listen.
 
     Raises:
-        ConfigError: a file that cannot be read, or does not fit the others.
+        ConfigError: a file cannot be read, or does not match the others.
     """
     from averaging.security.credentials import Credentials, read_tls, read_tokens
 

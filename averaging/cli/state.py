@@ -69,14 +69,14 @@ def state_command(addresses: tuple[str, ...], output: Path, *, as_json: bool, ve
     ("averaging.version") and the application's own values ("averaging.user" as JSON, or "averaging.user.msgpack" in
     base64 if JSON cannot represent them).
 
-    If a peer fails, the next one is asked; tensors already received are kept if it has the same.
+    If a peer fails, the next one is asked; tensors already received are kept if it has the same ones.
 
     \b
     Download the state of a peer, then continue from it:
       averaging state 192.0.2.7:4222 --output now.safetensors
       averaging peer now.safetensors --run-id demo --join 192.0.2.7:4222 --output mean.safetensors
 
-    Exit codes: 0 done; 1 it could not be downloaded; 2 wrong usage; 130, 143 stopped by a signal.
+    Exit codes: 0 done; 1 the download failed; 2 wrong usage; 130, 143 stopped by a signal.
 
     \b
     Events of --json, each with "event":

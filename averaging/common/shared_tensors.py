@@ -42,7 +42,7 @@ class SharedTensors:
     """Tensors that training and averaging share; any device, shape and memory layout.
 
     Args:
-        tensors: in the same order at all peers; a mapping gives them names. Some may share memory.
+        tensors: the tensors, in the same order at all peers; a mapping gives them names. Some may share memory.
         lock_of: other tensors whose lock guards these too; None creates a lock.
 
     Raises:

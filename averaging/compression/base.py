@@ -23,7 +23,7 @@ class Codec(ABC):
 
     Attributes:
         wire_dtype: the value of the tensor's `dtype` field on the wire.
-        bytes_per_element: after compression, without the overhead per tensor, row or block.
+        bytes_per_element: compressed size, without the overhead per tensor, row or block.
     """
 
     def __init__(self, wire_dtype: str, bytes_per_element: int) -> None:

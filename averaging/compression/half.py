@@ -27,7 +27,7 @@ class Half(Codec):
     Args:
         wire_dtype: `clamped_float32` for FLOAT16, as the protocol requires; `rounded_float32` for BFLOAT16, since
             `bfloat16` denotes uncompressed bfloat16 tensors.
-        dtype: of the buffer.
+        dtype: dtype of the buffer.
         limit: magnitudes are clamped to it first; None: no limit.
     """
 

@@ -18,7 +18,7 @@ class FairClock:
     """Counts fair seconds: those in which this process could have received messages.
 
     `tick` must be called every `interval` seconds. If a call is late, this process was stopped or busy, and only the
-    interval counts. If nothing arrives from anybody, this peer's own link is suspected, and half of it counts.
+    interval counts. If nothing arrives from any peer, this peer's own link is suspected, and half of it counts.
 
     Args:
         interval: seconds.

@@ -23,7 +23,7 @@ class FairTimeout:
         shortest: seconds of the shortest deadline that is used with this timeout; it sets the interval of the clock.
 
     Attributes:
-        deadline: of the current wait.
+        deadline: deadline of the current wait.
 
     Raises:
         TimeoutError: the deadline has passed. The message gives the seconds waited, the deadline and its basis.

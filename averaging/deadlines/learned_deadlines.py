@@ -93,9 +93,9 @@ class Learned:
     Attributes:
         size: size class of the round, see `size_class`.
         waits: number of remembered waits.
-        median: of the waits, in seconds.
-        deadline: that would apply now, in seconds.
-        basis: of the deadline.
+        median: median of the waits, in seconds.
+        deadline: deadline that would apply now, in seconds.
+        basis: how the deadline was derived.
     """
 
     endpoint: str
@@ -112,8 +112,8 @@ class Guesses:
     """Deadlines, for one phase and size, of peers with too few waits of that kind.
 
     Attributes:
-        other_sizes: by endpoint, from the peer's own waits in rounds of another size.
-        other_peers: from the waits for other peers; None if there are none.
+        other_sizes: guesses by endpoint, from the peer's own waits in rounds of another size.
+        other_peers: the guess from the waits for other peers; None if there are none.
     """
 
     other_sizes: Mapping[str, Deadline]
@@ -286,7 +286,7 @@ def size_class(nbytes: int, members: int) -> int:
     """Class of rounds that take about as long: bytes times members differ by less than a factor of four.
 
     Args:
-        nbytes: of all tensors on the wire.
+        nbytes: size of all tensors on the wire.
         members: number of members of the group.
     """
     return (nbytes * members).bit_length() // 2

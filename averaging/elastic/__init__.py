@@ -4,6 +4,5 @@
 torchrun --nnodes=1:3 --nproc-per-node=2 --rdzv-backend=averaging --rdzv-endpoint=HOST:PORT --rdzv-id=JOB train.py
 ```
 
-docs/how-to/sites.md explains the use. `register.py` is the contract of a register, `grpc_register.py` serves and calls
-one.
+docs/how-to/sites.md explains its use. `register.py` defines a register, `grpc_register.py` serves and calls one.
 """

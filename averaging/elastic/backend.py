@@ -1,4 +1,4 @@
-"""torch's contract of a rendezvous backend, kept with a cell of a register."""
+"""A rendezvous backend for torch, with its state in a register."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Result = TypeVar("Result")
 NAME = "averaging"
 
 PAUSE = 0.5
-"""Seconds between two attempts to reach the register."""
+"""Seconds between two calls to a register that does not answer."""
 
-TELL_EVERY = 15.0
-"""Seconds between two lines that say for what a node waits."""
+LOG_INTERVAL = 15.0
+"""Minimum seconds between two log lines about a register that does not answer."""
 
 REFUSED_FOR = 10.0
-"""Seconds for which unauthentic bytes are read again before a node that needs the state gives up."""
+"""Seconds for which a node retries while the register holds unauthentic bytes."""
 
 
 class AveragingBackend(RendezvousBackend):
@@ -37,9 +37,9 @@ class AveragingBackend(RendezvousBackend):
 
     Args:
         thread: Runs the calls.
-        cell: Where the state is.
-        endpoint: Of the register, for people.
-        monotonic: Seconds from any beginning.
+        cell: The cell with the state.
+        endpoint: Endpoint of the register, for error texts.
+        monotonic: A monotonic clock in seconds.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class AveragingBackend(RendezvousBackend):
     ) -> None:
         self._thread, self._cell, self._endpoint = thread, cell, endpoint
         self._monotonic = monotonic
-        self._patience = threading.local()  # heartbeats, in a thread of their own, are never patient
-        self._told = -TELL_EVERY
+        self._retry = threading.local()  # the thread of the heartbeats never retries
+        self._logged = -LOG_INTERVAL
 
     @property
     def name(self) -> str:
@@ -67,26 +67,26 @@ class AveragingBackend(RendezvousBackend):
         return (fenced.payload, fenced, done) if fenced else None
 
     @contextmanager
-    def patiently(self, seconds: float) -> Iterator[None]:
-        """Within this block of the calling thread's, a register that does not answer is waited for."""
-        self._patience.until = self._monotonic() + seconds
+    def retrying(self, seconds: float) -> Iterator[None]:
+        """Inside this block, calls of this thread wait for a register that does not answer."""
+        self._retry.until = self._monotonic() + seconds
         try:
             yield
         finally:
-            del self._patience.until
+            del self._retry.until
 
-    def run(self, attempt: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
-        """Runs `attempt`, and again if it fails in a way that may pass.
+    def run(self, call: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
+        """Runs `call`, and repeats it after transient failures.
 
         Raises:
             RendezvousConnectionError: The register does not answer.
-            RendezvousStateError: The register answers, and what is there cannot be used.
+            RendezvousStateError: The register answers with an unusable value.
         """
         refused_since: float | None = None
-        until: float | None = getattr(self._patience, "until", None)
+        until: float | None = getattr(self._retry, "until", None)
         while True:
             try:
-                return self._thread.run(attempt())
+                return self._thread.run(call())
             except ConfigError as error:
                 raise RendezvousStateError(str(error)) from error
             except AveragingError as error:
@@ -98,18 +98,18 @@ class AveragingBackend(RendezvousBackend):
                 definite = isinstance(error, TransportError) and (error.definite or "unknown host" in error.reason)
                 if definite or until is None or now >= until:
                     raise RendezvousConnectionError(self._explain(error)) from error
-                if now - self._told >= TELL_EVERY:
-                    self._told = now
+                if now - self._logged >= LOG_INTERVAL:
+                    self._logged = now
                     logger.warning("%s This node tries for another %.0f s.", self._explain(error), until - now)
             time.sleep(PAUSE)
 
     def _explain(self, error: AveragingError) -> str:
-        told = str(error).rstrip(".")
+        reason = str(error).rstrip(".")
         if isinstance(error, TransportError) and error.definite:
-            return f"the register refuses this node: {told}."
+            return f"the register refuses this node: {reason}."
         if isinstance(error, ProtocolViolationError):
-            return f"{told}."
+            return f"{reason}."
         return (
-            f"no register answers at {self._endpoint} ({told}). The node with that address hosts it, or `averaging "
+            f"no register answers at {self._endpoint} ({reason}). The node with that address hosts it, or `averaging "
             "register --listen` does: start it, or correct --rdzv-endpoint."
         )

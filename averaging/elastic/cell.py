@@ -1,4 +1,4 @@
-"""One value of a job in a register: authenticated, and brought back by its nodes if the register loses it."""
+"""One value of a job in a register. It is authenticated, and the nodes restore it if the register loses it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from averaging.errors import ConfigError, PeerUnreachableError, ProtocolViolatio
 logger = logging.getLogger("averaging.elastic")
 
 FORGOTTEN = 120.0
-"""Seconds after which a state that nobody has written is nobody's any more: a new job of the same id starts anew."""
+"""Seconds after its last write from which a state is void: a new job with the same id then starts from nothing."""
 
 TOLERATED_SKEW = 5.0
-"""Seconds between two clocks of which nothing is said."""
+"""Maximum difference of two clocks, in seconds, without a warning."""
 
 TRIES = 20
-"""Writers that may come in between while a state is brought back."""
+"""Maximum number of concurrent writes while a state is restored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,10 @@ class Cell:
         register: The register.
         key: The key.
         secrets: See `Seal`.
-        writer: This node, for people.
-        world: What all nodes of the job must have in common, for people; nodes with another one are refused.
+        writer: Name of this node, for logs.
+        world: The options that must be equal at all nodes of the job, as text; nodes with other ones are refused.
         clock: Seconds since the epoch.
-        monotonic: Seconds from any beginning.
+        monotonic: A monotonic clock in seconds.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Cell:
         self._clock, self._monotonic = clock, monotonic
         self._held: Sealed | None = None
         self._held_at = 0.0
-        self._void: bytes | None = None  # the token of an entry that counts for nothing, and is written over
+        self._void: bytes | None = None  # the token of a void entry, which may be overwritten
         self._unsure: tuple[bytes, bytes | None, Sealed] | None = None
         self._asked_at: float | None = None
         self._skewed: set[str] = set()
@@ -77,7 +77,7 @@ class Cell:
         Raises:
             ConfigError: Another job uses the same id.
             PeerUnreachableError: The register does not answer.
-            ProtocolViolationError: What is there is not authentic, and this node has nothing to put in its place.
+            ProtocolViolationError: The value is not authentic, and this node has no state to restore.
         """
         return await self._settle(await self._register.get(self._key))
 
@@ -88,11 +88,11 @@ class Cell:
             The present state, and whether it is the caller's.
 
         Raises:
-            AveragingError: As `read`. It is not known then whether the state was written; the same call again tells.
+            AveragingError: As `read`. The state may or may not have been written; repeat the call to find out.
         """
         token = base.token if base else self._void
         if self._unsure and self._unsure[:2] == (payload, token):
-            sealed = self._unsure[2]  # the same bytes again, so that the first attempt is recognised
+            sealed = self._unsure[2]  # the same bytes, so that an earlier write of them is recognised
         else:
             sealed = self._next(payload, base.sealed if base else None)
         self._unsure = payload, token, sealed
@@ -116,7 +116,7 @@ class Cell:
         )
 
     async def _settle(self, entry: Entry | None) -> Fenced | None:
-        """What counts: the register's entry, or what this node holds and brings back."""
+        """Returns the valid state: that of the register, or that of this node, which is then restored."""
         for _ in range(TRIES):
             found, refused = self._open(entry)
             held = self._held
@@ -171,14 +171,14 @@ class Cell:
     def _hold(self, fenced: Fenced) -> Fenced:
         now = self._clock()
         if self._held is None or self._held.origin != fenced.sealed.origin:
-            self._asked_at = None  # of another lineage it is not known when it was written
+            self._asked_at = None  # the time of a write in another lineage is unknown
         if self._held is None or self._held.raw != fenced.sealed.raw:
             self._compare_clocks(fenced.sealed, now)
         self._held, self._held_at, self._asked_at = fenced.sealed, self._monotonic(), now
         return fenced
 
     def _compare_clocks(self, sealed: Sealed, now: float) -> None:
-        """Names a node whose clock differs: what is new here was written since this node last looked."""
+        """Warns about a node whose clock differs. A new state was written since this node last read the register."""
         skew = clock_skew(sealed.sent, self._asked_at, now)
         if not skew or sealed.writer in self._skewed:
             return
@@ -191,7 +191,7 @@ class Cell:
 
 
 def clock_skew(sent: float, after: float | None, before: float) -> float:
-    """How far a writer's clock differs from this node's, at least; 0 if nothing speaks for a difference.
+    """Minimum difference between the clocks of a writer and this node; 0 if none is evident.
 
     Args:
         sent: When it wrote, by its clock.

@@ -1,6 +1,6 @@
-"""What a register holds for a job: a state with its lineage, authenticated with the run's token.
+"""The value of a job in a register: a state with its lineage, authenticated with the run's token.
 
-torch unpickles the state of a rendezvous, so nobody else may have written it. Pure.
+Authentication is necessary because torch unpickles the state of a rendezvous. Pure.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class Sealed:
     """One write.
 
     Attributes:
-        origin: Random name of the lineage; all writes that follow the same first one have it.
+        origin: Random name of the lineage, equal for all writes that follow the same first one.
         created: When the first write was made, in seconds since the epoch by its writer's clock.
         version: Number of the write in its lineage, from 1.
         sent: When this write was made, by its writer's clock.
         writer: The node that made it.
-        world: What all nodes of the job must have in common, for people.
-        payload: What is carried.
-        raw: All of it, as the register holds it.
+        world: The options that must be equal at all nodes of the job, as text.
+        payload: The state.
+        raw: The complete value in the register.
     """
 
     origin: bytes
@@ -47,11 +47,11 @@ class Sealed:
 
 
 class Seal:
-    """Seals and opens what is under one key.
+    """Seals and opens the value of one key.
 
     Args:
-        key: Its place in the register: bytes of another place are refused.
-        secrets: The run's tokens; the first one seals, all open. Without any only accidents are noticed.
+        key: The key in the register. A value of another key is refused.
+        secrets: The run's tokens; the first one seals, all open. Without tokens only accidental changes are detected.
     """
 
     def __init__(self, key: str, secrets: Sequence[str]) -> None:
@@ -79,7 +79,7 @@ class Seal:
         """Checks and reads a write.
 
         Raises:
-            ProtocolViolationError: None who has the run's token wrote it for this place.
+            ProtocolViolationError: It was not written for this key with a token of the run.
         """
         mac, body = raw[:MAC_BYTES], raw[MAC_BYTES:]
         if not any(hmac.compare_digest(mac, self._mac(secret, body)) for secret in self._secrets):
@@ -104,10 +104,10 @@ class Seal:
 
 
 def is_newer(held: Sealed, found: Sealed | None) -> bool:
-    """Whether what this node holds takes the place of what the register has: that may have started anew.
+    """Whether the state of this node replaces that of the register, which may have lost it in a restart.
 
-    Of one lineage the later write counts. Of two lineages the earlier one counts: the other was begun by a node that
-    found an empty register.
+    Within one lineage the later write is valid. Of two lineages the earlier one is valid: a node that found an empty
+    register began the other.
     """
     if found is None:
         return True

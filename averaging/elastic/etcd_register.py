@@ -34,7 +34,7 @@ class EtcdRegister:
     """The register in an etcd cluster. A token is the revision in which the entry was written.
 
     Args:
-        channels: One to each member that was given; the one that answered last is asked first.
+        channels: One channel per member; the member that answered last is called first.
         timeout: Seconds for one call.
     """
 
@@ -43,7 +43,7 @@ class EtcdRegister:
         self._timeout = timeout
 
     async def get(self, key: str) -> Entry | None:
-        """See `Register`. etcd's reads are linearizable unless they are asked for otherwise."""
+        """See `Register`. Reads of etcd are linearizable by default."""
         request = RangeRequest(key=_name(key))
         return _entry((await self._ask(lambda channel: channel.call(RANGE, request, self._timeout))).kvs)
 
@@ -59,7 +59,7 @@ class EtcdRegister:
             success=[RequestOp(request_put=PutRequest(key=name, value=value))],
             failure=[RequestOp(request_range=RangeRequest(key=name))],
         )
-        # Only one member is asked: a write of which nobody knows whether it was done must not be sent again unseen.
+        # Only one member is called: a write with an unknown result must not be repeated without a check.
         reply = await self._once(lambda channel: channel.call(TXN, request, self._timeout))
         if reply.succeeded:
             return Written(Entry(value, reply.header.revision.to_bytes(8, "big")), done=True)
@@ -68,7 +68,7 @@ class EtcdRegister:
         return Written(_entry(reply.responses[0].response_range.kvs), done=False)
 
     async def _ask(self, call: Callable[[RpcChannel], Awaitable[Reply]]) -> Reply:
-        """Asks one member after the other, until one answers."""
+        """Calls one member after the other, until one answers."""
         failures: list[PeerUnreachableError] = []
         for _ in self._channels:
             try:
@@ -77,9 +77,9 @@ class EtcdRegister:
                 failures.append(error)
         if len(failures) == 1:
             raise failures[0]
-        told = "; ".join(str(error) for error in failures)
+        reasons = "; ".join(str(error) for error in failures)
         definite = all(error.definite for error in failures)
-        raise PeerUnreachableError("etcd", f"no member answers ({told})", definite=definite)
+        raise PeerUnreachableError("etcd", f"no member answers ({reasons})", definite=definite)
 
     async def _once(self, call: Callable[[RpcChannel], Awaitable[Reply]]) -> Reply:
         try:

@@ -1,4 +1,4 @@
-"""A register over gRPC: `averaging.v1.Register`, on the port of a peer or alone."""
+"""A register over gRPC: `averaging.v1.Register`, on the port of a peer or on its own port."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ COMPARE_AND_SET = RpcMethod(
 )
 
 CALL_SECONDS = 3.0
-"""For one call. It is less than the 5 s in which torch wants a heartbeat to be written."""
+"""Time limit of one call: less than the 5 s that torch allows for a heartbeat."""
 
 
 class RegisterService:
     """Serves a register; give it to `RpcServer` or to `Peer(services=…)`.
 
     Args:
-        register: What is served; a new one in memory if None.
+        register: The register to serve; a new one in memory if None.
     """
 
     def __init__(self, register: Register | None = None) -> None:

@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 
 from averaging.common.addresses import is_loopback, parse_address
 from averaging.common.safe_msgpack import unpack
-from averaging.elastic.backend import NAME, TELL_EVERY, AveragingBackend
+from averaging.elastic.backend import LOG_INTERVAL, NAME, AveragingBackend
 from averaging.elastic.cell import Cell
 from averaging.elastic.options import RendezvousOptions, read_options
 from averaging.elastic.session import Session
@@ -41,23 +41,23 @@ from averaging.rpc import EventLoopThread, read_credentials
 logger = logging.getLogger("averaging.elastic")
 
 MAX_JOB_ID_BYTES = 200
-"""It is part of a register's key, which has at most 256 bytes."""
+"""The id is part of a key of the register, which has at most 256 bytes."""
 
 CONNECT_SECONDS = 10
-"""For the connection to the store of a round, before its node is looked at again."""
+"""Time limit of a connection to the store of a round. Then the state of its node is checked again."""
 
 STORE_SECONDS = 300
 """How long agents wait for each other's keys in the store of a round: torch's default."""
 
 PAUSE = 2.0
-"""Seconds for which an agent asks no more after the register did not answer: it has workers to look after."""
+"""Seconds for which an agent does not call a register that did not answer, because it must monitor its workers."""
 
 POLL = 0.2
-"""Seconds between two looks for the store of a round."""
+"""Seconds between two queries for the store of a round."""
 
 
 class _StateHolder(_BackendRendezvousStateHolder):
-    """Judges nodes by heartbeats that arrive, and not by what the clocks of the nodes say about them."""
+    """Removes nodes when no heartbeat arrives, independently of the clocks of the nodes."""
 
     def __init__(self, backend: AveragingBackend, settings: RendezvousSettings) -> None:
         super().__init__(backend, settings)
@@ -79,11 +79,11 @@ class _StateHolder(_BackendRendezvousStateHolder):
 
 
 class _NodeLost(Exception):  # noqa: N818 - the round begins anew
-    """The first node of a round is gone before the others knew where its store is."""
+    """The first node of a round was lost before the other nodes had the address of its store."""
 
 
 class AveragingRendezvousHandler(DynamicRendezvousHandler):
-    """Gives every round a store of its own at its first node, and lets no absence of the register end what trains."""
+    """Gives every round its own store at its first node, and continues training without the register."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class AveragingRendezvousHandler(DynamicRendezvousHandler):
         super().__init__(node, settings, NAME, None, holder)  # type: ignore[arg-type] # _get_store makes it
         self._backend, self._stores, self._thread = backend, stores, thread
         self._round_store: TCPStore | None = None
-        self._told = -TELL_EVERY
+        self._logged = -LOG_INTERVAL
         self._ask_again = 0.0
         self._shut = threading.Event()
 
@@ -105,12 +105,12 @@ class AveragingRendezvousHandler(DynamicRendezvousHandler):
         """See torch's `RendezvousHandler`."""
         end = time.monotonic() + self._settings.timeout.join.total_seconds()
         while True:
-            # torch keeps these over the rounds, so that nodes wait for the store of a node that is gone.
+            # torch keeps these across rounds, and nodes would wait for the store of a lost node.
             self._bootstrap_store_info = None
             self._shared_tcp_store_server = None
             self._round_store = None
             try:
-                with self._backend.patiently(max(1.0, end - time.monotonic())):
+                with self._backend.retrying(max(1.0, end - time.monotonic())):
                     return super().next_rendezvous()
             except _NodeLost as lost:
                 logger.warning("%s; the nodes meet again", lost)
@@ -123,7 +123,7 @@ class AveragingRendezvousHandler(DynamicRendezvousHandler):
                 raise RendezvousTimeoutError(self._too_few()) from None
 
     def num_nodes_waiting(self) -> int:
-        """See torch's `RendezvousHandler`. Without a register nobody can be waiting."""
+        """See torch's `RendezvousHandler`. Returns 0 while the register does not answer."""
         if time.monotonic() < self._ask_again:
             return 0
         try:
@@ -131,8 +131,8 @@ class AveragingRendezvousHandler(DynamicRendezvousHandler):
         except RendezvousError as error:
             now = time.monotonic()
             self._ask_again = now + PAUSE
-            if now - self._told >= TELL_EVERY:
-                self._told = now
+            if now - self._logged >= LOG_INTERVAL:
+                self._logged = now
                 logger.warning("%s Training goes on; no node can join meanwhile.", error)
             return 0
 
@@ -155,7 +155,7 @@ class AveragingRendezvousHandler(DynamicRendezvousHandler):
         )
 
     def _get_store(self) -> Store:
-        """The store of this round: the first node has made it, and says in the register where it is."""
+        """Returns the store of this round. The first node creates it and writes its address to the register."""
         state = self._state_holder.state
         first = next((node for node, rank in state.participants.items() if rank == 0), None)
         if first is None:
@@ -184,14 +184,14 @@ class AveragingRendezvousHandler(DynamicRendezvousHandler):
         return done
 
     def _connect(self, place: bytes, first: _NodeDesc) -> TCPStore:
-        """Waits until the first node has told where its store is, and connects to it.
+        """Waits for the address of the store of the first node, and connects to it.
 
         Raises:
-            _NodeLost: That node is gone.
-            RendezvousConnectionError: The time is over.
+            _NodeLost: That node was lost.
+            RendezvousConnectionError: There was no connection in time.
         """
         end = time.monotonic() + self._settings.timeout.join.total_seconds()
-        failure = f"node {first} has not told where its store is"
+        failure = f"node {first} has not announced the address of its store"
         while time.monotonic() < end:
             fenced = self._backend.run(self._stores.read)
             found = unpack(fenced.payload, 8) if fenced else None
@@ -200,7 +200,7 @@ class AveragingRendezvousHandler(DynamicRendezvousHandler):
                 try:
                     wait = timedelta(seconds=CONNECT_SECONDS)
                     store = TCPStore(addr, port, is_master=False, multi_tenant=True, timeout=wait)
-                    store.set_timeout(timedelta(seconds=STORE_SECONDS))  # it was that of the connection
+                    store.set_timeout(timedelta(seconds=STORE_SECONDS))  # replaces the limit of the connection
                     return store
                 except (RuntimeError, ValueError) as error:
                     failure = (
@@ -217,10 +217,10 @@ class AveragingRendezvousHandler(DynamicRendezvousHandler):
 
 
 def create_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """What torchrun calls for `--rdzv-backend=averaging`.
+    """Creates the handler for torchrun with `--rdzv-backend=averaging`.
 
     Raises:
-        ConfigError: An option cannot work.
+        ConfigError: An option is invalid.
     """
     options = read_options(params.endpoint or "", params.config, params.max_nodes)
     if (size := len(params.run_id.encode())) > MAX_JOB_ID_BYTES:
@@ -248,7 +248,7 @@ def _handler(
 ) -> AveragingRendezvousHandler:
     addr = params.local_addr
     if addr is None and not options.etcd and is_loopback(parse_address(options.endpoints[0])[0]):
-        addr = "127.0.0.1"  # all nodes are on this machine, whose name others may not know
+        addr = "127.0.0.1"  # all nodes are on this machine, and may not resolve its name
     node = DynamicRendezvousHandler._node_desc_generator.generate(addr)
     world = f"--nnodes={params.min_nodes}:{params.max_nodes}"
     cells = [

@@ -1,4 +1,4 @@
-"""The options of the rendezvous, as torchrun hands them over: `--rdzv-endpoint` and `--rdzv-conf`. Pure."""
+"""The options of the rendezvous from torchrun: `--rdzv-endpoint` and `--rdzv-conf`. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from averaging.config import TLSFiles, check_tls_files
 from averaging.errors import ConfigError
 
 DEFAULT_PORT, ETCD_PORT = 29400, 2379
-"""torchrun's own, and etcd's."""
+"""The default ports of torchrun and of etcd."""
 
 ETCD = "etcd://"
 
@@ -27,26 +27,26 @@ _SECONDS = {
 }
 _COUNTS = {"keep_alive_max_attempt": 3}
 _OF_TORCHRUN = ("timeout", "rank", "local_addr", "read_timeout", "store_type")
-"""What torchrun adds, or understands for its own backends; without a meaning here."""
+"""Options that torchrun adds, or that only its own backends use; ignored here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RendezvousOptions:
-    """How a node finds its register, and how long it waits. `--rdzv-conf` has them under the same names.
+    """The address of the register and the timeouts. The names are those of `--rdzv-conf`.
 
     Attributes:
         endpoints: `host:port` of the register, or of the members of an etcd cluster.
         etcd: Whether the register is in etcd.
         tls: Certificates for all calls.
         token_file: The run's tokens.
-        insecure: Whether other machines may take part although there is no TLS.
-        is_host: Whether this node hosts the register; None if its addresses decide.
-        join_timeout: Seconds in which enough nodes must come together.
-        last_call_timeout: Seconds that are left to further nodes once there are enough.
-        close_timeout: Seconds to tell the others that the job has ended.
-        heartbeat_timeout: Seconds for one heartbeat to be written.
+        insecure: Whether other machines may take part without TLS.
+        is_host: Whether this node hosts the register; with None, whether the endpoint is one of its addresses.
+        join_timeout: Seconds within which enough nodes must join.
+        last_call_timeout: Seconds for further nodes to join once there are enough.
+        close_timeout: Seconds to announce the end of the job to the other nodes.
+        heartbeat_timeout: Seconds for the write of one heartbeat.
         keep_alive_interval: Seconds between two heartbeats of a node.
-        keep_alive_max_attempt: Heartbeats of a node that may be missing before it is removed.
+        keep_alive_max_attempt: Number of missing heartbeats after which a node is removed.
     """
 
     endpoints: tuple[str, ...]
@@ -64,20 +64,20 @@ class RendezvousOptions:
 
     @property
     def endpoint(self) -> str:
-        """Where the register is, for people."""
+        """The address of the register, as text."""
         return (ETCD if self.etcd else "") + ",".join(self.endpoints)
 
 
 def read_options(endpoint: str, conf: Mapping[str, Any], max_nodes: int) -> RendezvousOptions:
-    """Reads and checks what torchrun was given.
+    """Reads and checks the options of torchrun.
 
     Args:
         endpoint: `--rdzv-endpoint`.
         conf: `--rdzv-conf`.
-        max_nodes: Of `--nnodes`.
+        max_nodes: Upper bound of `--nnodes`.
 
     Raises:
-        ConfigError: An option cannot work.
+        ConfigError: An option is invalid.
     """
     known = (*_FILES, *_SWITCHES, *_SECONDS, *_COUNTS)
     for name in conf:
@@ -133,7 +133,7 @@ def _check(options: RendezvousOptions, max_nodes: int) -> None:
         raise ConfigError(
             f"--rdzv-endpoint {options.endpoint} is reached over the network, and torch executes what it reads there "
             "(pickle). Give --rdzv-conf=tls_ca=…,tls_cert=…,tls_key=… (`averaging ca` makes them), or insecure=true "
-            "with a token_file where every machine in the network is to be trusted"
+            "with a token_file if every machine in the network is trusted"
         )
 
 

@@ -1,7 +1,7 @@
 """The contract of a register, and the implementation in memory.
 
 A register holds small values by key. `get` and `compare_and_set` are linearizable: each takes effect at one moment
-between its call and its return. A call that fails with a `PeerUnreachableError` may have taken effect or not.
+between its call and its return. A call that fails with a `PeerUnreachableError` may or may not have taken effect.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ MAX_ENTRIES = 1024
 MAX_TOTAL_BYTES = 64 << 20
 
 LIFETIME = 600.0
-"""Seconds after its last write in which an entry is kept. A job that runs writes every few seconds."""
+"""Seconds for which an entry is kept after its last write. A running job writes every few seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What is under a key.
+    """The entry of a key.
 
     Attributes:
         value: The bytes.
-        token: Fences the next write. It is opaque, and void as soon as the entry is written again.
+        token: Opaque token for the next write. It becomes invalid when the entry is written again.
     """
 
     value: bytes
@@ -38,11 +38,11 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The end of a `compare_and_set`.
+    """The result of a `compare_and_set`.
 
     Attributes:
-        entry: What is there now; None if there is nothing.
-        done: Whether it is what the caller set.
+        entry: The present entry; None if there is none.
+        done: Whether the caller set it.
     """
 
     entry: Entry | None
@@ -50,16 +50,16 @@ class Written:
 
 
 class Register(Protocol):
-    """Values that several callers change one after the other.
+    """Small values that several callers read and change.
 
     Raises:
-        PeerUnreachableError: From both methods: nobody answers, or the connection broke.
-        CallRefusedError: From both methods: the caller may not, or the register is full.
+        PeerUnreachableError: From both methods: there is no answer, or the connection broke.
+        CallRefusedError: From both methods: the caller has no permission, or the register is full.
         ProtocolViolationError: From both methods: the answer is malformed.
     """
 
     async def get(self, key: str) -> Entry | None:
-        """The present entry."""
+        """Returns the present entry."""
         ...
 
     async def compare_and_set(self, key: str, value: bytes, token: bytes | None) -> Written:
@@ -71,15 +71,15 @@ class MemoryRegister:
     """A register in this process, for one event loop. Its entries end with the process.
 
     Args:
-        clock: Seconds from any beginning.
-        incarnation: In every token, so that no token of an earlier process fits.
+        clock: A monotonic clock in seconds.
+        incarnation: Part of every token, so that tokens of an earlier process are invalid.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, incarnation: bytes | None = None) -> None:
         self._clock = clock
         self._incarnation = os.urandom(8) if incarnation is None else incarnation
         self._writes = 0
-        self._entries: dict[str, tuple[Entry, float]] = {}  # with the time of the write, the earliest first
+        self._entries: dict[str, tuple[Entry, float]] = {}  # with the time of the write, earliest first
         self._total = 0
 
     async def get(self, key: str) -> Entry | None:
@@ -110,7 +110,7 @@ class MemoryRegister:
         return Written(new, done=True)
 
     def _forget(self) -> None:
-        """Forgets entries that nobody has written for long."""
+        """Removes entries whose last write is more than `LIFETIME` ago."""
         end = self._clock() - LIFETIME
         for key in [key for key, (_, written) in self._entries.items() if written < end]:
             self._total -= len(self._entries.pop(key)[0].value)
@@ -119,8 +119,8 @@ class MemoryRegister:
         total = self._total + nbytes - (len(entry.value) if entry else 0)
         if (key not in self._entries and len(self._entries) >= MAX_ENTRIES) or total > MAX_TOTAL_BYTES:
             raise BusyError(
-                f"the register holds {len(self._entries)} entries of {self._total} bytes, which is all it takes; "
-                f"entries that nobody writes are forgotten after {LIFETIME:g} s"
+                f"the register holds {len(self._entries)} entries of {self._total} bytes, which is the maximum; "
+                f"entries are removed {LIFETIME:g} s after their last write"
             )
 
 
@@ -128,4 +128,4 @@ def _check(key: str, value: bytes = b"") -> None:
     if not key or len(key.encode()) > MAX_KEY_BYTES:
         raise ProtocolViolationError(f"a key of {len(key.encode())} bytes; it must have 1 to {MAX_KEY_BYTES}")
     if len(value) > MAX_VALUE_BYTES:
-        raise ProtocolViolationError(f"a value of {len(value)} bytes; at most {MAX_VALUE_BYTES} are taken")
+        raise ProtocolViolationError(f"a value of {len(value)} bytes; at most {MAX_VALUE_BYTES} are accepted")

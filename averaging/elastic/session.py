@@ -1,4 +1,4 @@
-"""What a node keeps open for its rendezvous: the channels to the register, and the register itself if it hosts it."""
+"""The open channels of a node to the register, and the register itself if the node hosts it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Session:
     """An async context manager, and the job's `Register`.
 
     Args:
-        options: Where the register is.
+        options: The address of the register.
         credentials: Certificates and tokens.
         may_host: Whether the endpoint is an address of this machine, so that this node can host the register.
     """
@@ -37,7 +37,7 @@ class Session:
     async def __aenter__(self) -> Self:
         async with self._stack as stack:
             if self._options.etcd:
-                # etcd knows nothing of the run's token, which is for the bytes only.
+                # etcd does not use the run's token, which only authenticates the values.
                 credentials = Credentials(tls=self._credentials.tls)
                 channels = [
                     await stack.enter_async_context(RpcChannel(endpoint, credentials=credentials))
@@ -78,16 +78,16 @@ class Session:
         return self._register
 
     async def _take_over(self, error: PeerUnreachableError) -> None:
-        """Hosts the register where nothing listens any more: it was another process of this machine that did.
+        """Hosts the register after the loss of the process of this machine that hosted it.
 
         Raises:
-            PeerUnreachableError: `error`, if this node cannot.
+            PeerUnreachableError: `error`, if this node cannot host it.
         """
         if not error.refused or self.hosted or self._options.etcd or not await self._host(self._stack):
             raise error
 
     async def _host(self, stack: AsyncExitStack) -> bool:
-        """Whether this node hosts the register now."""
+        """Hosts the register if possible; returns whether this node hosts it now."""
         if not self._may_host:
             return False
         endpoint = self._options.endpoints[0]

@@ -1,4 +1,4 @@
-"""Which nodes are silent, by this node's own clock: clocks of several machines are never compared. Pure."""
+"""Finds silent nodes by this node's own clock, without a comparison of clocks. Pure."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ Node = TypeVar("Node", bound=Hashable)
 class Silence(Generic[Node]):
     """Counts for how long the last heartbeat of each node has stayed the same.
 
-    Time in which this node saw nothing, because it was stopped or the register was away, counts as one interval at
-    most: the others had no chance to be heard.
+    If this node could not read heartbeats, because it was stopped or the register did not answer, that time counts as
+    at most one interval.
 
     Args:
         interval: Seconds between two heartbeats.
@@ -21,7 +21,7 @@ class Silence(Generic[Node]):
 
     def __init__(self, interval: float, limit: float) -> None:
         self._interval, self._limit = interval, limit
-        self._seen: dict[Node, tuple[object, float]] = {}  # the last heartbeat, and for how long it has been the same
+        self._seen: dict[Node, tuple[object, float]] = {}  # the last heartbeat, and the seconds without a change
         self._looked: float | None = None
 
     def silent(self, heartbeats: Mapping[Node, object], now: float) -> list[Node]:

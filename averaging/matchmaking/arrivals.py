@@ -32,7 +32,7 @@ class Arrivals:
     """What one peer observes during one search.
 
     Args:
-        endpoint: of that peer.
+        endpoint: endpoint of that peer.
         now: when its search begins.
     """
 

@@ -239,7 +239,7 @@ class FollowerSide:
                 if answer.code is not MessageCode.ACCEPTED:
                     search.end_head_start(request)
                 elif search.group is not None:
-                    return MessageCode.NO_CODE, ""  # too late; the end of this call tells the leader
+                    return MessageCode.NO_CODE, ""  # too late; the leader sees the end of this call
                 search.answers[leader] = answer.code.name
                 if answer.code is MessageCode.BAD_SCHEMA_HASH:
                     await self._differences.warn(leader, search.differing)

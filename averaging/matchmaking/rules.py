@@ -71,11 +71,11 @@ class LeaderCandidate:
         target_group_size: number of members with which its group begins at once.
         target_contributors: number of contributing members with which it begins at once, too, if it has
             `min_group_size` members. If None, only `target_group_size` counts.
-        declared: until when it has declared to wait; None before it has declared, and always for a client.
+        declared: expiration of its declaration; None before it has declared, and always for a client.
         leader: the peer that it follows; empty if none.
         followers: the peers that follow it, by endpoint.
         min_group_sizes: the `min_group_size` of each follower.
-        assembled: its group is complete, so its search is over.
+        assembled: whether its group is complete, so that its search is over.
     """
 
     member: Member
@@ -215,10 +215,10 @@ class JoinRefusal:
     """The last refusal of a peer in this search.
 
     Attributes:
-        expiration: of the declaration under which it was asked.
-        count: its refusals under that declaration.
+        expiration: expiration of the declaration under which it was asked.
+        count: number of its refusals under that declaration.
         retry_at: when it may be asked again, in seconds since the epoch; None if not in this search.
-        silent: it did not answer at all. Then a new declaration does not make it a candidate sooner.
+        silent: whether it did not answer at all. Then a new declaration does not make it a candidate sooner.
     """
 
     expiration: float
@@ -255,7 +255,7 @@ def candidates(
         own: the declaration of the peer that asks.
         entries: the declarations under the key.
         refusals: the last refusal of each peer in this search.
-        now: in seconds since the epoch.
+        now: the time in seconds since the epoch.
         standing: the standing of each peer, from earlier requests.
         excluded: peers that are not asked.
         deserters_from: when deserters may be asked too.

@@ -24,7 +24,7 @@ class OpenRequest:
 
     Attributes:
         head_start: seconds for which no group begins without its answer, see `rules.head_start`.
-        pending: its head start is not over, and there is no answer.
+        pending: whether it has no answer yet, and its head start is not over.
         task: waits for the answer, and then follows; None until it is started.
     """
 
@@ -41,7 +41,7 @@ class SearchState:
 
     Attributes:
         group: the group that was found.
-        open_requests: by the peer that was asked.
+        open_requests: open requests by the peer that was asked.
         leaders: the requests that were accepted; this peer follows the leader with the smallest declaration.
         changed: set after every change.
         had_too_few: whether its followers were too few in the last declaration.
@@ -236,7 +236,7 @@ class SearchDeadline:
     `rules.CLOCK_TOLERANCE` at most. Seconds in which this peer itself stood still do not count.
 
     Args:
-        deadline: in seconds since the epoch.
+        deadline: deadline in seconds since the epoch.
         clock: seconds since the epoch.
         searched: fair seconds since now, see `FairClock`.
     """

@@ -109,7 +109,7 @@ class Account:
         weight: weight of its tensors in the average.
         share: fraction of all elements that it reduces, from 0 to 1.
         bytes_sent: parts and averages sent to it, as packed for the wire.
-        bytes_received: parts and averages received from it, likewise.
+        bytes_received: parts and averages received from it, as packed for the wire.
         digest: digest of the averages that it reduced, 16 hex digits; the same at all peers that received all of them.
             Empty if some are missing, if it reduces nothing, or if replies are deltas, which differ between members.
         waited: seconds for which it had looked for a group when this group was ready, as observed by this peer. None if
@@ -175,7 +175,7 @@ class Receipt:
         seconds: duration of the round.
         allreduce_seconds: duration from BEGIN_ALLREDUCE to the end; 0 without a group.
         bytes_sent: parts and averages sent, as packed for the wire.
-        bytes_received: parts and averages received, likewise.
+        bytes_received: parts and averages received, as packed for the wire.
         kept_local: number of elements that kept their local values because their reducer was dropped.
         state_version: version of this peer's state after the round.
         run_id: id of the run.

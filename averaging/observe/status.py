@@ -12,7 +12,7 @@ from averaging.observe.receipts import Receipt
 
 @dataclass(frozen=True, slots=True)
 class PeerStatus:
-    """Who a peer is and what it is doing now.
+    """Identity and present activity of a peer.
 
     Attributes:
         started: start of the peer, in seconds since the epoch.

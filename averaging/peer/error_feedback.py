@@ -22,7 +22,7 @@ class ErrorFeedback:
     that encodes an average, because that is the same at all members.
 
     Args:
-        schema: of the tensors.
+        schema: schema of the tensors.
 
     Attributes:
         residuals: one per tensor, 1-D, on the CPU, float32 or float64.

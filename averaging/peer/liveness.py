@@ -24,7 +24,7 @@ async def find_gone(transport: Transport, missing: Callable[[], Collection[str]]
     """Yields missing peers whose address refuses connections, until it is closed.
 
     Args:
-        transport: of this peer.
+        transport: transport of this peer.
         missing: called before each check for the peers that are expected but have not arrived.
     """
     pause = FIRST_PAUSE

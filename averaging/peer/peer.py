@@ -63,7 +63,7 @@ class Peer:
     CPU or GPU. They are written once a round, when its result is complete; with `in_place`, part by part.
 
     Args:
-        tensors: in the same order at all peers; a mapping gives them names.
+        tensors: the tensors, in the same order at all peers; a mapping gives them names.
         run_id: Peers with the same run id average together.
         config: The options as one object, for example from `PeerConfig.from_toml`; single options win over it.
         extra_state: called, in any thread and with the tensors locked, for what the downloadable state holds besides
@@ -225,7 +225,7 @@ class Peer:
 
     @property
     def status(self) -> PeerStatus:
-        """What the status service returns: this peer's identity and what it is doing."""
+        """Identity and present activity of this peer, as the status service returns them."""
         return self._entered.service.get_status()
 
     def tensors(self) -> AbstractContextManager[list[torch.Tensor]]:
@@ -319,7 +319,7 @@ class Peer:
                 is called with the others' progress by endpoint whenever that changes. If None it is `group_size`,
                 counting all members; for an auxiliary it is also the number of peers that train.
             expected_peers: returns the peers to wait for, given the others' progress by endpoint. A peer whose address
-                refuses connections is removed from that progress, so that nobody waits for it.
+                refuses connections is removed from that progress, so that no peer waits for it.
             search_timeout: seconds to look for a group; `round_timeout` if None.
             stop_search: called whenever the others' progress changes; the search ends if it returns True.
             state: digest, for the receipt, of what all members must hold alike when the round begins.

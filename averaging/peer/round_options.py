@@ -19,9 +19,9 @@ class RoundOptions(TypedDict, total=False):
     """Options of one round; the keyword arguments of `Peer.average`, where they are described.
 
     Attributes:
-        weight: of this peer; the averager's if not given.
+        weight: weight of this peer; the averager's if not given.
         gather: passed to all members of the group.
-        phase: of the topic, such as a step number.
+        phase: phase of the topic, such as a step number.
         start_size: if not given, the number of expected peers that have not left, and this one.
         expected_peers: if not given, all peers that train in the run.
         search_timeout: seconds; if not given, `group_wait` for each key to search.

@@ -90,7 +90,7 @@ class Rounds:
         service: knows the present matchmaking and all-reduce, since requests of other peers reach it.
 
     Attributes:
-        conduct: of the other peers, in all topics.
+        conduct: conduct of the other peers, in all topics.
     """
 
     def __init__(

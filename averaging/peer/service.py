@@ -34,12 +34,12 @@ class PeerService:
     """The serving side of one peer; implements `transport.base.AveragingService`.
 
     Attributes:
-        matchmaking: of the present or last round; None until the peer has joined its run.
-        discovery: of the run; None until the peer has joined it.
+        matchmaking: matchmaking of the present or last round; None until the peer has joined its run.
+        discovery: discovery of the run; None until the peer has joined it.
         round: the all-reduce in progress.
         averaged: number of rounds that averaged.
         book: the receipts of this peer.
-        deadlines: of other peers, learned from earlier rounds.
+        deadlines: deadlines for other peers, learned from earlier rounds.
     """
 
     def __init__(
@@ -107,8 +107,8 @@ class PeerService:
                 await self._downloads.enter(caller)
         except TimeoutError:
             own = self._downloads.taken_by(caller)
-            told = f"{own} downloads of your host" if own >= DOWNLOADS_PER_HOST else f"{MAX_DOWNLOADS} downloads"
-            raise BusyError(f"{told} of the state of {self._endpoint} are in progress; ask another donor") from None
+            busy = f"{own} downloads of your host" if own >= DOWNLOADS_PER_HOST else f"{MAX_DOWNLOADS} downloads"
+            raise BusyError(f"{busy} of the state of {self._endpoint} are in progress; ask another donor") from None
         try:
             async with self._preparing:
                 snapshot = await self._snapshots.latest(self._config.stall_timeout)
@@ -130,7 +130,7 @@ class PeerService:
         return self.matchmaking.schema if self.matchmaking else self._schema
 
     def get_status(self) -> PeerStatus:
-        """This peer's identity and what it is doing."""
+        """Identity and present activity of this peer."""
         found, current = self.matchmaking, self.round
         return PeerStatus(
             endpoint=self._endpoint,

@@ -56,7 +56,7 @@ class Topic:
 
     Attributes:
         tensors: under the peer's lock.
-        schema: of the tensors, with the topic's name; empty for the peer's own tensors.
+        schema: schema of the tensors, with the topic's name; empty for the peer's own tensors.
         adopt: how the result is written.
         commits: whether the result is a new version of the downloadable state.
         feedback: errors of a lossy codec so far; None without error feedback, and with deltas.

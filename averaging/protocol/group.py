@@ -50,8 +50,8 @@ class Member:
 
     Attributes:
         endpoint: `host:port`, or `client::<uuid4>`.
-        weight: of its tensors in the average; finite and at least 0.
-        bandwidth: in bytes/s; None if it announced none.
+        weight: weight of its tensors in the average; finite and at least 0.
+        bandwidth: bandwidth in bytes/s; None if it announced none.
         user: the value that its application passed as `gather`; None if there is none or it is unreadable.
     """
 
@@ -77,7 +77,7 @@ class Group:
     """An assembled group.
 
     Attributes:
-        group_id: as on the wire; a secret of the members during the round.
+        group_id: the id on the wire; a secret of the members during the round.
         members: in the leader's order, the same at every member. The first is not necessarily the leader.
         leader: endpoint of the leader; empty if unknown.
         digest: SHA-256 of the id, the members in order, and their gathers, as the leader announced them here; empty if
@@ -117,7 +117,7 @@ def make_group_id(nonce: bytes, endpoints: Sequence[str], gathered: Sequence[byt
 
     Args:
         nonce: 6 random bytes.
-        endpoints: of the members, in order.
+        endpoints: endpoints of the members, in order.
         gathered: their gathers, in the same order.
     """
     commitment = hashlib.sha256(b"averaging.v1.GroupId" + nonce + _canonical(endpoints, gathered)).digest()
@@ -146,7 +146,7 @@ def pack_metadata(group: Group, conflicting: bytes = b"") -> bytes:
     """Packs the metadata of a stream's first message, or of the leave notice of a member whose leader lied.
 
     Args:
-        group: as it was announced to this peer.
+        group: the group as it was announced to this peer.
         conflicting: digest of another group that was announced to another member with the same id.
 
     Returns:

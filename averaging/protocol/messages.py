@@ -94,7 +94,7 @@ class JoinRequest:
     """A request to join the group of the called peer.
 
     Attributes:
-        expiration: until when the follower waits for a group, in seconds since the epoch.
+        expiration: end of the follower's wait for a group, in seconds since the epoch.
         min_group_size: the smallest group that the follower accepts; sent in a header of the call.
     """
 
@@ -122,7 +122,8 @@ class AveragingData:
     """A part for its reducer, an average for its sender, or the code of an error.
 
     Attributes:
-        metadata: in the first message of a stream, see `group.pack_metadata`; empty in messages of other software.
+        metadata: metadata of the first message of a stream, see `group.pack_metadata`; empty in messages of other
+            software.
         encoded: cache of the encoded message, filled by the transport, since one average goes to every sender.
     """
 
@@ -148,7 +149,7 @@ class Resume:
 
     Attributes:
         offset: number of bytes of the tensors, in order, that the newcomer already has.
-        fingerprint: of the tensors to which they belong, see `averaging.state.manifest`.
+        fingerprint: fingerprint of the tensors to which they belong, see `averaging.state.manifest`.
     """
 
     offset: int
@@ -163,7 +164,7 @@ class Record:
         version: the record with the highest version of its owner, key and subkey is valid.
         expiration: seconds since the epoch.
         owner: Ed25519 public key, 32 bytes.
-        signature: by the owner, over all other fields and the run id.
+        signature: signature of the owner over all other fields and the run id.
         claimed: the version with which the owner claimed (key, subkey). The owner with the lowest one holds it.
     """
 

@@ -46,7 +46,7 @@ def make_authority(name: str, now: datetime.datetime, days: float) -> Issued:
     Args:
         name: its common name.
         now: with a time zone.
-        days: for which it is valid.
+        days: days for which it is valid.
     """
     key = ec.generate_private_key(ec.SECP256R1())
     subject = _name(name)
@@ -63,11 +63,11 @@ def issue(authority: Issued, name: str, hosts: Sequence[str], now: datetime.date
     """A certificate of `authority` for one peer.
 
     Args:
-        authority: as `make_authority` made it.
-        name: of the peer, for the reader of the certificate.
+        authority: the result of `make_authority`.
+        name: name of the peer, for the reader of the certificate.
         hosts: names and addresses at which other peers reach it, without ports; none for a client.
         now: with a time zone.
-        days: for which it is valid, at most as long as the authority is.
+        days: days for which it is valid, at most as long as the authority.
 
     Raises:
         ConfigError: a host is malformed, or the authority is unreadable or has expired.

@@ -33,7 +33,7 @@ def bound_name(certificate: x509.Certificate, random_bytes: bytes) -> str:
     """An endpoint that is bound to the public key of `certificate`: a UUID of version 8 (RFC 9562).
 
     Args:
-        certificate: of the client. A renewed one with the same key gives the same endpoint.
+        certificate: certificate of the client. A renewed one with the same key gives the same endpoint.
         random_bytes: at least 5 bytes, so that two clients with one certificate have different endpoints.
     """
     nonce = random_bytes[:_NONCE_BYTES]

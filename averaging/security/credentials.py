@@ -66,7 +66,7 @@ class Tls:
         hosts = hosts_of(self.certificate)
         if not covers(hosts, host):
             raise ConfigError(
-                f"{self.source} stands for {', '.join(hosts) or 'no host'}, but other peers reach this one at {host}: "
+                f"{self.source} is for {', '.join(hosts) or 'no host'}, but other peers reach this one at {host}: "
                 f"issue a certificate for it (averaging ca issue NAME --host {host.strip('[]')}), or advertise another "
                 "host"
             )
@@ -82,7 +82,7 @@ class Credentials:
         tls: None for connections that are neither encrypted nor authenticated.
         tokens: the first is sent, all are accepted. If empty, no token is required.
         insecure: whether other machines may connect without TLS.
-        inspection: who may inspect this peer.
+        inspection: the callers that may inspect this peer.
     """
 
     tls: Tls | None = None

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from averaging.deadlines.donor_rates import SLOW_LINK
 
 SLOW_FACTOR = 8
-"""A donor is replaced if it is this many times slower than the best known donor. The factor is applied once more each
-time it is asked again."""
+"""A donor is replaced if it is this many times slower than the best known donor. The factor is applied again each time
+it is asked again."""
 
 MIN_BYTES_PER_SECOND = 16 << 10
 """Bytes/s that every donor must deliver: 128 kbit/s, at which a GiB takes 18 hours. A donor also stops sending to a

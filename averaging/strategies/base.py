@@ -39,8 +39,8 @@ class Strategy(ABC):
         attached: whether an averager uses this object; no other averager accepts it then. The averager sets it.
         history: origin of the run and, if the strategy makes global steps, these steps. The averager sets it at the
             start and whenever a state is taken over or loaded.
-        stage: of the training, see `Progress`.
-        digest: of the weights, once the training has ended.
+        stage: stage of the training, see `Progress`.
+        digest: digest of the weights, once the training has ended.
 
     Raises:
         ConfigError: `max_norm` is not a finite number above 0.

@@ -21,7 +21,7 @@ MAX_DOWNLOADS = 8
 """Downloads at a time; the oldest one is cancelled in favour of a further one."""
 
 START_TIMEOUT = 10.0
-"""Seconds for which a peer that can average with nobody waits for a download to start; then it goes on alone."""
+"""Seconds for which a peer that can average with nobody waits for a download to start; then it continues alone."""
 
 
 class CatchUp:

@@ -13,11 +13,11 @@ class DelayedUpdate:
     """Trained tensors with the copies of them that a round averages.
 
     Args:
-        tensors: by name.
+        tensors: the tensors by name.
         kinds: names of the statistics and buffers, grouped by kind; any kind may consist of second moments.
 
     Attributes:
-        copies: on the CPU, by name; after a round they hold the average minus what was sent.
+        copies: copies on the CPU, by name; after a round they hold the average minus what was sent.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], kinds: Mapping[str, Sequence[str]]) -> None:

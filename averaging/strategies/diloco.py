@@ -57,7 +57,7 @@ class DiLoCo(LockstepStrategy):
         alpha: weight of the local model when a result arrives: `alpha * local + (1 - alpha) * global`.
         compression: see `Strategy`.
         error_feedback: see `Strategy`.
-        max_norm: for the gradients of each local step and for the pseudo-gradient, see `Strategy`.
+        max_norm: limit for the gradients of each local step and for the pseudo-gradient, see `Strategy`.
 
     Raises:
         ConfigError: an argument is invalid.
@@ -179,7 +179,7 @@ class DiLoCo(LockstepStrategy):
             self._end(training, self._pending)
 
     def conclude(self, training: Training, partners: Collection[str], timeout: float) -> Receipt | None:
-        """Makes one more outer step of each fragment; drops the local steps of a fragment whose round fails."""
+        """Makes the last outer step of each fragment; drops the local steps of a fragment whose round fails."""
         receipt: Receipt | None = None
         end = training.monotonic() + timeout
         # The fragment that was averaged last may have changed at no peer since.

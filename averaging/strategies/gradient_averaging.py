@@ -40,7 +40,7 @@ class GradientAveraging(LockstepStrategy):
         target_batch_size: samples of one global step, of all peers together.
         compression: see `Strategy`.
         error_feedback: see `Strategy`.
-        max_norm: for this peer's mean gradient, before it is averaged.
+        max_norm: limit for this peer's mean gradient, before it is averaged.
 
     Raises:
         ConfigError: an argument is invalid.

@@ -36,7 +36,7 @@ class LocalSGD(Strategy):
             variances the change is reduced by as much as they have decayed since.
         compression: see `Strategy`.
         error_feedback: see `Strategy`.
-        max_norm: for the gradients of each step, see `Strategy`.
+        max_norm: limit for the gradients of each step, see `Strategy`.
 
     Raises:
         ConfigError: an argument is invalid.
@@ -129,7 +129,7 @@ class LocalSGD(Strategy):
             self._apply(training, self._pending)
 
     def conclude(self, training: Training, partners: Collection[str], timeout: float) -> Receipt | None:
-        """Averages the parameters once more, so that all peers end with the same ones."""
+        """Averages the parameters a last time, so that all peers end with the same ones."""
         topic = training.topic("", training.tensors, adopt=Adopt.WHOLE, commits=True, compression=self.compression)
         return self._average_at_the_end(training, topic, timeout)
 

@@ -44,7 +44,7 @@ class LockstepStrategy(Strategy):
 
     def others(self, training: Training, announcements: Mapping[str, bytes]) -> Others:
         """Reads the announced progress of the other peers, by endpoint."""
-        # The last round lacked these peers; nobody waits for them again until they announce something new.
+        # The last round lacked these peers; no peer waits for them again until they announce something new.
         present = {name: progress for name, progress in announcements.items() if self._missing.get(name) != progress}
         return compare_progress(
             self.history,

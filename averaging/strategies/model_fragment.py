@@ -15,7 +15,7 @@ class Fragment:
     """A piece of the model with its outer state.
 
     Attributes:
-        parameters: of the model, trained by the inner optimizer.
+        parameters: parameters of the model, trained by the inner optimizer.
         anchors: the parameters after the last global step, on the CPU.
         changes: the pseudo-gradient, anchors minus parameters; after a round its average.
         buffers: pairs of a model's buffer and its copy; after a round the copy holds the average.

@@ -10,7 +10,7 @@ maximum, unless the download itself took longer."""
 
 
 class ProgressClaims:
-    """Remembers whose claims failed, so that a peer that cannot deliver what it claims delays nobody.
+    """Remembers the peers whose claims failed, so that a false claim delays no other peer.
 
     A peer that was not asked before is asked at once. A peer that failed is ignored for a pause and then asked again.
     """

@@ -1,4 +1,4 @@
-"""The end of training: the peers average once more and compare their final weights."""
+"""The end of training: the peers average a last time and compare their final weights."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Stage(IntEnum):
     TRAINING = 0
     """The peer is training."""
     WAITING = 1
-    """Its training has ended, and it waits until that of the others has."""
+    """Its training has ended, and it waits for the other peers to end theirs."""
     CONCLUDING = 2
     """It takes part in a last round with the waiting peers."""
     ENDED = 3
@@ -42,7 +42,7 @@ class Rank(IntEnum):
     FOUND_NOBODY = 1
     """It was configured to join peers, and found none with a state."""
     APPOINTED = 2
-    """It was configured to join nobody, so it is meant to begin the run."""
+    """It has no peers to join, so it is the one that begins the run."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -91,9 +91,9 @@ class History:
 
     Attributes:
         step: number of global steps.
-        samples: of the whole group in the last step.
+        samples: samples of the whole group in the last step.
         lineage: hash of the origin and the groups of all steps, hexadecimal; empty before the first step.
-        origin: of the run.
+        origin: origin of the run.
     """
 
     step: int = 0
@@ -149,8 +149,8 @@ class Progress:
         samples: gathered for the next step.
         computing: samples in the batch that it computes now; 0 while it waits.
         donates: whether its state can be downloaded.
-        stage: of its training.
-        digest: of its weights, once the training has ended.
+        stage: stage of its training.
+        digest: digest of its weights, once the training has ended.
         rate: local steps or samples per second, see `StepRate`; None if unknown.
     """
 

@@ -44,7 +44,7 @@ class Fetch:
         self.delivering = False
         self.result: SignalSafeFuture[FetchedState] = SignalSafeFuture()
         self.task: asyncio.Task[Any] | None = None  # used by the peer's thread only
-        self.started = asyncio.Event()  # likewise; set together with `delivering`
+        self.started = asyncio.Event()  # also used by the peer's thread only; set together with `delivering`
 
     def done(self) -> bool:
         """Whether it has ended, with or without a state."""
@@ -56,7 +56,7 @@ class Training:
 
     Args:
         optimizer: the inner optimizer.
-        parameters: by name, in the optimizer's order.
+        parameters: the parameters by name, in the optimizer's order.
         buffers: the averaged floating-point buffers of the model, by name.
         peer: the peer of these tensors, not entered yet.
         on_receipt: called with the receipt of every round.

@@ -51,7 +51,7 @@ class TrainingState:
 
     Args:
         training: has the optimizer and the step counter.
-        strategy: of the averager.
+        strategy: strategy of the averager.
         scheduler: driven by the averager, if there is one. Newcomers do not get its state; they drive their own.
         buffers: the model's buffers that are not averaged, by name.
         max_steps: a state that claims more steps is refused.

@@ -56,7 +56,7 @@ class AveragingService(Protocol):
         ...
 
     def get_status(self) -> PeerStatus:
-        """Returns who this peer is and what it is doing."""
+        """Returns the identity and present activity of this peer."""
         ...
 
     def get_schema(self) -> Schema:

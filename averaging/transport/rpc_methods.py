@@ -1,4 +1,4 @@
-"""gRPC methods of rooms above the core: what a method is, and how a service says which ones it answers. Pure."""
+"""Definitions of gRPC methods and services for packages above the core. Pure."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any, Generic, Protocol, Self, TypeAlias, TypeVar
 from averaging.errors import ConfigError
 
 DEFAULT_REQUEST_BYTES = 64 << 10
-"""Enough for a request without bulk data."""
+"""Default maximum size of a request."""
 
 RESERVED = ("grpc.", "averaging.v1.Gossip", "averaging.v1.Status")
-"""How the names of services begin that every peer has; some of them are answered without a token."""
+"""Prefixes of the services that every peer has, some of which are answered without a token."""
 
 _PATH = re.compile(r"/([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)/([A-Za-z_]\w*)", re.ASCII)
 
 
 class Message(Protocol):
-    """What a generated protobuf class offers."""
+    """The interface of a generated protobuf class."""
 
     def SerializeToString(self) -> bytes:  # noqa: N802 - protobuf's name
         """The message as bytes."""
@@ -37,7 +37,7 @@ Reply = TypeVar("Reply", bound=Message)
 
 @dataclass(frozen=True, slots=True)
 class RpcMethod(Generic[Request, Reply]):
-    """One gRPC method, the same object for server and caller.
+    """One gRPC method, for both server and caller.
 
     ```python
     GET = RpcMethod("/averaging.v1.Register/Get", register_pb2.GetRequest, register_pb2.Entry)
@@ -49,8 +49,8 @@ class RpcMethod(Generic[Request, Reply]):
         reply: Generated class of a reply.
         requests_stream: Whether the caller sends a stream of requests.
         replies_stream: Whether the server answers with a stream of replies.
-        max_request_bytes: A longer request is refused before it is decoded.
-        max_reply_bytes: Likewise for replies; None allows what one gRPC message can hold.
+        max_request_bytes: Longer requests are refused before they are decoded.
+        max_reply_bytes: The same for replies; with None the limit of all messages.
 
     Raises:
         ConfigError: The path is malformed.
@@ -79,34 +79,34 @@ class RpcMethod(Generic[Request, Reply]):
         return self.path.split("/")[2]
 
     def answers(self, answer: Callable[[Request], Awaitable[Reply]]) -> RpcHandler:
-        """One request, one reply. For the errors that `answer` may raise see `RpcHandler`."""
+        """Handles one request with one reply. `RpcHandler` lists the errors that `answer` may raise."""
         return self._handler(answer, requests_stream=False, replies_stream=False)
 
     def streams(self, answer: Callable[[Request], AsyncGenerator[Reply, None]]) -> RpcHandler:
-        """One request, many replies. The generator is closed when the call ends, also if the caller goes away."""
+        """Handles one request with many replies. The generator is closed when the call ends."""
         return self._handler(answer, requests_stream=False, replies_stream=True)
 
     def collects(self, answer: Callable[[AsyncIterator[Request]], Awaitable[Reply]]) -> RpcHandler:
-        """Many requests, one reply."""
+        """Handles many requests with one reply."""
         return self._handler(answer, requests_stream=True, replies_stream=False)
 
     def exchanges(self, answer: Callable[[AsyncIterator[Request]], AsyncGenerator[Reply, None]]) -> RpcHandler:
-        """Many requests, many replies. The generator is closed when the call ends."""
+        """Handles many requests with many replies. The generator is closed when the call ends."""
         return self._handler(answer, requests_stream=True, replies_stream=True)
 
     def _handler(self, answer: Callable[[Any], Any], *, requests_stream: bool, replies_stream: bool) -> RpcHandler:
         if (self.requests_stream, self.replies_stream) != (requests_stream, replies_stream):
-            raise ConfigError(f"the streams of {self.path} are others than those of its handler; change one of them")
+            raise ConfigError(f"the streams of {self.path} differ from those of its handler; change one of them")
         return RpcHandler(self, answer)
 
 
 @dataclass(frozen=True, slots=True)
 class RpcHandler:
-    """A method and what answers it. `RpcMethod.answers`, `streams`, `collects` and `exchanges` make one.
+    """A method and its handler, from `RpcMethod.answers`, `streams`, `collects` or `exchanges`.
 
     An error of `averaging.errors` that `answer` raises reaches the caller as a `CallRefusedError` with its message; a
-    `BusyError`, `WrongRunError` and so on keep their gRPC status. Of any other exception the caller learns only that
-    there was one; the traceback is in the log here.
+    `BusyError`, `WrongRunError` and so on keep their gRPC status. For any other exception the caller gets INTERNAL, and
+    the traceback is logged here.
     """
 
     method: RpcMethod[Any, Any]
@@ -114,10 +114,10 @@ class RpcHandler:
 
 
 class RpcService(Protocol):
-    """What a server or a peer serves besides its own methods."""
+    """A service that a server or a peer serves besides its own methods."""
 
     def rpc_handlers(self) -> Iterable[RpcHandler]:
-        """The methods of this service. Asked once, before the server starts."""
+        """Returns the handlers of this service. Called once, before the server starts."""
         ...
 
 

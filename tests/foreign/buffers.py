@@ -1,6 +1,6 @@
-"""Arrays ↔ the buffers of the protocol's table, in numpy alone.
+"""Converts arrays to the buffers of the protocol and back, with numpy only.
 
-A tensor is a dict with the fields of the message `Tensor`; `compression` is the name of the code.
+A tensor is a dict with the fields of the message `Tensor`, and `compression` is the name of the enum value.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BYTES_PER_ELEMENT = {"FLOAT16": 2, "MEANSTD_16BIT": 2, "UNIFORM_8BIT": 1, "QUANT
 
 
 def pack(values: Array, compression: str) -> dict[str, Any]:
-    """A tensor in one message."""
+    """Packs a tensor into one message."""
     if compression == "NONE":
         buffer = values.tobytes()
     elif compression == "FLOAT16":
@@ -37,7 +37,7 @@ def pack(values: Array, compression: str) -> dict[str, Any]:
 
 
 def unpack(tensor: dict[str, Any]) -> Array:
-    """The array in a tensor; a ValueError if its fields do not go together."""
+    """Unpacks the array of a tensor; raises ValueError if its fields contradict each other."""
     buffer, size = tensor["buffer"], tuple(tensor.get("size", ()))
     compression = tensor.get("compression", "NONE")
     dtype = tensor.get("dtype", "")

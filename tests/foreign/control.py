@@ -1,8 +1,8 @@
 """The process of the foreign peers.
 
-It does what it is told on stdin, as msgpack arrays [number, peer, method, arguments], and answers [number, result,
-error] on stdout, each call as soon as it is done. A peer is made at its first mention; without one, the call is for the
-process itself. The compiled protos must be on PYTHONPATH. At the end of stdin it ends.
+Reads calls from stdin, as msgpack arrays [number, peer, method, arguments]. Writes [number, result, error] to stdout
+when a call has ended. The first call of a peer creates it. With an empty peer, the call is for the process itself. The
+compiled protos must be on PYTHONPATH. The process exits at the end of stdin.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from tests.foreign.states import Message
 
 
 class Control:
-    """Runs what comes on stdin."""
+    """Runs the calls from stdin."""
 
     def __init__(self) -> None:
         self._peers: dict[str, Peer] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Until the end of stdin."""
+        """Runs until the end of stdin."""
         reader = asyncio.StreamReader()
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
         frames = msgpack.Unpacker(max_buffer_size=0)
@@ -51,7 +51,7 @@ class Control:
         sys.stdout.buffer.flush()
 
     async def reset(self) -> None:
-        """Ends all peers and whatever they are still doing."""
+        """Closes all peers and cancels their calls."""
         peers, self._peers = list(self._peers.values()), {}
         for task in self._tasks - {asyncio.current_task()}:
             task.cancel()
@@ -59,11 +59,11 @@ class Control:
             await peer.close()
 
     async def imported(self) -> list[str]:
-        """The modules of the library that this process has: there should be none."""
+        """The imported modules of the library, of which there should be none."""
         return [name for name in sys.modules if name.partition(".")[0] in ("averaging", "torch")]
 
     async def split(self, lengths: list[int], per_part: int, shares: list[float]) -> list[list[int]]:
-        """How many elements each part of each member has."""
+        """The number of elements in each part of each member."""
         return [[part.stop - part.start for part in own] for own in split.parts(lengths, per_part, shares)]
 
     async def pack_state(self, **arguments: Any) -> list[Message]:

@@ -1,6 +1,6 @@
-"""A peer that knows the protocol's page and the seed's proto, and nothing of the library: it imports none of it.
+"""A peer written from the protocol page and the seed's proto alone, without imports from the library.
 
-Messages of the protocol are dicts of their fields here, without those that are not set; codes go by their names.
+Messages are dicts of the fields that are set, with codes as names.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Peer:
         self._state: list[Message] = []
 
     async def serve(self, host: str) -> str:
-        """Listens, and calls itself by `host`; returns its endpoint. Without this it is a client."""
+        """Listens, and returns its endpoint at `host`. Without this call the peer is a client."""
         self._server = grpc.aio.server()
         port = self._server.add_insecure_port("127.0.0.1:0")
         self._endpoint = f"{host}:{port}"
@@ -67,11 +67,11 @@ class Peer:
         return self._endpoint
 
     async def name(self) -> str:
-        """Its endpoint."""
+        """Returns its endpoint."""
         return self._endpoint
 
     async def close(self) -> None:
-        """Is gone at once."""
+        """Closes all connections at once."""
         for channel in self._channels.values():
             await channel.close()
         if self._server is not None:
@@ -88,47 +88,47 @@ class Peer:
     # As a follower
 
     async def ask(self, leader: str, **fields: Any) -> Message:
-        """Asks `leader`, and returns its verdict. `fields` of the request, or those of an ordinary one."""
+        """Sends a join request and returns the first reply. `fields` override those of an ordinary request."""
         request = {"endpoint": self._endpoint, "client_mode": self._server is None, "gather": b""} | fields
         self._joins[leader] = self._stub(leader).rpc_join_group(pb.JoinRequest(**request))
-        return await self.fate(leader)
+        return await self.next_message(leader)
 
-    async def fate(self, leader: str) -> Message:
-        """The next message of that leader; nothing at the end of its answer."""
+    async def next_message(self, leader: str) -> Message:
+        """Returns the next reply of that leader; an empty one at the end of the stream."""
         message = await self._joins[leader].read()
         return {} if message is grpc.aio.EOF else as_dict(message)
 
     async def leave(self, leader: str) -> None:
-        """Takes back its request."""
+        """Cancels its request."""
         self._joins.pop(leader).cancel()
 
     # As a leader
 
-    async def asked(self) -> Message:
-        """The next request to join."""
+    async def next_request(self) -> Message:
+        """Returns the next join request."""
         return await self._requests.get()
 
-    async def unanswered(self) -> int:
-        """How many requests to join have come beside those that `asked` returned."""
+    async def pending_requests(self) -> int:
+        """Returns the number of join requests that `next_request` has not returned."""
         return self._requests.qsize()
 
-    async def tell(self, follower: str, **message: Any) -> None:
-        """Answers that request; only ACCEPTED leaves it open."""
+    async def answer(self, follower: str, **message: Any) -> None:
+        """Replies to that request. Every code except ACCEPTED ends the stream."""
         self._answers[follower].put_nowait(message)
 
     async def begin(self, group: Message) -> None:
-        """Tells all members that the group begins."""
+        """Sends BEGIN_ALLREDUCE to all members."""
         for name in group["ordered_group_endpoints"]:
             if name != self._endpoint:
-                await self.tell(name, code="BEGIN_ALLREDUCE", **group)
+                await self.answer(name, code="BEGIN_ALLREDUCE", **group)
 
     async def lead(self, size: int, gather: bytes) -> Message:
-        """Accepts whoever asks, begins a group of `size` in an order of its own, and returns that."""
+        """Accepts all requests until the group has `size` members, begins it in random order, and returns it."""
         gathered = {self._endpoint: gather}
         while len(gathered) < size:
-            request = await self.asked()
+            request = await self.next_request()
             gathered[request["endpoint"]] = request["gather"]
-            await self.tell(request["endpoint"], code="ACCEPTED")
+            await self.answer(request["endpoint"], code="ACCEPTED")
         order = random.sample(list(gathered), size)
         group = {
             "group_id": random.randbytes(20),
@@ -150,7 +150,7 @@ class Peer:
     # In a round
 
     async def average(self, group: Message, schema: Message, tensors: list[bytes]) -> list[bytes]:
-        """Takes part in a round as a member should; returns its tensors afterwards."""
+        """Takes part in a round, and returns its tensors after it."""
         round_ = self._round(group, schema, tensors)
         self._future(round_.group_id).set_result(round_)
         await round_.begin()
@@ -169,11 +169,11 @@ class Peer:
             round_.take_reply(reducer, number, reply)
 
     async def messages(self, reducer: str, group: Message, schema: Message, tensors: list[bytes]) -> list[Message]:
-        """What an orderly member would send to `reducer`."""
+        """Returns the messages that a correct member sends to `reducer`."""
         return self._round(group, schema, tensors).messages(reducer)
 
     async def send(self, reducer: str, messages: Sequence[Message | bytes], ends: bool = True) -> list[Message]:
-        """Sends these messages, whatever they are, and returns all replies; `ends`: and says that there are no more."""
+        """Sends these messages unchecked and returns all replies. With `ends`, it closes its side of the stream."""
         call = self._channel(reducer).stream_stream(
             "/DecentralizedAveraging/rpc_aggregate_part",
             request_serializer=lambda message: message if isinstance(message, bytes) else message.SerializeToString(),
@@ -198,16 +198,16 @@ class Peer:
                 writing.exception()  # a reducer may refuse before all is written
 
     async def break_off(self) -> None:
-        """Breaks all streams on which it sends."""
+        """Cancels all streams on which it sends."""
         for call in self._calls:
             call.cancel()
 
     async def answer_parts(self, replies: list[Message] | None, hangs: bool = False) -> None:
-        """Answers every stream of parts with just these; `hangs`: and never ends it. None: as a reducer should."""
+        """Answers streams of parts with these replies; with None, correctly. With `hangs`, they never end."""
         self._replies, self._hangs = replies, hangs
 
-    async def opened(self) -> Message:
-        """The first message, without its tensor, of the next stream of parts that was opened here."""
+    async def next_stream(self) -> Message:
+        """Returns the first message, without its tensor, of the next incoming stream of parts."""
         return await self._streams.get()
 
     async def rpc_aggregate_part(self, requests: AsyncIterator[Any], context: Any) -> AsyncGenerator[Any, None]:
@@ -237,7 +237,7 @@ class Peer:
     # State
 
     async def offer(self, messages: list[Message], hangs: bool = False) -> None:
-        """Answers every download with these messages; `hangs`: and never ends it."""
+        """Answers every download with these messages. With `hangs`, it never ends the stream."""
         self._state, self._hangs = messages, hangs
 
     async def rpc_download_state(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
@@ -247,7 +247,7 @@ class Peer:
             await asyncio.Event().wait()
 
     async def download(self, donor: str) -> Message:
-        """The state of `donor`, read with its metadata and without."""
+        """Downloads the state of `donor`, and reads it with its metadata and without."""
         call = self._stub(donor).rpc_download_state(pb.DownloadRequest())
         messages = [as_dict(message) async for message in call]
         return {"state": states.read(messages), "plain": states.read_without_metadata(messages)}

@@ -1,4 +1,4 @@
-"""One all-reduce as a foreign member sees it: what it sends to whom, what it answers, what it ends with."""
+"""One all-reduce at a foreign member: its messages, its replies and its result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.foreign.states import Message
 
 
 class Round:
-    """A round of `group` at its member `endpoint`.
+    """A round of `group` at the member `endpoint`.
 
     Args:
         group: the fields of BEGIN_ALLREDUCE.
@@ -49,19 +49,19 @@ class Round:
     # As a sender
 
     def reducers(self) -> list[str]:
-        """The other members that this one sends parts to."""
+        """Returns the other members to which this one sends parts."""
         others = [name for name, parts in self.parts_of.items() if parts and name != self.endpoint]
         return others if self.sends else []
 
     def messages(self, reducer: str) -> list[Message]:
-        """What this member sends to `reducer`."""
+        """Returns the messages of this member to `reducer`."""
         packed = [buffers.pack(self._local(part), self.compression) for part in self.parts_of[reducer]]
         messages: list[Message] = [{"tensor_part": tensor} for tensor in packed]
         messages[0] |= {"code": "PART_FOR_AVERAGING", "group_id": self.group_id, "endpoint": self.endpoint}
         return messages
 
     def take_reply(self, reducer: str, number: int, reply: Message) -> None:
-        """Adopts the answer to part `number`; a ValueError if it is none."""
+        """Adopts the reply to part `number`; raises ValueError if it is invalid."""
         if set(reply) != {"code", "tensor_part"} or reply["code"] != "AVERAGED_PART":
             raise ValueError(f"reply {number} of {reducer} is {reply.get('code')} with {sorted(reply)}")
         tensor, part = reply["tensor_part"], self.parts_of[reducer][number]
@@ -72,14 +72,14 @@ class Round:
     # As a reducer
 
     async def begin(self) -> None:
-        """Averages what waits for nobody else."""
+        """Averages the parts for which no other member sends anything."""
         for number in range(len(self.own_parts)):
             self._average_if_complete(number)
         if not self._unserved:
             self.served.set()
 
     async def serve(self, first: Message, messages: AsyncIterator[Message]) -> AsyncGenerator[Message, None]:
-        """Answers one sender's stream, part by part."""
+        """Answers the stream of one sender, part by part."""
         sender = first["endpoint"]
         for number in range(len(self.own_parts)):
             message = await anext(messages) if number else first

@@ -1,4 +1,4 @@
-"""Who a member is, who reduces what, and where a member goes next: from the protocol's page, by the plainest means."""
+"""Members, shares, parts and group bits, written from the protocol page in the simplest way."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NODE, CLIENT, AUXILIARY = 0, 1, 2
 
 @dataclass(frozen=True)
 class Member:
-    """What a member told about itself."""
+    """A member as it describes itself in its `gather`."""
 
     endpoint: str
     weight: float
@@ -42,13 +42,13 @@ def pack_gather(
     *,
     wrapped: bool = False,
 ) -> bytes:
-    """The array of a JoinRequest; `wrapped` in extension type 0x40, as the 2021 generation writes it."""
+    """Packs the array of a JoinRequest. With `wrapped`, it is in extension type 0x40, as in versions of 2021."""
     array: bytes = msgpack.packb([weight, bandwidth, mode, msgpack.packb(user)])
     return bytes(msgpack.packb(msgpack.ExtType(0x40, array))) if wrapped else array
 
 
 def unpack_gather(endpoint: str, gather: bytes) -> Member:
-    """Either form of the array; what is in `user` does not matter here."""
+    """Unpacks either form of the array, and ignores `user`."""
     if not gather:
         return Member(endpoint, 1.0, None, CLIENT if endpoint.startswith("client::") else NODE)
     fields = msgpack.unpackb(gather)
@@ -59,7 +59,7 @@ def unpack_gather(endpoint: str, gather: bytes) -> Member:
 
 
 def shares(members: Sequence[Member]) -> list[float]:
-    """Share of the total that each member reduces."""
+    """Returns the share of each member."""
     known = [member.bandwidth for member in members if member.bandwidth is not None]
     if not known:
         return [0.0 if member.mode == CLIENT else 1.0 for member in members]
@@ -69,7 +69,7 @@ def shares(members: Sequence[Member]) -> list[float]:
     g = len(members)
     if g <= 2:
         return [0.0 if m.mode == CLIENT else b for m, b in zip(members, bandwidths, strict=True)]
-    # The sum of (T·b - 1)/(g - 2) is 1 over those that have a share at all: the slowest go until the rest agree.
+    # The sum of (T·b - 1)/(g - 2) over the members with a share is 1: remove the slowest until all shares are positive.
     reducing.sort()
     while True:
         time = (g - 2 + len(reducing)) / sum(reducing)
@@ -83,7 +83,7 @@ def shares(members: Sequence[Member]) -> list[float]:
 
 
 def parts(lengths: Sequence[int], per_part: int, shares: Sequence[float]) -> list[list[Part]]:
-    """The parts of each member, for tensors of `lengths` elements."""
+    """Returns the parts of each member, for tensors of `lengths` elements."""
     total = sum(lengths)
     ends = np.floor(np.cumsum(shares) / np.sum(shares) * total)
     ends[-1] = total
@@ -100,7 +100,7 @@ def parts(lengths: Sequence[int], per_part: int, shares: Sequence[float]) -> lis
 
 
 def next_bits(bits: str, group_id: bytes, group_size: int, place: int, target: int) -> str:
-    """The group bits of member number `place` after the round."""
+    """Returns the group bits of member number `place` after the round."""
     digits = math.ceil(math.log2(target))
     new = format(random.Random(group_id).sample(range(target), group_size)[place], f"0{digits}b")
     return (bits + new)[-len(bits) :] if bits else ""

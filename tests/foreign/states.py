@@ -1,4 +1,4 @@
-"""The messages of a state: written, and read back in the two ways that the protocol's page allows."""
+"""Writes the messages of a state, and reads them in the two ways that the protocol allows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def pack(tensors: list[Message], version: int, user: Any, *, in_hex: bool, apart
     Args:
         tensors: dicts of `name`, `shape` and `buffer`, the bytes of float32.
         in_hex: digests as text instead of bytes.
-        apart: the metadata in a message of their own before all chunks.
+        apart: the metadata is a separate message before all chunks.
     """
     digests = [hashlib.sha256(tensor["buffer"]) for tensor in tensors]
     metadata = {
@@ -41,16 +41,16 @@ def pack(tensors: list[Message], version: int, user: Any, *, in_hex: bool, apart
 
 
 def read(messages: list[Message]) -> Message:
-    """A state by its metadata; a ValueError if anything is not as announced."""
+    """Reads a state with its metadata; raises ValueError if they do not match."""
     if not messages:
         return {}
     metadata = msgpack.unpackb(messages[0]["metadata"])
     if any("metadata" in message for message in messages[1:]):
         raise ValueError("metadata in more than one message")
     tensors = _assemble(messages)
-    told = [(tensor["dtype"], tensor["shape"]) for tensor in tensors]
-    if told != [(dtype, shape) for _, dtype, shape in metadata["tensors"]]:
-        raise ValueError(f"announced {metadata['tensors']}, sent {told}")
+    sent = [(tensor["dtype"], tensor["shape"]) for tensor in tensors]
+    if sent != [(dtype, shape) for _, dtype, shape in metadata["tensors"]]:
+        raise ValueError(f"announced {metadata['tensors']}, sent {sent}")
     if [hashlib.sha256(tensor["buffer"]).digest() for tensor in tensors] != metadata["digest"]:
         raise ValueError("a digest is wrong")
     named = {name: tensor for (name, _, _), tensor in zip(metadata["tensors"], tensors, strict=True)}
@@ -58,7 +58,7 @@ def read(messages: list[Message]) -> Message:
 
 
 def read_without_metadata(messages: list[Message]) -> list[Message]:
-    """The tensors of a state as a reader of 2021 finds them."""
+    """Reads the tensors of a state as versions of 2021 do, without metadata."""
     return _assemble([{name: value for name, value in m.items() if name != "metadata"} for m in messages])
 
 

@@ -232,7 +232,7 @@ class Ours:
 
     async def fates(self, *followers: ForeignPeer) -> list[Message]:
         """What those that were accepted are told next."""
-        return list(await asyncio.gather(*(follower.fate(leader=self.endpoint) for follower in followers)))
+        return list(await asyncio.gather(*(follower.next_message(leader=self.endpoint) for follower in followers)))
 
 
 @asynccontextmanager

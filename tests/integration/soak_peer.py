@@ -1,4 +1,4 @@
-"""A peer of the soak test: averages again and again, and says after each attempt what it holds.
+"""A peer of the soak test: averages repeatedly, and reports its values after each round.
 
 Run as `python -m tests.integration.soak_peer '{"run_id": ..., "listen": ..., "advertise": ..., "join": [...], ...}'`.
 """
@@ -26,7 +26,7 @@ async def main(options: dict[str, Any], seed: int, *, spoilt: bool) -> None:
         tell("ready", endpoint=peer.endpoint)
         while True:
             with peer.tensors() as tensors:
-                # The value of a peer is the same in all elements, so a mixture of two averages can be told.
+                # All elements of a peer have one value, so that a mixture of two averages is visible.
                 tensors[0][:] = float(torch.randint(0, 1000, (), generator=generator))
                 mine = tensors[0][0].item()
             try:

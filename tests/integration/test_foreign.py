@@ -185,7 +185,7 @@ async def test_our_client_follows_a_foreign_leader(foreign: Foreign) -> None:
     ):
         await seed.declare(leader.endpoint)
         receipt = asyncio.ensure_future(us.peer.average())
-        request = await leader.asked()
+        request = await leader.next_request()
         assert request["client_mode"] is True
         assert request["endpoint"] == us.endpoint
         prefix, _, name = us.endpoint.partition("::")
@@ -196,7 +196,7 @@ async def test_our_client_follows_a_foreign_leader(foreign: Foreign) -> None:
             "ordered_group_endpoints": [us.endpoint, leader.endpoint],
             "gathered": [request["gather"], gather()],
         }
-        await leader.tell(follower=us.endpoint, code="ACCEPTED")
+        await leader.answer(follower=us.endpoint, code="ACCEPTED")
         await leader.begin(group=group)
         (after,) = await average(us, group, {leader: theirs})
         assert (await receipt).dropped == ()

@@ -99,11 +99,11 @@ async def test_a_full_group_and_an_assembled_one(foreign: Foreign) -> None:
     async with our_peer(group_size=3) as us:
         await us.declare(leader.endpoint)
         async with us.averaging() as receipt:
-            await leader.asked()
+            await leader.next_request()
             assert await us.asks_to_join(first) == "ACCEPTED"
             assert await us.asks_to_join(second) == "ACCEPTED"
             assert await us.asks_to_join(third) == "GROUP_IS_FULL"
-            await leader.tell(follower=us.endpoint, code="NOT_LOOKING_FOR_GROUP")
+            await leader.answer(follower=us.endpoint, code="NOT_LOOKING_FOR_GROUP")
             group = await us.begins(first, second)
             assert await us.asks_to_join(third) == "NOT_LOOKING_FOR_GROUP"
             await ends_together(us, receipt, group, first, second)
@@ -117,7 +117,7 @@ async def test_too_few_at_the_leaders_time(foreign: Foreign) -> None:
     async with our_peer(group_size=3, min_group_size=3, group_wait=0.3) as us, us.averaging():
         assert await us.asks_to_join(follower) == "ACCEPTED"
         assert await us.fates(follower) == [{"code": "GROUP_DISBANDED"}]
-        assert await follower.fate(leader=us.endpoint) == {}
+        assert await follower.next_message(leader=us.endpoint) == {}
 
 
 async def test_enough_at_the_leaders_time(foreign: Foreign) -> None:
@@ -127,7 +127,7 @@ async def test_enough_at_the_leaders_time(foreign: Foreign) -> None:
         assert await us.asks_to_join(follower) == "ACCEPTED"
         group = await us.begins(follower)
         assert time.time() >= declared
-        assert await follower.fate(leader=us.endpoint) == {}
+        assert await follower.next_message(leader=us.endpoint) == {}
         await ends_together(us, receipt, group, follower)
 
 
@@ -151,9 +151,9 @@ async def test_a_leader_that_is_accepted_elsewhere(foreign: Foreign) -> None:
     async with our_peer(group_size=3) as us:
         await us.declare(leader.endpoint)
         async with us.averaging() as receipt:
-            await leader.asked()
+            await leader.next_request()
             assert await us.asks_to_join(follower) == "ACCEPTED"
-            await leader.tell(follower=us.endpoint, code="ACCEPTED")
+            await leader.answer(follower=us.endpoint, code="ACCEPTED")
             disbanded = {"code": "GROUP_DISBANDED", "suggested_leader": leader.endpoint}
             assert await us.fates(follower) == [disbanded]
             # Whoever asks now is sent to the leader, unless something else is wrong with the request.
@@ -171,9 +171,9 @@ async def test_two_that_ask_each_other(foreign: Foreign) -> None:
     async with our_peer() as us:
         await us.declare(other.endpoint)
         async with us.averaging() as receipt:
-            await other.asked()
+            await other.next_request()
             assert await us.asks_to_join(other, expiration=time.time() + 1) == "BAD_EXPIRATION_TIME"
-            await other.tell(follower=us.endpoint, code="ACCEPTED")
+            await other.answer(follower=us.endpoint, code="ACCEPTED")
             group = begun(us, other)
             await other.begin(group=group)
             await ends_together(us, receipt, group, other)

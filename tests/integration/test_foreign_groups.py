@@ -55,14 +55,14 @@ async def test_parts_before_the_round(
     async with our_peer([values(1)], part_size_bytes=PART) as us:
         await us.declare(leader.endpoint)
         async with us.averaging() as receipt:
-            await leader.asked()
+            await leader.next_request()
             group = {
                 "group_id": b"g" * 20,
                 "ordered_group_endpoints": [leader.endpoint, us.endpoint],
                 "gathered": [gather(), gather()],
             }
             if accepted:
-                await leader.tell(follower=us.endpoint, code="ACCEPTED")
+                await leader.answer(follower=us.endpoint, code="ACCEPTED")
             arguments = {"group": group, "schema": us.schema, "tensors": as_bytes([values(2)])}
             if begins:
                 round_ = asyncio.ensure_future(leader.average(**arguments))
@@ -72,14 +72,14 @@ async def test_parts_before_the_round(
             async with asyncio.timeout(DEADLINE):
                 await waits.wait()
             if not accepted:
-                await leader.tell(follower=us.endpoint, code="ACCEPTED")
+                await leader.answer(follower=us.endpoint, code="ACCEPTED")
             if begins:
                 await leader.begin(group=group)
                 (after,) = await round_
                 assert (await receipt).dropped == ()
                 assert after == as_bytes([(values(1) + values(2)) / 2])[0]
             else:
-                await leader.tell(follower=us.endpoint, code="GROUP_DISBANDED")
+                await leader.answer(follower=us.endpoint, code="GROUP_DISBANDED")
                 assert await round_ == [{"code": "BAD_GROUP_ID"}]
 
 

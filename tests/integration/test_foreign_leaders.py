@@ -33,7 +33,7 @@ async def test_what_our_peer_says_to_a_leader(foreign: Foreign) -> None:
     async with our_peer(bandwidth=2e6) as us:
         await us.declare(leader.endpoint)
         async with us.averaging(weight=3, gather={"loss": 0.5}):
-            request = await leader.asked()
+            request = await leader.next_request()
             declared = us.peer.status.declared_expiration
     user = msgpack.packb({"loss": 0.5})
     assert msgpack.unpackb(request.pop("gather")) == [3.0, 2e6, 0, user]
@@ -50,17 +50,17 @@ async def test_whom_our_peer_asks_and_in_which_order(foreign: Foreign) -> None:
         for leader, seconds in times.items():
             await us.declare(leader.endpoint, seconds)
         async with us.averaging() as receipt:
-            await first.asked()
-            await first.tell(follower=us.endpoint, code="GROUP_IS_FULL")
-            await second.asked()
-            await second.tell(follower=us.endpoint, code="ACCEPTED")
+            await first.next_request()
+            await first.answer(follower=us.endpoint, code="GROUP_IS_FULL")
+            await second.next_request()
+            await second.answer(follower=us.endpoint, code="ACCEPTED")
             group = begun(us, second)
             await second.begin(group=group)
             await ends_together(us, receipt, group, second)
         entry = us.discovery.get(us.key)[us.endpoint]
         assert msgpack.unpackb(entry.value) is False  # it does not look any more
         for other in (third, later, quiet, garbled):
-            assert await other.unanswered() == 0
+            assert await other.pending_requests() == 0
 
 
 async def test_equal_expirations_are_decided_by_the_endpoint(foreign: Foreign) -> None:
@@ -69,8 +69,8 @@ async def test_equal_expirations_are_decided_by_the_endpoint(foreign: Foreign) -
     async with our_peer(advertise="localhost:0") as us, us.averaging() as receipt:
         declared = us.peer.status.declared_expiration
         await us.declare_until(other.endpoint, declared)
-        assert (await other.asked())["expiration"] == declared
-        await other.tell(follower=us.endpoint, code="ACCEPTED")
+        assert (await other.next_request())["expiration"] == declared
+        await other.answer(follower=us.endpoint, code="ACCEPTED")
         group = begun(us, other)
         await other.begin(group=group)
         await ends_together(us, receipt, group, other)
@@ -81,7 +81,7 @@ async def test_equal_expirations_are_decided_by_the_endpoint(foreign: Foreign) -
         assert await us.asks_to_join(other, expiration=declared) == "ACCEPTED"
         group = await us.begins(other)
         await ends_together(us, receipt, group, other)
-        assert await other.unanswered() == 0
+        assert await other.pending_requests() == 0
 
 
 @pytest.mark.parametrize("code", ["NOT_A_LEADER", "GROUP_DISBANDED"])
@@ -95,9 +95,9 @@ async def test_three_redirects_in_a_row_and_no_more(foreign: Foreign, code: str)
             for asked, suggested in itertools.pairwise(chain):
                 await redirect(us, asked, code, suggested.endpoint)
             # Not the fifth: the first is asked again, after a pause.
-            await chain[0].asked()
-            assert await chain[4].unanswered() == 0
-            await chain[0].tell(follower=us.endpoint, code="ACCEPTED")
+            await chain[0].next_request()
+            assert await chain[4].pending_requests() == 0
+            await chain[0].answer(follower=us.endpoint, code="ACCEPTED")
             group = begun(us, chain[0])
             await chain[0].begin(group=group)
             await ends_together(us, receipt, group, chain[0])
@@ -105,11 +105,11 @@ async def test_three_redirects_in_a_row_and_no_more(foreign: Foreign, code: str)
 
 async def redirect(us: Ours, asked: ForeignPeer, code: str, suggested: str) -> float:
     """`asked` is asked and sends our peer to `suggested`; returns when it was about to do so."""
-    await asked.asked()
+    await asked.next_request()
     now = time.time()
     if code == "GROUP_DISBANDED":
-        await asked.tell(follower=us.endpoint, code="ACCEPTED")
-    await asked.tell(follower=us.endpoint, code=code, suggested_leader=suggested)
+        await asked.answer(follower=us.endpoint, code="ACCEPTED")
+    await asked.answer(follower=us.endpoint, code=code, suggested_leader=suggested)
     return now
 
 
@@ -123,11 +123,11 @@ async def test_a_circle_of_redirects(foreign: Foreign, code: str) -> None:
             redirected = await redirect(us, first, code, second.endpoint)
             await redirect(us, second, code, first.endpoint)
             await (
-                first.asked()
+                first.next_request()
             )  # since it is declared, not because of the redirect: after the pause of one that refused
             assert time.time() - redirected > 0.09
-            assert await second.unanswered() == 0
-            await first.tell(follower=us.endpoint, code="ACCEPTED")
+            assert await second.pending_requests() == 0
+            await first.answer(follower=us.endpoint, code="ACCEPTED")
             group = begun(us, first)
             await first.begin(group=group)
             await ends_together(us, receipt, group, first)
@@ -142,9 +142,9 @@ async def test_a_redirect_to_nobody_of_this_run(foreign: Foreign, suggested: str
         suggested = {"a stranger": stranger.endpoint, "our peer": us.endpoint}.get(suggested, suggested)
         async with us.averaging() as receipt:
             await redirect(us, leader, code, suggested)
-            await leader.asked()
-            assert await stranger.unanswered() == 0
-            await leader.tell(follower=us.endpoint, code="ACCEPTED")
+            await leader.next_request()
+            assert await stranger.pending_requests() == 0
+            await leader.answer(follower=us.endpoint, code="ACCEPTED")
             group = begun(us, leader)
             await leader.begin(group=group)
             await ends_together(us, receipt, group, leader)
@@ -156,12 +156,12 @@ async def test_a_suggestion_beside_the_beginning_is_not_followed(foreign: Foreig
         await us.declare(leader.endpoint)
         await us.name(other.endpoint)
         async with us.averaging() as receipt:
-            await leader.asked()
-            await leader.tell(follower=us.endpoint, code="ACCEPTED")
+            await leader.next_request()
+            await leader.answer(follower=us.endpoint, code="ACCEPTED")
             group = begun(us, leader)
-            await leader.tell(follower=us.endpoint, code="BEGIN_ALLREDUCE", suggested_leader=other.endpoint, **group)
+            await leader.answer(follower=us.endpoint, code="BEGIN_ALLREDUCE", suggested_leader=other.endpoint, **group)
             await ends_together(us, receipt, group, leader)
-        assert await other.unanswered() == 0
+        assert await other.pending_requests() == 0
 
 
 BROKEN_GROUPS: dict[str, dict[str, Any]] = {
@@ -176,9 +176,9 @@ BROKEN_GROUPS: dict[str, dict[str, Any]] = {
 
 async def is_taken_in(us: Ours, leader: ForeignPeer, follower: ForeignPeer) -> None:
     """`leader` accepts our peer, which follows it as soon as it has sent its own follower there."""
-    await leader.asked()
+    await leader.next_request()
     assert await us.asks_to_join(follower) == "ACCEPTED"
-    await leader.tell(follower=us.endpoint, code="ACCEPTED")
+    await leader.answer(follower=us.endpoint, code="ACCEPTED")
     assert await us.fates(follower) == [{"code": "GROUP_DISBANDED", "suggested_leader": leader.endpoint}]
 
 
@@ -190,7 +190,7 @@ async def test_a_beginning_that_makes_no_sense(foreign: Foreign, fields: dict[st
         await us.declare(leader.endpoint)
         async with us.averaging() as receipt:
             await is_taken_in(us, leader, follower)
-            await leader.tell(follower=us.endpoint, code="BEGIN_ALLREDUCE", **(begun(us, leader) | fields))
+            await leader.answer(follower=us.endpoint, code="BEGIN_ALLREDUCE", **(begun(us, leader) | fields))
             await us.accepts_at_last(follower, refusal="NOT_A_LEADER")
             group = await us.begins(follower)
             await ends_together(us, receipt, group, follower)
@@ -203,7 +203,7 @@ async def test_a_leader_that_fails_after_accepting(foreign: Foreign, code: str) 
         await us.declare(leader.endpoint)
         async with us.averaging() as receipt:
             await is_taken_in(us, leader, follower)
-            await leader.tell(follower=us.endpoint, code=code)
+            await leader.answer(follower=us.endpoint, code=code)
             await us.accepts_at_last(follower, refusal="NOT_A_LEADER")
             group = await us.begins(follower)
             await ends_together(us, receipt, group, follower)

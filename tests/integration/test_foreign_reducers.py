@@ -104,7 +104,7 @@ async def test_a_reducer_that_dies(foreign: Foreign) -> None:
         messages = await group.messages(group.bad)
         sending = group.bad_sends(messages)
         await group.has_taken(len(messages))
-        await group.bad.opened()
+        await group.bad.next_stream()
         assert torch.equal(await group.good_sends(), group.of_all[group.own_parts])
         assert len(await sending) == PARTS // 2
         await group.bad.close()
@@ -174,14 +174,14 @@ async def test_our_peer_gives_up(foreign: Foreign) -> None:
     async with group_with(foreign, client=False, replies=[], hangs=True) as group:
         messages = await group.messages(group.bad)
         sending = group.bad_sends(messages)
-        first = await group.bad.opened()
+        first = await group.bad.next_stream()
         group_id, endpoint = group.announced["group_id"], group.us.endpoint
         digest = group_digest(group_id, group.announced["ordered_group_endpoints"], group.announced["gathered"])
         assert msgpack.unpackb(first.pop("metadata")) == {"group": digest}
         assert first == {"code": "PART_FOR_AVERAGING", "group_id": group_id, "endpoint": endpoint}
         await group.has_taken(len(messages))
         group.receipt.cancel()
-        assert await group.bad.opened() == {"code": "CANCELLED", "group_id": group_id, "endpoint": endpoint}
+        assert await group.bad.next_stream() == {"code": "CANCELLED", "group_id": group_id, "endpoint": endpoint}
         assert await sending == [{"code": "CANCELLED"}]
 
 
@@ -195,11 +195,11 @@ async def test_our_peer_breaks_down(foreign: Foreign, monkeypatch: pytest.Monkey
     async with our_peer([values(1)], part_size_bytes=PART) as us:
         await us.declare(bad.endpoint)
         averaging = asyncio.ensure_future(us.peer.average())
-        await bad.asked()
-        await bad.tell(follower=us.endpoint, code="ACCEPTED")
+        await bad.next_request()
+        await bad.answer(follower=us.endpoint, code="ACCEPTED")
         group = begun(us, bad)
         await bad.begin(group=group)
-        notice = await bad.opened()
+        notice = await bad.next_stream()
         assert notice == {"code": "INTERNAL_ERROR", "group_id": group["group_id"], "endpoint": us.endpoint}
         with pytest.raises(ExceptionGroup):
             await averaging

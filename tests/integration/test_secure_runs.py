@@ -135,7 +135,7 @@ def test_three_processes_average_and_strangers_get_nothing(directory: Path, star
     assert "belongs to run 'demo', not to 'elsewhere'; give both peers the same run id" in other.stderr
     result = averaging_command("peer", "b.safetensors", *common, "--join", endpoint, *files_of("elsewhere"))
     assert result.returncode == 2
-    assert "stands for 198.51.100.7, but other peers reach this one at 127.0.0.1" in result.stderr
+    assert "is for 198.51.100.7, but other peers reach this one at 127.0.0.1" in result.stderr
     assert not (directory / "stolen.safetensors").exists()
 
     others = [
@@ -149,7 +149,7 @@ def test_three_processes_average_and_strangers_get_nothing(directory: Path, star
         (averaged,) = process.events("round")
         assert len(averaged["members"]) == 3
         assert averaged["dropped"] == []
-    assert "refused a call from 127.0.0.1: this run wants a token, and " in first.stderr
+    assert "refused a call from 127.0.0.1: this run requires a token, and " in first.stderr
     assert [process.stderr for process in others] == ["", ""]
     for name in "ac":
         assert load_file(directory / f"{name}-mean.safetensors")["w"].tolist() == [2.0] * 1000
@@ -171,12 +171,12 @@ def test_grpcurl_needs_what_peers_need(directory: Path, start: Start) -> None:
     refused = grpcurl(endpoint, *tls, join)
     assert refused.returncode != 0
     assert "Code: Unauthenticated" in refused.stderr
-    assert "this run wants a token, and none was sent" in refused.stderr
+    assert "this run requires a token, and none was sent" in refused.stderr
     assert "PROTOCOL_VIOLATION" in grpcurl(endpoint, *tls, *token, join).stdout
     for less in (("-plaintext",), ("-insecure",), ("-cacert", "ca/ca.pem")):
         assert grpcurl(endpoint, *less, *token, status).returncode != 0
     claim = ("-d", '{"endpoint": "127.0.0.1:9", "schema_hash": "AAAA"}')
-    assert "its certificate stands for no host" in grpcurl(endpoint, *tls, *token, *claim, join).stderr
+    assert "its certificate is for no host" in grpcurl(endpoint, *tls, *token, *claim, join).stderr
 
 
 def test_averagers_take_the_same_options(directory: Path) -> None:

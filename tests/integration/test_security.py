@@ -212,7 +212,7 @@ async def test_nobody_uses_the_endpoint_of_another(endpoint: str) -> None:
         client(credentials=secure("b.example.org")) as caller,
     ):
         for claim in claims:
-            with pytest.raises(CallRefusedError, match=f"calls itself {re.escape(endpoint)}, but .* stands for b.ex"):
+            with pytest.raises(CallRefusedError, match=f"calls itself {re.escape(endpoint)}, but .* is for b.ex"):
                 await claim(caller, peer)
     assert service.requests == []
     assert gossip.digests == []
@@ -315,7 +315,7 @@ async def test_a_whole_peer_turns_impostors_away(tmp_path: Path) -> None:
 @pytest.mark.asyncio
 async def test_a_certificate_for_another_host_is_noticed_at_the_start(tmp_path: Path) -> None:
     peer = Peer([torch.zeros(1)], run_id="run", **write(tmp_path, "b.example.org"))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"stands for b\.example\.org, but other peers reach this one at 127\.0\.0"):
+    with pytest.raises(ConfigError, match=r"is for b\.example\.org, but other peers reach this one at 127\.0\.0"):
         await peer.__aenter__()
 
 
@@ -373,8 +373,8 @@ async def test_the_caller_is_told_what_to_give(name: str) -> None:
 @pytest.mark.parametrize(
     ("tokens", "told"),
     [
-        ((), "this run wants a token, and none was sent"),
-        (("another-token-012345",), "this run wants a token, and the one that was sent is not one of this run's"),
+        ((), "this run requires a token, and none was sent"),
+        (("another-token-012345",), "this run requires a token, and the token that was sent is not one of this run"),
     ],
 )
 async def test_the_callee_logs_who_has_no_token_or_a_wrong_one(
@@ -410,7 +410,7 @@ async def test_the_callee_logs_who_calls_itself_by_the_endpoint_of_another(
         for _ in range(3):
             with suppress(CallRefusedError):  # in a round the refusal is a message
                 await calls[name](caller, peer.endpoint)
-    told = f"it calls itself {foreign}, but its certificate stands for b.example.org"
+    told = f"it calls itself {foreign}, but its certificate is for b.example.org"
     assert refused(caplog) == [f"refused a call from 127.0.0.1: {told}"]
 
 

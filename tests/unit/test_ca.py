@@ -261,9 +261,9 @@ def test_a_bundle_of_authorities_is_accepted(directory: Path) -> None:
 def test_a_certificate_must_be_valid_for_the_advertised_host(directory: Path) -> None:
     assert ca("issue", "b", "--client-mode").exit_code == 0
     read(directory).check_host("A.example.org")
-    with pytest.raises(ConfigError, match=r"stands for a\.example\.org, 192\.0\.2\.7, but .* --host 192\.0\.2\.8"):
+    with pytest.raises(ConfigError, match=r"is for a\.example\.org, 192\.0\.2\.7, but .* --host 192\.0\.2\.8"):
         read(directory).check_host("192.0.2.8")
-    with pytest.raises(ConfigError, match="stands for no host"):
+    with pytest.raises(ConfigError, match="is for no host"):
         read(directory, "b").check_host("a.example.org")
 
 

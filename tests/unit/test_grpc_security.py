@@ -50,10 +50,10 @@ def test_a_call_is_denied_with_the_remedy() -> None:
     assert denial(path, [], open_) is None
     assert denial(path, [("user-agent", "x"), *call_metadata(TOKENS)], closed) is None
     assert denial(HEALTH_CHECK, [], closed) is None
-    assert "none was sent; it goes in the metadata as 'authorization: Bearer TOKEN'" in (denial(path, [], closed) or "")
+    assert "none was sent; send it in the metadata as 'authorization: Bearer TOKEN'" in (denial(path, [], closed) or "")
     told = denial(path, [("authorization", "Bearer another-token-012345")], closed)
     assert told is not None
-    assert "the one that was sent is not one of this run's" in told
+    assert "the token that was sent is not one of this run" in told
     assert not any(token in told for token in (*TOKENS, "another-token"))
 
 
@@ -88,5 +88,5 @@ def test_names_that_may_be_used(endpoint: str) -> None:
 
 @pytest.mark.parametrize(("endpoint", "hosts"), [("b.example.org:1", ["a.example.org"]), ("192.0.2.7:1", [])])
 def test_names_that_are_others(endpoint: str, hosts: list[str]) -> None:
-    with pytest.raises(ForeignEndpointError, match="its certificate stands for (a.example.org|no host)"):
+    with pytest.raises(ForeignEndpointError, match="its certificate is for (a.example.org|no host)"):
         check_claim(endpoint, hosts, lambda: None)

@@ -1,4 +1,4 @@
-"""What the soak test takes for sound."""
+"""The checks of the soak test."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GATHERED = {"a:1": 0.0, "b:1": 2.0, "c:1": 10.0}
     ("values", "kept_local", "sound"),
     [
         ([4.0], 0, True),
-        ([1.0, 4.0], 0, True),  # one member was lost on the way
+        ([1.0, 4.0], 0, True),  # one member was lost
         ([3.0], 0, False),
         ([4.0, 3.0], 5, False),
         ([4.0, 7.0], 5, True),  # the own value, where the reducer was lost
@@ -26,48 +26,48 @@ def test_only_averages_of_members_are_sound(values: list[float], kept_local: int
     assert is_sound(values, GATHERED, 7.0, kept_local) == sound
 
 
-def told(**changes: Any) -> dict[str, Any]:
+def report(**changes: Any) -> dict[str, Any]:
     event = {"outcome": "averaged", "group": "aa" * 8, "values": [4.0], "gathered": GATHERED, "kept_local": 0}
     return event | {"dropped": [], "digest": "12345678", "rss": 100 << 20} | changes
 
 
 def test_sound_rounds_are_counted() -> None:
     judge = Judge(0.0)
-    judge.hear("a:1", told(dropped=["b:1: silent"], values=[5.0]), 1.0)
-    judge.hear("c:1", told(), 2.0)
-    judge.hear("b:1", told(outcome="failed", values=[3.0]), 2.0)
+    judge.check("a:1", report(dropped=["b:1: silent"], values=[5.0]), 1.0)
+    judge.check("c:1", report(), 2.0)
+    judge.check("b:1", report(outcome="failed", values=[3.0]), 2.0)
     assert (judge.finished, judge.lost, judge.dropped) == (2, 1, 1)
 
 
 def test_a_minute_without_a_finished_round_fails() -> None:
     judge = Judge(0.0)
-    judge.hear("a:1", told(), 30.0)
-    judge.hear("a:1", told(outcome="no_group"), 60.0)
-    judge.look(30.0 + QUIET_SECONDS)
+    judge.check("a:1", report(), 30.0)
+    judge.check("a:1", report(outcome="no_group"), 60.0)
+    judge.check_progress(30.0 + QUIET_SECONDS)
     with pytest.raises(SoakError, match="no round was finished for 61 s"):
-        judge.look(31.0 + QUIET_SECONDS)
+        judge.check_progress(31.0 + QUIET_SECONDS)
 
 
 def test_a_wrong_value_fails() -> None:
     with pytest.raises(SoakError, match="a:1 holds a wrong value"):
-        Judge(0.0).hear("a:1", told(values=[4.0, 4.5]), 1.0)
+        Judge(0.0).check("a:1", report(values=[4.0, 4.5]), 1.0)
 
 
 def test_different_averages_in_a_group_fail() -> None:
     judge = Judge(0.0)
-    judge.hear("a:1", told(), 1.0)
-    judge.hear("b:1", told(digest=""), 1.0)  # it lost a reducer
-    judge.hear("b:1", told(group="bb" * 8, digest="87654321"), 2.0)
+    judge.check("a:1", report(), 1.0)
+    judge.check("b:1", report(digest=""), 1.0)  # it lost a reducer
+    judge.check("b:1", report(group="bb" * 8, digest="87654321"), 2.0)
     with pytest.raises(SoakError, match="members of group aaaaaaaa hold different averages"):
-        judge.hear("c:1", told(digest="87654321"), 2.0)
+        judge.check("c:1", report(digest="87654321"), 2.0)
 
 
 def test_memory_that_grows_fails_once_a_peer_is_warm() -> None:
     judge = Judge(0.0)
     for number in range(WARM_ROUNDS - 1):
-        judge.hear("a:1", told(rss=number), 1.0)
-    judge.hear("a:1", told(rss=GROWTH_BYTES), 1.0)
-    judge.hear("b:1", told(rss=9 * GROWTH_BYTES), 1.0)
-    judge.hear("a:1", told(rss=2 * GROWTH_BYTES), 1.0)
+        judge.check("a:1", report(rss=number), 1.0)
+    judge.check("a:1", report(rss=GROWTH_BYTES), 1.0)
+    judge.check("b:1", report(rss=9 * GROWTH_BYTES), 1.0)
+    judge.check("a:1", report(rss=2 * GROWTH_BYTES), 1.0)
     with pytest.raises(SoakError, match="a:1 grew from 200 to 401 MiB"):
-        judge.hear("a:1", told(rss=2 * GROWTH_BYTES + (1 << 20)), 1.0)
+        judge.check("a:1", report(rss=2 * GROWTH_BYTES + (1 << 20)), 1.0)

@@ -185,7 +185,7 @@ def all_refuse(seeds: Collection[str], own: Collection[str], refusing: Mapping[s
         seeds: all seeds.
         own: the seeds that turned out to be this peer.
         refusing: since when each seed has refused all calls; seeds that are not in it may still answer.
-        now: on the same clock.
+        now: the time on the same clock.
     """
     others = [seed for seed in seeds if seed not in own]
     return bool(others) and all(now - refusing.get(seed, now) >= DEFINITE_SECONDS for seed in others)

@@ -39,7 +39,7 @@ class Merged(NamedTuple):
     """The result of merging a record into the table.
 
     Attributes:
-        is_new: it was accepted, and other peers may lack it.
+        is_new: whether it was accepted, so that other peers may lack it.
         reason: why it was refused. If `is_new`, this can only be `FOREIGN`: another owner holds the place.
         change: what it changed for readers, if anything.
     """

@@ -18,26 +18,26 @@ def why_failed(error: Exception) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GossipSettings:
-    """Times in seconds, and numbers.
+    """Times (in seconds) and sizes of gossip discovery.
 
     Attributes:
         limits: which records to accept.
-        peer_lifetime: lifetime of a presence record; for this long a dead peer still counts as a member.
-        peer_refresh: between two renewals of the presence record. A renewal takes some ten exchanges to reach all of a
-            thousand peers, and must do so before the previous record expires.
+        peer_lifetime: lifetime of a presence record, and so the time after which a dead peer is no longer a member.
+        peer_refresh: interval of the renewals of the presence record. A renewal must reach all peers before the
+            previous record expires, which takes about ten exchanges in a run of a thousand peers.
         fanout: number of branches into which a peer splits a range of the ring, see `broadcast_tree`.
         tick: rumours within this time are sent together.
-        push_timeout: of one push; then the next peer of the branch is tried.
-        rumour_timeout: after which a rumour is no longer sent; exchanges bring the record.
-        exchange_interval: between two exchanges with a random member, on average.
-        exchange_timeout: of one exchange.
-        retry_interval: between two attempts to reach seeds and members that are not there, on average.
-        retry_lost: for which an expired member is tried again.
+        push_timeout: time limit of one push; then the next peer of the branch is tried.
+        rumour_timeout: age from which a rumour is no longer sent; exchanges spread the record.
+        exchange_interval: mean interval of the exchanges with a random member.
+        exchange_timeout: time limit of one exchange.
+        retry_interval: mean interval of the calls to unreachable seeds and members.
+        retry_lost: time during which an expired member is tried again.
         max_lost: number of expired members that are remembered.
-        initial_backoff: before a failed seed is asked again, or a client looks for another peer to follow. It doubles
-            each time.
-        max_backoff: upper bound of that.
-        leave_timeout: for sending the withdrawals when leaving.
+        initial_backoff: first pause before a failed seed is called again, or a client looks for another peer to follow.
+            It doubles with each failure.
+        max_backoff: upper bound of that pause.
+        leave_timeout: time limit for sending the withdrawals when leaving.
         rumours_per_push: records in one push.
         records_per_reply: records in one message of an exchange.
         max_streams: number of clients that may follow one peer.

@@ -1,4 +1,4 @@
-"""Finds the sockets of the connections that gRPC accepted: how many bytes arrived on one, and how to close it.
+"""Finds the sockets of the connections that gRPC accepted, counts the bytes that arrived, and closes connections.
 
 gRPC does not expose them. On Linux a process sees its descriptors in /proc, and TCP counts the bytes that it received.
 On other systems no socket is found.
@@ -29,9 +29,9 @@ _TCP_INFO = struct.Struct("=B127xQ")
 _ESTABLISHED = 1
 
 _PAUSE = 50
-"""After a search the next one waits for this many times as long as the search took.
+"""Minimum pause between two searches, as a multiple of the duration of the last one.
 
-A search reads every descriptor of the process. With thousands of them it blocks the event loop for some 50 ms."""
+A search reads every descriptor of the process. With thousands of them it blocks the event loop for about 50 ms."""
 
 
 class Remote(NamedTuple):
@@ -57,7 +57,7 @@ class Found:
 
     Attributes:
         taken: when the search began, on the monotonic clock.
-        sockets: by the local port and the other end. One end may have several connections to one port, at different
+        sockets: the sockets by local port and other end. One end may have several connections to one port, at different
             addresses of this machine.
     """
 
@@ -68,7 +68,7 @@ class Found:
 def parse_peer(peer: str) -> Remote:
     """Parses gRPC's text for the caller, such as `ipv4:192.0.2.7:1` or `ipv6:%5B2001:db8::7%5D:1`.
 
-    Any other text becomes a `Remote` that no socket has; that of a call that was cancelled at once is empty.
+    Any other text becomes a `Remote` that no socket has. The text is empty for a call that was cancelled at once.
     """
     host, _, port = unquote(peer.partition(":")[2]).rpartition(":")
     return _remote(host, int(port)) if host and port.isdecimal() else Remote(peer, 0)
@@ -92,7 +92,7 @@ class SocketSearch:
         with self._lock:
             began = self._clock()
             if began >= self._next:
-                with suppress(OSError):  # without a free descriptor the last result stands
+                with suppress(OSError):  # without a free descriptor the last result remains
                     self._found = Found(began, search())
                 ended = self._clock()
                 self._next = ended + _PAUSE * (ended - began)
@@ -150,7 +150,7 @@ def hang_up(handles: tuple[Handle, ...]) -> None:
 
 @contextmanager
 def _skipped() -> Iterator[None]:
-    """Suppresses the error of a descriptor that is closed or no socket, but not that no descriptor is free."""
+    """Suppresses errors of descriptors that are closed or not sockets. An error for lack of descriptors is raised."""
     try:
         yield
     except struct.error:
@@ -167,7 +167,7 @@ def _borrowed(descriptor: int) -> Iterator[socket.socket]:
     Raises:
         OSError: it is closed, or not a socket, or this process has no free descriptor.
     """
-    # Of a file no duplicate may be closed: the process would lose its POSIX locks on that file.
+    # Never duplicate the descriptor of a file: closing the duplicate releases the POSIX locks on that file.
     if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
         raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK))
     own = os.dup(descriptor)
@@ -191,6 +191,6 @@ def _inode(one: socket.socket) -> int:
 
 
 def _remote(host: str, port: int) -> Remote:
-    """Normalizes an address that may have brackets or a zone, or be an IPv4 address within IPv6."""
+    """Normalizes an address, which may have brackets or a zone, or be IPv4 mapped to IPv6."""
     address = host.strip("[]").partition("%")[0]
     return Remote(address.removeprefix("::ffff:") if "." in address else address, port)

@@ -1,4 +1,4 @@
-"""Who may call: TLS between peers, the run's tokens, and names that callers may use."""
+"""Admits callers: TLS between peers, the tokens of the run, and the endpoints that a certificate covers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HEADER = "authorization"
 """The metadata in which a token travels, as `Bearer TOKEN`."""
 
 HEALTH_CHECK = "/grpc.health.v1.Health/Check"
-"""Answered without a token: whoever watches over machines has none."""
+"""Answered without a token, because monitoring has none."""
 
 HEALTH_WATCH = "/grpc.health.v1.Health/Watch"
 """A stream that never ends by itself."""
@@ -43,7 +43,7 @@ _CLAIMS: dict[Method[Any, Any], Callable[[Any], str]] = {
     methods.EXCHANGE: lambda digest: str(digest.endpoint),
     methods.SUBSCRIBE: lambda digest: str(digest.endpoint),
 }
-"""What a request says about who sends it. Of a record in `Push` its signature tells, see `discovery.certified`."""
+"""The endpoint that a request names as its sender. Records in `Push` carry signatures, see `discovery.certified`."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler[Any, Any] | None"]]
@@ -55,17 +55,17 @@ def server_credentials(tls: Tls) -> grpc.ServerCredentials:
 
 
 def channel_credentials(tls: Tls) -> grpc.ChannelCredentials:
-    """For the calling side; gRPC compares the certificate of whom it reaches with the host that it dials."""
+    """For the calling side; gRPC compares the certificate of the callee with the host that it dials."""
     return grpc.ssl_channel_credentials(tls.ca_pem, tls.key_pem, tls.certificate_pem)
 
 
 def call_metadata(tokens: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """What goes with every call."""
+    """Returns the metadata of every call."""
     return ((HEADER, f"Bearer {tokens[0]}"),) if tokens else ()
 
 
 def is_token(value: str | bytes, tokens: Sequence[str]) -> bool:
-    """Whether a header carries one of the tokens; it takes the same time whichever it is, or none."""
+    """Whether a header carries one of the tokens. The comparison takes the same time for every header."""
     raw = value if isinstance(value, bytes) else value.encode(errors="replace")
     scheme, _, given = raw.partition(b" ")
     digest = sha256(given.strip()).digest()
@@ -74,23 +74,23 @@ def is_token(value: str | bytes, tokens: Sequence[str]) -> bool:
 
 
 def needs_token(path: str, inspection: Inspection) -> bool:
-    """Whether a method is for token holders, where a run has tokens."""
+    """Whether a method requires a token in a run that has tokens."""
     return path != HEALTH_CHECK and not (inspection is Inspection.ON and path.startswith(_INSPECTION))
 
 
 def denial(path: str, headers: Sequence[tuple[str, str | bytes]], credentials: Credentials) -> str | None:
-    """Why a call is refused, for its caller; None if it is not."""
+    """Returns why a call is refused, as text for its caller; None if it is accepted."""
     if not credentials.tokens or not needs_token(path, credentials.inspection):
         return None
     given = [value for name, value in headers if name == HEADER]
     if any(is_token(value, credentials.tokens) for value in given):
         return None
-    told = "and the one that was sent is not one of this run's" if given else "and none was sent"
-    return f"this run wants a token, {told}; it goes in the metadata as 'authorization: Bearer TOKEN'"
+    told = "and the token that was sent is not one of this run" if given else "and none was sent"
+    return f"this run requires a token, {told}; send it in the metadata as 'authorization: Bearer TOKEN'"
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):
-    """Lets in the calls that carry a token, where the run has tokens; of every service, and of unknown ones."""
+    """Refuses calls without a token in a run that has tokens, also those to unknown services."""
 
     def __init__(self, credentials: Credentials, refusals: Refusals) -> None:
         self._credentials = credentials
@@ -110,12 +110,12 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
             self._refusals.note(host_of(context), refusal)
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, refusal)
 
-        # Of this shape whatever the method's: it needs no message to answer.
+        # Stream to stream for every method: this answers without reading a message.
         return grpc.stream_stream_rpc_method_handler(deny)
 
 
 class Callers:
-    """Who calls: how many calls of one host are in progress, and which endpoints it may call its own.
+    """Counts the calls in progress of each host, and checks the endpoints that callers use.
 
     Attributes:
         refusals: of whatever calls.
@@ -130,10 +130,10 @@ class Callers:
 
     @contextmanager
     def call(self, context: Context, path: str) -> Iterator[None]:
-        """Around a call in progress, of any service.
+        """A context for one call of any service.
 
         Raises:
-            BusyError: its host has too many.
+            BusyError: too many calls of the same host are in progress.
         """
         host = host_of(context)
         watch = path == HEALTH_WATCH
@@ -146,12 +146,12 @@ class Callers:
                 raise
 
     def read(self, method: Method[Request, Any], context: Context) -> Callable[[bytes], Request]:
-        """What decodes the messages of a call, and checks in whose name they are.
+        """Returns a function that decodes the messages of a call and checks which endpoint they name as the sender.
 
         Raises:
-            ForeignEndpointError: from the returned function, if its certificate does not stand for that endpoint, or
-                has expired since the connection was made.
-            ProtocolViolationError: likewise, if a message is malformed.
+            ForeignEndpointError: from the returned function, if the caller's certificate is not valid for that
+                endpoint, or has expired since the connection was made.
+            ProtocolViolationError: from the returned function, if a message is malformed.
         """
         claim = _CLAIMS.get(method) if self._authenticated else None
         if claim is None:
@@ -162,10 +162,10 @@ class Callers:
             endpoint = claim(request)
             try:
                 check_claim(endpoint, certified_hosts(context), lambda: certificate_of(context))
-                # Whoever is in a group was let in while it was valid, and to end the round is no offence.
+                # A member joined its group with a valid certificate, and may finish the round with an expired one.
                 if endpoint and method is not methods.AGGREGATE_PART:
                     check_validity(endpoint, context)
-            except ForeignEndpointError as error:  # of which not all methods make a refusal of the call
+            except ForeignEndpointError as error:  # some methods report it only within their reply
                 self.refusals.note(host_of(context), f"it {error}")
                 raise
             return request
@@ -187,32 +187,32 @@ def _counted(counter: Counter[str], host: str, most: int, what: str) -> Iterator
 
 
 def host_of(context: Context) -> str:
-    """The address from which somebody calls, without the port."""
+    """Returns the address of a caller, without the port."""
     return context.peer().rpartition(":")[0]
 
 
 def certified_hosts(context: Context) -> list[str]:
-    """The hosts for which the certificate of a caller stands."""
+    """Returns the hosts for which the certificate of a caller is valid."""
     told = context.auth_context()
     return [raw.decode(errors="replace") for kind in ("peer_dns", "peer_ip") for raw in told.get(kind, ())]
 
 
 def certificate_of(context: Context) -> x509.Certificate | None:
-    """The certificate of a caller; None on a connection without TLS."""
+    """Returns the certificate of a caller; None on a connection without TLS."""
     pems = context.auth_context().get("x509_pem_cert", ())
     return next(map(_certificate, pems), None)
 
 
 def check_claim(endpoint: str, hosts: Sequence[str], certificate: Callable[[], x509.Certificate | None]) -> None:
-    """Whether a caller may call itself `endpoint`. A malformed name is refused later, by the service that is called.
+    """Checks that a caller may use `endpoint` as its own. The called service refuses malformed names later.
 
     Args:
         endpoint: the claimed name.
-        hosts: the hosts for which the caller's certificate stands.
+        hosts: the hosts for which the caller's certificate is valid.
         certificate: returns the caller's certificate; called only for the names of clients, which have no host.
 
     Raises:
-        ForeignEndpointError: it may not.
+        ForeignEndpointError: the name belongs to another certificate.
     """
     if endpoint.startswith(CLIENT_PREFIX):
         owner = certificate()
@@ -221,16 +221,16 @@ def check_claim(endpoint: str, hosts: Sequence[str], certificate: Callable[[], x
         return
     if is_endpoint(endpoint) and not covers(hosts, parse_address(endpoint)[0]):
         told = ", ".join(hosts) or "no host"
-        raise ForeignEndpointError(f"calls itself {endpoint}, but its certificate stands for {told}")
+        raise ForeignEndpointError(f"calls itself {endpoint}, but its certificate is for {told}")
 
 
 def check_validity(endpoint: str, context: Context) -> None:
-    """Whether the certificate of a caller that calls itself `endpoint` is still valid: a connection may last for weeks.
+    """Checks that the certificate of a caller is still valid: a connection may last for weeks.
 
-    Its records are believed no longer, so whoever took it into a group would spoil that for all the others.
+    Other peers reject the records of a peer with an expired certificate, so a group with it would fail.
 
     Raises:
-        ForeignEndpointError: it is not.
+        ForeignEndpointError: the certificate has expired, or is not valid yet.
     """
     certificate = certificate_of(context)
     if certificate is not None and (problem := validity_problem(certificate, time.time())):

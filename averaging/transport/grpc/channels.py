@@ -85,7 +85,7 @@ class Channels:
             await self._close_unused()
 
     def _drop_unused(self, endpoint: str) -> None:
-        """Replaces a channel that was unused for long, because a router may have dropped its connection silently."""
+        """Replaces a channel after a long pause, because a router may have dropped its connection silently."""
         unused = self._connections.get(endpoint)
         if unused and not unused.users and asyncio.get_running_loop().time() - unused.unused_since > UNUSED_SECONDS:
             self._replaced.add(self._connections.pop(endpoint))

@@ -1,7 +1,6 @@
-"""Limits on the content of messages.
+"""Limits on the content of messages, checked before Python objects are made of the items.
 
-They are checked before a Python object is made of each item. A message of 30 MiB can contain 15 million empty items,
-which would block a peer for half a minute and use gigabytes.
+A message of 30 MiB can contain 15 million empty items, which would block a peer for half a minute and use gigabytes.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from averaging.errors import ProtocolViolationError
 Items = TypeVar("Items", bound=Sequence[object])
 
 MAX_RECORDS = 1 << 15
-"""Records of discovery, and entries of a digest: twice as many as a peer holds."""
+"""Records of discovery, or entries of a digest: twice the number that a peer holds."""
 
 MAX_RUMOURS = 1 << 10
 """Records in a push."""

@@ -1,7 +1,6 @@
-"""Every method of the wire, once for both sides: its path, and how its request and its reply become bytes.
+"""Every method of the wire, for both sides: its path, and how its messages are encoded and decoded.
 
-gRPC itself is given bytes only, so that a malformed message is seen here and not by gRPC, which would answer UNKNOWN
-or hand over None.
+gRPC passes only bytes, so that malformed messages are detected here. gRPC itself would answer UNKNOWN or return None.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ class Method(Generic[Request, Reply]):
     """One method of a service.
 
     Attributes:
-        max_request_bytes: a longer request is refused before it is decoded; None is as long as messages may be.
-        max_reply_bytes: likewise.
+        max_request_bytes: longer requests are refused before they are decoded; with None the limit of all messages.
+        max_reply_bytes: the same for replies.
     """
 
     service: str
@@ -39,24 +38,24 @@ class Method(Generic[Request, Reply]):
     max_reply_bytes: int | None = None
 
     def read_request(self, raw: bytes) -> Request:
-        """Decodes a request of another peer's.
+        """Decodes a request of another peer.
 
         Raises:
-            ProtocolViolationError: it is too long, or malformed.
+            ProtocolViolationError: the request is too long or malformed.
         """
         return self.decode_request(message_limits.short(raw, self.max_request_bytes, self.path))
 
     def read_reply(self, raw: bytes) -> Reply:
-        """Decodes a reply of another peer's.
+        """Decodes a reply of another peer.
 
         Raises:
-            ProtocolViolationError: it is too long, or malformed.
+            ProtocolViolationError: the reply is too long or malformed.
         """
         return self.decode_reply(message_limits.short(raw, self.max_reply_bytes, self.path))
 
     @property
     def path(self) -> str:
-        """As HTTP/2 carries it."""
+        """The path in HTTP/2, such as `/averaging.v1.Gossip/Push`."""
         return f"/{self.service}/{self.name}"
 
 
@@ -164,4 +163,4 @@ REQUEST_BYTES: Mapping[str, int | None] = {
         GET_SCHEMA,
     )
 }
-"""The `max_request_bytes` of every method, by its path."""
+"""The `max_request_bytes` of every method, by path."""

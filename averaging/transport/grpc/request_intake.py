@@ -1,7 +1,7 @@
-"""Receives the requests of all services on the port: counts the calls, and limits their time and their memory.
+"""Receives the requests of all services: counts the calls, and limits their time and memory.
 
-For a method with one request gRPC reads that request before it calls the handler, however long that takes. This module
-therefore registers every method as one with a stream of requests, of which gRPC reads none by itself.
+gRPC reads the request of a unary method before it calls the handler, without a time limit. Every method is therefore
+registered with a stream of requests, from which gRPC reads nothing before the handler does.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def seconds_for(path: str) -> float | None:
 
 
 class RequestReader:
-    """The requests of one call. As an iterator, it decodes them.
+    """Reads the requests of one call, and decodes them when it is used as an iterator.
 
     Attributes:
-        call: bounds what gRPC holds for them.
+        call: bounds the memory that gRPC holds for the requests.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class RequestReader:
         self._seconds = seconds_for(path)
 
     async def read(self) -> bytes | None:
-        """Reads the next request; None after the last one, or if the caller is gone."""
+        """Reads the next request; None after the last one, or if the caller has disconnected."""
         raw = await self._context.read()
         if not isinstance(raw, bytes):
             return None
@@ -58,11 +58,11 @@ class RequestReader:
         return raw
 
     async def only(self, *, to_the_end: bool) -> Any:
-        """Reads and decodes the request of a method that has one.
+        """Reads and decodes the only request of a unary method.
 
         Args:
-            to_the_end: also wait until the caller closes its side of the stream. Without that it could send more while
-                it is answered, and nobody reads that.
+            to_the_end: also wait until the caller closes its side of the stream. Otherwise it could send more, unread,
+                while it is answered.
 
         Raises:
             ProtocolViolationError: the request is late or malformed, or it is not exactly one.
@@ -86,7 +86,7 @@ class RequestReader:
         return self
 
     async def __anext__(self) -> Any:
-        """Reads and decodes the next request. The stream ends when that does not arrive in time."""
+        """Reads and decodes the next request. The iteration ends if none arrives in time."""
         try:
             async with asyncio.timeout(self._seconds):
                 raw = await self.read()
@@ -106,7 +106,7 @@ class RequestReader:
 
 
 class IntakeInterceptor(grpc.aio.ServerInterceptor):
-    """Receives the requests of all calls, also those to unknown methods and those that later interceptors refuse.
+    """Receives the requests of all calls, including calls that are refused later.
 
     Interceptors that replace the handler of a method must come after this one.
     """

@@ -1,4 +1,4 @@
-"""Calls of methods that rooms above the core define, on connections of the same kind as those between peers."""
+"""Calls methods of packages above the core, on the same kind of connections as between peers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 
 def method_of(method: RpcMethod[Request, Reply]) -> Method[Request, Reply]:
-    """The method as the transport knows methods: with what makes bytes of its messages, and messages of bytes."""
+    """Returns the method with functions that encode and decode its messages."""
     return Method(
         method.service,
         method.name,

@@ -40,30 +40,30 @@ Handlers: TypeAlias = "dict[Method[Any, Any], grpc.RpcMethodHandler[Any, Any]]"
 
 
 class _LostEnds(logging.Filter):
-    """Keeps one error of grpcio's out of the log: a caller that goes away while its call ends, which harms nobody."""
+    """Drops one harmless error that grpcio logs: a caller disconnected while its call ended."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is another one."""
+        """Returns whether the record stays in the log."""
         return not record.getMessage().startswith("ExecuteBatchError raised in core by servicer method")
 
 
 _LOST_ENDS = _LostEnds()
 
 END_DOUBT_SECONDS = 0.02
-"""gRPC shows the loss of a caller first as the end of its messages and, within a millisecond, as a cancellation."""
+"""Wait after the last message: gRPC reports the loss of a caller as that, and cancels the call a millisecond later."""
 
 LINGER_SECONDS = 0.5
-"""Seconds for which the stream of a refused sender is still read: some clients lose the reply if a write fails."""
+"""Seconds for which the stream of a refused sender is read: some clients lose the reply if a write fails."""
 
 
 class Server:
-    """Listens from its making on, and answers from `start` on."""
+    """Listens when it is created, and answers calls after `start`."""
 
     def __init__(self, address: str, max_message_bytes: int, credentials: Credentials | None = None) -> None:
-        """Takes the port.
+        """Binds the port.
 
         Raises:
-            ListenError: it cannot be had.
+            ListenError: the port cannot be bound.
         """
         logging.getLogger("grpc._cython.cygrpc").addFilter(_LOST_ENDS)
         self._calls = _Calls()
@@ -112,7 +112,7 @@ class Server:
 
     async def _add_standard_services(self, services: list[str]) -> None:
         servicer = health.aio.HealthServicer()
-        for service in services:  # "", the whole, serves from the start
+        for service in services:  # the whole server, "", serves from the start
             await servicer.set(service, health_pb2.HealthCheckResponse.SERVING)
         health_pb2_grpc.add_HealthServicer_to_server(servicer, self._server)
         if self._credentials.inspection is Inspection.OFF:
@@ -123,7 +123,7 @@ class Server:
         reflection.enable_server_reflection(names, self._server)
 
     async def stop(self, grace: float) -> None:
-        """Gives the port back at once, and calls in progress `grace` seconds to end; returns when all have ended."""
+        """Frees the port, gives calls in progress `grace` seconds before it cancels them, and waits for their end."""
         if not self._started:
             self._started = True
             await self._server.start()  # a server that never ran would keep its port
@@ -138,7 +138,7 @@ class Server:
 
 
 class _Calls(grpc.aio.ServerInterceptor):
-    """The tasks of the calls in progress: gRPC cancels them when it stops, but does not wait until they have ended."""
+    """The tasks of the calls in progress: a stopped gRPC server cancels them but does not wait for their end."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -296,7 +296,7 @@ async def _write(context: Context, path: str, raw: bytes) -> None:
 
 
 class _Messages(Generic[Request]):
-    """What the caller sends, one by one as they are asked for, until it says that there is no more."""
+    """The decoded messages of one caller, each read from gRPC when it is asked for."""
 
     def __init__(self, incoming: RequestReader, decode: Callable[[bytes], Request]) -> None:
         self._incoming = incoming

@@ -150,7 +150,7 @@ class GrpcTransport:
         return call_stream(self._channels, endpoint, methods.DOWNLOAD_STATE, None, headers.of_resume(resume))
 
     async def get_status(self, endpoint: str) -> PeerStatus:
-        """Returns what `endpoint` is doing."""
+        """Returns the status of `endpoint`."""
         return await call_unary(self._channels, endpoint, methods.GET_STATUS, None)
 
     async def get_schema(self, endpoint: str) -> Schema:

@@ -23,10 +23,10 @@ from averaging.transport.grpc.accepted_sockets import SEARCH, Found, Handle, Rem
 logger = logging.getLogger("averaging.transport")
 
 LOOK_SECONDS = 0.05
-"""While calls are unfinished, the bytes on their connections are counted this often."""
+"""Interval at which the bytes on connections with unfinished calls are counted."""
 
 _PAUSE = 10
-"""The next count waits for at least this many times as long as the last one took, 0.02 ms for each connection."""
+"""Minimum pause between two counts, as a multiple of the duration of the last one (0.02 ms per connection)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,9 @@ class Limits:
     """Bytes that unfinished calls may hold.
 
     Attributes:
-        per_connection: on one connection.
-        per_host: on all connections of one address.
-        in_all: on all connections.
+        per_connection: limit of one connection.
+        per_host: limit of all connections from one address.
+        in_all: limit of all connections.
     """
 
     per_connection: int
@@ -81,7 +81,7 @@ class _Connection:
         remote: its other end.
         since: when its first call began, on the monotonic clock.
         handles: its sockets; empty until they are found.
-        calls: the unfinished calls, each with the `level` at which it began: what came before belongs to other calls.
+        calls: the unfinished calls, each with the `level` when it began: earlier bytes belong to other calls.
         taken: bytes of messages that were read.
         level: bytes that have arrived, less `taken`, at the last count.
     """
@@ -120,28 +120,28 @@ class UnfinishedCall:
         connection.calls[self] = connection.level
 
     def took(self, nbytes: int) -> None:
-        """A message was read. While the call is unfinished, its bytes count as held until `release`."""
+        """Records that a message was read. In an unfinished call its bytes count as held until `release`."""
         self._read += nbytes
         if self not in self._connection.calls:
             self.release()
 
     def release(self) -> None:
-        """The messages that were read are no longer in memory."""
+        """Records that the messages that were read are no longer in memory."""
         self._connection.taken += self._read
         self._read = 0
 
     def finish(self) -> None:
-        """The call is no longer unfinished: from now on, others bound what its caller sends."""
+        """Ends the count of this call. The service that reads it bounds what the caller sends from now on."""
         self.release()
         self._connection.calls.pop(self, None)
 
     @asynccontextmanager
     async def until_hung_up(self) -> AsyncIterator[None]:
-        """A context for all that serves the call, except for telling the caller of an error.
+        """A context for everything that serves the call, except for the reply with an error.
 
         Raises:
-            BusyError: the connection was closed for what it holds. The caller must be told of it: gRPC may notice that
-                the connection is closed only when it writes, and holds everything until then, up to 20 s.
+            BusyError: the connection was closed because it holds too much. An error must be sent to the caller: gRPC
+                may notice the closed connection only when it writes, and keeps the memory until then, up to 20 s.
         """
         try:
             async with asyncio.timeout(None) as self._limit:
@@ -192,7 +192,7 @@ class UnfinishedCalls:
 
     @contextmanager
     def call(self, peer: str) -> Iterator[UnfinishedCall]:
-        """A context for a call of `peer`, as gRPC writes it; entered before anything of the request is read."""
+        """A context for a call of `peer`, as gRPC writes it. Enter it before the request is read."""
         call = UnfinishedCall(self._connection(parse_peer(peer)))
         self._look_in(LOOK_SECONDS)
         try:
@@ -213,8 +213,8 @@ class UnfinishedCalls:
             else:
                 self._end(one)
         for remote in excess(held, self._limits):
-            told = "closed the connection of %s: its unfinished requests hold %.0f MiB"
-            logger.warning(told, remote, held[remote] / (1 << 20))
+            text = "closed the connection of %s: its unfinished requests hold %.0f MiB"
+            logger.warning(text, remote, held[remote] / (1 << 20))
             self._end(self._connections[remote])
 
     def _connection(self, remote: Remote) -> _Connection:
@@ -239,7 +239,7 @@ class UnfinishedCalls:
             self._look_in(max(LOOK_SECONDS, _PAUSE * (self._clock() - began)))
 
     def _has_work(self) -> bool:
-        """Whether a call is unfinished, or the socket of a connection was not searched for."""
+        """Whether a call is unfinished, or the socket of a connection has not been searched for."""
         return any(one.calls or one.since >= self._found.taken for one in self._connections.values())
 
     def _find_sockets(self) -> None:
@@ -253,7 +253,7 @@ class UnfinishedCalls:
                 continue
             handles = found.sockets.get((self._port, one.remote), ())
             if one.handles and handles and handles != one.handles:
-                self._end(one)  # another connection has come from the same address and port
+                self._end(one)  # a later connection from the same address and port
             elif handles or one.calls:
                 one.handles = one.handles or handles
             else:
