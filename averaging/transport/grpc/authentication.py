@@ -47,8 +47,16 @@ Continuation = Callable[[grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHand
 
 
 def server_credentials(tls: Tls) -> grpc.ServerCredentials:
-    """For the listening side: callers without a certificate of an authority are turned away."""
-    return grpc.ssl_server_credentials([(tls.key_pem, tls.certificate_pem)], tls.ca_pem, require_client_auth=True)
+    """For the listening side: callers without a certificate of an authority are turned away.
+
+    Each connection has a configuration of its own, and with it a key of its own for session tickets, so that nobody can
+    resume a session: a resumed one does not show the caller's certificate again, which may have expired meanwhile.
+    """
+
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration([(tls.key_pem, tls.certificate_pem)], tls.ca_pem)
+
+    return grpc.dynamic_ssl_server_credentials(configuration(), configuration, require_client_authentication=True)
 
 
 def channel_credentials(tls: Tls) -> grpc.ChannelCredentials:
