@@ -28,13 +28,14 @@ class ReducerLiveness:
         deed: what it did when it was given up.
         seconds: for which there had been no progress then.
         deadline: of that, in seconds, and its basis.
+        holds_up: why it was given up although it was not silent; empty if it was.
     """
 
     def __init__(self, name: str, transport: Transport, watch: WaitMonitor, limit: asyncio.Timeout) -> None:
         self._name, self._transport, self._watch, self._limit = name, transport, watch, limit
         self._passed: asyncio.Queue[tuple[int, float]] = asyncio.Queue()  # at which step, and seconds waited
         self._steps = 0
-        self.deed, self.seconds, self.deadline = "no reply", 0.0, (0.0, "")
+        self.deed, self.seconds, self.deadline, self.holds_up = "no reply", 0.0, (0.0, ""), ""
 
     async def __aenter__(self) -> Self:
         deadlines = self._watch.deadlines
@@ -66,6 +67,11 @@ class ReducerLiveness:
     def answered_all(self) -> None:
         """Only the end of its stream is still to come. One that never ends it holds nobody up for longer than this."""
         self._watch.begin(self._name, Phase.REPLY, lambda *_: self._expire(), self._watch.deadlines.shortest)
+
+    def give_up(self, deed: str) -> None:
+        """It replies in time, but holds the round up."""
+        self.holds_up = deed
+        self._expire()
 
     def _expire(self) -> None:
         self._limit.reschedule(asyncio.get_running_loop().time())

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from averaging.allreduce.drop_codes import ANSWERS, code_of
+from averaging.allreduce.hold_ups import HoldUps, blocking
 from averaging.allreduce.partition import Part, packed_sizes
 from averaging.allreduce.robust_reducer import reducer_for
 from averaging.allreduce.round_account import RoundAccount
@@ -52,6 +53,7 @@ class _Sender:
     doubted: bool = False
     farewell: Dropped | None = None  # what a further stream in its name has said
     done: asyncio.Event = field(default_factory=asyncio.Event)
+    count: int = 0  # parts that it has delivered
     delivered: dict[int, _Delivered] = field(default_factory=dict)  # its parts that await their average
 
 
@@ -89,6 +91,7 @@ class ReducerSide:
     ) -> None:
         self._me = me
         self._proven = proven
+        self._reach = reach
         self._parts = parts
         self._first_nbytes = sum(packed_sizes(schema, parts[:1]))
         self._schema = schema
@@ -101,6 +104,25 @@ class ReducerSide:
         self._reducer = reducer_for(schema.aggregation, [part.numel for part in parts], weights)
         self._over = False
         self._failure: LyingLeaderError | None = None
+
+    @property
+    def unfinished(self) -> list[str]:
+        """The senders that are waited for, or for which this member has averages."""
+        return [name for name, sender in self._senders.items() if not sender.done.is_set()]
+
+    def give_up_who_holds_up(self, hold_ups: HoldUps, now: float) -> None:
+        """Gives up the senders for which others have waited for too long, `now` seconds after the round began."""
+        if self._tensors is None:
+            return  # all wait for this member
+        unfinished = self.unfinished
+        counts = {name: one.count for name, one in self._senders.items() if name not in self._tally.dropped}
+        holding = blocking(counts, self._reach)
+        untaken = all(count == len(self._parts) for count in counts.values()) and len(unfinished) < len(counts)
+        if untaken or all(map(self._watch.on_probation, unfinished)):
+            holding.update(unfinished)  # only this member waits for them
+        for name, deed in hold_ups.look(holding, now).items():
+            self._watch.held_up(name)
+            self._drop(Dropped(name, deed, DropCode.ROUND_DEADLINE))
 
     def begin(self) -> None:
         """The senders are waited for from now on. Parts are taken in, but none is answered before `run`."""
@@ -328,6 +350,7 @@ class ReducerSide:
     def _take(self, name: str, sender: _Sender, number: int, message: AveragingData, values: torch.Tensor) -> None:
         wire = message.tensor_part or WireTensor()
         self._reducer.add(name, values)
+        sender.count += 1
         self._tally.received_part(name, len(wire.buffer))
         kept = values if self._schema.reply is ReplyForm.DELTA else _NOTHING
         sender.delivered[number] = _Delivered(CompressionType(wire.compression), kept)

@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 import torch
 
+from averaging.allreduce.hold_ups import HoldUps
 from averaging.allreduce.partition import Part, busiest_link, packed_size, packed_sizes, partition, shares
 from averaging.allreduce.reducer_side import ReducerSide
 from averaging.allreduce.round_account import Adopting, RoundAccount, RoundResult
@@ -30,6 +31,10 @@ from averaging.protocol.schema import ReplyForm, Schema
 from averaging.transport.base import Transport
 
 Prepare: TypeAlias = "Callable[[], Awaitable[Sequence[torch.Tensor]]]"
+
+SPARE = 8
+"""So many times `min_part_timeout` before its deadline a round goes on without senders that hold it up, so that the
+averages of the others still arrive. It is more where the bytes take long, and half of `timeout` at most."""
 
 FAREWELL_SECONDS = 1.0
 """How long a member that gives up tries to tell the others."""
@@ -113,6 +118,7 @@ class AllReduce:
                 self._reducing.begin()
                 tensors = await prepare()
                 self._tally.ready()
+                self._watch.at_every_look(self._look_for_hold_ups(timeout))
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(self._reducing.run(tensors))
                     for name, parts in self._reducers.items():
@@ -121,10 +127,12 @@ class AllReduce:
             told = f"timeout + {self._at_slow_links:.1f} s for its bytes at 10 Mbit/s"
             whole = f"the round's deadline of {seconds:.1f} s = {told} passed before"
             self._reducing.drop_unfinished(f"{whole} it was done")
-            for name, parts in self._reducers.items():
-                if any(part not in self._tally.arrived for part in parts):
-                    reason = f"{whole} its last average came"
-                    self._tally.lose(Dropped(name, reason, DropCode.ROUND_DEADLINE))
+            missing = self._sending.unfinished
+            for name in missing:
+                self._tally.lose(Dropped(name, f"{whole} its last average came", DropCode.ROUND_DEADLINE))
+            if len(self._reducers) == 1:  # of several one is given up earlier, unless all are as slow
+                for name in missing:
+                    self._watch.held_up(name)
         except BaseExceptionGroup as group:
             lies, others = group.split(LyingLeaderError)
             if lies is None or others is not None:
@@ -148,6 +156,24 @@ class AllReduce:
         code = MessageCode.CANCELLED if leaves else MessageCode.INTERNAL_ERROR
         self._reducing.close(code)
         await self._sending.say_farewell(list(self._reducers), code, FAREWELL_SECONDS)
+
+    def _look_for_hold_ups(self, timeout: float) -> Callable[[float], None]:
+        """Gives up who holds the round up, as early as leaves the others the time to finish it.
+
+        Args:
+            timeout: of the round, see `run`.
+        """
+        allowed, whole = self._watch.deadlines.lower, timeout + self._at_slow_links
+        spare = min(timeout / 2, max(SPARE * allowed, self._at_slow_links / 2))
+        senders = HoldUps(whole - spare, allowed, self._watch.on_probation)
+        reducers = HoldUps(whole - spare / 2, allowed, self._watch.on_probation)  # it may itself have waited for one
+
+        def look(now: float) -> None:
+            self._reducing.give_up_who_holds_up(senders, now)
+            if not self._reducing.unfinished:
+                self._sending.give_up_who_holds_up(reducers, now)
+
+        return look
 
     async def _exchange(self, name: str, parts: Sequence[Part], tensors: Sequence[torch.Tensor]) -> None:
         lost = await self._sending.send_to(name, parts, tensors)

@@ -10,6 +10,7 @@ from contextlib import aclosing
 import torch
 
 from averaging.allreduce.drop_codes import ANSWERS, code_of
+from averaging.allreduce.hold_ups import HoldUps
 from averaging.allreduce.partition import Part, packed_sizes
 from averaging.allreduce.reducer_liveness import ReducerLiveness
 from averaging.allreduce.round_account import RoundAccount
@@ -57,6 +58,27 @@ class SenderSide:
         self._watch = watch
         self._ahead = ahead
         self._non_finite = non_finite
+        self._awaited: dict[str, ReducerLiveness] = {}  # the reducers of which averages are missing
+        self._begun = 0  # of how many they were in the beginning
+
+    @property
+    def unfinished(self) -> list[str]:
+        """The reducers of which averages are missing."""
+        return list(self._awaited)
+
+    def give_up_who_holds_up(self, hold_ups: HoldUps, now: float) -> None:
+        """Gives up reducers for which alone this member has waited for too long.
+
+        Args:
+            hold_ups: of this side.
+            now: in seconds since the round began.
+        """
+        some_are_done = len(self._awaited) < self._begun
+        alone = some_are_done or all(map(self._watch.on_probation, self._awaited))
+        holding = self.unfinished if alone else []
+        for name, deed in hold_ups.look(holding, now).items():
+            self._watch.held_up(name)
+            self._awaited[name].give_up(deed)
 
     async def send_to(self, name: str, parts: Sequence[Part], tensors: Sequence[torch.Tensor]) -> Dropped | None:
         """Sends `name` its parts and collects their averages, until all are in or it is lost.
@@ -81,6 +103,8 @@ class SenderSide:
                 asyncio.timeout(None) as limit,
                 ReducerLiveness(name, self._transport, self._watch, limit) as silence,
             ):
+                self._awaited[name] = silence
+                self._begun += 1
                 outgoing = self._messages(name, parts, tensors, pace, silence.progress)
                 async with aclosing(self._transport.aggregate_part(name, outgoing)) as replies:
                     # Read on after the last reply, to the end of the stream: closing it early would look like a loss.
@@ -97,11 +121,15 @@ class SenderSide:
                             silence.answered_all()
             lost = Dropped(name, f"ended its stream after {done()}", DropCode.CONNECTION_LOST)
         except TimeoutError:
-            lost = Dropped.overdue(name, silence.deed, silence.seconds, *silence.deadline, after=done())
+            if silence.holds_up:
+                lost = Dropped(name, f"{silence.holds_up}, after {done()}", DropCode.ROUND_DEADLINE)
+            else:
+                lost = Dropped.overdue(name, silence.deed, silence.seconds, *silence.deadline, after=done())
         except TransportError as error:
             lost = Dropped(name, f"{error.reason} after {done()}", code_of(error))
         except ProtocolViolationError as error:
             lost = Dropped(name, f"{error} after {done()}", ANSWERS.get(answer, code_of(error)))
+        self._awaited.pop(name, None)  # but not if the round's deadline has passed, which asks who is missing
         if received == len(parts):
             self._watch.done(name, Phase.REPLY)
             return None

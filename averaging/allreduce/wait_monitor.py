@@ -49,6 +49,7 @@ class WaitMonitor:
         self._learned: dict[tuple[str, Phase], Deadline] = {}  # nothing is learned of a member before it is done
         self._guesses: dict[Phase, Guesses] = {}  # of all that is known, so not for every member anew
         self._heard = False
+        self._looks: list[Callable[[float], None]] = []
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None, None]:
@@ -64,6 +65,10 @@ class WaitMonitor:
                 ticking.cancel()
         if failure is not None:
             raise failure
+
+    def at_every_look(self, look: Callable[[float], None]) -> None:
+        """From now on `look` is called at every tick of the clock, with the fair seconds since the round began."""
+        self._looks.append(look)
 
     def begin(
         self, name: str, phase: Phase, overdue: Overdue, deadline: Deadline | None = None, *, waited: float = 0.0
@@ -135,6 +140,14 @@ class WaitMonitor:
         """It is given up at a deadline."""
         self.deadlines.missed(name, phase, self._size, _now())
 
+    def held_up(self, name: str) -> None:
+        """It is given up since it has held the whole round up."""
+        self.deadlines.probation.held_up(name, _now())
+
+    def on_probation(self, name: str) -> bool:
+        """Whether it has held a whole round up lately."""
+        return self.deadlines.probation.includes(name, _now())
+
     def _fair(self) -> float:
         return self._clock.at(_now()) if self._clock else 0.0
 
@@ -148,6 +161,8 @@ class WaitMonitor:
             if waited >= wait.deadline.seconds and self._waits.get(key) is wait:
                 del self._waits[key]
                 wait.overdue(waited, wait.deadline)
+        for look in self._looks:
+            look(now)
 
     async def _tick(self, clock: FairClock) -> None:
         self._clock = clock

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from averaging.deadlines.donor_rates import Rates
+from averaging.deadlines.probation import Probation
 
 MEDIAN_FACTOR = 4.0
 """A deadline is so many times the median wait, so that a link may be three times slower in the next round ..."""
@@ -148,12 +149,14 @@ class Deadlines:
 
     Attributes:
         rates: how fast the others have delivered their state.
+        probation: who has held a whole round up.
     """
 
     def __init__(self, lower: float, upper: float, longest: str = "part_timeout") -> None:
         self.lower, self.upper = min(lower, upper), upper
         self._longest = longest
         self.rates = Rates()
+        self.probation = Probation()
         self._known: OrderedDict[_Key, _Known] = OrderedDict()  # the one not used for longest first
 
     def __len__(self) -> int:

@@ -39,7 +39,7 @@ class DropCode(StrEnum):
     SILENT = "silent"
     """It sent or took nothing for longer than its deadline."""
     ROUND_DEADLINE = "round_deadline"
-    """The deadline of the whole round passed before it was done."""
+    """The deadline of the whole round passed before it was done, or it held the others up for too long."""
     CONNECTION_LOST = "connection_lost"
     """The connection broke or could not be made, or it ended a stream early."""
     REFUSED = "refused"
