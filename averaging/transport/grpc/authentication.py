@@ -23,6 +23,7 @@ from averaging.transport.grpc import methods
 from averaging.transport.grpc.channel_options import MAX_CALLS_PER_HOST
 from averaging.transport.grpc.methods import Method
 from averaging.transport.grpc.refused_callers import Refusals
+from averaging.transport.grpc.unread_replies import UnreadReplies
 
 Request = TypeVar("Request")
 
@@ -124,10 +125,12 @@ class Callers:
 
     Attributes:
         refusals: of whatever calls.
+        unread: the replies to them that are on their way.
     """
 
     def __init__(self, *, authenticated: bool, max_calls_per_host: int = MAX_CALLS_PER_HOST) -> None:
         self.refusals = Refusals()
+        self.unread = UnreadReplies()
         self._authenticated = authenticated
         self._most = max_calls_per_host
         self._calls: Counter[str] = Counter()

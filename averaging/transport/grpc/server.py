@@ -15,7 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from averaging.config import Inspection
-from averaging.errors import ListenError, ProtocolViolationError
+from averaging.errors import ListenError
 from averaging.observe.status import PeerStatus
 from averaging.protocol.messages import Record
 from averaging.protocol.schema import Schema
@@ -23,7 +23,7 @@ from averaging.security.credentials import Credentials
 from averaging.transport.base import AveragingService, GossipService
 from averaging.transport.grpc import headers, methods
 from averaging.transport.grpc.authentication import Callers, TokenInterceptor, host_of, server_credentials
-from averaging.transport.grpc.channel_options import WRITE_BYTES_PER_SECOND, WRITE_SECONDS, server_options
+from averaging.transport.grpc.channel_options import server_options
 from averaging.transport.grpc.error_mapping import refuse
 from averaging.transport.grpc.methods import Method
 
@@ -118,6 +118,7 @@ class Server:
             raise
         finally:
             await self._calls.ended()
+            await self._callers.unread.ended()
 
 
 class _Calls(grpc.aio.ServerInterceptor):
@@ -176,14 +177,14 @@ def _gossip_handlers(service: GossipService, callers: Callers) -> Handlers:
 def _unary(
     method: Method[Request, Reply], callers: Callers, answer: Callable[[Request], Awaitable[Reply]]
 ) -> grpc.RpcMethodHandler[bytes, bytes]:
-    async def handle(raw: bytes, context: Context) -> bytes:
-        try:
-            with callers.call(context):
-                return method.encode_reply(await answer(callers.read(method, context)(raw)))
-        except Exception as error:
-            await refuse(context, method.path, error)
+    async def handle(raw: bytes, context: Context) -> None:
+        await _answer(context, method, callers, raw, one)
 
-    return grpc.unary_unary_rpc_method_handler(handle)
+    async def one(request: Request) -> AsyncGenerator[Reply, None]:
+        yield await answer(request)
+
+    # On the wire it is the same, but this way it is known when the caller has taken the reply.
+    return grpc.unary_stream_rpc_method_handler(handle)
 
 
 def _stream(
@@ -227,7 +228,7 @@ async def _answer(
     """Reads one request and writes the replies to it."""
     try:
         with callers.call(context):
-            await _write_all(context, method, answer(callers.read(method, context)(raw)))
+            await _write_all(context, method, callers, answer(callers.read(method, context)(raw)))
     except Exception as error:
         await refuse(context, method.path, error)
 
@@ -241,33 +242,23 @@ def _both_ways(
         try:
             with callers.call(context):
                 messages = _Messages(context, callers.read(method, context))
-                await _write_all(context, method, answer(messages))
+                await _write_all(context, method, callers, answer(messages))
         except Exception as error:
             await refuse(context, method.path, error)
 
     return grpc.stream_stream_rpc_method_handler(handle)
 
 
-async def _write_all(context: Context, method: Method[Any, Reply], replies: AsyncGenerator[Reply, None]) -> None:
+async def _write_all(
+    context: Context, method: Method[Any, Reply], callers: Callers, replies: AsyncGenerator[Reply, None]
+) -> None:
     """Writes the replies as the caller takes them, and closes their generator however the call ends."""
+    host = host_of(context)
     async with aclosing(replies):
+        if method is not methods.AGGREGATE_PART:  # of a round, whose members have limits of their own
+            callers.unread.check(host)
         async for reply in replies:
-            await _write(context, method.path, method.encode_reply(reply))
-
-
-async def _write(context: Context, path: str, raw: bytes) -> None:
-    """Writes one reply.
-
-    Raises:
-        ProtocolViolationError: the caller has not taken it in a long time. The service is done with it then; of gRPC a
-            stream remains until the caller takes what is on its way, or is gone.
-    """
-    try:
-        async with asyncio.timeout(WRITE_SECONDS + len(raw) / WRITE_BYTES_PER_SECOND):
-            await context.write(raw)
-    except TimeoutError:
-        logger.warning("%s takes no answer to %s and is cut off", context.peer(), path)
-        raise ProtocolViolationError("the caller took no answer for too long") from None
+            await callers.unread.write(context, host, method.path, method.encode_reply(reply))
 
 
 class _Messages(Generic[Request]):
