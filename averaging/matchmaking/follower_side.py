@@ -159,13 +159,15 @@ class FollowerSide:
     def _note(self, search: SearchState, candidate: Declaration) -> Asked:
         """A request to `candidate` begins."""
         own, others = self._deadlines.usual(candidate.endpoint, Phase.VERDICT, 0)
-        answers = self._answers.unanswered(candidate.endpoint), self._answers.doubts(candidate.endpoint)
-        asked = search.asking[candidate.endpoint] = Asked(rules.head_start(own, others, *answers))
+        known, name = self._answers, candidate.endpoint
+        head_start = rules.head_start(own, others, known.unanswered(name), known.doubts(name), known.vain(name))
+        asked = search.asking[name] = Asked(head_start)
         return asked
 
     async def _ask_and_follow_suggestions(self, declared: _Declared, candidate: Declaration, asked: Asked) -> None:
         search, attempts = declared.search, declared.search.attempts
         loop = asyncio.get_running_loop()
+        answers: dict[str, tuple[float, bool]] = {}  # after so many seconds, and whether a group was disbanded
         try:
             for _ in range(1 + rules.MAX_REDIRECTS):
                 began = loop.time()
@@ -177,6 +179,8 @@ class FollowerSide:
                 if search.group is not None:
                     return
                 now, waited = self._clock(), loop.time() - began
+                if code is not MessageCode.NO_CODE:
+                    answers[candidate.endpoint] = waited, code is MessageCode.GROUP_DISBANDED
                 previous = attempts.get(candidate.endpoint)
                 attempts[candidate.endpoint] = rules.refused(
                     previous, candidate.expiration, code, now, self._rng, waited
@@ -192,6 +196,9 @@ class FollowerSide:
                 asked.task = task
         finally:
             search.forget(candidate.endpoint, asked)
+            if search.group is None:
+                for name, (seconds, disbanded) in answers.items():
+                    self._answers.in_vain(name, seconds, loop.time(), disbanded=disbanded)
             declared.news.set()
 
     def _suggestion(self, declared: _Declared, suggested: str) -> Declaration | None:
@@ -310,13 +317,13 @@ class FollowerSide:
             except TimeoutError:
                 self._answers.deserted_by(leader, asyncio.get_running_loop().time())
                 raise TimeoutError("accepted this peer, but neither began a group nor disbanded it") from None
-            self._answers.decided(leader)
             search.answers[leader] = answer.code.name
             if answer.code is MessageCode.BEGIN_ALLREDUCE:
                 group = rules.read_group(answer, self._endpoint, leader, search.gather)
                 if self._only_named:
                     await self._check_members(group, leader, declared.key)
                 search.adopt(group)
+                self._answers.led(leader)
             return answer
         finally:
             search.unfollow(candidate)

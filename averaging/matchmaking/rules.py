@@ -285,7 +285,7 @@ def how_many(awaited: int, overdue: int) -> int:
     return 0 if awaited else min(max(1, overdue), MAX_ASKED)
 
 
-def head_start(own: float | None, others: float | None, unanswered: int, doubts: int) -> float:
+def head_start(own: float | None, others: float | None, unanswered: int, doubts: int, vain: int = 0) -> float:
     """Seconds for which the answer of a peer is awaited: nobody else is asked, and no full group begins meanwhile.
 
     Args:
@@ -293,11 +293,12 @@ def head_start(own: float | None, others: float | None, unanswered: int, doubts:
         others: the median of that over all peers; None if it is known of none.
         unanswered: requests in a row that it did not answer.
         doubts: these, or if it never answered those of the peers that are like it.
+        vain: requests in a row whose answers came late and led to no group.
     """
     if unanswered >= HOPELESS:
         return 0.0
     if own is not None:
-        return min(max(own, LEAST_HEAD_START), LONGEST_HEAD_START)
+        return min(max(own / 2.0 ** min(vain, 10), LEAST_HEAD_START), LONGEST_HEAD_START)
     new = LONGEST_HEAD_START if others is None else NEW_HEAD_START
     new /= 2.0 ** min(doubts, 10)
     return min(max(new, others or 0.0, LEAST_HEAD_START), LONGEST_HEAD_START)

@@ -48,7 +48,7 @@ def test_silent_peers_are_doubted_together_and_one_that_answered_before_for_itse
     assert (found.doubts("192.0.2.9:1"), found.doubts(KNOWN)) == (21, 1)
 
 
-def test_a_deserter_is_remembered_for_a_while_longer_each_time_and_until_it_decides() -> None:
+def test_a_deserter_is_remembered_for_a_while_longer_each_time_and_until_it_leads() -> None:
     found = ResponseHistory()
     found.deserted_by(SILENT, 0.0)
     assert found.standing(SILENT, FIRST_SECONDS - 1) is Standing.DESERTER
@@ -58,7 +58,7 @@ def test_a_deserter_is_remembered_for_a_while_longer_each_time_and_until_it_deci
     for _ in range(2000):
         found.deserted_by(SILENT, 0.0)
     assert found.standing(SILENT, LAST_SECONDS) is Standing.SOUND
-    found.decided(SILENT)
+    found.led(SILENT)
     assert found.standing(SILENT, 0.0) is Standing.SOUND
 
 
@@ -70,3 +70,19 @@ def test_names_without_end_take_no_more_memory_and_not_the_places_of_those_that_
         found.deserted_by(f"192.0.2.9:{number + 1}", 0.0)
     assert found.standing(KNOWN, 0.0) is Standing.SOUND
     assert (len(found._answered), len(found._unanswered), len(found._deserted)) == (1, MAX_REMEMBERED, MAX_REMEMBERED)
+
+
+def test_who_answers_late_and_in_vain_again_and_again_is_taken_for_a_deserter_until_it_leads() -> None:
+    found = ResponseHistory()
+    for _ in range(100):
+        found.in_vain(KNOWN, 0.1, 0.0, disbanded=False)  # refuses at once, as others do
+    assert (found.vain(KNOWN), found.standing(KNOWN, 0.0)) == (0, Standing.SOUND)
+    for number in range(3):
+        assert found.standing(SILENT, 0.0) is Standing.SOUND
+        assert found.vain(SILENT) == number
+        found.in_vain(SILENT, 0.0, 0.0, disbanded=True)
+    assert found.standing(SILENT, 0.0) is Standing.DESERTER
+    found.in_vain(SILENT, 5.0, 0.0, disbanded=True)
+    assert found.standing(SILENT, 0.0) is Standing.NOTORIOUS
+    found.led(SILENT)
+    assert (found.vain(SILENT), found.standing(SILENT, 0.0)) == (0, Standing.SOUND)
