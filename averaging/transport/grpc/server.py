@@ -209,13 +209,13 @@ def _unary(
     method: Method[Request, Reply], callers: Callers, answer: Callable[[Request], Awaitable[Reply]]
 ) -> grpc.RpcMethodHandler[bytes, bytes]:
     async def handle(raw: bytes, context: Context) -> None:
+        # Written and not returned, so that the server sees when the caller has read the reply.
         await _write_all(context, method, callers, one(callers.read(method, context)(raw)))
 
     async def one(request: Request) -> AsyncGenerator[Reply, None]:
         yield await answer(request)
 
-    # The wire is the same, but this way the server sees when the caller has read the reply.
-    return grpc.unary_stream_rpc_method_handler(handle)
+    return grpc.unary_unary_rpc_method_handler(handle)
 
 
 def _stream(
