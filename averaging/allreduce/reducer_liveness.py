@@ -28,6 +28,7 @@ class ReducerLiveness:
         symptom: what was missing when the reducer was given up.
         seconds: how long there had been no progress then.
         deadline: seconds of the deadline that passed, and its basis.
+        hold_up: why a reducer that replied in time was given up; empty for others.
     """
 
     def __init__(self, name: str, transport: Transport, monitor: WaitMonitor, limit: asyncio.Timeout) -> None:
@@ -35,7 +36,7 @@ class ReducerLiveness:
         # Waits that passed their deadline: progress count at the time, and seconds waited.
         self._overdue: asyncio.Queue[tuple[int, float]] = asyncio.Queue()
         self._progressed = 0
-        self.symptom, self.seconds, self.deadline = "no reply", 0.0, (0.0, "")
+        self.symptom, self.seconds, self.deadline, self.hold_up = "no reply", 0.0, (0.0, ""), ""
 
     async def __aenter__(self) -> Self:
         deadlines = self._monitor.deadlines
@@ -67,6 +68,11 @@ class ReducerLiveness:
     def answered_all(self) -> None:
         """Waits only for the end of the stream from now on, and no longer than the shortest deadline."""
         self._monitor.begin(self._name, Phase.REPLY, lambda *_: _expire(self._limit), self._monitor.deadlines.shortest)
+
+    def give_up(self, reason: str) -> None:
+        """Gives up a reducer that replies in time, but holds the round up."""
+        self.hold_up = reason
+        _expire(self._limit)
 
     def _wait(self, deadline: Deadline) -> None:
         """Starts or continues a wait. What is learned from it is the whole time without progress, pings included."""

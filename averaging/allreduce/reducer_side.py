@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from averaging.allreduce.drop_codes import ANSWERS, code_of
+from averaging.allreduce.hold_ups import HoldUps, blocking
 from averaging.allreduce.partition import Part, packed_sizes
 from averaging.allreduce.robust_reducer import reducer_for
 from averaging.allreduce.round_account import RoundAccount
@@ -52,6 +53,7 @@ class _Sender:
     suspected: bool = False
     leave_notice: Dropped | None = None  # from a second stream in its name
     done: asyncio.Event = field(default_factory=asyncio.Event)
+    count: int = 0  # delivered parts
     delivered: dict[int, _Delivered] = field(default_factory=dict)
 
 
@@ -89,6 +91,7 @@ class ReducerSide:
     ) -> None:
         self._me = me
         self._proven = proven
+        self._send_limits = send_limits
         self._parts = parts
         self._first_nbytes = sum(packed_sizes(schema, parts[:1]))
         self._schema = schema
@@ -101,6 +104,25 @@ class ReducerSide:
         self._reducer = reducer_for(schema.aggregation, [part.numel for part in parts], weights)
         self._over = False
         self._failure: LyingLeaderError | None = None
+
+    @property
+    def unfinished(self) -> list[str]:
+        """The senders that have not sent all parts or have not taken all averages."""
+        return [name for name, sender in self._senders.items() if not sender.done.is_set()]
+
+    def drop_hold_ups(self, hold_ups: HoldUps, now: float) -> None:
+        """Drops the senders for which others have waited for too long, `now` seconds after the start of the round."""
+        if self._tensors is None:
+            return  # all wait for this member
+        unfinished = self.unfinished
+        counts = {name: one.count for name, one in self._senders.items() if name not in self._account.dropped}
+        holding = blocking(counts, self._send_limits)
+        not_taken = all(count == len(self._parts) for count in counts.values()) and len(unfinished) < len(counts)
+        if not_taken or all(map(self._monitor.on_probation, unfinished)):
+            holding.update(unfinished)  # only this member waits for them
+        for name, reason in hold_ups.update(holding, now).items():
+            self._monitor.record_hold_up(name)
+            self._drop(Dropped(name, reason, DropCode.ROUND_DEADLINE))
 
     def begin(self) -> None:
         """Starts the deadlines of the senders. Parts are accepted from now on, but not answered before `run`."""
@@ -326,6 +348,7 @@ class ReducerSide:
     def _take(self, name: str, sender: _Sender, number: int, message: AveragingData, values: torch.Tensor) -> None:
         wire = message.tensor_part or WireTensor()
         self._reducer.add(name, values)
+        sender.count += 1
         self._account.received_part(name, len(wire.buffer))
         kept = values if self._schema.reply is ReplyForm.DELTA else _NOTHING
         sender.delivered[number] = _Delivered(CompressionType(wire.compression), kept)

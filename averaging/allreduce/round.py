@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 import torch
 
+from averaging.allreduce.hold_ups import HoldUps
 from averaging.allreduce.partition import Part, busiest_link, packed_size, packed_sizes, partition, shares
 from averaging.allreduce.reducer_side import ReducerSide
 from averaging.allreduce.round_account import AdoptPart, RoundAccount, RoundResult
@@ -30,6 +31,10 @@ from averaging.protocol.schema import ReplyForm, Schema
 from averaging.transport.base import Transport
 
 Prepare: TypeAlias = "Callable[[], Awaitable[Sequence[torch.Tensor]]]"
+
+RESERVE = 8
+"""A round continues without senders that hold it up this many `min_stall_timeout` before its deadline, so that the
+averages of the others still arrive. It is more if the bytes take long, and at most half of `round_timeout`."""
 
 LEAVE_NOTICE_SECONDS = 1.0
 """Limit for the announcement of a member that leaves the round."""
@@ -119,6 +124,7 @@ class AllReduce:
                 self._reducing.begin()
                 tensors = await prepare()
                 self._account.ready()
+                self._monitor.on_check(self._check_hold_ups(timeout))
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(self._reducing.run(tensors))
                     for name, parts in self._reducers.items():
@@ -127,10 +133,12 @@ class AllReduce:
             basis = f"round_timeout + {self._transfer_seconds:.1f} s for its bytes at 10 Mbit/s"
             expired = f"the round's deadline of {seconds:.1f} s = {basis} passed before"
             self._reducing.drop_unfinished(f"{expired} it was done")
-            for name, parts in self._reducers.items():
-                if any(part not in self._account.arrived for part in parts):
-                    reason = f"{expired} its last average came"
-                    self._account.drop(Dropped(name, reason, DropCode.ROUND_DEADLINE))
+            missing = self._sending.unfinished
+            for name in missing:
+                self._account.drop(Dropped(name, f"{expired} its last average came", DropCode.ROUND_DEADLINE))
+            if len(self._reducers) == 1:  # of several reducers one is given up earlier, unless all are equally slow
+                for name in missing:
+                    self._monitor.record_hold_up(name)
         except BaseExceptionGroup as group:
             lies, others = group.split(LyingLeaderError)
             if lies is None or others is not None:
@@ -154,6 +162,24 @@ class AllReduce:
         code = MessageCode.CANCELLED if leaves else MessageCode.INTERNAL_ERROR
         self._reducing.close(code)
         await self._sending.announce_leave(list(self._reducers), code, LEAVE_NOTICE_SECONDS)
+
+    def _check_hold_ups(self, timeout: float) -> Callable[[float], None]:
+        """A check that drops members that hold the round up, early enough for the others to finish it.
+
+        Args:
+            timeout: see `run`.
+        """
+        allowed, whole = self._monitor.deadlines.lower, timeout + self._transfer_seconds
+        reserve = min(timeout / 2, max(RESERVE * allowed, self._transfer_seconds / 2))
+        senders = HoldUps(whole - reserve, allowed, self._monitor.on_probation)
+        reducers = HoldUps(whole - reserve / 2, allowed, self._monitor.on_probation)  # it may have waited for a sender
+
+        def check(now: float) -> None:
+            self._reducing.drop_hold_ups(senders, now)
+            if not self._reducing.unfinished:
+                self._sending.drop_hold_ups(reducers, now)
+
+        return check
 
     async def _exchange(self, name: str, parts: Sequence[Part], tensors: Sequence[torch.Tensor]) -> None:
         dropped = await self._sending.send_to(name, parts, tensors)

@@ -10,6 +10,7 @@ from contextlib import aclosing
 import torch
 
 from averaging.allreduce.drop_codes import ANSWERS, code_of
+from averaging.allreduce.hold_ups import HoldUps
 from averaging.allreduce.partition import Part, packed_sizes
 from averaging.allreduce.reducer_liveness import ReducerLiveness
 from averaging.allreduce.round_account import RoundAccount
@@ -57,6 +58,26 @@ class SenderSide:
         self._monitor = monitor
         self._window = window
         self._non_finite = non_finite
+        self._pending: dict[str, ReducerLiveness] = {}  # reducers whose averages are missing
+        self._started = 0
+
+    @property
+    def unfinished(self) -> list[str]:
+        """The reducers whose averages are missing."""
+        return list(self._pending)
+
+    def drop_hold_ups(self, hold_ups: HoldUps, now: float) -> None:
+        """Gives up reducers for which only this member has waited for too long.
+
+        Args:
+            hold_ups: the account of this side.
+            now: seconds since the start of the round.
+        """
+        some_are_done = len(self._pending) < self._started
+        alone = some_are_done or all(map(self._monitor.on_probation, self._pending))
+        for name, reason in hold_ups.update(self.unfinished if alone else [], now).items():
+            self._monitor.record_hold_up(name)
+            self._pending[name].give_up(reason)
 
     async def send_to(self, name: str, parts: Sequence[Part], tensors: Sequence[torch.Tensor]) -> Dropped | None:
         """Sends a reducer its parts and collects their averages, until all have arrived or it is dropped.
@@ -81,6 +102,8 @@ class SenderSide:
                 asyncio.timeout(None) as limit,
                 ReducerLiveness(name, self._transport, self._monitor, limit) as liveness,
             ):
+                self._pending[name] = liveness
+                self._started += 1
                 outgoing = self._messages(name, parts, tensors, window, liveness.progress)
                 async with aclosing(self._transport.aggregate_part(name, outgoing)) as replies:
                     # Read to the end of the stream: closing it early would look like a lost connection.
@@ -97,11 +120,16 @@ class SenderSide:
                             liveness.answered_all()
             dropped = Dropped(name, f"ended its stream after {done()}", DropCode.CONNECTION_LOST)
         except TimeoutError:
-            dropped = Dropped.overdue(name, liveness.symptom, liveness.seconds, *liveness.deadline, after=done())
+            if liveness.hold_up:
+                dropped = Dropped(name, f"{liveness.hold_up}, after {done()}", DropCode.ROUND_DEADLINE)
+            else:
+                dropped = Dropped.overdue(name, liveness.symptom, liveness.seconds, *liveness.deadline, after=done())
         except TransportError as error:
             dropped = Dropped(name, f"{error.reason} after {done()}", code_of(error))
         except ProtocolViolationError as error:
             dropped = Dropped(name, f"{error} after {done()}", ANSWERS.get(answer, code_of(error)))
+        # After the deadline of the round this is not reached, so `unfinished` still names the missing reducers.
+        self._pending.pop(name, None)
         if received == len(parts):
             self._monitor.done(name, Phase.REPLY)
             return None

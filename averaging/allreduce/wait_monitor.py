@@ -51,6 +51,7 @@ class WaitMonitor:
         self._learned: dict[tuple[str, Phase], Deadline] = {}
         self._guesses: dict[Phase, Guesses] = {}
         self._any_received = False
+        self._checks: list[Callable[[float], None]] = []
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None, None]:
@@ -66,6 +67,10 @@ class WaitMonitor:
                 ticking.cancel()
         if failure is not None:
             raise failure
+
+    def on_check(self, check: Callable[[float], None]) -> None:
+        """Calls `check` at every tick of the clock from now on, with the fair seconds since the start of the round."""
+        self._checks.append(check)
 
     def begin(
         self, name: str, phase: Phase, overdue: Overdue, deadline: Deadline | None = None, *, waited: float = 0.0
@@ -137,6 +142,14 @@ class WaitMonitor:
         """Records that a member missed its deadline."""
         self.deadlines.record_miss(name, phase, self._size, _now())
 
+    def record_hold_up(self, name: str) -> None:
+        """Records that a member was given up because it held the whole round up."""
+        self.deadlines.probation.add(name, _now())
+
+    def on_probation(self, name: str) -> bool:
+        """Whether a member has held a whole round up lately."""
+        return self.deadlines.probation.includes(name, _now())
+
     def _fair(self) -> float:
         return self._clock.at(_now()) if self._clock else 0.0
 
@@ -150,6 +163,8 @@ class WaitMonitor:
             if waited >= wait.deadline.seconds and self._waits.get(key) is wait:
                 del self._waits[key]
                 wait.overdue(waited, wait.deadline)
+        for check in self._checks:
+            check(now)
 
     async def _tick(self, clock: FairClock) -> None:
         self._clock = clock

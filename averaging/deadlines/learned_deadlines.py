@@ -17,6 +17,7 @@ from enum import StrEnum
 
 from averaging.common.sanitize import counted
 from averaging.deadlines.donor_rates import Rates
+from averaging.deadlines.probation import Probation
 
 MEDIAN_FACTOR = 4.0
 """A deadline is this many median waits, so that a link may become three times slower, plus ..."""
@@ -146,12 +147,14 @@ class Deadlines:
 
     Attributes:
         rates: how fast donors have delivered their state.
+        probation: members that have held a whole round up.
     """
 
     def __init__(self, lower: float, upper: float, longest: str = "stall_timeout") -> None:
         self.lower, self.upper = min(lower, upper), upper
         self._longest = longest
         self.rates = Rates()
+        self.probation = Probation()
         self._known: OrderedDict[tuple[str, Phase, int], _Known] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:

@@ -162,8 +162,9 @@ class FollowerSide:
     def _open_request(self, search: SearchState, candidate: Declaration) -> OpenRequest:
         endpoint = candidate.endpoint
         own, others = self._deadlines.typical(endpoint, Phase.VERDICT, 0)
+        known = self._history
         head_start = rules.head_start(
-            own, others, self._history.unanswered(endpoint), self._history.suspicion(endpoint)
+            own, others, known.unanswered(endpoint), known.suspicion(endpoint), known.fruitless(endpoint)
         )
         request = search.open_requests[endpoint] = OpenRequest(head_start)
         return request
@@ -173,6 +174,7 @@ class FollowerSide:
     ) -> None:
         search, refusals = context.search, context.search.refusals
         loop = asyncio.get_running_loop()
+        answered: dict[str, tuple[float, bool]] = {}  # seconds, and whether the group was disbanded
         try:
             for _ in range(1 + rules.MAX_REDIRECTS):
                 began = loop.time()
@@ -184,6 +186,8 @@ class FollowerSide:
                 if search.group is not None:
                     return
                 now, waited = self._clock(), loop.time() - began
+                if code is not MessageCode.NO_CODE:
+                    answered[candidate.endpoint] = waited, code is MessageCode.GROUP_DISBANDED
                 previous = refusals.get(candidate.endpoint)
                 refusals[candidate.endpoint] = rules.next_join_refusal(
                     previous, candidate.expiration, code, now, self._rng, waited
@@ -199,6 +203,9 @@ class FollowerSide:
                 request.task = task
         finally:
             search.close_request(candidate.endpoint, request)
+            if search.group is None:
+                for endpoint, (seconds, disbanded) in answered.items():
+                    self._history.note_fruitless(endpoint, seconds, loop.time(), disbanded=disbanded)
             context.wake_up.set()
 
     def _suggestion(self, context: _Context, suggested: str) -> Declaration | None:
@@ -317,13 +324,13 @@ class FollowerSide:
             except TimeoutError:
                 self._history.note_desertion(leader, asyncio.get_running_loop().time())
                 raise TimeoutError("accepted this peer, but neither began a group nor disbanded it") from None
-            self._history.note_decision(leader)
             search.answers[leader] = answer.code.name
             if answer.code is MessageCode.BEGIN_ALLREDUCE:
                 group = rules.read_group(answer, self._endpoint, leader, search.gather)
                 if self._known_members_only:
                     await self._check_members(group, leader, context.key)
                 search.adopt(group)
+                self._history.note_group(leader)
             return answer
         finally:
             search.unfollow(candidate)

@@ -12,6 +12,15 @@ from typing import TypeVar
 FIRST_SECONDS, MAX_SECONDS = 1800.0, 6 * 3600.0
 """Seconds for which a deserter is remembered, doubled each further time; and the longest such time."""
 
+MIN_FRUITLESS_SECONDS = 0.25
+"""A request that led to no group counts as fruitless if it took longer; an ordinary refusal comes at once."""
+
+DISBANDED_SECONDS = 1.0
+"""A disbanded group counts as at least this long, since this peer has sent its own followers away for it."""
+
+FRUITLESS_TIMES, FRUITLESS_SECONDS = 3, 3.0
+"""A peer with this many fruitless requests in a row that took this many seconds in total counts as a deserter."""
+
 MAX_REMEMBERED = 1024
 """Peers of each kind that are remembered."""
 
@@ -28,7 +37,8 @@ class Standing(IntEnum):
     SILENT = 2
     """It did not answer the last request in time."""
     DESERTER = 3
-    """It accepted this peer as its follower, and then neither began nor disbanded the group in time."""
+    """It accepted this peer as its follower, and then neither began nor disbanded the group in time. Or it has refused
+    this peer, or disbanded its group, several times after a long time."""
     REPEAT_DESERTER = 4
     """It did so several times in a row."""
 
@@ -45,6 +55,7 @@ class ResponseHistory:
         # The latest is last. Peers that answer have a table of their own, which many new names cannot flush.
         self._answered: OrderedDict[str, None] = OrderedDict()
         self._unanswered: OrderedDict[str, int] = OrderedDict()
+        self._fruitless: OrderedDict[str, tuple[int, float]] = OrderedDict()  # requests in a row, and their seconds
         self._deserted: OrderedDict[str, tuple[int, float]] = OrderedDict()  # how often, and until when that counts
 
     def note_answer(self, endpoint: str) -> None:
@@ -66,9 +77,27 @@ class ResponseHistory:
         seconds = min(FIRST_SECONDS * 2 ** min(times, 10), MAX_SECONDS)
         _remember(self._deserted, endpoint, (times + 1, now + seconds))
 
-    def note_decision(self, endpoint: str) -> None:
-        """It accepted this peer, and then began or disbanded the group."""
+    def note_fruitless(self, endpoint: str, seconds: float, now: float, *, disbanded: bool) -> None:
+        """A request took this long and led to no group: it was refused, or the group was `disbanded`."""
+        if disbanded:
+            seconds = max(seconds, DISBANDED_SECONDS)
+        if seconds < MIN_FRUITLESS_SECONDS:
+            return
+        times, total = self._fruitless.get(endpoint, (0, 0.0))
+        times, total = times + 1, total + seconds
+        if times >= FRUITLESS_TIMES and total >= FRUITLESS_SECONDS:
+            self.note_desertion(endpoint, now)
+            total = 0.0
+        _remember(self._fruitless, endpoint, (times, total))
+
+    def note_group(self, endpoint: str) -> None:
+        """It began a group with this peer."""
         self._deserted.pop(endpoint, None)
+        self._fruitless.pop(endpoint, None)
+
+    def fruitless(self, endpoint: str) -> int:
+        """The number of fruitless requests in a row."""
+        return self._fruitless.get(endpoint, (0, 0.0))[0]
 
     def suspicion(self, endpoint: str) -> int:
         """The number of unanswered requests that count against it.

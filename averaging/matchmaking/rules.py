@@ -298,7 +298,7 @@ def requests_to_start(pending: int, overdue: int) -> int:
     return 0 if pending else min(max(1, overdue), MAX_OPEN_REQUESTS)
 
 
-def head_start(own: float | None, others: float | None, unanswered: int, suspicion: int) -> float:
+def head_start(own: float | None, others: float | None, unanswered: int, suspicion: int, fruitless: int = 0) -> float:
     """The head start of a request in seconds: until it is over, no other peer is asked and no complete group begins.
 
     Args:
@@ -306,10 +306,13 @@ def head_start(own: float | None, others: float | None, unanswered: int, suspici
         others: the median of that over all peers; None if it is known of none.
         unanswered: number of requests in a row that it did not answer.
         suspicion: see `ResponseHistory.suspicion`.
+        fruitless: number of requests in a row that were answered late and led to no group.
     """
     if unanswered >= MAX_UNANSWERED:
         return 0.0
-    if own is None:
+    if own is not None:
+        own /= 2.0 ** min(fruitless, 10)
+    else:
         new = MAX_HEAD_START if others is None else NEW_PEER_HEAD_START
         own = max(new / 2.0 ** min(suspicion, 10), others or 0.0)
     return min(max(own, MIN_HEAD_START), MAX_HEAD_START)

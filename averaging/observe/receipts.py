@@ -39,7 +39,7 @@ class DropCode(StrEnum):
     SILENT = "silent"
     """It sent or received nothing until its deadline."""
     ROUND_DEADLINE = "round_deadline"
-    """It had not finished at the deadline of the whole round."""
+    """It had not finished at the deadline of the whole round, or it held the others up for too long."""
     CONNECTION_LOST = "connection_lost"
     """The connection failed or was lost, or it ended a stream early."""
     REFUSED = "refused"

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import grpc
@@ -17,11 +18,22 @@ from averaging import Peer
 from averaging.errors import BusyError, CallRefusedError, PeerUnreachableError
 from averaging.peer.host_quota import HostQuota
 from averaging.peer.service import DOWNLOADS_PER_HOST, MAX_DOWNLOADS
-from averaging.protocol.messages import AveragingData, MessageCode
+from averaging.protocol.messages import AveragingData, Digest, ExchangeReply, MessageCode, Record
 from averaging.state.download import download
-from averaging.transport.grpc import GrpcTransport, channel_options, channels, methods, server
+from averaging.transport.grpc import GrpcTransport, channel_options, channels, methods, server, unread_replies
 from averaging.transport.grpc.authentication import Callers
-from tests.integration.grpc_fakes import MAX_MESSAGE_BYTES, REQUEST, FakePeer, client, floods, part, parts, serving
+from tests.integration.grpc_fakes import (
+    MAX_MESSAGE_BYTES,
+    RECORD,
+    REQUEST,
+    FakeGossip,
+    FakePeer,
+    client,
+    floods,
+    part,
+    parts,
+    serving,
+)
 from tests.integration.listening import closed, listening
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
@@ -191,8 +203,8 @@ async def a_reader_that_takes_nothing(
 ) -> AsyncIterator[tuple[GrpcTransport, AsyncGenerator[AveragingData, None]]]:
     """A peer that was flooding a reader until it gave it up, and the reader's call."""
 
-    monkeypatch.setattr(server, "WRITE_SECONDS", 0.3)
-    monkeypatch.setattr(server, "WRITE_BYTES_PER_SECOND", 1 << 30)
+    monkeypatch.setattr(unread_replies, "WRITE_SECONDS", 0.3)
+    monkeypatch.setattr(unread_replies, "WRITE_BYTES_PER_SECOND", 1 << 30)
     peer = FakePeer(aggregate=floods)
     async with (
         serving(peer) as (listening, endpoint),
@@ -215,6 +227,66 @@ async def test_a_reader_that_takes_nothing_is_cut_off(
     (record,) = [record for record in caplog.records if record.name == "averaging.transport"]
     assert record.levelno == logging.WARNING
     assert "takes no answer to /DecentralizedAveraging/rpc_aggregate_part and is cut off" in record.getMessage()
+
+
+NARROW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16)]
+"""For a caller that takes no more than 64 KiB of a reply before it is read."""
+
+
+class Talkative(FakeGossip):
+    """Answers with 3 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = asyncio.Semaphore(0)
+
+    def list_records(self, key: str) -> tuple[Record, ...]:
+        self.asked.release()
+        return (replace(RECORD, value=bytes(3 << 20)),)
+
+    async def exchange(self, digest: Digest) -> AsyncGenerator[ExchangeReply, None]:
+        yield ExchangeReply(records=self.list_records(""))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("method", [methods.LIST_RECORDS, methods.EXCHANGE], ids=["one reply", "a stream of replies"])
+async def test_replies_that_a_host_does_not_read_are_bounded(
+    method: methods.Method[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those whose callers have been given up, since gRPC keeps them. Other hosts are answered."""
+    monkeypatch.setattr(unread_replies, "MAX_UNREAD_BYTES", 9 << 20)
+    monkeypatch.setattr(unread_replies, "WRITE_SECONDS", 0.2)
+    monkeypatch.setattr(unread_replies, "WRITE_BYTES_PER_SECOND", 1 << 30)
+    gossip = Talkative()
+    async with (
+        serving(FakePeer(), gossip) as (_, endpoint),
+        called_from("127.0.0.2", endpoint) as other_host,
+        grpc.aio.insecure_channel(endpoint, NARROW) as channel,
+        asyncio.timeout(PATIENCE),
+    ):
+        start: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(method.path)
+        unread = []
+        for _ in range(3):
+            unread.append(start(b""))
+            await gossip.asked.acquire()
+        for pause in (0.0, 0.5):
+            await asyncio.sleep(pause)
+            with pytest.raises(
+                grpc.aio.AioRpcError, match="9 MiB of replies to your host are unread; read them"
+            ) as told:
+                await start(b"").read()
+            assert told.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        async with grpc.aio.insecure_channel(other_host) as other:
+            elsewhere: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = other.unary_stream(method.path)
+            assert len(cast("bytes", await elsewhere(b"").read())) > 3 << 20
+        for call in unread:
+            call.cancel()
+        while True:
+            try:
+                assert len(cast("bytes", await start(b"").read())) > 3 << 20
+                break
+            except grpc.aio.AioRpcError:  # the loss of the callers is on its way
+                await asyncio.sleep(0.01)
 
 
 @pytest.mark.asyncio

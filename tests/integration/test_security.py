@@ -173,6 +173,7 @@ async def test_a_caller_without_any_certificate_is_turned_away() -> None:
         (Credentials(), "does not speak TLS"),
         (secure(*HERE, of="foreign", believes="foreign"), "not issued by an authority in tls_ca"),
         (secure(*HERE, age=2), "has expired"),
+        (secure(*HERE, age=-1), "is not valid yet"),
     ],
 )
 async def test_nobody_talks_to_a_listener_without_a_good_certificate(listener: Credentials, words: str) -> None:

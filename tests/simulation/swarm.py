@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Unpack
 
@@ -34,7 +34,9 @@ class Swarm:
         self.registry = MemoryRegistry(clock=virtual_time.clock, delay=delay, rng=self.rng)
         self._tasks: dict[str, asyncio.Task[Any]] = {}
 
-    def peer(self, name: str, tensors: Sequence[torch.Tensor], **options: Unpack[PeerOptions]) -> Peer:
+    def peer(
+        self, name: str, tensors: Sequence[torch.Tensor] | Mapping[str, torch.Tensor], **options: Unpack[PeerOptions]
+    ) -> Peer:
         """A peer that is not entered yet; `name` is its endpoint, unless it is a client."""
         client = options.get("mode") is Mode.CLIENT
         return Peer(

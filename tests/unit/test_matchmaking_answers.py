@@ -58,7 +58,7 @@ def test_a_deserter_is_remembered_longer_each_time_until_it_decides() -> None:
     for _ in range(2000):
         history.note_desertion(SILENT, 0.0)
     assert history.standing(SILENT, MAX_SECONDS) is Standing.GOOD
-    history.note_decision(SILENT)
+    history.note_group(SILENT)
     assert history.standing(SILENT, 0.0) is Standing.GOOD
 
 
@@ -74,3 +74,19 @@ def test_many_new_names_neither_grow_the_tables_nor_flush_peers_that_answer() ->
         MAX_REMEMBERED,
         MAX_REMEMBERED,
     )
+
+
+def test_a_peer_with_late_fruitless_answers_counts_as_a_deserter_until_it_begins_a_group() -> None:
+    found = ResponseHistory()
+    for _ in range(100):
+        found.note_fruitless(KNOWN, 0.1, 0.0, disbanded=False)  # it refuses at once, as ordinary peers do
+    assert (found.fruitless(KNOWN), found.standing(KNOWN, 0.0)) == (0, Standing.GOOD)
+    for number in range(3):
+        assert found.standing(SILENT, 0.0) is Standing.GOOD
+        assert found.fruitless(SILENT) == number
+        found.note_fruitless(SILENT, 0.0, 0.0, disbanded=True)
+    assert found.standing(SILENT, 0.0) is Standing.DESERTER
+    found.note_fruitless(SILENT, 5.0, 0.0, disbanded=True)
+    assert found.standing(SILENT, 0.0) is Standing.REPEAT_DESERTER
+    found.note_group(SILENT)
+    assert (found.fruitless(SILENT), found.standing(SILENT, 0.0)) == (0, Standing.GOOD)

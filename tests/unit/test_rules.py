@@ -213,6 +213,8 @@ def test_a_head_start_follows_what_is_known() -> None:
     assert rules.head_start(None, 0.2, 1, 10_000) == 0.2
     assert rules.head_start(None, None, 0, 10_000) == rules.MIN_HEAD_START
     assert rules.head_start(0.3, 0.2, rules.MAX_UNANSWERED, rules.MAX_UNANSWERED) == 0.0
+    assert rules.head_start(2.0, 0.2, 0, 0, fruitless=2) == 0.5
+    assert rules.head_start(2.0, 0.2, 0, 0, fruitless=10_000) == rules.MIN_HEAD_START
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from averaging.transport.grpc import methods
 from averaging.transport.grpc.channel_options import MAX_CALLS_PER_HOST, MAX_WATCHES_PER_HOST
 from averaging.transport.grpc.methods import Method
 from averaging.transport.grpc.refused_callers import Refusals
+from averaging.transport.grpc.unread_replies import UnreadReplies
 
 Request = TypeVar("Request")
 
@@ -50,8 +51,16 @@ Continuation = Callable[[grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHand
 
 
 def server_credentials(tls: Tls) -> grpc.ServerCredentials:
-    """For the listening side: callers without a certificate of an authority are turned away."""
-    return grpc.ssl_server_credentials([(tls.key_pem, tls.certificate_pem)], tls.ca_pem, require_client_auth=True)
+    """For the listening side: callers without a certificate of an authority are turned away.
+
+    Each connection has a configuration of its own, and with it a key of its own for session tickets, so that nobody can
+    resume a session: a resumed one does not show the caller's certificate again, which may have expired meanwhile.
+    """
+
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration([(tls.key_pem, tls.certificate_pem)], tls.ca_pem)
+
+    return grpc.dynamic_ssl_server_credentials(configuration(), configuration, require_client_authentication=True)
 
 
 def channel_credentials(tls: Tls) -> grpc.ChannelCredentials:
@@ -119,10 +128,12 @@ class Callers:
 
     Attributes:
         refusals: of whatever calls.
+        unread: the replies to them that are on their way.
     """
 
     def __init__(self, *, authenticated: bool, max_calls_per_host: int = MAX_CALLS_PER_HOST) -> None:
         self.refusals = Refusals()
+        self.unread = UnreadReplies()
         self._authenticated = authenticated
         self._most = max_calls_per_host
         self._calls: Counter[str] = Counter()

@@ -121,39 +121,36 @@ class IntakeInterceptor(grpc.aio.ServerInterceptor):
         """Called before the handler of each call."""
         handler = await continuation(handler_call_details) or _UNKNOWN
         serve = partial(self._serve, handler_call_details.method, handler)
-        wrap = (
-            grpc.stream_stream_rpc_method_handler
-            if handler.response_streaming
-            else grpc.stream_unary_rpc_method_handler
-        )
-        return wrap(serve, response_serializer=handler.response_serializer)
+        return grpc.stream_stream_rpc_method_handler(serve, response_serializer=handler.response_serializer)
 
-    async def _serve(self, path: str, handler: Handler, _: object, context: Context) -> Any:
+    async def _serve(self, path: str, handler: Handler, _: object, context: Context) -> None:
         with self._unfinished.call(context.peer()) as call:
             try:
                 async with call.until_hung_up():
                     with self._callers.call(context, path):
                         incoming = RequestReader(context, path, handler.request_deserializer, call)
-                        return await _answer(handler, incoming, context)
+                        await _answer(handler, incoming, context)
             except grpc.aio.AbortError:
                 raise
             except Exception as error:
                 await refuse(context, path, error)
 
 
-async def _answer(handler: Handler, incoming: RequestReader, context: Context) -> Any:
-    """Calls a handler of any kind; returns its reply, or writes the replies that it yields."""
+async def _answer(handler: Handler, incoming: RequestReader, context: Context) -> None:
+    """Calls a handler of any kind, and writes the reply that it returns or the replies that it yields, if any."""
     kinds: tuple[Any, ...] = (handler.unary_unary, handler.unary_stream, handler.stream_unary, handler.stream_stream)
     (behaviour,) = filter(None, kinds)
     request = incoming if handler.request_streaming else await incoming.only(to_the_end=handler.response_streaming)
     answer = behaviour(request, context)
     del request  # some calls last for days
     if isawaitable(answer):
-        return await answer
+        reply = await answer
+        if reply is not None:
+            await context.write(reply)
+        return
     async with aclosing(answer) as replies:
         async for reply in replies:
             await context.write(reply)
-    return None
 
 
 async def _refuse_unknown(_: object, context: Context) -> None:

@@ -15,7 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from averaging.config import Inspection
-from averaging.errors import ListenError, ProtocolViolationError
+from averaging.errors import ListenError
 from averaging.observe.status import PeerStatus
 from averaging.protocol.messages import Record
 from averaging.protocol.schema import Schema
@@ -23,7 +23,7 @@ from averaging.security.credentials import Credentials
 from averaging.transport.base import AveragingService, GossipService
 from averaging.transport.grpc import headers, methods
 from averaging.transport.grpc.authentication import Callers, TokenInterceptor, host_of, server_credentials
-from averaging.transport.grpc.channel_options import WRITE_BYTES_PER_SECOND, WRITE_SECONDS, held_limits, server_options
+from averaging.transport.grpc.channel_options import held_limits, server_options
 from averaging.transport.grpc.methods import Method
 from averaging.transport.grpc.request_intake import IntakeInterceptor, RequestReader
 from averaging.transport.grpc.rpc_channel import method_of
@@ -134,6 +134,7 @@ class Server:
             raise
         finally:
             await self._calls.ended()
+            await self._callers.unread.ended()
             self._unfinished.stop()
 
 
@@ -207,8 +208,12 @@ def _rpc_handlers(rpcs: Sequence[RpcHandler], callers: Callers) -> Handlers:
 def _unary(
     method: Method[Request, Reply], callers: Callers, answer: Callable[[Request], Awaitable[Reply]]
 ) -> grpc.RpcMethodHandler[bytes, bytes]:
-    async def handle(raw: bytes, context: Context) -> bytes:
-        return method.encode_reply(await answer(callers.read(method, context)(raw)))
+    async def handle(raw: bytes, context: Context) -> None:
+        # Written and not returned, so that the server sees when the caller has read the reply.
+        await _write_all(context, method, callers, one(callers.read(method, context)(raw)))
+
+    async def one(request: Request) -> AsyncGenerator[Reply, None]:
+        yield await answer(request)
 
     return grpc.unary_unary_rpc_method_handler(handle)
 
@@ -219,7 +224,7 @@ def _stream(
     async def handle(raw: bytes, context: Context) -> None:
         request = callers.read(method, context)(raw)
         del raw  # some streams last for days
-        await _write_all(context, method, answer(request))
+        await _write_all(context, method, callers, answer(request))
 
     return grpc.unary_stream_rpc_method_handler(handle)
 
@@ -230,7 +235,7 @@ def _both_ways(
     answer: Callable[[AsyncIterator[Request]], AsyncGenerator[Reply, None]],
 ) -> grpc.RpcMethodHandler[bytes, bytes]:
     async def handle(incoming: RequestReader, context: Context) -> None:
-        await _write_all(context, method, answer(_Messages(incoming, callers.read(method, context))))
+        await _write_all(context, method, callers, answer(_Messages(incoming, callers.read(method, context))))
 
     return grpc.stream_stream_rpc_method_handler(handle)
 
@@ -241,7 +246,7 @@ def _join(service: AveragingService, callers: Callers) -> grpc.RpcMethodHandler[
     async def handle(raw: bytes, context: Context) -> None:
         least = headers.read_min_group_size(context.invocation_metadata() or ())
         request = replace(callers.read(method, context)(raw), min_group_size=least)
-        await _write_all(context, method, service.join_group(request))
+        await _write_all(context, method, callers, service.join_group(request))
 
     return grpc.unary_stream_rpc_method_handler(handle)
 
@@ -252,7 +257,7 @@ def _download(service: AveragingService, callers: Callers) -> grpc.RpcMethodHand
     async def handle(raw: bytes, context: Context) -> None:
         callers.read(method, context)(raw)
         resume = headers.read_resume(context.invocation_metadata() or ())
-        await _write_all(context, method, service.download_state(resume, host_of(context)))
+        await _write_all(context, method, callers, service.download_state(resume, host_of(context)))
 
     return grpc.unary_stream_rpc_method_handler(handle)
 
@@ -266,33 +271,23 @@ def _parts(service: AveragingService, callers: Callers) -> grpc.RpcMethodHandler
         async with aclosing(service.aggregate_part(messages)) as replies:
             async for reply in replies:
                 refused = reply.tensor_part is None
-                await _write(context, method.path, method.encode_reply(reply))
+                await callers.unread.write(context, host_of(context), method.path, method.encode_reply(reply))
         if refused:
             await messages.read_to_the_end()
 
     return grpc.stream_stream_rpc_method_handler(handle)
 
 
-async def _write_all(context: Context, method: Method[Any, Reply], replies: AsyncGenerator[Reply, None]) -> None:
-    """Writes the replies as the caller takes them, and closes their generator however the call ends."""
+async def _write_all(
+    context: Context, method: Method[Any, Reply], callers: Callers, replies: AsyncGenerator[Reply, None]
+) -> None:
+    """Writes the replies as the caller reads them, and closes their generator however the call ends."""
+    host = host_of(context)
     async with aclosing(replies):
+        if method is not methods.AGGREGATE_PART:  # the members of a round have limits of their own
+            callers.unread.check(host)
         async for reply in replies:
-            await _write(context, method.path, method.encode_reply(reply))
-
-
-async def _write(context: Context, path: str, raw: bytes) -> None:
-    """Writes one reply.
-
-    Raises:
-        ProtocolViolationError: the caller has not taken it in a long time. The service is done with it then; of gRPC a
-            stream remains until the caller takes what is on its way, or is gone.
-    """
-    try:
-        async with asyncio.timeout(WRITE_SECONDS + len(raw) / WRITE_BYTES_PER_SECOND):
-            await context.write(raw)
-    except TimeoutError:
-        logger.warning("%s takes no answer to %s and is cut off", context.peer(), path)
-        raise ProtocolViolationError("the caller took no answer for too long") from None
+            await callers.unread.write(context, host, method.path, method.encode_reply(reply))
 
 
 class _Messages(Generic[Request]):
