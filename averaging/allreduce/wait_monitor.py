@@ -65,6 +65,7 @@ class WaitMonitor:
                 failure = error
             finally:
                 ticking.cancel()
+                self._checks.clear()  # they refer to the round, which would otherwise be a reference cycle
         if failure is not None:
             raise failure
 
