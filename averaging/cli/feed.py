@@ -17,52 +17,67 @@ if TYPE_CHECKING:
 
 SIZE = click.IntRange(min=1 << 10)
 
-WORDS = {
+EVENT_TEXTS = {
     "registered": "a trainer has registered: batches of {batch_size}, from step {starting_step}",
     "environment": "environment {env_id} has registered: {name}",
-    "batch": "step {step}: handed out {sequences} sequences in {groups} groups",
-    "reset": "everything was dropped by GET /reset_data",
+    "batch": "step {step}: delivered {sequences} sequences in {groups} groups",
+    "reset": "GET /reset_data has dropped everything",
 }
 
 
 @click.command("feed")
 @click.option(
-    "--listen", default="127.0.0.1:8000", type=address, metavar="HOST:PORT", help="Where to serve; port 0: a free one."
+    "--listen",
+    default="127.0.0.1:8000",
+    type=address,
+    metavar="HOST:PORT",
+    help="Address of the server; port 0 takes a free port.",
 )
 @click.option(
     "--store",
     default="feed.sqlite",
     metavar="FILE",
-    help="Where the run is kept, so that a restart loses nothing; ':memory:' keeps nothing.",
+    help="SQLite file of the run, so that a restart loses nothing; ':memory:' keeps the run in memory.",
 )
-@click.option("--fsync", is_flag=True, help="Wait for the disk before each answer: survives a power failure as well.")
+@click.option(
+    "--fsync", is_flag=True, help="Wait for the disk before each answer, so that posts also survive a power failure."
+)
 @security_options
-@click.option("--insecure", is_flag=True, help="Let other machines connect without TLS, in a network that you trust.")
+@click.option("--insecure", is_flag=True, help="Allow other machines to connect without TLS, in a trusted network.")
 @click.option(
-    "--queue-bytes", default=4 << 30, type=SIZE, metavar="BYTES", help="Groups that may wait; then status 503."
+    "--queue-bytes",
+    default=4 << 30,
+    type=SIZE,
+    metavar="BYTES",
+    help="Limit of the groups that wait; posts beyond it get status 503.",
 )
 @click.option(
-    "--queue-groups", default=50_000, type=click.IntRange(min=1), metavar="N", help="Groups that may wait; then 503."
+    "--queue-groups", default=50_000, type=click.IntRange(min=1), metavar="N", help="The same limit in groups."
 )
 @click.option(
     "--replay-bytes",
     default=4 << 30,
     type=SIZE,
     metavar="BYTES",
-    help="Batches kept until the trainer has saved a checkpoint; the oldest are dropped first.",
+    help="Limit of the batches kept until the trainer has saved a checkpoint; the oldest are dropped first.",
 )
-@click.option("--body-bytes", default=64 << 20, type=SIZE, metavar="BYTES", help="Largest request, decompressed.")
 @click.option(
-    "--request-timeout", default=60.0, type=finite(above=0), metavar="SECONDS", help="For a request to arrive."
+    "--body-bytes", default=64 << 20, type=SIZE, metavar="BYTES", help="Largest request, after decompression."
 )
-@click.option("--json", "as_json", is_flag=True, help="Tell every event as one JSON object a line.")
+@click.option(
+    "--request-timeout",
+    default=60.0,
+    type=finite(above=0),
+    metavar="SECONDS",
+    help="Time for a request to arrive, and for a client that reads nothing of its reply.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print each event as one line of JSON.")
 @click.option("-v", "--verbose", count=True, show_default=False, help="Log to stderr; -vv logs everything.")
 def feed_command(listen: str, store: str, *, as_json: bool, verbose: int, **given: Any) -> None:
-    r"""Serves batches of scored rollouts: environments post groups, a trainer fetches batches.
+    r"""Serves batches of scored rollouts: environments post groups, and a trainer fetches batches.
 
-    Existing environments and trainers of the Atropos API work with it unchanged. New ones can use FeedEnvironment and
-    BatchFeed of averaging.feed, which lose and repeat nothing when the server or the trainer is restarted. See
-    docs/how-to/feed.md.
+    Existing environments and trainers of the Atropos API work unchanged. FeedEnvironment and BatchFeed of
+    averaging.feed lose and repeat nothing when the server or the trainer is restarted. See docs/how-to/feed.md.
 
     \b
     On this machine:
@@ -75,12 +90,12 @@ def feed_command(listen: str, store: str, *, as_json: bool, verbose: int, **give
 
     With a token, clients need no certificate. Without one, they must show a certificate of --tls-ca.
 
-    The first Ctrl+C or SIGTERM lets requests in hand finish. Everything that was acknowledged is in --store; start the
-    same command again to go on.
+    On the first Ctrl+C or SIGTERM the server finishes its requests and ends. Everything that it acknowledged is in
+    --store; start the same command again to continue.
 
     \b
     Exit codes: 0 stopped by Ctrl+C or SIGTERM; 1 the port is taken, or the server failed;
-    2 wrong usage, or --store cannot be used; 130, 143 stopped by a signal before it served.
+    2 wrong usage, or --store cannot be used; 130, 143 stopped by a signal during the start.
 
     \b
     Events of --json, each with "event":
@@ -102,8 +117,8 @@ def feed_command(listen: str, store: str, *, as_json: bool, verbose: int, **give
 
 def _run(listen: str, store: str, given: dict[str, Any], report: CommandOutput) -> None:
     try:
-        from averaging.feed.routes import Limits
-        from averaging.feed.serving import FeedServer
+        from averaging.feed.routes import Event, Limits
+        from averaging.feed.server import FeedServer
     except ModuleNotFoundError as error:
         raise CommandError(f"{error.name} is not installed; run: pip install 'averaging[feed]'", WRONG_USAGE) from None
     from averaging.cli import signals
@@ -116,15 +131,14 @@ def _run(listen: str, store: str, given: dict[str, Any], report: CommandOutput) 
         replay_bytes=given.pop("replay_bytes"),
         seconds=given.pop("request_timeout"),
     )
-    told: dict[str, Any] = {
-        "on_event": lambda event: report.emit(event, WORDS[event["event"]].format_map(event)),
-        "limits": limits,
-    }
     ready = False
+
+    def on_event(event: Event) -> None:
+        report.emit(event, EVENT_TEXTS[event["event"]].format_map(event))
 
     async def serve(_: Stop) -> None:
         nonlocal ready
-        async with FeedServer(store, listen=listen, **given, **told) as server:
+        async with FeedServer(store, listen=listen, limits=limits, on_event=on_event, **given) as server:
             ready = True
             report.emit(
                 {"event": "ready", "url": server.url, "store": store},
@@ -136,7 +150,7 @@ def _run(listen: str, store: str, given: dict[str, Any], report: CommandOutput) 
         signals.run(serve)
     except Stopped as stop:
         if not ready:
-            raise CommandError("stopped before it served", 128 + stop.number) from None
+            raise CommandError("stopped during the start", 128 + stop.number) from None
     except AveragingError as error:
         raise failure_of(error) from None
     report.emit({"event": "done"}, "stopped")
