@@ -130,7 +130,7 @@ class FeedServer:
             log_config=None,
             access_log=False,
             server_header=False,
-            limit_concurrency=self._limits.connections,
+            limit_concurrency=self._limits.connections + 1,  # uvicorn refuses the connection that reaches the limit
             timeout_keep_alive=KEEP_ALIVE,
             timeout_graceful_shutdown=GRACE,
             **options,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import math
 import random
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -102,6 +104,20 @@ def test_a_post_is_repeated_with_the_same_key() -> None:
         env.post(a_group(0), key="item 0")
         assert asked == ["POST /scored_data item 0"] * 3
         env.close()
+
+
+def test_a_batch_ends_a_series_of_failures() -> None:
+    """Failures long before and long after a batch do not add up to the time-out."""
+    answers: list[Answer] = [
+        (200, {}, b'{"uuid": 1}'),
+        (200, {}, b'{"batch_size": 4}'),
+        (200, {}, b'{"batch": [{}], "step": 1}'),
+    ]
+    busy = FeedBusyError(503, "full")
+    with answering(*answers) as (url, _), BatchFeed(url, registration(), retry_timeout=10.0) as batches:
+        batches._backoff.failed(busy, time.monotonic())
+        assert batches._fetch(math.inf)
+        assert batches._backoff.failed(busy, time.monotonic() + 100.0) < 1.0
 
 
 def test_a_batch_of_another_step_is_an_error() -> None:

@@ -115,6 +115,20 @@ def test_when_a_rank_dies_all_others_raise(dead: int, feed: Feed, stack: ExitSta
         assert "this feed is closed" in rank.expect("failed")["message"]
 
 
+def test_when_a_rank_hangs_all_others_raise(feed: Feed, stack: ExitStack, tmp_path: Path) -> None:
+    ranks = start(stack, 3, tmp_path / "ranks", feed.url, options={"rank_timeout": 8.0})
+    for rank in ranks:
+        rank.send("next")
+    posted(feed.url, *range(4))
+    all_expect(ranks, "batch")
+    for rank in ranks[:2]:  # the last rank goes on training
+        rank.send("next")
+    for rank in ranks[:2]:
+        failed = rank.expect("failed")
+        assert failed["kind"] == "FeedError"
+        assert "another rank, which has ended or hangs" in failed["message"]
+
+
 def test_when_a_rank_leaves_all_others_raise(feed: Feed, stack: ExitStack, tmp_path: Path) -> None:
     ranks = start(stack, 3, tmp_path / "ranks", feed.url)
     for rank in ranks:
@@ -257,6 +271,18 @@ def test_a_post_repeated_with_its_key_is_taken_once(feed: Feed) -> None:
         assert names(next(batches)) == [0, 1]
         poster.join()
         assert len(posts) == 3
+
+
+def test_large_groups_arrive_unchanged(feed: Feed) -> None:
+    """Both directions are compressed."""
+    groups = [a_group(name, length=50_000) for name in range(2)]
+    with BatchFeed(feed.url, registration(), poll=0.05) as batches, FeedEnvironment(feed.url, environment()) as env:
+        poster = threading.Thread(target=env.post, args=groups)
+        poster.start()
+        batch = next(batches)
+        poster.join()
+    assert [group["tokens"] for group in batch.groups] == [group.tokens for group in groups]
+    assert [group["masks"] for group in batch.groups] == [group.masks for group in groups]
 
 
 def test_an_unreachable_server_is_an_error_after_the_timeout() -> None:

@@ -280,6 +280,18 @@ async def test_a_request_has_limited_time() -> None:
             writer.close()
 
 
+@pytest.mark.asyncio
+async def test_connections_are_bounded() -> None:
+    async with (
+        FeedServer(":memory:", limits=Limits(connections=1)) as server,
+        httpx.AsyncClient(base_url=server.url) as first,
+        httpx.AsyncClient(base_url=server.url) as second,
+    ):
+        assert (await first.get("/status")).status_code == 200
+        assert (await second.get("/status")).status_code == 503
+        assert (await first.get("/status")).status_code == 200, "an open connection is not affected"
+
+
 def becomes_closed(port: int) -> bool:
     """Waits until this process has no connection to that port. Returns False if it still has one after 30 s."""
     ends = time.monotonic() + 30

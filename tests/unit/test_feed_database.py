@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from averaging.errors import ConfigError, FeedBusyError, FeedError, FeedRefusedError
 from averaging.feed.database import KEY_SECONDS, Database, Post
+from averaging.feed.database_thread import WRITE_RETRY_SECONDS, DatabaseThread
 from averaging.feed.messages import RegisterEnv, Registration, ScoredData
 from averaging.feed.run_state import MAX_BUFFERED, RunState
 
@@ -341,6 +342,34 @@ def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
     found = database.batch(1, None)
     assert found is not None
     assert names(found[2]) == [0]
+    database.close()
+
+
+@pytest.mark.asyncio
+async def test_a_full_disk_is_busy_until_there_is_room(tmp_path: Path) -> None:
+    def limit_pages(extra: int) -> Callable[[Database], object]:
+        return lambda database: database._db.execute(
+            f"PRAGMA max_page_count = {database._db.execute('PRAGMA page_count').fetchone()[0] + extra}"
+        ).fetchone()
+
+    large = Post([(None, 1)], [b"x" * 200_000], "", b"")
+    async with DatabaseThread(partial(open_database, tmp_path / "store")) as thread:
+        await thread.run(lambda database: database.register(registration(1)))
+        await thread.run(limit_pages(2))
+        with pytest.raises(FeedBusyError, match="the store cannot be written: .*full; .*send the same again") as full:
+            await thread.run(lambda database: database.post(large, 0.0))
+        assert (full.value.status, full.value.retry_after) == (503, WRITE_RETRY_SECONDS)
+        assert thread.state.waiting_groups == 0
+        await thread.run(limit_pages(1000))
+        await thread.run(lambda database: database.post(large, 0.0))
+        assert thread.state.waiting_groups == 1
+
+
+@pytest.mark.parametrize(("fsync", "level"), [(False, 1), (True, 2)])
+def test_fsync_makes_sqlite_wait_for_the_disk(fsync: bool, level: int, tmp_path: Path) -> None:
+    database = Database(tmp_path / "store", fsync=fsync, new_state=RunState)
+    assert database._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    assert database._db.execute("PRAGMA synchronous").fetchone() == (level,)
     database.close()
 
 
