@@ -31,50 +31,52 @@ EVENT_TEXTS = {
     default="127.0.0.1:8000",
     type=address,
     metavar="HOST:PORT",
-    help="Address of the server; port 0 takes a free port.",
+    help="Listening address; port 0 chooses a free port.",
 )
 @click.option(
     "--store",
     default="feed.sqlite",
     metavar="FILE",
-    help="SQLite file of the run, so that a restart loses nothing; ':memory:' keeps the run in memory.",
+    help="File with the run, so that a restart loses nothing; ':memory:' keeps nothing.",
 )
-@click.option(
-    "--fsync", is_flag=True, help="Wait for the disk before each answer, so that posts also survive a power failure."
-)
+@click.option("--fsync", is_flag=True, help="Wait for the disk before each answer, to survive a power failure too.")
 @security_options
-@click.option("--insecure", is_flag=True, help="Allow other machines to connect without TLS, in a trusted network.")
+@click.option("--insecure", is_flag=True, help="Let other machines connect without TLS, in a network that you trust.")
 @click.option(
     "--queue-bytes",
     default=4 << 30,
     type=SIZE,
     metavar="BYTES",
-    help="Limit of the groups that wait; posts beyond it get status 503.",
+    help="Maximum size of waiting groups; then status 503.",
 )
 @click.option(
-    "--queue-groups", default=50_000, type=click.IntRange(min=1), metavar="N", help="The same limit in groups."
+    "--queue-groups",
+    default=50_000,
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Maximum number of waiting groups; then status 503.",
 )
 @click.option(
     "--replay-bytes",
     default=4 << 30,
     type=SIZE,
     metavar="BYTES",
-    help="Limit of the batches kept until the trainer has saved a checkpoint; the oldest are dropped first.",
+    help="Maximum size of the batches kept until the trainer saves a checkpoint; the oldest are dropped first.",
 )
 @click.option(
-    "--body-bytes", default=64 << 20, type=SIZE, metavar="BYTES", help="Largest request, after decompression."
+    "--body-bytes", default=64 << 20, type=SIZE, metavar="BYTES", help="Maximum size of a decompressed request."
 )
 @click.option(
     "--request-timeout",
     default=60.0,
     type=finite(above=0),
     metavar="SECONDS",
-    help="Time for a request to arrive, and for a client that reads nothing of its reply.",
+    help="Time limit for a request to arrive.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print each event as one line of JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print events as one JSON object per line.")
 @click.option("-v", "--verbose", count=True, show_default=False, help="Log to stderr; -vv logs everything.")
 def feed_command(listen: str, store: str, *, as_json: bool, verbose: int, **given: Any) -> None:
-    r"""Serves batches of scored rollouts: environments post groups, and a trainer fetches batches.
+    r"""Serves batches of scored rollouts: environments post groups, a trainer fetches batches.
 
     Existing environments and trainers of the Atropos API work unchanged. FeedEnvironment and BatchFeed of
     averaging.feed lose and repeat nothing when the server or the trainer is restarted. See docs/how-to/feed.md.
@@ -84,14 +86,14 @@ def feed_command(listen: str, store: str, *, as_json: bool, verbose: int, **give
       averaging feed --listen 127.0.0.1:8000
 
     \b
-    For other machines, with TLS and a token; `averaging ca` makes the certificates:
+    For other machines, with TLS and a token; `averaging ca` creates the certificates:
       averaging feed --listen 0.0.0.0:8000 --token-file token \
         --tls-ca ca/ca.pem --tls-cert ca/feed.pem --tls-key ca/feed.key
 
     With a token, clients need no certificate. Without one, they must show a certificate of --tls-ca.
 
-    On the first Ctrl+C or SIGTERM the server finishes its requests and ends. Everything that it acknowledged is in
-    --store; start the same command again to continue.
+    The first Ctrl+C or SIGTERM lets requests in progress finish. Everything acknowledged is in --store; start the same
+    command again to continue.
 
     \b
     Exit codes: 0 stopped by Ctrl+C or SIGTERM; 1 the port is taken, or the server failed;
@@ -117,7 +119,7 @@ def feed_command(listen: str, store: str, *, as_json: bool, verbose: int, **give
 
 def _run(listen: str, store: str, given: dict[str, Any], report: CommandOutput) -> None:
     try:
-        from averaging.feed.routes import Event, Limits
+        from averaging.feed.routes import Limits
         from averaging.feed.server import FeedServer
     except ModuleNotFoundError as error:
         raise CommandError(f"{error.name} is not installed; run: pip install 'averaging[feed]'", WRONG_USAGE) from None
@@ -131,14 +133,15 @@ def _run(listen: str, store: str, given: dict[str, Any], report: CommandOutput) 
         replay_bytes=given.pop("replay_bytes"),
         seconds=given.pop("request_timeout"),
     )
+    settings: dict[str, Any] = {
+        "on_event": lambda event: report.emit(event, EVENT_TEXTS[event["event"]].format_map(event)),
+        "limits": limits,
+    }
     ready = False
-
-    def on_event(event: Event) -> None:
-        report.emit(event, EVENT_TEXTS[event["event"]].format_map(event))
 
     async def serve(_: Stop) -> None:
         nonlocal ready
-        async with FeedServer(store, listen=listen, limits=limits, on_event=on_event, **given) as server:
+        async with FeedServer(store, listen=listen, **given, **settings) as server:
             ready = True
             report.emit(
                 {"event": "ready", "url": server.url, "store": store},

@@ -112,7 +112,7 @@ def test_when_a_rank_dies_all_others_raise(dead: int, feed: Feed, stack: ExitSta
         assert failed["kind"] == "FeedError"
         assert "another rank, which has ended or hangs" in failed["message"]
         rank.send("next")
-        assert "this feed is closed" in rank.expect("failed")["message"]
+        assert "this BatchFeed is closed" in rank.expect("failed")["message"]
 
 
 def test_when_a_rank_hangs_all_others_raise(feed: Feed, stack: ExitStack, tmp_path: Path) -> None:
