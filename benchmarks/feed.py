@@ -1,8 +1,8 @@
-"""What a feed server carries, beside the server of atroposlib.
+"""Throughput of a feed server, compared with the server of atroposlib.
 
 `python -m benchmarks.feed --atropos .venv-feed/bin/python` starts each server in turn, with N environments that post
-groups and one trainer that fetches batches, all of them in one process beside the server. As those of atroposlib, an
-environment opens a connection for each post, and does not post while enough batches wait.
+groups and one trainer that fetches batches, all in one process beside the server. As in atroposlib, an environment
+opens a connection for each post, and does not post while enough batches wait.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ import psutil
 
 from benchmarks.output import make_folder, write
 
-BATCH_SIZE, GROUP_SIZE, TOKENS, AHEAD = 64, 8, 512, 4
-"""Sequences of a batch and of a group, tokens of a sequence, and batches that may wait."""
+BATCH_SIZE, GROUP_SIZE, TOKENS, MAX_WAITING = 64, 8, 512, 4
+"""Sequences of a batch and of a group, tokens of a sequence, and batches in the queue while environments post."""
 
 WARM_UP = 2.0
 
@@ -49,7 +49,7 @@ REGISTRATION = {
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What one server carried in one run."""
+    """Throughput and CPU time of one server in one run."""
 
     system: str
     environments: int
@@ -59,7 +59,7 @@ class Figures:
 
 
 class Client:
-    """One kept connection: as little work as can be, so that the server is what is measured."""
+    """A minimal HTTP client on one connection, so that the server dominates the measurement."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -73,17 +73,17 @@ class Client:
         await self._writer.wait_closed()
 
     async def call(self, method: str, path: str, body: bytes = b"", headers: str = "") -> bytes:
-        """The body of the reply as it came, perhaps compressed."""
+        """Sends a request. Returns the body of the reply, which may be compressed."""
         head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n{headers}\r\n"
         self._writer.write(head.encode() + body)
-        told = (await self._reader.readuntil(b"\r\n\r\n")).lower()
-        assert told.startswith(b"http/1.1 200"), told
-        length = int(told.partition(b"content-length:")[2].partition(b"\r\n")[0])
+        head_of_reply = (await self._reader.readuntil(b"\r\n\r\n")).lower()
+        assert head_of_reply.startswith(b"http/1.1 200"), head_of_reply
+        length = int(head_of_reply.partition(b"content-length:")[2].partition(b"\r\n")[0])
         return await self._reader.readexactly(length)
 
 
 def a_group(env_id: int, rng: random.Random) -> bytes:
-    """A group as an environment posts it, compressed."""
+    """Returns a compressed group."""
     tokens = [[rng.randrange(32_000) for _ in range(TOKENS)] for _ in range(GROUP_SIZE)]
     masks = [[-100] * (TOKENS // 4) + sequence[TOKENS // 4 :] for sequence in tokens]
     logprobs = [[1.0] * (TOKENS // 4) + [-rng.random() for _ in range(TOKENS * 3 // 4)] for _ in tokens]
@@ -93,9 +93,9 @@ def a_group(env_id: int, rng: random.Random) -> bytes:
 
 
 async def measure(system: str, port: int, server: psutil.Process, environments: int, seconds: float) -> Figures:
-    """Environments and a trainer at the server on `port`."""
+    """Measures the server on `port` with environments and a trainer."""
     rng = random.Random(0)
-    room = asyncio.Semaphore(AHEAD * BATCH_SIZE // GROUP_SIZE)
+    room = asyncio.Semaphore(MAX_WAITING * BATCH_SIZE // GROUP_SIZE)
     json_body = "Content-Type: application/json\r\n"
     env = {"max_token_length": 2 * TOKENS, "desired_name": "e", "weight": 1.0, "group_size": GROUP_SIZE}
 
@@ -136,7 +136,7 @@ async def measure(system: str, port: int, server: psutil.Process, environments: 
 
 @asynccontextmanager
 async def serving(command: list[str], port: int) -> AsyncIterator[psutil.Process]:
-    """A server in a process of its own, from the first answer on."""
+    """Runs a server in a separate process. Yields it after its first answer."""
     quiet = asyncio.subprocess.DEVNULL
     process = await asyncio.create_subprocess_exec(*command, stdout=quiet, stderr=quiet, env=dict(os.environ))
     try:
@@ -160,7 +160,7 @@ def free_port() -> int:
 
 
 def commands(atropos: str | None, folder: str, port: int) -> dict[str, list[str]]:
-    """How each server is started."""
+    """Returns the command that starts each server."""
     ours = [sys.executable, "-m", "averaging", "feed", "--listen", f"127.0.0.1:{port}", "--store"]
     found = {
         "averaging feed": [*ours, f"{folder}/{port}.sqlite"],
@@ -172,7 +172,7 @@ def commands(atropos: str | None, folder: str, port: int) -> dict[str, list[str]
 
 
 def table(results: list[Figures]) -> str:
-    """The medians, and how many times those of run-api they are, as Markdown."""
+    """Returns the medians and their ratio to those of run-api as Markdown."""
     lines = [
         "| environments | server | batches/s | sequences/s | of run-api | CPU ms per sequence |",
         "|---|---|---|---|---|---|",
@@ -209,9 +209,9 @@ async def run(arguments: argparse.Namespace) -> list[Figures]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--environments", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--seconds", type=float, default=10.0, help="measured, after two of warm-up")
-    parser.add_argument("--repeats", type=int, default=3, help="of each server, in turn; the table has the medians")
-    parser.add_argument("--atropos", help="a Python with atroposlib; `make .venv-feed/installed` makes one")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of the measurement, after 2 s of warm-up")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each server, in turn; the table shows medians")
+    parser.add_argument("--atropos", help="a Python with atroposlib; `make .venv-feed/installed` creates one")
     parser.add_argument("--output", type=Path, default=Path("runs/benchmarks"))
     arguments = parser.parse_args()
     if min(*arguments.environments, arguments.repeats) < 1:

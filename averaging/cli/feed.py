@@ -20,8 +20,8 @@ SIZE = click.IntRange(min=1 << 10)
 EVENT_TEXTS = {
     "registered": "a trainer has registered: batches of {batch_size}, from step {starting_step}",
     "environment": "environment {env_id} has registered: {name}",
-    "batch": "step {step}: handed out {sequences} sequences in {groups} groups",
-    "reset": "everything was dropped by GET /reset_data",
+    "batch": "step {step}: delivered {sequences} sequences in {groups} groups",
+    "reset": "GET /reset_data has dropped everything",
 }
 
 
@@ -78,9 +78,8 @@ EVENT_TEXTS = {
 def feed_command(listen: str, store: str, *, as_json: bool, verbose: int, **given: Any) -> None:
     r"""Serves batches of scored rollouts: environments post groups, a trainer fetches batches.
 
-    Existing environments and trainers of the Atropos API work with it unchanged. New ones can use FeedEnvironment and
-    BatchFeed of averaging.feed, which lose and repeat nothing when the server or the trainer is restarted. See
-    docs/how-to/feed.md.
+    Existing environments and trainers of the Atropos API work unchanged. FeedEnvironment and BatchFeed of
+    averaging.feed lose and repeat nothing when the server or the trainer is restarted. See docs/how-to/feed.md.
 
     \b
     On this machine:
@@ -98,7 +97,7 @@ def feed_command(listen: str, store: str, *, as_json: bool, verbose: int, **give
 
     \b
     Exit codes: 0 stopped by Ctrl+C or SIGTERM; 1 the port is taken, or the server failed;
-    2 wrong usage, or --store cannot be used; 130, 143 stopped by a signal before it served.
+    2 wrong usage, or --store cannot be used; 130, 143 stopped by a signal during the start.
 
     \b
     Events of --json, each with "event":
@@ -121,7 +120,7 @@ def feed_command(listen: str, store: str, *, as_json: bool, verbose: int, **give
 def _run(listen: str, store: str, given: dict[str, Any], report: CommandOutput) -> None:
     try:
         from averaging.feed.routes import Limits
-        from averaging.feed.serving import FeedServer
+        from averaging.feed.server import FeedServer
     except ModuleNotFoundError as error:
         raise CommandError(f"{error.name} is not installed; run: pip install 'averaging[feed]'", WRONG_USAGE) from None
     from averaging.cli import signals
@@ -154,7 +153,7 @@ def _run(listen: str, store: str, given: dict[str, Any], report: CommandOutput) 
         signals.run(serve)
     except Stopped as stop:
         if not ready:
-            raise CommandError("stopped before it served", 128 + stop.number) from None
+            raise CommandError("stopped during the start", 128 + stop.number) from None
     except AveragingError as error:
         raise failure_of(error) from None
     report.emit({"event": "done"}, "stopped")

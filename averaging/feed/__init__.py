@@ -1,13 +1,13 @@
-"""Batches of scored rollouts, from environments to the ranks of a trainer.
+"""Carries batches of scored rollouts from environments to the ranks of a trainer.
 
-The server and both clients speak the HTTP API of atroposlib, so each works with that library's counterpart, too.
+The server and both clients use the HTTP API of atroposlib, so each also works with that library's counterpart.
 Needs `pip install 'averaging[feed]'`.
 """
 
 from averaging.feed.environment import FeedEnvironment
 from averaging.feed.messages import EnvStatus, Registered, RegisterEnv, Registration, ScoredData
 from averaging.feed.routes import Limits
-from averaging.feed.serving import FeedServer
+from averaging.feed.server import FeedServer
 from averaging.feed.trainer import Batch, BatchFeed
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""One request at a time to a feed server: what came of it, how long to go on trying, and within which limits."""
+"""Requests to a feed server: one try, or tries until one succeeds, with limits of time and size."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gzip
 import random
 import ssl
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,56 +19,59 @@ from averaging.security.credentials import read_tls, read_tokens
 
 T = TypeVar("T")
 
-COMPRESSED_FROM = 1024
-"""Bytes of a body that is compressed, as environments of atroposlib do."""
+COMPRESS_MIN_BYTES = 1024
+"""Bodies of this size or more are compressed, as environments of atroposlib do."""
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
-"""Seconds before the first repetition, which double up to the longest."""
+MIN_PAUSE, MAX_PAUSE = 0.1, 5.0
+"""Seconds before the first repetition. The pause doubles with each one, up to the maximum."""
+
+MAX_RETRY_AFTER = 60.0
+"""Upper bound of the `Retry-After` that a client obeys, in seconds."""
 
 
 class Backoff:
-    """How long to wait between tries, and when to give up. Pure but for `rng`.
+    """Exponential backoff with jitter. Pure but for `rng`.
 
     Args:
-        patience: seconds without success after which it raises.
+        retry_timeout: seconds without success after which it gives up.
     """
 
-    def __init__(self, patience: float, rng: random.Random) -> None:
-        self._patience, self._rng = patience, rng
-        self._since: float | None = None
-        self._tries = 0
+    def __init__(self, retry_timeout: float, rng: random.Random) -> None:
+        self._retry_timeout, self._rng = retry_timeout, rng
+        self._first_failure: float | None = None
+        self._failures = 0
 
     def succeeded(self) -> None:
-        """The next failure is the first one again."""
-        self._since, self._tries = None, 0
+        """Resets the pause and the time-out."""
+        self._first_failure, self._failures = None, 0
 
     def failed(self, error: FeedBusyError, now: float) -> float:
-        """Seconds until the next try.
+        """Returns the seconds to wait before the next try.
 
         Raises:
-            FeedUnreachableError: there was no success for too long.
+            FeedUnreachableError: there was no success for `retry_timeout`.
         """
-        self._since = now if self._since is None else self._since
-        if now - self._since >= self._patience:
-            raise FeedUnreachableError(f"gave up after {now - self._since:.0f} s: {error}")
-        pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0**self._tries)
-        self._tries += 1
+        self._first_failure = now if self._first_failure is None else self._first_failure
+        if now - self._first_failure >= self._retry_timeout:
+            raise FeedUnreachableError(f"gave up after {now - self._first_failure:.0f} s: {error}")
+        pause = min(MAX_PAUSE, MIN_PAUSE * 2.0**self._failures)
+        self._failures += 1
         return max(error.retry_after, pause * self._rng.uniform(0.5, 1.0))
 
 
 class Connection:
-    """A server at `url`.
+    """Sends requests to the server at `url`.
 
     Args:
         url: "http://HOST:PORT" or "https://HOST:PORT".
-        token_file: its first token is sent.
+        token_file: the first token in it is sent.
         tls_ca, tls_cert, tls_key: files for TLS, all of them or none. With none, https trusts the system's authorities.
-        timeout: seconds for each step of a request.
-        patience: seconds for which a server that does not answer, or is full, is tried again.
-        max_bytes: of a reply, after decompression.
+        timeout: seconds to connect, and between two pieces of a request or reply.
+        retry_timeout: seconds for which a request is repeated to a server that does not answer or is full.
+        max_bytes: limit of a reply, after decompression.
 
     Raises:
-        ConfigError: an argument cannot work.
+        ConfigError: an argument is invalid.
     """
 
     def __init__(
@@ -80,7 +83,7 @@ class Connection:
         tls_cert: str | Path | None = None,
         tls_key: str | Path | None = None,
         timeout: float = 30.0,
-        patience: float = 300.0,
+        retry_timeout: float = 300.0,
         max_bytes: int = 1 << 30,
     ) -> None:
         if not url.startswith(("http://", "https://")):
@@ -89,78 +92,79 @@ class Connection:
         context = ssl.create_default_context(cadata=tls.ca_pem.decode() if tls else None)
         if tls and tls_cert and tls_key:
             context.load_cert_chain(tls_cert, tls_key)
-        self.url, self.patience = url.rstrip("/"), patience
+        self.url, self._retry_timeout = url.rstrip("/"), retry_timeout
         self._max_bytes = max_bytes
         headers = {"Authorization": f"Bearer {tokens[0]}"} if tokens else {}
         self._client = httpx.Client(base_url=self.url, headers=headers, timeout=timeout, verify=context)
 
     def close(self) -> None:
-        """Ends its connections."""
+        """Closes the connections to the server."""
         self._client.close()
 
-    def once(self, method: str, path: str, kind: type[T], **request: Any) -> T:
-        """The reply to one try, see `raw`."""
-        return decode_reply(self.raw(method, path, **request), kind)
+    def request(self, method: str, path: str, kind: type[T], **request: Any) -> T:
+        """Repeats a request until it succeeds. Returns the decoded reply; for the arguments see `send`.
 
-    def raw(
+        Raises:
+            FeedRefusedError: the server refuses this request.
+            FeedUnreachableError: no try succeeded within `retry_timeout`.
+        """
+        backoff = Backoff(self._retry_timeout, random.Random())
+        while True:
+            try:
+                return self.request_once(method, path, kind, **request)
+            except FeedBusyError as error:
+                time.sleep(backoff.failed(error, time.monotonic()))
+
+    def request_once(self, method: str, path: str, kind: type[T], **request: Any) -> T:
+        """Sends a request once. Returns the decoded reply; for arguments and errors see `send`."""
+        return decode_reply(self.send(method, path, **request), kind)
+
+    def send(
         self,
         method: str,
         path: str,
         *,
-        told: object = None,
+        body: object = None,
         params: Mapping[str, int] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> bytes:
-        """The body of the reply to one try.
+        """Sends a request once. Returns the body of the reply.
 
         Raises:
             FeedRefusedError: the server refuses this request.
-            FeedBusyError: another try may succeed.
+            FeedBusyError: the same request can succeed later.
+            FeedError: the reply is larger than `max_bytes`.
         """
-        sent, content = dict(headers or {}), None
-        if told is not None:
-            content = msgspec.json.encode(told)
-            sent["Content-Type"] = "application/json"
-            if len(content) >= COMPRESSED_FROM:
+        sent_headers, content = dict(headers or {}), None
+        if body is not None:
+            content = msgspec.json.encode(body)
+            sent_headers["Content-Type"] = "application/json"
+            if len(content) >= COMPRESS_MIN_BYTES:
                 content = gzip.compress(content, 1)
-                sent["Content-Encoding"] = "gzip"
-        body = bytearray()
+                sent_headers["Content-Encoding"] = "gzip"
+        reply = bytearray()
         try:
-            with self._client.stream(method, path, content=content, params=params, headers=sent) as response:
+            with self._client.stream(method, path, content=content, params=params, headers=sent_headers) as response:
                 for chunk in response.iter_bytes():
-                    body += chunk
-                    if len(body) > self._max_bytes:
+                    reply += chunk
+                    if len(reply) > self._max_bytes:
                         raise FeedError(f"{self.url}{path} answers with more than {self._max_bytes} bytes")
         except (httpx.HTTPError, httpx.StreamError) as error:
             reason = str(error) or type(error).__name__
             raise FeedBusyError(0, f"{self.url} cannot be reached ({reason}); check that the feed is up") from None
         if response.is_success:
-            return bytes(body)
-        message = f"{self.url}{path} answers {response.status_code}: {_message(bytes(body))}"
+            return bytes(reply)
+        message = f"{self.url}{path} answers {response.status_code}: {_message(bytes(reply))}"
         if response.status_code >= 500 or response.status_code in (408, 429):
             raise FeedBusyError(response.status_code, message, _seconds(response.headers.get("retry-after", "")))
         raise FeedRefusedError(response.status_code, message)
 
-    def retried(self, call: Callable[[], T]) -> T:
-        """What `call` returns at last.
-
-        Raises:
-            FeedRefusedError: the server refuses it.
-            FeedUnreachableError: it did not succeed within `patience`.
-        """
-        backoff = Backoff(self.patience, random.Random())
-        while True:
-            try:
-                return call()
-            except FeedBusyError as error:
-                time.sleep(backoff.failed(error, time.monotonic()))
-
 
 def decode_reply(body: bytes, kind: type[T]) -> T:
-    """Reads what a server has answered.
+    """Decodes a reply of the server.
 
     Raises:
-        FeedError: it is not what this route answers.
+        FeedError: the reply is not of this kind.
     """
     try:
         return decode(body, kind)
@@ -170,11 +174,11 @@ def decode_reply(body: bytes, kind: type[T]) -> T:
 
 def _message(body: bytes) -> str:
     try:
-        told: Any = msgspec.json.decode(body)
-        return str(told.get("message") or told.get("detail"))
+        error: Any = msgspec.json.decode(body)
+        return str(error.get("message") or error.get("detail"))
     except (msgspec.MsgspecError, AttributeError, RecursionError):
         return body[:200].decode(errors="replace")
 
 
-def _seconds(told: str) -> float:
-    return min(float(told), 60.0) if told.isascii() and told.isdecimal() else 0.0
+def _seconds(retry_after: str) -> float:
+    return min(float(retry_after), MAX_RETRY_AFTER) if retry_after.isascii() and retry_after.isdecimal() else 0.0

@@ -1,4 +1,4 @@
-"""`FeedEnvironment`: the side of those who post scored data."""
+"""`FeedEnvironment`: the client of an environment."""
 
 from __future__ import annotations
 
@@ -13,69 +13,72 @@ from averaging.errors import FeedError, FeedRefusedError
 from averaging.feed.client import Connection
 from averaging.feed.messages import EnvStatus, Registered, RegisterEnv, ScoredData
 
+REGISTER_INTERVAL = 1.0
+"""Seconds between two requests to register while no trainer has started."""
+
 
 class _Status(msgspec.Struct, frozen=True):
     status: str
 
 
 class FeedEnvironment:
-    """Posts groups to a feed, each exactly once whatever happens to the server meanwhile.
+    """Posts groups to a feed. The server takes each exactly once, even if it is restarted meanwhile.
 
-    It may be used by several threads. In asyncio code call it with `asyncio.to_thread`.
+    Several threads may use one object. In asyncio code call its methods with `asyncio.to_thread`.
 
     Args:
-        url: of the server, "http://HOST:PORT" or "https://HOST:PORT".
-        told: what the environment tells about itself.
-        start_patience: seconds to wait for a trainer to start; None waits without end.
-        options: `token_file`, `tls_ca`, `tls_cert`, `tls_key`, `timeout`, `patience`, `max_bytes` of `Connection`.
+        url: the server, "http://HOST:PORT" or "https://HOST:PORT".
+        config: the name, sizes and weight of this environment.
+        start_timeout: seconds to wait until a trainer has started; None waits without limit.
+        options: `token_file`, `tls_ca`, `tls_cert`, `tls_key`, `timeout`, `retry_timeout`, `max_bytes` of `Connection`.
 
     Attributes:
-        registered: what the server answered to the registration; None before it.
+        registered: the server's answer to the registration; None before it.
 
     Raises:
-        ConfigError: an argument cannot work.
+        ConfigError: an argument is invalid.
     """
 
-    def __init__(self, url: str, told: RegisterEnv, *, start_patience: float | None = None, **options: Any) -> None:
+    def __init__(self, url: str, config: RegisterEnv, *, start_timeout: float | None = None, **options: Any) -> None:
         self._connection = Connection(url, **options)
-        self._told, self._start_patience = told, start_patience
+        self._config, self._start_timeout = config, start_timeout
         self.registered: Registered | None = None
 
     def register(self) -> Registered:
-        """Registers, as soon as a trainer has asked for its first batch; what the server tells of the run.
+        """Registers as soon as a trainer has asked for its first batch. Returns the server's answer.
 
         Raises:
             FeedRefusedError: the server refuses this environment.
-            FeedUnreachableError: it gave no usable answer for `patience`.
-            FeedError: no trainer has started within `start_patience`.
+            FeedUnreachableError: the server gave no usable answer for `retry_timeout`.
+            FeedError: no trainer has started within `start_timeout`.
         """
         began = time.monotonic()
         while True:
-            reply = self._connection.retried(
-                lambda: self._connection.once("POST", "/register-env", Registered, told=self._told)
-            )
+            reply = self._connection.request("POST", "/register-env", Registered, body=self._config)
             if reply.status == "success":
                 self.registered = reply
                 return reply
-            if self._start_patience is not None and time.monotonic() - began > self._start_patience:
+            if self._start_timeout is not None and time.monotonic() - began > self._start_timeout:
                 raise FeedError(
-                    f"{self._connection.url} has no trainer after {self._start_patience:g} s: {reply.status}"
+                    f"{self._connection.url} has no trainer after {self._start_timeout:g} s: {reply.status}"
                 )
-            time.sleep(1.0)
+            time.sleep(REGISTER_INTERVAL)
 
     def post(self, *groups: ScoredData, key: str | None = None) -> None:
-        """Posts groups, all of them or none; registers first if need be. When it returns the server keeps them.
+        """Posts all of the groups or none, and registers first if needed. The server has stored them on return.
 
-        A post is repeated until it is acknowledged, and a server of this library takes it once. A queue that is full is
-        waited for.
+        A post is repeated until the server has acknowledged it, and while the queue is full. A server of this library
+        takes it once.
 
         Args:
             groups: their `env_id` is filled in.
-            key: names these groups for a day. Give the same to a repetition after this process was restarted.
+            key: identifies these groups for 24 hours. If this process may be restarted and repeat a post, give the same
+                key each time.
 
         Raises:
-            FeedRefusedError: the server refuses them; none was taken.
-            FeedUnreachableError: it did not acknowledge them for `patience`; post them again with the same `key`.
+            FeedRefusedError: the server refuses them; it took none.
+            FeedUnreachableError: the server did not acknowledge them for `retry_timeout`; post them again with the same
+                `key`.
         """
         key = key or uuid.uuid4().hex
         registered = self.registered or self.register()
@@ -84,26 +87,26 @@ class FeedEnvironment:
         except FeedRefusedError as error:
             if error.status != 404:
                 raise
-            self._post(groups, self.register(), key)  # the server was reset, and knows no environment any more
+            self._post(groups, self.register(), key)  # the server was reset, and has forgotten this environment
 
     def status(self) -> EnvStatus:
-        """How far the run is, and how much waits.
+        """Returns the step of the run and the sizes of the queue.
 
         Raises:
             FeedRefusedError: the server does not know this environment.
-            FeedUnreachableError: it gave no usable answer for `patience`.
+            FeedUnreachableError: the server gave no usable answer for `retry_timeout`.
         """
-        told = {"env_id": (self.registered or self.register()).env_id}
-        return self._connection.retried(lambda: self._connection.once("GET", "/status-env", EnvStatus, told=told))
+        body = {"env_id": (self.registered or self.register()).env_id}
+        return self._connection.request("GET", "/status-env", EnvStatus, body=body)
 
     def close(self) -> None:
-        """Leaves: nothing is reserved for this environment any more. What it has posted stays."""
+        """Disconnects, which ends the reservation of this environment. The posted groups stay."""
         try:
             if self.registered is not None:
-                told = {"env_id": self.registered.env_id}
-                self._connection.once("POST", "/disconnect-env", _Status, told=told)
+                body = {"env_id": self.registered.env_id}
+                self._connection.request_once("POST", "/disconnect-env", _Status, body=body)
         except FeedError:
-            pass  # a server that cannot be reached has nothing to be told
+            pass  # a server that does not answer is not worth waiting for
         finally:
             self._connection.close()
 
@@ -116,7 +119,6 @@ class FeedEnvironment:
         self.close()
 
     def _post(self, groups: tuple[ScoredData, ...], registered: Registered, key: str) -> None:
-        told = [msgspec.structs.replace(group, env_id=registered.env_id) for group in groups]
-        path, content = ("/scored_data", told[0]) if len(told) == 1 else ("/scored_data_list", told)
-        headers = {"Idempotency-Key": key}
-        self._connection.retried(lambda: self._connection.once("POST", path, _Status, told=content, headers=headers))
+        filled = [msgspec.structs.replace(group, env_id=registered.env_id) for group in groups]
+        path, body = ("/scored_data", filled[0]) if len(filled) == 1 else ("/scored_data_list", filled)
+        self._connection.request("POST", path, _Status, body=body, headers={"Idempotency-Key": key})

@@ -1,6 +1,6 @@
-"""What trainers, environments and the server say to each other, with checks of its contents. Pure.
+"""The JSON messages between trainers, environments and the server, and the checks of their fields. Pure.
 
-The names, types and defaults are those of atroposlib 0.4.0. Fields that this module does not name are ignored.
+The names, types and defaults are those of atroposlib 0.4.0. Other fields are ignored.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ Message = TypeVar("Message")
 
 
 class Registration(msgspec.Struct, frozen=True, kw_only=True):
-    """What a trainer tells about its run.
+    """The registration of a trainer, which begins a run.
 
     Attributes:
         batch_size: sequences in a batch, over all ranks.
-        max_token_len: environments drop sequences of that length or longer; 0 or less means no limit.
-        save_checkpoint_interval: steps between two checkpoints; 0 or less means that none is saved.
-        starting_step: steps that are trained already, so 0 or the step of the checkpoint that is resumed.
-        num_steps: the step at which training ends; less than 0 means never.
+        max_token_len: environments drop sequences of this length or longer; 0 or less means no limit.
+        save_checkpoint_interval: steps between two checkpoints; 0 or less means that no checkpoint is saved.
+        starting_step: 0 for a new training, or the step of the checkpoint from which it resumes.
+        num_steps: the last step of the training; less than 0 means no limit.
 
     Raises:
-        ConfigError: batch_size or starting_step cannot work.
+        ConfigError: batch_size or starting_step is out of range.
     """
 
     wandb_group: str
@@ -49,15 +49,15 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RegisterEnv(msgspec.Struct, frozen=True, kw_only=True):
-    """What an environment tells about itself.
+    """The registration of an environment.
 
     Attributes:
-        weight: relative to other environments, for `env_weight` of its status.
+        weight: relative to the other environments, for `EnvStatus.env_weight`.
         group_size: sequences in each of its groups. Smaller groups wait until they add up to it.
-        min_batch_allocation: the part of each batch that is reserved for this environment, from 0 to 1.
+        min_batch_allocation: the fraction of each batch that is reserved for this environment, from 0 to 1.
 
     Raises:
-        ConfigError: a value cannot work.
+        ConfigError: a value is out of range, or desired_name is too long.
     """
 
     max_token_length: int
@@ -78,21 +78,21 @@ class RegisterEnv(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EnvIdentifier(msgspec.Struct, frozen=True):
-    """Which environment is meant."""
+    """The body of a request about one environment."""
 
     env_id: int
 
 
 class ScoredData(msgspec.Struct, kw_only=True):
-    """A group: sequences that were scored together and are trained in one batch.
+    """A group: sequences that were scored together and belong into one batch.
 
     Attributes:
-        tokens: the ids of each sequence.
-        masks: for each token its id, or -100 where it is not trained, as in the prompt.
-        scores: one for each sequence.
+        tokens: the token ids of each sequence.
+        masks: for each token its id, or -100 if it is not trained, for example in the prompt.
+        scores: one number for each sequence.
 
     Raises:
-        ConfigError: lengths that do not match, a score that is not finite, a message without role or content.
+        ConfigError: lengths do not match, a score is not finite, or a message has no role or content.
     """
 
     tokens: list[list[int]]
@@ -121,17 +121,19 @@ class ScoredData(msgspec.Struct, kw_only=True):
             )
         for index, (tokens, masks) in enumerate(zip(self.tokens, self.masks, strict=True)):
             if len(tokens) != len(masks):
-                raise ConfigError(f"sequence {index} has {len(tokens)} tokens and {len(masks)} masks; give as many")
+                raise ConfigError(
+                    f"sequence {index} has {len(tokens)} tokens and {len(masks)} masks; give one mask per token"
+                )
         self.scores = [float(score) for score in self.scores]
         if not all(map(math.isfinite, self.scores)):
-            raise ConfigError("a score is not finite")
+            raise ConfigError("a score is not finite; give finite numbers")
         for message in (message for sequence in self.messages or () for message in sequence):
             if "role" not in message or "content" not in message:
                 raise ConfigError("a message lacks its role or its content")
 
 
 class Registered(msgspec.Struct, frozen=True):
-    """What the server answers to an environment: `env_id` and the rest only if `status` is "success"."""
+    """The answer to `RegisterEnv`. The fields after `status` are valid only if it is "success"."""
 
     status: str
     env_id: int = -1
@@ -143,7 +145,7 @@ class Registered(msgspec.Struct, frozen=True):
 
 
 class EnvStatus(msgspec.Struct, frozen=True):
-    """What the server tells an environment about the queue; sizes are in groups of that environment's size."""
+    """The answer to a request for the status. Sizes are in groups of this environment's `group_size`."""
 
     current_step: int
     queue_size: int
@@ -154,7 +156,7 @@ class EnvStatus(msgspec.Struct, frozen=True):
 
 
 class BatchReply(msgspec.Struct, frozen=True):
-    """What the server answers to a trainer; only servers of this library tell the step."""
+    """The answer to a request for a batch. atroposlib's server leaves out `step`."""
 
     batch: list[dict[str, Any]] | None
     status: str = ""
@@ -163,10 +165,10 @@ class BatchReply(msgspec.Struct, frozen=True):
 
 
 def decode(body: bytes | bytearray, kind: type[Message]) -> Message:
-    """Reads a message that a stranger has written.
+    """Decodes an untrusted message.
 
     Raises:
-        FeedRefusedError: it is not JSON, lacks a field, or does not pass the checks above.
+        FeedRefusedError: it is not JSON, lacks a field, or fails a check of its type.
     """
     try:
         return msgspec.json.decode(body, type=kind, strict=False)

@@ -1,4 +1,4 @@
-"""How the ranks of a process group get the same batch: short collectives of their own, over gloo."""
+"""Gives the ranks of a process group the same batch, with collectives over gloo."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Outcome(IntEnum):
-    """What rank 0 tells the others."""
+    """The outcome of one request of rank 0 for a batch."""
 
     NOTHING_YET = 0
     BATCH = 1
@@ -29,8 +29,8 @@ class Ranks:
     """All ranks of a group, or this process alone.
 
     Args:
-        group: None for torch's default group, or for one process if there is none.
-        timeout: seconds for which a rank waits for another one that is alive.
+        group: None means torch's default group if torch.distributed is initialized, else this process alone.
+        timeout: seconds for which a rank waits for another rank that is alive.
     """
 
     def __init__(self, group: ProcessGroup | None, timeout: float) -> None:
@@ -42,18 +42,18 @@ class Ranks:
         if len(members) > 1:
             self.rank, self._root = dist.get_rank(group), members[0]
             wait = datetime.timedelta(seconds=timeout)
-            # Its own group, so that it works on CPU tensors, and that its end reaches the other ranks.
+            # A separate gloo group takes CPU tensors, and destroying it makes waiting ranks raise.
             self._group = dist.new_group(members, wait, "gloo", use_local_synchronization=True)
 
-    def share(self, outcome: Outcome, content: bytes) -> tuple[Outcome, bytes]:
-        """What rank 0 gave, at all ranks; the others' arguments do not matter.
+    def broadcast(self, outcome: Outcome, content: bytes) -> tuple[Outcome, bytes]:
+        """Returns the arguments of rank 0 at all ranks; those of other ranks are ignored.
 
         Raises:
-            FeedError: a rank has died, or has not come within the time-out.
+            FeedError: a rank has died, or did not call this within the time-out.
         """
         if self._group is None:
             return outcome, content
-        with self._watched():
+        with self._translating_errors():
             head = torch.tensor([outcome, len(content)], dtype=torch.int64)
             dist.broadcast(head, self._root, self._group)
             outcome, length = Outcome(int(head[0])), int(head[1])
@@ -63,31 +63,31 @@ class Ranks:
             if self.rank == 0 and length:
                 data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
             dist.broadcast(data, self._root, self._group)
-            dist.barrier(self._group)  # nobody trains a batch that another rank has not got
+            dist.barrier(self._group)  # no rank trains a batch that another rank did not receive
         return outcome, content if self.rank == 0 else data.numpy().tobytes()
 
-    def agree(self, number: int) -> bool:
-        """Whether all ranks gave the same number, of 63 bits.
+    def all_equal(self, number: int) -> bool:
+        """Returns whether all ranks gave the same number, which has at most 63 bits.
 
         Raises:
-            FeedError: as `share`.
+            FeedError: as for `broadcast`.
         """
         if self._group is None:
             return True
-        with self._watched():
+        with self._translating_errors():
             ends = torch.tensor([number, -number], dtype=torch.int64)
             dist.all_reduce(ends, dist.ReduceOp.MAX, self._group)
         return int(ends[0]) == number == -int(ends[1])
 
     def close(self) -> None:
-        """Ends the group; ranks that wait for this one raise."""
+        """Leaves the group. Ranks that wait for this one raise."""
         group, self._group = self._group, None
         if group is not None:
             with suppress(Exception):  # it may have been destroyed with the default group
                 dist.destroy_process_group(group)
 
     @contextmanager
-    def _watched(self) -> Iterator[None]:
+    def _translating_errors(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:

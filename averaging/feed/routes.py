@@ -1,4 +1,4 @@
-"""What the server answers on each route."""
+"""The routes of the server as a Starlette application."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from averaging.errors import ConfigError, FeedBusyError, FeedRefusedError
-from averaging.feed.book import NO_TRAINER, Book
-from averaging.feed.ledger import Ledger, Post
+from averaging.feed.database import Database, Post
+from averaging.feed.database_thread import DatabaseThread
 from averaging.feed.messages import EnvIdentifier, RegisterEnv, Registration, ScoredData, decode
-from averaging.feed.store import Store
+from averaging.feed.run_state import NO_TRAINER, RunState
 
 logger = logging.getLogger(__name__)
 
-COMPRESSED_FROM = 1000
-"""Bytes of a reply that is compressed if the client takes that."""
+COMPRESS_MIN_BYTES = 1000
+"""Replies of this size or more are compressed if the client accepts gzip."""
 
 MAX_KEY = 200
+"""Characters of an Idempotency-Key."""
 
 EMPTY_EXAMPLE: Mapping[str, Sequence[object]] = {
     name: []
@@ -46,31 +47,34 @@ EMPTY_EXAMPLE: Mapping[str, Sequence[object]] = {
 
 COUNTERS: Mapping[str, tuple[str, Sequence[str]]] = {
     "requests_total": ("Requests answered.", ["route", "status"]),
-    "received_groups_total": ("Groups taken in.", ()),
-    "received_sequences_total": ("Sequences taken in.", ()),
+    "received_groups_total": ("Groups accepted.", ()),
+    "received_sequences_total": ("Sequences accepted.", ()),
     "repeated_posts_total": ("Posts recognized as repetitions by their Idempotency-Key.", ()),
-    "delivered_batches_total": ("Batches handed out, repetitions included.", ()),
-    "delivered_sequences_total": ("Sequences handed out, repetitions included.", ()),
+    "delivered_batches_total": ("Batches delivered, repetitions included.", ()),
+    "delivered_sequences_total": ("Sequences delivered, repetitions included.", ()),
 }
 
-GAUGES: Mapping[str, tuple[str, Callable[[Book], float]]] = {
-    "step": ("Step of the newest batch.", lambda book: book.step),
-    "waiting_groups": ("Groups that wait.", lambda book: book.count),
-    "waiting_bytes": ("Bytes of the groups that wait.", lambda book: book.nbytes),
-    "queued_sequences": ("Sequences in the queue.", lambda book: book.sequences.total()),
-    "replay_batches": ("Batches kept for a trainer that resumes.", lambda book: len(book.batches)),
-    "connected_environments": ("Environments.", lambda book: sum(env.connected for env in book.envs)),
+GAUGES: Mapping[str, tuple[str, Callable[[RunState], float]]] = {
+    "step": ("Step of the newest batch.", lambda state: state.step),
+    "waiting_groups": ("Groups in the queue and in buffers.", lambda state: state.waiting_groups),
+    "waiting_bytes": ("Bytes of these groups.", lambda state: state.waiting_bytes),
+    "queued_sequences": ("Sequences in the queue.", lambda state: state.sequences.total()),
+    "replay_batches": ("Batches kept for a trainer that resumes.", lambda state: len(state.batches)),
+    "connected_environments": (
+        "Environments that have registered and not disconnected.",
+        lambda state: sum(env.connected for env in state.envs),
+    ),
 }
 
-READS: Mapping[str, Callable[[Book], object]] = {
-    "/status": lambda book: {"current_step": book.step, "queue_size": len(book.queue)},
-    "/info": lambda book: {
-        "batch_size": book.registration.batch_size if book.registration else -1,
-        "max_token_len": book.registration.max_token_len if book.registration else -1,
+READS: Mapping[str, Callable[[RunState], object]] = {
+    "/status": lambda state: {"current_step": state.step, "queue_size": len(state.queue)},
+    "/info": lambda state: {
+        "batch_size": state.registration.batch_size if state.registration else -1,
+        "max_token_len": state.registration.max_token_len if state.registration else -1,
     },
-    "/wandb_info": lambda book: {
-        "group": book.registration and book.registration.wandb_group,
-        "project": book.registration and book.registration.wandb_project,
+    "/wandb_info": lambda state: {
+        "group": state.registration and state.registration.wandb_group,
+        "project": state.registration and state.registration.wandb_project,
     },
 }
 
@@ -80,17 +84,17 @@ Handler: TypeAlias = Callable[[Request, bytes], Awaitable[Response]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a server takes.
+    """Limits of a server.
 
     Attributes:
-        body_bytes: of a request, after decompression.
-        queue_bytes, queue_groups: of the groups that wait; a full queue is answered with status 503.
-        replay_bytes: of the batches kept for a trainer that resumes; the oldest are forgotten first.
-        seconds: for the head of a request, for its body, and between two steps forward of a reader.
-        connections: at once.
+        body_bytes: body of a request, after decompression. All bodies at one time may have four times as many.
+        queue_bytes, queue_groups: groups that wait; posts to a full queue are answered with status 503.
+        replay_bytes: batches kept for a trainer that resumes; the oldest are forgotten first.
+        seconds: time for the header of a request, for its body, and for a client that reads nothing of its reply.
+        connections: connections at one time.
 
     Raises:
-        ConfigError: a limit cannot work.
+        ConfigError: a limit is not above 0 and finite.
     """
 
     body_bytes: int = 64 << 20
@@ -107,35 +111,41 @@ class Limits:
 
 
 class Routes:
-    """The application.
+    """Answers the requests.
 
     Args:
-        store: is open.
-        tokens: one of them must come with each request but GET /; none are wanted if it is empty.
-        on_event: is told what happens.
+        database: an entered `DatabaseThread`.
+        tokens: each request except GET / must carry one of them; if empty, no token is required.
+        on_event: called with each event.
     """
 
-    def __init__(self, store: Store, tokens: Sequence[str], limits: Limits, on_event: Callable[[Event], None]) -> None:
-        self._store, self._limits, self._listener = store, limits, on_event
+    def __init__(
+        self, database: DatabaseThread, tokens: Sequence[str], limits: Limits, on_event: Callable[[Event], None]
+    ) -> None:
+        self._database, self._limits, self._on_event = database, limits, on_event
         self._tokens = [token.encode() for token in tokens]
         self._body_bytes = 0
         self._metrics = CollectorRegistry()
-        for name, (told, read) in GAUGES.items():
-            gauge = Gauge(f"averaging_feed_{name}", told, registry=self._metrics)
-            gauge.set_function(lambda read=read: read(store.book))  # type: ignore[misc]
+        for name, (help_text, read) in GAUGES.items():
+            gauge = Gauge(f"averaging_feed_{name}", help_text, registry=self._metrics)
+            gauge.set_function(lambda read=read: read(database.state))  # type: ignore[misc]
         self._counters = {
-            name: Counter(f"averaging_feed_{name}", told, labels, registry=self._metrics)
-            for name, (told, labels) in COUNTERS.items()
+            name: Counter(f"averaging_feed_{name}", help_text, labels, registry=self._metrics)
+            for name, (help_text, labels) in COUNTERS.items()
         }
-        told = "Time to answer a request."
-        self._seconds = Histogram("averaging_feed_request_duration_seconds", told, ["route"], registry=self._metrics)
-        doors: dict[str, Handler] = {
+        self._seconds = Histogram(
+            "averaging_feed_request_duration_seconds",
+            "Time to answer a request.",
+            ["route"],
+            registry=self._metrics,
+        )
+        handlers: dict[str, Handler] = {
             "GET /": self._root,
             "GET /batch": self._batch,
             "GET /latest_example": self._latest_example,
             "GET /status-env": self._status_env,
             "GET /reset_data": self._reset_data,
-            "GET /metrics": self._tell_metrics,
+            "GET /metrics": self._get_metrics,
             "POST /register": self._register,
             "POST /register-env": self._register_env,
             "POST /disconnect-env": self._disconnect_env,
@@ -145,26 +155,26 @@ class Routes:
         }
         self.application = Starlette(
             routes=[
-                Route(path, self._door(path, handler), methods=[method])
-                for (method, _, path), handler in ((door.partition(" "), doors[door]) for door in doors)
+                Route(path, self._endpoint(path, handler), methods=[method])
+                for (method, _, path), handler in ((name.partition(" "), handlers[name]) for name in handlers)
             ],
             exception_handlers={HTTPException: _no_such_route},
         )
 
-    def _on_event(self, event: Event) -> None:
+    def _emit(self, event: Event) -> None:
         try:
-            self._listener(event)
-        except Exception:  # what it is told of is done, and its client must be answered
+            self._on_event(event)
+        except Exception:  # the request has succeeded, so its client gets the answer
             logger.exception("on_event has failed")
 
-    def _reader(self, read: Callable[[Book], object]) -> Handler:
-        async def tell(request: Request, body: bytes) -> Response:
-            return _json(await self._store.run(lambda ledger: read(ledger.book)))
+    def _reader(self, read: Callable[[RunState], object]) -> Handler:
+        async def handler(request: Request, body: bytes) -> Response:
+            return _json(await self._database.run(lambda database: read(database.state)))
 
-        return tell
+        return handler
 
-    def _door(self, path: str, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
-        async def answer(request: Request) -> Response:
+    def _endpoint(self, path: str, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(request: Request) -> Response:
             began = time.perf_counter()
             try:
                 if path != "/":
@@ -175,34 +185,34 @@ class Routes:
             except FeedBusyError as error:
                 response = _error(error.status, str(error), {"Retry-After": f"{error.retry_after:.0f}"})
             except ClientDisconnect:
-                response = _error(400, "the request broke off")
+                response = _error(400, "the client disconnected before its request was complete")
             except Exception:
                 logger.exception("%s has failed", path)
-                response = _error(500, "this server has a fault; its log tells more")
+                response = _error(500, "internal error of this server; see its log")
             self._counters["requests_total"].labels(path, response.status_code).inc()
             self._seconds.labels(path).observe(time.perf_counter() - began)
             return response
 
-        return answer
+        return endpoint
 
     def _check_caller(self, request: Request) -> None:
-        # Any page that a browser on this machine shows could otherwise drop the run.
+        # Otherwise any page in a browser on this machine could drop the run.
         if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-            raise FeedRefusedError(403, "pages of other sites may not use this server")
-        scheme, _, told = request.headers.get("authorization", "").partition(" ")
-        given = told.strip().encode()
-        if scheme.lower() == "basic":  # of clients that know no tokens, but take a URL with a password in it
+            raise FeedRefusedError(403, "requests of web pages are refused; use another HTTP client")
+        scheme, _, value = request.headers.get("authorization", "").partition(" ")
+        given = value.strip().encode()
+        if scheme.lower() == "basic":  # clients without an option for a token send the password of their URL
             try:
                 given = base64.b64decode(given, validate=True).partition(b":")[2]
             except ValueError:
                 given = b""
-        # All are compared, so that the time tells nothing.
-        known = sum([hmac.compare_digest(given, token) for token in self._tokens])
-        if self._tokens and not (known and scheme.lower() in ("basic", "bearer")):
-            raise FeedRefusedError(401, "this server wants one of its tokens, sent as 'Authorization: Bearer TOKEN'")
+        # All are compared, so that the time taken reveals nothing.
+        matches = sum([hmac.compare_digest(given, token) for token in self._tokens])
+        if self._tokens and not (matches and scheme.lower() in ("basic", "bearer")):
+            raise FeedRefusedError(401, "this server requires a token; send 'Authorization: Bearer TOKEN'")
 
     async def _with_body(self, request: Request, handler: Handler) -> Response:
-        """Reads the body, within limits, and has it answered; bodies count until then."""
+        """Reads the body within the limits, and calls `handler`. The body counts until the handler returns."""
         limit, counted = self._limits.body_bytes, 0
         encoding = request.headers.get("content-encoding", "").lower()
         unzip = zlib.decompressobj(wbits=31) if "gzip" in encoding else None
@@ -216,14 +226,16 @@ class Routes:
                     self._body_bytes += len(body) - counted
                     counted = len(body)
                     if self._body_bytes > 4 * limit:
-                        raise FeedBusyError(503, "this server reads too many bodies now; send it again", 1.0)
+                        raise FeedBusyError(
+                            503, "this server reads too many bodies at present; send the same again", 1.0
+                        )
             if unzip and body and (not unzip.eof or unzip.unused_data):
                 raise FeedRefusedError(400, "the body is not one whole gzip stream")
             return await handler(request, bytes(body))
         except zlib.error:
-            raise FeedRefusedError(400, "the body is not gzip, as its Content-Encoding says") from None
+            raise FeedRefusedError(400, "the body is not gzip, although its Content-Encoding is") from None
         except TimeoutError:
-            raise FeedRefusedError(408, f"the body did not come within {self._limits.seconds:g} s") from None
+            raise FeedRefusedError(408, f"the body did not arrive within {self._limits.seconds:g} s") from None
         finally:
             self._body_bytes -= counted
 
@@ -232,37 +244,37 @@ class Routes:
 
     async def _register(self, request: Request, body: bytes) -> Response:
         registration = decode(body, Registration)
-        if await self._store.run(lambda ledger: ledger.register(registration)):
-            told = {name: getattr(registration, name) for name in ("batch_size", "starting_step", "num_steps")}
-            self._on_event({"event": "registered", **told})
+        if await self._database.run(lambda database: database.register(registration)):
+            fields = {name: getattr(registration, name) for name in ("batch_size", "starting_step", "num_steps")}
+            self._emit({"event": "registered", **fields})
         return _json({"uuid": uuid.uuid4().int})
 
     async def _register_env(self, request: Request, body: bytes) -> Response:
-        told = decode(body, RegisterEnv)
+        config = decode(body, RegisterEnv)
 
-        def register(ledger: Ledger) -> dict[str, Any]:
-            env_id, run = ledger.register_env(told), ledger.book.registration
+        def register(database: Database) -> dict[str, Any]:
+            env_id, run = database.register_env(config), database.state.registration
             if env_id < 0 or run is None:
                 return {"status": "wait for trainer to start"}
             return {
                 "status": "success",
                 "env_id": env_id,
-                "wandb_name": ledger.book.envs[env_id].name,
+                "wandb_name": database.state.envs[env_id].name,
                 "checkpoint_dir": run.checkpoint_dir,
-                "starting_step": ledger.book.step,
+                "starting_step": database.state.step,
                 "checkpoint_interval": run.save_checkpoint_interval,
                 "num_steps": run.num_steps,
             }
 
-        reply = await self._store.run(register)
+        reply = await self._database.run(register)
         if "env_id" in reply:
-            self._on_event({"event": "environment", "env_id": reply["env_id"], "name": reply["wandb_name"]})
+            self._emit({"event": "environment", "env_id": reply["env_id"], "name": reply["wandb_name"]})
         return _json(reply)
 
     async def _disconnect_env(self, request: Request, body: bytes) -> Response:
         env_id = decode(body, EnvIdentifier).env_id
         try:
-            await self._store.run(lambda ledger: ledger.disconnect(env_id))
+            await self._database.run(lambda database: database.disconnect(env_id))
         except FeedRefusedError as error:
             return _json({"status": "failure", "error": str(error)})
         return _json({"status": "success"})
@@ -274,56 +286,56 @@ class Routes:
     async def _scored_data_list(self, request: Request, body: bytes) -> Response:
         groups = decode(body, list[ScoredData])
         buffered = await self._post(request, groups)
-        told = {"buffered": len(buffered), "last_buffer_size": buffered[-1]} if buffered else {}
-        return _json({"status": "received", "groups_processed": len(groups), **told})
+        waiting = {"buffered": len(buffered), "last_buffer_size": buffered[-1]} if buffered else {}
+        return _json({"status": "received", "groups_processed": len(groups), **waiting})
 
     async def _post(self, request: Request, groups: Sequence[ScoredData]) -> list[int]:
         key, now = request.headers.get("idempotency-key", ""), time.time()
         if len(key) > MAX_KEY:
-            raise FeedRefusedError(422, f"an Idempotency-Key may have {MAX_KEY} characters")
-        told = [(group.env_id, len(group.tokens)) for group in groups]
-        # Without the environment, which may have registered again since.
-        same = [(group.tokens, group.masks, group.scores) for group in groups] if key else []
-        digest = blake2b(msgspec.json.encode(same), digest_size=16).digest()
-        post = Post(told, [msgspec.json.encode(group) for group in groups], key, digest)
-        buffered, repeated = await self._store.run(lambda ledger: ledger.post(post, now))
+            raise FeedRefusedError(422, f"the Idempotency-Key has {len(key)} characters; the limit is {MAX_KEY}")
+        sizes = [(group.env_id, len(group.tokens)) for group in groups]
+        # Without env_id: an environment that was restarted has a new one.
+        identity = [(group.tokens, group.masks, group.scores) for group in groups] if key else []
+        digest = blake2b(msgspec.json.encode(identity), digest_size=16).digest()
+        post = Post(sizes, [msgspec.json.encode(group) for group in groups], key, digest)
+        buffered, repeated = await self._database.run(lambda database: database.post(post, now))
         if repeated:
             self._counters["repeated_posts_total"].inc()
         else:
             self._counters["received_groups_total"].inc(len(groups))
-            self._counters["received_sequences_total"].inc(sum(size for _, size in told))
+            self._counters["received_sequences_total"].inc(sum(size for _, size in sizes))
         return buffered
 
     async def _batch(self, request: Request, body: bytes) -> Response:
         step, saved = (_number(request, name) for name in ("step", "saved"))
         try:
-            found = await self._store.run(lambda ledger: ledger.batch(step, saved))
+            found = await self._database.run(lambda database: database.batch(step, saved))
         except FeedRefusedError as error:
             if str(error) != NO_TRAINER:
                 raise
             return _json({"status": "error", "message": NO_TRAINER, "batch": []})
         if found is None:
             return _json({"batch": None})
-        given, sequences, contents = found
+        found_step, sequences, contents = found
         self._counters["delivered_batches_total"].inc()
         self._counters["delivered_sequences_total"].inc(sequences)
-        self._on_event({"event": "batch", "step": given, "groups": len(contents), "sequences": sequences})
-        return await _content(request, b'{"batch":[%b],"step":%d}' % (b",".join(contents), given))
+        self._emit({"event": "batch", "step": found_step, "groups": len(contents), "sequences": sequences})
+        return await _content(request, b'{"batch":[%b],"step":%d}' % (b",".join(contents), found_step))
 
     async def _latest_example(self, request: Request, body: bytes) -> Response:
-        latest = await self._store.run(lambda ledger: ledger.latest)
+        latest = await self._database.run(lambda database: database.latest)
         return await _content(request, latest or msgspec.json.encode(EMPTY_EXAMPLE))
 
     async def _status_env(self, request: Request, body: bytes) -> Response:
         env_id = decode(body, EnvIdentifier).env_id
-        return _json(await self._store.run(lambda ledger: ledger.book.status_env(env_id)))
+        return _json(await self._database.run(lambda database: database.state.status_env(env_id)))
 
     async def _reset_data(self, request: Request, body: bytes) -> Response:
-        await self._store.run(lambda ledger: ledger.reset())
-        self._on_event({"event": "reset"})
+        await self._database.run(lambda database: database.reset())
+        self._emit({"event": "reset"})
         return PlainTextResponse("Reset successful")
 
-    async def _tell_metrics(self, request: Request, body: bytes) -> Response:
+    async def _get_metrics(self, request: Request, body: bytes) -> Response:
         return Response(generate_latest(self._metrics), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
@@ -342,18 +354,18 @@ def _error(status: int, message: str, headers: Mapping[str, str] | None = None) 
 
 
 async def _content(request: Request, content: bytes) -> Response:
-    """A reply that may be large, compressed if the client takes that."""
+    """Returns a reply that may be large, compressed if the client accepts gzip."""
     headers = {"Vary": "Accept-Encoding"}
-    if len(content) >= COMPRESSED_FROM and "gzip" in request.headers.get("accept-encoding", "").lower():
+    if len(content) >= COMPRESS_MIN_BYTES and "gzip" in request.headers.get("accept-encoding", "").lower():
         content = await asyncio.to_thread(zlib.compress, content, 1, 31)
         headers["Content-Encoding"] = "gzip"
     return Response(content, headers=headers, media_type="application/json")
 
 
 def _number(request: Request, name: str) -> int | None:
-    told = request.query_params.get(name)
-    if told is None:
+    text = request.query_params.get(name)
+    if text is None:
         return None
-    if not (told.isascii() and told.isdecimal() and len(told) <= 18):
-        raise FeedRefusedError(422, f"{name} must be a step, not {told[:20]!r}")
-    return int(told)
+    if not (text.isascii() and text.isdecimal() and len(text) <= 18):
+        raise FeedRefusedError(422, f"{name} must be the number of a step, not {text[:20]!r}")
+    return int(text)

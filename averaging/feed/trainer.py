@@ -1,4 +1,4 @@
-"""`BatchFeed`: the trainer's side."""
+"""`BatchFeed`: the client of a trainer."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from averaging.feed.ranks import Outcome, Ranks
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-BEAT = 5.0
-"""Seconds after which the ranks meet although there is no batch, so that a rank that died is noticed."""
+SYNC_INTERVAL = 5.0
+"""Seconds after which the ranks call a collective without a batch, so that they notice a rank that died."""
 
 
 class _Status(msgspec.Struct, frozen=True):
@@ -33,11 +33,11 @@ class _Info(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What to train in one step.
+    """The groups that are trained in one step.
 
     Attributes:
-        step: from starting_step + 1 on.
-        groups: as they were posted, with all fields of ScoredData; a field that was not posted is None.
+        step: the first one is `starting_step + 1`.
+        groups: as posted, with all fields of `ScoredData`; fields that were not posted are None.
     """
 
     step: int
@@ -45,38 +45,39 @@ class Batch:
 
     @property
     def sequences(self) -> int:
-        """How many there are, in all groups."""
+        """The number of sequences in all groups."""
         return sum(len(group["tokens"]) for group in self.groups)
 
 
 class BatchFeed:
-    """Iterates over the batches of a feed, on one process or on all ranks of a process group alike.
+    """Iterates over the batches of a feed, in one process or in all ranks of a process group.
 
-    Rank 0 registers and fetches, the others follow the server's step, and rank 0 broadcasts the batch: all ranks get
-    the same one for the same step. The iteration ends with step `registration.num_steps`.
+    All ranks get the same batch for the same step: rank 0 registers and fetches it, and broadcasts it to the others,
+    which poll the server's step meanwhile. The iteration ends after step `registration.num_steps`.
 
-    Give a resumed trainer's checkpointed step as `registration.starting_step`. A server of this library then hands out
-    the batches after that step again, so that the trainer sees each exactly once. It keeps them until the checkpoint is
-    saved: that of the last multiple of `registration.save_checkpoint_interval` counts as saved when the batch after it
-    is asked for, unless you call `saved`.
+    To resume a training, give the step of its checkpoint as `registration.starting_step`. A server of this library
+    delivers the batches after that step again, so that each is trained exactly once. It keeps them until the checkpoint
+    is saved. By default, the checkpoint of step n, a multiple of `registration.save_checkpoint_interval`, counts as
+    saved when the batch of step n + 1 is requested. Call `saved` if you save at other times.
 
     Args:
-        url: of the server, "http://HOST:PORT" or "https://HOST:PORT".
+        url: the server, "http://HOST:PORT" or "https://HOST:PORT".
         registration: the same on all ranks.
         process_group: None means torch's default group if torch.distributed is initialized, else this process alone.
-        poll: seconds between two questions whether there is a batch.
-        rank_timeout: seconds for which a rank waits for another one, which may still be training.
-        patience: seconds without a usable answer after which the iteration raises. There is no limit for data to come.
+        poll: seconds between two requests for a batch, and at the other ranks for the status.
+        rank_timeout: seconds for which a rank waits for another rank, which may still be training.
+        retry_timeout: seconds without a usable answer of the server after which the iteration raises. The wait for data
+            has no limit.
         options: `token_file`, `tls_ca`, `tls_cert`, `tls_key`, `timeout` and `max_bytes`, see `Connection`.
 
     Attributes:
-        step: of the last batch; `registration.starting_step` before the first one.
+        step: step of the last batch; `registration.starting_step` before the first one.
 
     Raises:
-        ConfigError: an argument cannot work, or the ranks were given different registrations.
-        FeedRefusedError: the server refuses, for example because the batch is forgotten; at all ranks.
-        FeedUnreachableError: the server gave no usable answer for `patience`; at all ranks.
-        FeedError: a rank has died or raised, at all ranks that are left.
+        ConfigError: an argument is invalid, or the ranks were given different registrations.
+        FeedRefusedError: at rank 0, the server refuses a request, for example for a forgotten batch.
+        FeedUnreachableError: at rank 0, the server gave no usable answer for `retry_timeout`.
+        FeedError: at the other ranks, rank 0 has failed; at all ranks, another rank has died, left or timed out.
     """
 
     def __init__(
@@ -87,16 +88,16 @@ class BatchFeed:
         *,
         poll: float = 0.5,
         rank_timeout: float = 1800.0,
-        patience: float = 300.0,
+        retry_timeout: float = 300.0,
         **options: Any,
     ) -> None:
         if not poll > 0 or not rank_timeout > 0:
             raise ConfigError("poll and rank_timeout must be above 0 s")
-        self._connection = Connection(url, patience=patience, **options)
+        self._connection = Connection(url, retry_timeout=retry_timeout, **options)
         self._registration, self._poll = registration, poll
         self._group, self._rank_timeout = process_group, rank_timeout
         self._ranks: Ranks | None = None
-        self._backoff = Backoff(patience, random.Random())
+        self._backoff = Backoff(retry_timeout, random.Random())
         self._registered = self._closed = False
         self._saved: int | None = None
         self.step = registration.starting_step
@@ -109,21 +110,21 @@ class BatchFeed:
             self.close()
             raise StopIteration
         if self._closed:
-            raise FeedError("this feed is closed; make another one, with the step to go on from as starting_step")
+            raise FeedError("this BatchFeed is closed; create another one, with the last trained step as starting_step")
         try:
             batch = self._next()
         except BaseException:
-            self.close()  # whatever it is, it reaches the other ranks
+            self.close()  # makes the other ranks raise, too
             raise
         self.step = batch.step
         return batch
 
     def saved(self, step: int) -> None:
-        """Tells that the checkpoint of `step` is saved: the server may forget the batches up to it. Rank 0's counts."""
+        """Lets the server forget the batches up to `step`, whose checkpoint is saved. Only calls at rank 0 count."""
         self._saved = max(step, self._saved or 0)
 
     def close(self) -> None:
-        """Leaves; ranks that wait for this one raise. Twice is fine."""
+        """Ends the iteration at this rank. Ranks that wait for it raise. More calls have no effect."""
         self._closed = True
         self._connection.close()
         if self._ranks is not None:
@@ -140,38 +141,39 @@ class BatchFeed:
     def _next(self) -> Batch:
         if self._ranks is None:
             self._ranks = Ranks(self._group, self._rank_timeout)
-            told = blake2b(msgspec.json.encode(self._registration), digest_size=7).digest()
-            if not self._ranks.agree(int.from_bytes(told)):
+            digest = blake2b(msgspec.json.encode(self._registration), digest_size=7).digest()
+            if not self._ranks.all_equal(int.from_bytes(digest)):
                 raise ConfigError("the ranks were given different registrations; give all of them the same")
         while True:
             outcome, content, error = Outcome.NOTHING_YET, b"", None
-            until = time.monotonic() + BEAT
+            until = time.monotonic() + SYNC_INTERVAL
             if self._ranks.rank:
-                self._follow(until)
+                self._await_next_step(until)
             else:
                 try:
                     content = self._fetch(until)
                     outcome = Outcome.BATCH if content else Outcome.NOTHING_YET
                 except FeedError as failed:
                     outcome, content, error = Outcome.FAILED, str(failed).encode(), failed
-            outcome, content = self._ranks.share(outcome, content)
+            outcome, content = self._ranks.broadcast(outcome, content)
             if outcome is Outcome.FAILED:
                 raise error or FeedError(f"rank 0 has failed: {content.decode()}")
             if outcome is Outcome.BATCH:
                 return Batch(self.step + 1, decode_reply(content, BatchReply).batch or [])
 
     def _fetch(self, until: float) -> bytes:
-        """What the server answers with a batch in it; empty if there is none until then."""
+        """Returns the reply with the next batch; empty if there is none before `until`."""
         while True:
             pause = self._poll
             try:
                 if not self._registered:
                     self._register()
-                if content := self._ask():
-                    return content
+                content = self._request_batch()
                 self._backoff.succeeded()
+                if content:
+                    return content
             except FeedBusyError as error:
-                # The server of atroposlib fails like this after a reset, until somebody registers.
+                # atroposlib's server answers 500 after a reset, until a trainer registers.
                 self._registered = self._registered and error.status != 500
                 pause = self._backoff.failed(error, time.monotonic())
             left = until - time.monotonic()
@@ -181,25 +183,25 @@ class BatchFeed:
 
     def _register(self) -> None:
         registration = msgspec.structs.replace(self._registration, starting_step=self.step)
-        self._connection.raw("POST", "/register", told=registration)
-        size = self._connection.once("GET", "/info", _Info).batch_size
+        self._connection.send("POST", "/register", body=registration)
+        size = self._connection.request_once("GET", "/info", _Info).batch_size
         if size == -1:
             raise FeedError(
-                f"{self._connection.url} took data before a trainer registered, and cannot begin a run; call GET "
-                "/reset_data there, which drops that data"
+                f"{self._connection.url} received data before a trainer registered, and cannot begin a run; drop that "
+                "data with GET /reset_data"
             )
         if size != registration.batch_size:
             raise FeedError(
                 f"{self._connection.url} serves a run with batch_size {size}, not {registration.batch_size}; register "
-                "the same, give this run its own server, or end the other run with GET /reset_data"
+                "the same size, start another server for this run, or end the other run with GET /reset_data"
             )
         self._registered = True
 
-    def _ask(self) -> bytes:
+    def _request_batch(self) -> bytes:
         step = self.step + 1
-        content = self._connection.raw("GET", "/batch", params={"step": step, "saved": self._saved_step()})
+        content = self._connection.send("GET", "/batch", params={"step": step, "saved": self._saved_step()})
         reply = decode_reply(content, BatchReply)
-        if reply.status == "error":  # it has been restarted without its state, or reset
+        if reply.status == "error":  # the server was reset, or restarted without its state
             self._registered = False
             raise FeedBusyError(0, f"{self._connection.url} answers: {reply.message}")
         if reply.batch and reply.step not in (None, step):
@@ -212,11 +214,11 @@ class BatchFeed:
         interval = self._registration.save_checkpoint_interval
         return max(self._registration.starting_step, self.step // interval * interval if interval > 0 else self.step)
 
-    def _follow(self, until: float) -> None:
-        """Waits until the server has the next step, at most until then. Whether it answers is for rank 0 to judge."""
+    def _await_next_step(self, until: float) -> None:
+        """Polls the server's step until it grows, at most until `until`. Rank 0 reports a server that fails."""
         while True:
             try:
-                if self._connection.once("GET", "/status", _Status).current_step > self.step:
+                if self._connection.request_once("GET", "/status", _Status).current_step > self.step:
                     return
             except FeedError:
                 pass

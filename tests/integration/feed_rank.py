@@ -1,4 +1,4 @@
-"""One rank of a feed: `python -m tests.integration.feed_rank JSON` tells a batch for each "next" on its stdin."""
+"""One rank of a feed: `python -m tests.integration.feed_rank JSON` prints a batch for each "next" on its stdin."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from averaging.errors import AveragingError
 from averaging.feed import BatchFeed, Registration
 
 
-def tell(**event: Any) -> None:
+def emit(**event: Any) -> None:
     print(json.dumps(event), flush=True)
 
 
-def main(told: dict[str, Any]) -> None:
-    if told["ranks"] > 1:
-        where, wait = f"file://{told['store']}", datetime.timedelta(seconds=60)
-        dist.init_process_group("gloo", where, wait, rank=told["rank"], world_size=told["ranks"])
-    group = dist.new_group(told["members"]) if told["members"] else None
-    if told["members"] and told["rank"] not in told["members"]:
-        tell(event="up")
+def main(arguments: dict[str, Any]) -> None:
+    if arguments["ranks"] > 1:
+        where, wait = f"file://{arguments['store']}", datetime.timedelta(seconds=60)
+        dist.init_process_group("gloo", where, wait, rank=arguments["rank"], world_size=arguments["ranks"])
+    group = dist.new_group(arguments["members"]) if arguments["members"] else None
+    if arguments["members"] and arguments["rank"] not in arguments["members"]:
+        emit(event="up")
         sys.stdin.readline()
         return
-    feed = BatchFeed(told["url"], Registration(**told["registration"]), group, **told["options"])
-    tell(event="up")
+    feed = BatchFeed(arguments["url"], Registration(**arguments["registration"]), group, **arguments["options"])
+    emit(event="up")
     for line in sys.stdin:  # one batch for each
         command, _, argument = line.strip().partition(" ")
         if command == "saved":
@@ -37,16 +37,16 @@ def main(told: dict[str, Any]) -> None:
             break
         if command == "close":
             feed.close()
-            tell(event="closed")
+            emit(event="closed")
             continue
         try:
             batch = next(feed)
         except StopIteration:
-            tell(event="end", step=feed.step)
+            emit(event="end", step=feed.step)
         except AveragingError as error:
-            tell(event="failed", kind=type(error).__name__, message=str(error))
+            emit(event="failed", kind=type(error).__name__, message=str(error))
         else:
-            tell(event="batch", step=batch.step, groups=batch.groups, sequences=batch.sequences)
+            emit(event="batch", step=batch.step, groups=batch.groups, sequences=batch.sequences)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Feeds in processes of their own, and what is sent to them."""
+"""Feed servers and ranks in separate processes, and test data for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.integration.processes import DEADLINE, JsonProcess, averaging_process
 
 
 class Feed:
-    """`averaging feed` on a store, a context manager; it can be killed and started again at the same address."""
+    """`averaging feed` as a context manager. It can be killed, and started again at the same address."""
 
     def __init__(self, store: Path, *options: str, listen: str = "127.0.0.1:0") -> None:
         self._arguments = ["feed", "--store", str(store), *options]
@@ -38,7 +38,7 @@ class Feed:
 
 
 def registration(batch_size: int = 4, **changes: Any) -> Registration:
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "wandb_group": "group",
         "wandb_project": "project",
         "batch_size": batch_size,
@@ -48,22 +48,22 @@ def registration(batch_size: int = 4, **changes: Any) -> Registration:
         "starting_step": 0,
         "num_steps": 1000,
     }
-    return Registration(**told | changes)
+    return Registration(**fields | changes)
 
 
 def environment(group_size: int = 2, **changes: Any) -> RegisterEnv:
-    told: dict[str, Any] = {"max_token_length": 64, "desired_name": "env", "weight": 1.0, "group_size": group_size}
-    return RegisterEnv(**told | changes)
+    fields: dict[str, Any] = {"max_token_length": 64, "desired_name": "env", "weight": 1.0, "group_size": group_size}
+    return RegisterEnv(**fields | changes)
 
 
 def a_group(name: int, size: int = 2, length: int = 3) -> ScoredData:
-    """A group that can be told from others by its tokens."""
+    """Returns a group whose tokens are its name."""
     tokens = [[name] * length for _ in range(size)]
     return ScoredData(tokens=tokens, masks=[[-100, *sequence[1:]] for sequence in tokens], scores=[0.5] * size)
 
 
 def names(batch: Batch) -> list[int]:
-    """Of the groups in a batch."""
+    """Returns the names of the groups in a batch."""
     return [group["tokens"][0][0] for group in batch.groups]
 
 
@@ -72,13 +72,13 @@ def a_rank(
     ranks: int,
     store: Path,
     url: str,
-    told: Registration,
+    registered: Registration,
     members: Sequence[int] = (),
     **options: Any,
 ) -> JsonProcess:
-    """A process that iterates over a feed as one of `ranks`, or of `members` of them; see `feed_rank`."""
+    """Starts `feed_rank`, which iterates over a feed as one of `ranks` ranks or of the group `members`."""
     arguments = {"rank": rank, "ranks": ranks, "store": str(store), "url": url, "options": options, "members": members}
-    arguments["registration"] = {name: getattr(told, name) for name in told.__struct_fields__}
+    arguments["registration"] = {name: getattr(registered, name) for name in registered.__struct_fields__}
     return JsonProcess("python", "-m", "tests.integration.feed_rank", json.dumps(arguments))
 
 

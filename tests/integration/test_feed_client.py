@@ -1,10 +1,12 @@
-"""What the clients make of servers that answer badly, and how long they go on trying."""
+"""The clients, with servers that fail or send invalid replies."""
 
 from __future__ import annotations
 
 import gzip
+import math
 import random
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,7 +15,7 @@ import pytest
 
 from averaging.errors import ConfigError, FeedBusyError, FeedError, FeedRefusedError, FeedUnreachableError
 from averaging.feed import BatchFeed, FeedEnvironment
-from averaging.feed.client import LONGEST_PAUSE, Backoff, Connection
+from averaging.feed.client import MAX_PAUSE, Backoff, Connection
 from averaging.feed.messages import BatchReply, Registered
 from tests.integration.feeds import a_group, environment, registration
 
@@ -23,7 +25,7 @@ Answer = tuple[int, dict[str, str], bytes]
 
 @contextmanager
 def answering(*answers: Answer) -> Iterator[tuple[str, list[str]]]:
-    """A server that gives these answers one after the other, then the last one again; its URL and what was asked."""
+    """Runs a server that gives these answers in turn and then repeats the last. Yields its URL and the requests."""
     left, asked = list(answers), []
 
     class Handler(BaseHTTPRequestHandler):
@@ -55,11 +57,11 @@ def answering(*answers: Answer) -> Iterator[tuple[str, list[str]]]:
         server.server_close()
 
 
-def test_pauses_double_up_to_the_longest_and_end() -> None:
+def test_pauses_double_up_to_a_maximum_until_the_timeout() -> None:
     backoff, busy = Backoff(100.0, random.Random(0)), FeedBusyError(503, "full")
     pauses = [backoff.failed(busy, now) for now in range(10)]
     assert all(0.05 * 2**i <= pause <= 0.1 * 2**i for i, pause in enumerate(pauses[:6]))
-    assert max(pauses) <= LONGEST_PAUSE
+    assert max(pauses) <= MAX_PAUSE
     assert backoff.failed(FeedBusyError(503, "full", 7.0), 99.0) == 7.0
     with pytest.raises(FeedUnreachableError, match="gave up after 100 s: full"):
         backoff.failed(busy, 100.0)
@@ -68,7 +70,7 @@ def test_pauses_double_up_to_the_longest_and_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "kind", "told"),
+    ("answer", "kind", "message"),
     [
         ((200, {}, b"<html>"), FeedError, "answer cannot be used: .* is it a feed"),
         ((200, {}, b'{"batch": 3}'), FeedError, "answer cannot be used"),
@@ -82,20 +84,18 @@ def test_pauses_double_up_to_the_longest_and_end() -> None:
         ((200, {"Content-Encoding": "gzip"}, b"no gzip"), FeedBusyError, "cannot be reached"),
     ],
 )
-def test_an_answer_that_cannot_be_used(
-    answer: tuple[int, dict[str, str], bytes], kind: type[FeedError], told: str
-) -> None:
+def test_unusable_answers_raise(answer: tuple[int, dict[str, str], bytes], kind: type[FeedError], message: str) -> None:
     with answering(answer) as (url, _):
         connection = Connection(url, max_bytes=1000)
-        with pytest.raises(kind, match=told) as caught:
-            connection.once("GET", "/batch", BatchReply)
+        with pytest.raises(kind, match=message) as caught:
+            connection.request_once("GET", "/batch", BatchReply)
         assert type(caught.value) is kind
         if isinstance(caught.value, FeedBusyError):
             assert caught.value.retry_after == (9.0 if answer[0] == 429 else 0.0)
         connection.close()
 
 
-def test_a_connection_that_breaks_is_tried_again_with_the_same_key() -> None:
+def test_a_post_is_repeated_with_the_same_key() -> None:
     received: Answer = (200, {}, b'{"status": "received"}')
     cut: Answer = (200, {"Content-Length": "99"}, b"{")
     with answering((503, {"Retry-After": "0"}, b"{}"), cut, received) as (url, asked):
@@ -106,7 +106,21 @@ def test_a_connection_that_breaks_is_tried_again_with_the_same_key() -> None:
         env.close()
 
 
-def test_batches_of_another_step_are_not_trained() -> None:
+def test_a_batch_ends_a_series_of_failures() -> None:
+    """Failures long before and long after a batch do not add up to the time-out."""
+    answers: list[Answer] = [
+        (200, {}, b'{"uuid": 1}'),
+        (200, {}, b'{"batch_size": 4}'),
+        (200, {}, b'{"batch": [{}], "step": 1}'),
+    ]
+    busy = FeedBusyError(503, "full")
+    with answering(*answers) as (url, _), BatchFeed(url, registration(), retry_timeout=10.0) as batches:
+        batches._backoff.failed(busy, time.monotonic())
+        assert batches._fetch(math.inf)
+        assert batches._backoff.failed(busy, time.monotonic() + 100.0) < 1.0
+
+
+def test_a_batch_of_another_step_is_an_error() -> None:
     answers: list[Answer] = [
         (200, {}, b'{"uuid": 1}'),
         (200, {}, b'{"batch_size": 4}'),
@@ -122,19 +136,19 @@ def test_batches_of_another_step_are_not_trained() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "interval", "told", "saved"),
+    ("step", "interval", "call", "saved"),
     [(11, 5, None, 10), (11, 5, 3, 3), (11, 0, None, 11), (11, -1, None, 11), (11, 100, None, 2), (11, 1, None, 11)],
 )
-def test_which_batches_may_be_forgotten(step: int, interval: int, told: int | None, saved: int) -> None:
+def test_which_batches_count_as_saved(step: int, interval: int, call: int | None, saved: int) -> None:
     with BatchFeed("http://127.0.0.1:9", registration(starting_step=2, save_checkpoint_interval=interval)) as batches:
         batches.step = step
-        if told is not None:
-            batches.saved(told)
-            batches.saved(told - 1)
+        if call is not None:
+            batches.saved(call)
+            batches.saved(call - 1)
         assert batches._saved_step() == saved
 
 
 @pytest.mark.parametrize("wrong", [{"poll": 0.0}, {"rank_timeout": -1.0}])
-def test_times_that_cannot_work(wrong: dict[str, float]) -> None:
+def test_invalid_times_raise(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="must be above 0 s"):
         BatchFeed("http://127.0.0.1:9", registration(), None, **wrong)

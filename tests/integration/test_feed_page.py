@@ -29,7 +29,7 @@ PROGRAMS = {"averaging": [sys.executable, "-m", "averaging"], "python": [sys.exe
 
 
 def expected(block: Block) -> str:
-    """What the page shows after a command; nothing if it shows nothing."""
+    """Returns the output that the page shows after a command."""
     following = BLOCKS[BLOCKS.index(block) + 1]
     return following.text if following.language == "text" else ""
 
@@ -43,15 +43,15 @@ def run(command: str, folder: Path) -> subprocess.Popen[str]:
 
 
 class Serving:
-    """A server of the page, on a free port."""
+    """A server of the page, at a free port instead."""
 
     def __init__(self, block: Block, folder: Path) -> None:
         (port,) = re.findall(r"--listen 127\.0\.0\.1:(\d+)", block.text)
         self.process = run(block.text.replace(f":{port}", ":0"), folder)
         assert self.process.stdout is not None
-        self.told = self.process.stdout.readline()
-        (self.port,) = re.findall(r"://127\.0\.0\.1:(\d+)", self.told)
-        self.told = self.told.replace(f":{self.port}", f":{port}")
+        self.output = self.process.stdout.readline()
+        (self.port,) = re.findall(r"://127\.0\.0\.1:(\d+)", self.output)
+        self.output = self.output.replace(f":{self.port}", f":{port}")
         self.on_page = port
 
     def __enter__(self) -> Serving:
@@ -71,7 +71,7 @@ def stack() -> Iterator[ExitStack]:
 
 def test_the_quickstart(tmp_path: Path, stack: ExitStack) -> None:
     server = stack.enter_context(Serving(SERVERS[0], tmp_path))
-    assert agrees(expected(SERVERS[0]), server.told)
+    assert agrees(expected(SERVERS[0]), server.output)
     for name, script in zip(("environment.py", "trainer.py"), PYTHON, strict=False):
         assert f"`{name}`" in PAGE
         (tmp_path / name).write_text(script.replace(f":{server.on_page}", f":{server.port}"))
@@ -100,7 +100,7 @@ def test_tls_and_a_token(tmp_path: Path, stack: ExitStack) -> None:
             (tmp_path / target).write_text(out)
             (tmp_path / target).chmod(0o600)
     server = stack.enter_context(Serving(SERVERS[1], tmp_path))
-    assert agrees(expected(SERVERS[1]), server.told), server.told
+    assert agrees(expected(SERVERS[1]), server.output), server.output
     context = ssl.create_default_context(cafile=tmp_path / "ca" / "ca.pem")
     url, token = f"https://127.0.0.1:{server.port}/status", (tmp_path / "token").read_text().strip()
     assert httpx.get(url, verify=context).status_code == 401

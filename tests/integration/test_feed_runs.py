@@ -1,4 +1,4 @@
-"""Whole runs: the server, environments and ranks in processes of their own, which are killed and come back."""
+"""Complete runs: the server, environments and ranks in separate processes that are killed and restarted."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def start(stack: ExitStack, ranks: int, store: Path, url: str, **told: Any) -> list[JsonProcess]:
-    options = {"poll": 0.05, "patience": 30.0} | told.pop("options", {})
+def start(stack: ExitStack, ranks: int, store: Path, url: str, **changes: Any) -> list[JsonProcess]:
+    options = {"poll": 0.05, "retry_timeout": 30.0} | changes.pop("options", {})
     processes = [
-        stack.enter_context(a_rank(r, ranks, store, url, registration(**told), **options)) for r in range(ranks)
+        stack.enter_context(a_rank(r, ranks, store, url, registration(**changes), **options)) for r in range(ranks)
     ]
     all_expect(processes, "up")
     return processes
 
 
 def step(processes: Sequence[JsonProcess]) -> dict[str, Any]:
-    """The next batch, which all get."""
+    """Returns the next batch, which must be the same at all ranks."""
     for process in processes:
         process.send("next")
     batches = all_expect(processes, "batch")
@@ -79,7 +79,7 @@ def test_one_process_iterates_to_the_end(feed: Feed) -> None:
 def test_three_ranks_get_the_same_batch_for_the_same_step(feed: Feed, stack: ExitStack, tmp_path: Path) -> None:
     ranks = start(stack, 3, tmp_path / "ranks", feed.url, num_steps=4)
     for rank in ranks:
-        rank.send("next")  # which waits: environments may register from now on
+        rank.send("next")  # environments can register from the first request on
     posted(feed.url, *range(8))
     batches = all_expect(ranks, "batch")
     assert batches[0] == batches[1] == batches[2]
@@ -112,7 +112,21 @@ def test_when_a_rank_dies_all_others_raise(dead: int, feed: Feed, stack: ExitSta
         assert failed["kind"] == "FeedError"
         assert "another rank, which has ended or hangs" in failed["message"]
         rank.send("next")
-        assert "this feed is closed" in rank.expect("failed")["message"]
+        assert "this BatchFeed is closed" in rank.expect("failed")["message"]
+
+
+def test_when_a_rank_hangs_all_others_raise(feed: Feed, stack: ExitStack, tmp_path: Path) -> None:
+    ranks = start(stack, 3, tmp_path / "ranks", feed.url, options={"rank_timeout": 8.0})
+    for rank in ranks:
+        rank.send("next")
+    posted(feed.url, *range(4))
+    all_expect(ranks, "batch")
+    for rank in ranks[:2]:  # the last rank goes on training
+        rank.send("next")
+    for rank in ranks[:2]:
+        failed = rank.expect("failed")
+        assert failed["kind"] == "FeedError"
+        assert "another rank, which has ended or hangs" in failed["message"]
 
 
 def test_when_a_rank_leaves_all_others_raise(feed: Feed, stack: ExitStack, tmp_path: Path) -> None:
@@ -129,10 +143,10 @@ def test_when_a_rank_leaves_all_others_raise(feed: Feed, stack: ExitStack, tmp_p
 
 
 def test_some_of_the_ranks(feed: Feed, stack: ExitStack, tmp_path: Path) -> None:
-    """A process group whose rank 0 is not that of the job."""
-    told, options = registration(), {"poll": 0.05}
+    """The process group has another rank 0 than the job."""
+    options = {"poll": 0.05}
     ranks = [
-        stack.enter_context(a_rank(r, 3, tmp_path / "ranks", feed.url, told, members=(1, 2), **options))
+        stack.enter_context(a_rank(r, 3, tmp_path / "ranks", feed.url, registration(), members=(1, 2), **options))
         for r in range(3)
     ]
     all_expect(ranks, "up")
@@ -154,7 +168,7 @@ def test_an_error_of_rank_0_is_raised_at_all_ranks(feed: Feed, stack: ExitStack,
         assert "serves a run with batch_size 8, not 4" in rank.expect("failed")["message"]
 
 
-def test_ranks_with_different_registrations_are_told(feed: Feed, stack: ExitStack, tmp_path: Path) -> None:
+def test_ranks_with_different_registrations_raise(feed: Feed, stack: ExitStack, tmp_path: Path) -> None:
     ranks = [stack.enter_context(a_rank(r, 2, tmp_path / "ranks", feed.url, registration(4 + r))) for r in range(2)]
     for rank in ranks:
         rank.send("next")
@@ -164,12 +178,12 @@ def test_ranks_with_different_registrations_are_told(feed: Feed, stack: ExitStac
 
 
 def test_a_server_that_is_killed_loses_nothing(feed: Feed, stack: ExitStack, tmp_path: Path) -> None:
-    """It is killed again and again while groups are posted and trained; each group is trained once, in order."""
+    """The server is killed repeatedly while groups are posted and trained. Each is trained once, in order."""
     count = 24
-    ranks = start(stack, 2, tmp_path / "ranks", feed.url, options={"patience": DEADLINE})
+    ranks = start(stack, 2, tmp_path / "ranks", feed.url, options={"retry_timeout": DEADLINE})
     for rank in ranks:
         rank.send("next")
-    poster = threading.Thread(target=posted, args=(feed.url, *range(count)), kwargs={"patience": DEADLINE})
+    poster = threading.Thread(target=posted, args=(feed.url, *range(count)), kwargs={"retry_timeout": DEADLINE})
     poster.start()
     trained = names_of(all_expect(ranks, "batch")[0])
     for number in range(2, count // 2 + 1):
@@ -187,7 +201,7 @@ def test_a_server_that_is_killed_loses_nothing(feed: Feed, stack: ExitStack, tmp
 
 
 def test_a_trainer_resumes_from_its_checkpoint(feed: Feed, stack: ExitStack, tmp_path: Path) -> None:
-    """Killed with the server after step 5, its checkpoint is that of step 4: it gets batch 5 again, and then 6."""
+    """Trainer and server are killed after step 5. From the checkpoint of step 4 it gets batch 5 again, and then 6."""
     (trainer,) = start(stack, 1, tmp_path / "1", feed.url, save_checkpoint_interval=2)
     trainer.send("next")
     posted(feed.url, *range(12))
@@ -206,7 +220,7 @@ def test_a_trainer_resumes_from_its_checkpoint(feed: Feed, stack: ExitStack, tmp
     assert "the batch of step 3 is forgotten" in failed["message"]
 
 
-def test_a_trainer_that_tells_what_it_saved_is_believed(feed: Feed, stack: ExitStack, tmp_path: Path) -> None:
+def test_a_trainer_can_say_which_checkpoint_it_saved(feed: Feed, stack: ExitStack, tmp_path: Path) -> None:
     (trainer,) = start(stack, 1, tmp_path / "1", feed.url)
     trainer.send("saved 0")
     trainer.send("next")
@@ -215,7 +229,7 @@ def test_a_trainer_that_tells_what_it_saved_is_believed(feed: Feed, stack: ExitS
     step([trainer])
     step([trainer])
     (resumed,) = start(stack, 1, tmp_path / "2", feed.url)
-    assert step([resumed]) == first, "nothing was saved, so all comes again"
+    assert step([resumed]) == first, "no checkpoint was saved, so the batches come again"
     resumed.send("saved 1")
     step([resumed])
     (late,) = start(stack, 1, tmp_path / "3", feed.url)
@@ -223,7 +237,7 @@ def test_a_trainer_that_tells_what_it_saved_is_believed(feed: Feed, stack: ExitS
     assert "the batch of step 1 is forgotten" in late.expect("failed")["message"]
 
 
-def test_a_server_that_was_reset_begins_where_the_trainer_is(feed: Feed) -> None:
+def test_after_a_reset_the_run_continues_at_the_trainers_step(feed: Feed) -> None:
     with BatchFeed(feed.url, registration(), poll=0.05) as batches, FeedEnvironment(feed.url, environment()) as env:
         batches._register()
         httpx.get(f"{feed.url}/batch")
@@ -239,17 +253,17 @@ def test_a_server_that_was_reset_begins_where_the_trainer_is(feed: Feed) -> None
         assert env.status().current_step == 3
 
 
-def test_a_post_that_is_repeated_with_its_key_is_taken_once(feed: Feed) -> None:
+def test_a_post_repeated_with_its_key_is_taken_once(feed: Feed) -> None:
     with BatchFeed(feed.url, registration(), poll=0.05) as batches:
         poster = threading.Thread(target=lambda: posts.extend(repeated()))
         posts: list[int] = []
 
         def repeated() -> Iterator[int]:
-            for name in (0, 0, 1):  # as a process that was started again, and does not know whether it was acknowledged
+            for name in (0, 0, 1):  # a restarted process does not know whether the post was acknowledged
                 with FeedEnvironment(feed.url, environment()) as env:
                     env.post(a_group(name), key=f"item {name}")
                     yield env.status().current_step
-            other = pytest.raises(FeedRefusedError, match="this Idempotency-Key came with other data before")
+            other = pytest.raises(FeedRefusedError, match="this Idempotency-Key was used for other data before")
             with FeedEnvironment(feed.url, environment()) as env, other:
                 env.post(a_group(2), key="item 0")
 
@@ -259,23 +273,35 @@ def test_a_post_that_is_repeated_with_its_key_is_taken_once(feed: Feed) -> None:
         assert len(posts) == 3
 
 
-def test_a_server_that_is_away_for_too_long_is_an_error() -> None:
+def test_large_groups_arrive_unchanged(feed: Feed) -> None:
+    """Both directions are compressed."""
+    groups = [a_group(name, length=50_000) for name in range(2)]
+    with BatchFeed(feed.url, registration(), poll=0.05) as batches, FeedEnvironment(feed.url, environment()) as env:
+        poster = threading.Thread(target=env.post, args=groups)
+        poster.start()
+        batch = next(batches)
+        poster.join()
+    assert [group["tokens"] for group in batch.groups] == [group.tokens for group in groups]
+    assert [group["masks"] for group in batch.groups] == [group.masks for group in groups]
+
+
+def test_an_unreachable_server_is_an_error_after_the_timeout() -> None:
     url = "http://127.0.0.1:9"
     began = time.monotonic()
     with pytest.raises(FeedUnreachableError, match=r"gave up .*127.0.0.1:9 cannot be reached .*check that the feed"):
-        next(BatchFeed(url, registration(), patience=0.3))
-    with FeedEnvironment(url, environment(), patience=0.3) as env, pytest.raises(FeedUnreachableError):
+        next(BatchFeed(url, registration(), retry_timeout=0.3))
+    with FeedEnvironment(url, environment(), retry_timeout=0.3) as env, pytest.raises(FeedUnreachableError):
         env.register()
     assert time.monotonic() - began < DEADLINE
 
 
 def test_the_environment_waits_for_a_trainer(feed: Feed) -> None:
-    env = FeedEnvironment(feed.url, environment(), start_patience=0.0)
+    env = FeedEnvironment(feed.url, environment(), start_timeout=0.0)
     with env, pytest.raises(FeedError, match="has no trainer after 0 s: wait for trainer to start"):
         env.post(a_group(0))
 
 
-def test_a_full_queue_is_waited_for(tmp_path: Path) -> None:
+def test_the_environment_waits_while_the_queue_is_full(tmp_path: Path) -> None:
     with (
         Feed(tmp_path / "store", "--queue-groups", "2") as feed,
         BatchFeed(feed.url, registration(), poll=0.05) as batches,
@@ -292,7 +318,7 @@ def test_with_tls_and_a_token(tmp_path: Path) -> None:
     token.chmod(0o600)
     files = certificates.write(tmp_path, *certificates.HERE)
     options: dict[str, Any] = files | {"token_file": token}
-    arguments = [word for name, file in options.items() for word in (f"--{name.replace('_', '-')}", str(file))]
+    arguments = [argument for name, file in options.items() for argument in (f"--{name.replace('_', '-')}", str(file))]
     with Feed(tmp_path / "store", *arguments) as feed:
         with BatchFeed(feed.url, registration(), poll=0.05, **options) as batches:
             poster = threading.Thread(target=posted, args=(feed.url, 0, 1), kwargs=options)
@@ -302,19 +328,19 @@ def test_with_tls_and_a_token(tmp_path: Path) -> None:
         wrong = tmp_path / "wrong"
         wrong.write_text("another-token-0123456789")
         wrong.chmod(0o600)
-        with pytest.raises(FeedRefusedError, match="answers 401: this server wants one of its tokens"):
+        with pytest.raises(FeedRefusedError, match="answers 401: this server requires a token"):
             next(BatchFeed(feed.url, registration(), **options | {"token_file": wrong}))
         with pytest.raises(FeedUnreachableError, match="cannot be reached"):
-            next(BatchFeed(feed.url, registration(), patience=0.2))  # the run's authority is not the system's
+            next(BatchFeed(feed.url, registration(), retry_timeout=0.2))  # without tls_ca
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://a", ""])
-def test_an_address_without_a_scheme_is_refused(url: str) -> None:
+def test_an_invalid_address_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="give http://HOST:PORT or https://HOST:PORT"):
         BatchFeed(url, registration())
 
 
-def test_the_command_in_words(tmp_path: Path) -> None:
+def test_the_command_and_its_exit_codes(tmp_path: Path) -> None:
     with Feed(tmp_path / "store") as feed:
         with BatchFeed(feed.url, registration(), poll=0.05) as batches:
             poster = threading.Thread(target=posted, args=(feed.url, 0, 1))
@@ -345,7 +371,7 @@ def test_the_command_in_words(tmp_path: Path) -> None:
     assert (process.returncode, out, err) == (0, "stopped\n", "")
 
 
-def test_without_the_extra_the_command_tells_what_to_install(tmp_path: Path) -> None:
+def test_without_the_extra_the_command_names_it(tmp_path: Path) -> None:
     (tmp_path / "uvicorn.py").write_text("raise ModuleNotFoundError('no', name='uvicorn')")
     program = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from averaging.cli import main; main(['feed', '--json'])"

@@ -1,4 +1,4 @@
-"""What the server answers, above all to what it should not be sent. The server runs in the test's loop."""
+"""The answers of the server, above all to invalid requests. The server runs in the test's event loop."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ import pytest
 
 from averaging.errors import ConfigError, ListenError
 from averaging.feed import FeedServer, Limits
-from averaging.feed.book import Book
 from averaging.feed.messages import Registration
+from averaging.feed.run_state import RunState
 from tests.integration import certificates
 from tests.integration.certificates import OLD_TOKEN, TOKEN
 from tests.integration.feeds import environment, registration
@@ -35,13 +35,13 @@ GROUP: dict[str, Any] = {"tokens": [[1, 2], [3]], "masks": [[-100, 2], [3]], "sc
 
 @asynccontextmanager
 async def serving(**options: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a server that keeps nothing."""
+    """Yields a client of a server with its store in memory."""
     async with FeedServer(":memory:", **options) as server, httpx.AsyncClient(base_url=server.url) as client:
         yield client
 
 
 async def begin(client: httpx.AsyncClient) -> None:
-    """A trainer with its first question for a batch, and an environment."""
+    """Registers a trainer, requests its first batch, and registers an environment."""
     assert (await client.post("/register", json=REGISTRATION)).status_code == 200
     assert (await client.get("/batch")).json() == {"batch": None}
     assert (await client.post("/register-env", json=ENVIRONMENT)).json()["env_id"] == 0
@@ -132,21 +132,21 @@ BAD = [
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize(("path", "body", "told"), BAD, ids=lambda value: str(value)[:50])
-async def test_what_cannot_be_used_is_refused_with_its_reason(path: str, body: object, told: str) -> None:
+@pytest.mark.parametrize(("path", "body", "expected"), BAD, ids=lambda value: str(value)[:50])
+async def test_invalid_fields_are_refused_with_a_reason(path: str, body: object, expected: str) -> None:
     async with serving() as client:
         if path != "/register":
             await begin(client)
         reply = await client.post(path, json=body)
         assert reply.status_code == 422, reply.text
         assert reply.json()["status"] == "error"
-        assert told in reply.json()["message"]
+        assert expected in reply.json()["message"]
         assert (await client.get("/status")).json()["queue_size"] == 0, "nothing of a list was taken"
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "expected"),
     [
         (b'{"tokens": [[1]], "masks": [[1]], "scores": [NaN]}', "JSON has neither NaN nor Infinity"),
         (b'{"tokens": [[1]], "masks": [[1]], "scores": [-Infinity]}', "JSON has neither NaN nor Infinity"),
@@ -161,12 +161,12 @@ async def test_what_cannot_be_used_is_refused_with_its_reason(path: str, body: o
         (b"tokens=1", "malformed"),
     ],
 )
-async def test_what_is_no_json_is_refused(body: bytes, told: str) -> None:
+async def test_invalid_json_is_refused(body: bytes, expected: str) -> None:
     async with serving() as client:
         await begin(client)
         reply = await client.post("/scored_data", content=body)
         assert reply.status_code == 422, reply.text
-        assert told in reply.json()["message"]
+        assert expected in reply.json()["message"]
 
 
 @pytest.mark.asyncio
@@ -182,7 +182,7 @@ async def test_an_environment_that_nobody_registered_is_told_to_register() -> No
 
 
 @pytest.mark.asyncio
-async def test_other_paths_and_methods_are_json_errors_too() -> None:
+async def test_unknown_paths_and_methods_get_json_errors() -> None:
     async with serving() as client:
         for method, path, status in (("GET", "/nothing", 404), ("DELETE", "/batch", 405), ("GET", "/scored_data", 405)):
             reply = await client.request(method, path)
@@ -208,14 +208,14 @@ async def test_gzip_both_ways() -> None:
 
 
 def bomb(nbytes: int) -> bytes:
-    """What becomes so many bytes, mostly of white space."""
+    """Returns a group that is compressed to few bytes, and grows to `nbytes` of white space and more."""
     packer = zlib.compressobj(9, wbits=31)
     return b"".join((packer.compress(b" " * nbytes), packer.compress(json.dumps(GROUP).encode()), packer.flush()))
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
-    ("content", "headers", "status", "told"),
+    ("content", "headers", "status", "expected"),
     [
         (b" " * 70_000, {}, 413, "more than 65536 bytes; send fewer groups at once"),
         (bomb(50_000_000), {"Content-Encoding": "gzip"}, 413, "more than 65536 bytes"),
@@ -226,12 +226,12 @@ def bomb(nbytes: int) -> bytes:
     ],
     ids=("large", "bomb", "cut", "two", "no gzip", "key"),
 )
-async def test_bodies_are_bounded(content: bytes, headers: dict[str, str], status: int, told: str) -> None:
+async def test_bodies_are_bounded(content: bytes, headers: dict[str, str], status: int, expected: str) -> None:
     async with serving(limits=Limits(body_bytes=1 << 16)) as client:
         await begin(client)
         reply = await client.post("/scored_data", content=content, headers=headers)
         assert (reply.status_code, reply.json()["status"]) == (status, "error"), reply.text
-        assert told in reply.json()["message"]
+        assert expected in reply.json()["message"]
         ok = await client.post(
             "/scored_data", content=bomb(60_000), headers={"Content-Encoding": "gzip", "Idempotency-Key": "k" * 200}
         )
@@ -242,7 +242,7 @@ async def test_bodies_are_bounded(content: bytes, headers: dict[str, str], statu
 
 
 @pytest.mark.asyncio
-async def test_bodies_in_hand_are_bounded_together() -> None:
+async def test_all_bodies_together_are_bounded() -> None:
     async with FeedServer(":memory:", limits=Limits(body_bytes=1 << 16)) as server:
         host, _, port = server.url.removeprefix("http://").partition(":")
         head = b"POST /scored_data HTTP/1.1\r\nHost: x\r\nContent-Length: 60001\r\n\r\n"
@@ -258,7 +258,7 @@ async def test_bodies_in_hand_are_bounded_together() -> None:
         for _, writer in connections:
             writer.close()
         await asyncio.wait(others)
-        async with httpx.AsyncClient(base_url=server.url) as client:  # and they count no longer
+        async with httpx.AsyncClient(base_url=server.url) as client:  # the closed connections do not count any more
             assert (await client.post("/scored_data", content=b" " * 60_000)).status_code == 422
 
 
@@ -267,7 +267,7 @@ async def test_a_request_has_limited_time() -> None:
     async with FeedServer(":memory:", limits=Limits(seconds=0.2)) as server:
         host, _, port = server.url.removeprefix("http://").partition(":")
         head = b"POST /scored_data HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n"
-        for sent, told in ((head + b"\r\n{", b"408 "), (head, b""), (b"", b"")):
+        for sent, expected in ((head + b"\r\n{", b"408 "), (head, b""), (b"", b"")):
             reader, writer = await asyncio.open_connection(host, int(port))
             writer.write(sent)
             async with asyncio.timeout(30):
@@ -275,13 +275,25 @@ async def test_a_request_has_limited_time() -> None:
                     received = await reader.read(100)
                 except ConnectionError:
                     received = b""
-            assert told in received, sent
-            assert bool(told) == bool(received)
+            assert expected in received, sent
+            assert bool(expected) == bool(received)
             writer.close()
 
 
-def is_given_up(port: int) -> bool:
-    """Whether this process soon holds no connection to that port any more."""
+@pytest.mark.asyncio
+async def test_connections_are_bounded() -> None:
+    async with (
+        FeedServer(":memory:", limits=Limits(connections=1)) as server,
+        httpx.AsyncClient(base_url=server.url) as first,
+        httpx.AsyncClient(base_url=server.url) as second,
+    ):
+        assert (await first.get("/status")).status_code == 200
+        assert (await second.get("/status")).status_code == 503
+        assert (await first.get("/status")).status_code == 200, "an open connection is not affected"
+
+
+def becomes_closed(port: int) -> bool:
+    """Waits until this process has no connection to that port. Returns False if it still has one after 30 s."""
     ends = time.monotonic() + 30
     while time.monotonic() < ends:
         if not any(port in each.raddr for each in psutil.Process().net_connections("tcp")):
@@ -291,7 +303,7 @@ def is_given_up(port: int) -> bool:
 
 
 @pytest.mark.asyncio
-async def test_a_reader_that_stops_is_cut_off() -> None:
+async def test_a_client_that_stops_reading_is_disconnected() -> None:
     async with FeedServer(":memory:", limits=Limits(seconds=0.2)) as server:
         async with httpx.AsyncClient(base_url=server.url) as client:
             tokens = [[10**12] * 500_000]
@@ -300,16 +312,16 @@ async def test_a_reader_that_stops_is_cut_off() -> None:
         with socket.create_connection((host, int(port))) as connection:
             connection.sendall(b"GET /latest_example HTTP/1.1\r\nHost: x\r\n\r\n")
             at = connection.getsockname()[1]
-            assert await asyncio.to_thread(is_given_up, at), "it still waits for a reader"
+            assert await asyncio.to_thread(becomes_closed, at), "the connection is still open"
 
 
 @pytest.mark.asyncio
-async def test_a_token_opens_the_doors(tmp_path: Path) -> None:
+async def test_each_request_needs_a_token(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text(f"{TOKEN}\n{OLD_TOKEN}\n")
     file.chmod(0o600)
     async with serving(token_file=file) as client:
-        assert (await client.get("/")).status_code == 200, "for whoever watches over the machine"
+        assert (await client.get("/")).status_code == 200, "a health check needs no token"
         for path in ("/status", "/metrics", "/batch", "/reset_data"):
             for headers in (
                 {},
@@ -320,7 +332,7 @@ async def test_a_token_opens_the_doors(tmp_path: Path) -> None:
                 assert (reply.status_code, reply.json()["status"]) == (401, "error")
                 assert "Authorization: Bearer TOKEN" in reply.json()["message"]
         assert (await client.post("/scored_data", content=b"x" * 100_000)).status_code == 401
-        assert (await client.get("/status", auth=("any", TOKEN))).status_code == 200, "as of a URL with a password"
+        assert (await client.get("/status", auth=("any", TOKEN))).status_code == 200, "the password of a URL is a token"
         assert (await client.get("/status", auth=(TOKEN, "wrong"))).status_code == 401
         for token in (TOKEN, OLD_TOKEN):
             assert (await client.get("/status", headers={"Authorization": f"Bearer {token}"})).status_code == 200
@@ -351,14 +363,14 @@ async def test_tls_with_certificates_or_a_token(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_full_queue_asks_to_come_back() -> None:
+async def test_a_full_queue_answers_503_with_retry_after() -> None:
     async with serving(limits=Limits(queue_groups=2)) as client:
         await begin(client)
         for _ in range(2):
             assert (await client.post("/scored_data", json=GROUP)).status_code == 200
         full = await client.post("/scored_data", json=GROUP)
         assert (full.status_code, full.headers["Retry-After"]) == (503, "1")
-        assert full.json()["message"].startswith("2 groups and ")
+        assert full.json()["message"].startswith("the queue is full: 2 groups and ")
         assert (await client.get("/batch")).json()["step"] == 1
         assert (await client.post("/scored_data", json=GROUP)).status_code == 200
 
@@ -410,7 +422,7 @@ async def test_events() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_server_that_cannot_begin_says_why(tmp_path: Path) -> None:
+async def test_errors_of_the_start_name_the_cause(tmp_path: Path) -> None:
     async with FeedServer(tmp_path / "store") as server:
         address = server.url.removeprefix("http://")
         with pytest.raises(ListenError, match=f"cannot listen on {address}: .*choose another port or port 0"):
@@ -424,11 +436,11 @@ async def test_a_server_that_cannot_begin_says_why(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="other machines can reach 0.0.0.0:0, and without TLS"):
         FeedServer(":memory:", listen="0.0.0.0:0")
     async with FeedServer(tmp_path / "store", listen="0.0.0.0:0", insecure=True):
-        pass  # and the store is free again
+        pass  # the failed start has released the store
 
 
 @pytest.mark.asyncio
-async def test_whoever_is_told_of_events_cannot_harm_the_run(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_exception_of_on_event_does_not_reach_the_client(caplog: pytest.LogCaptureFixture) -> None:
     def fail(event: object) -> None:
         raise ValueError("no room for it")
 
@@ -439,23 +451,23 @@ async def test_whoever_is_told_of_events_cannot_harm_the_run(caplog: pytest.LogC
 
 
 @pytest.mark.asyncio
-async def test_a_fault_is_answered_and_logged(
+async def test_an_internal_error_is_answered_and_logged(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(self: Book, env_id: int) -> None:
+    def fail(self: RunState, env_id: int) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(Book, "status_env", fail)
+    monkeypatch.setattr(RunState, "status_env", fail)
     async with serving() as client:
         await begin(client)
         reply = await client.request("GET", "/status-env", json={"env_id": 0})
-        assert (reply.status_code, reply.json()["message"]) == (500, "this server has a fault; its log tells more")
-        assert (await client.get("/info")).json()["batch_size"] == 4, "and it goes on"
+        assert (reply.status_code, reply.json()["message"]) == (500, "internal error of this server; see its log")
+        assert (await client.get("/info")).json()["batch_size"] == 4, "the server goes on"
     assert "ZeroDivisionError" in caplog.text
 
 
 @pytest.mark.asyncio
-async def test_pages_of_other_sites_are_refused() -> None:
+async def test_requests_of_web_pages_are_refused() -> None:
     async with serving() as client:
         for site, status in (("cross-site", 403), ("same-site", 403), ("same-origin", 200), ("none", 200)):
             assert (await client.get("/reset_data", headers={"Sec-Fetch-Site": site})).status_code == status

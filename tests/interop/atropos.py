@@ -1,6 +1,6 @@
-"""The original: its server in a process of its own, its library, and programs that run in its environment.
+"""atroposlib: its server in a separate process, its library, and programs that run in its virtual environment.
 
-`make test-feed` sets that environment up and names its Python in FEED_PYTHON.
+`make test-feed` creates that environment and sets FEED_PYTHON to its Python.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ ENVIRONMENT = os.environ | {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "CU
 
 
 def site_packages() -> Path:
-    """Where atroposlib is."""
+    """Returns the folder that contains atroposlib."""
     return next(Path(PYTHON).parent.parent.glob("lib/python3*/site-packages"))
 
 
 @cache
 def library() -> ModuleType:
-    """`atroposlib.api.utils`, which forms batches and imports nothing."""
+    """Loads `atroposlib.api.utils`, which forms batches and imports nothing else of atroposlib."""
     spec = importlib.util.spec_from_file_location("atropos_utils", site_packages() / "atroposlib" / "api" / "utils.py")
     assert spec is not None
     assert spec.loader is not None
@@ -48,7 +48,7 @@ def free_port() -> int:
 
 
 class RunApi:
-    """`run-api`; it can be killed and started again at the same address. Use it as a context manager."""
+    """`run-api` as a context manager. It can be killed, and started again at the same address."""
 
     def __init__(self) -> None:
         self._port = free_port()
@@ -75,8 +75,8 @@ class RunApi:
     def get(self, path: str) -> Any:
         return httpx.get(self.url + path, timeout=DEADLINE)
 
-    def post(self, path: str, told: object) -> Any:
-        return httpx.post(self.url + path, json=told, timeout=DEADLINE)
+    def post(self, path: str, body: object) -> Any:
+        return httpx.post(self.url + path, json=body, timeout=DEADLINE)
 
     def __enter__(self) -> Self:
         return self
@@ -86,6 +86,6 @@ class RunApi:
 
 
 def program(*arguments: str) -> subprocess.Popen[str]:
-    """A program in the original's environment."""
+    """Starts a program in the virtual environment of atroposlib."""
     out = subprocess.PIPE
     return subprocess.Popen([PYTHON, *arguments], stdout=out, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT)

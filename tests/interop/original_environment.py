@@ -1,6 +1,6 @@
-"""An environment on atroposlib's BaseEnv: `python original_environment.py URL TOKENIZER STEPS GROUP_SIZE [PART]`.
+"""An environment on atroposlib's BaseEnv: `python original_environment.py URL TOKENIZER STEPS GROUP_SIZE [FRACTION]`.
 
-It answers its own questions, so that it needs no model; everything that it says to the feed is said by BaseEnv.
+It makes its rollouts up, so that it needs no model. BaseEnv makes all requests to the feed.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ class Guesses(BaseEnv):  # type: ignore[misc]
         pass
 
 
-def main(url: str, tokenizer: str, steps: str, group_size: str, part: str = "") -> None:
+def main(url: str, tokenizer: str, steps: str, group_size: str, fraction: str = "") -> None:
     config = BaseEnvConfig(
         tokenizer_name=tokenizer,
         rollout_server_url=url,
@@ -45,12 +45,12 @@ def main(url: str, tokenizer: str, steps: str, group_size: str, part: str = "") 
         total_steps=int(steps),
         group_size=int(group_size),
         max_num_workers=4,
-        min_batch_allocation=float(part) if part else None,
+        min_batch_allocation=float(fraction) if fraction else None,
         steps_per_eval=0,
     )
     server = APIServerConfig(model_name="none", base_url="http://127.0.0.1:9", api_key="x", health_check=False)
     asyncio.run(Guesses(config, [server]).env_manager())
-    print("the environment has ended by itself")
+    print("the environment has ended")
 
 
 if __name__ == "__main__":

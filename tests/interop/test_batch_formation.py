@@ -1,4 +1,4 @@
-"""Batches and buffers beside those that atroposlib's library forms, on random queues."""
+"""Batches and buffers compared with those of atroposlib's library, on random queues."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from averaging.feed.packing import exact, pack, shares
+from averaging.feed.batch_formation import exact_sum, form_batch, reservations
 from tests.interop.atropos import library
 
 pytestmark = pytest.mark.interop
@@ -18,7 +18,7 @@ SETTINGS = settings(max_examples=1000)
 
 
 def queue_of(groups: list[tuple[int, int]]) -> list[dict[str, Any]]:
-    """Groups given as (sequences, environment), each with its index."""
+    """Returns a queue of groups, given as (sequences, environment). The tokens of each are its index."""
     return [{"tokens": [[index]] * size, "env_id": env} for index, (size, env) in enumerate(groups)]
 
 
@@ -31,15 +31,15 @@ GROUPS = st.lists(st.tuples(st.sampled_from([1, 2, 3, 4, 8]), st.integers(0, 3))
 
 @given(GROUPS, st.integers(1, 32))
 @SETTINGS
-def test_wherever_the_library_forms_a_batch_so_does_ours_of_older_groups(
+def test_if_the_library_forms_a_batch_ours_forms_one_of_older_groups(
     groups: list[tuple[int, int]], target: int
 ) -> None:
     found = indices(library().grab_exact_from_heterogeneous_queue(queue_of(groups), target)[0])
-    ours = exact([size for size, _ in groups], target)
+    ours = exact_sum([size for size, _ in groups], target)
     if found is not None:
         assert ours is not None
         assert sum(groups[index][0] for index in ours) == target == sum(groups[index][0] for index in found)
-        assert max(ours) <= max(found), "no group is needed that came later"
+        assert max(ours) <= max(found), "our newest group is not newer than that of the library"
 
 
 @given(st.integers(1, 8), st.lists(st.integers(0, 3), max_size=24), st.integers(1, 8))
@@ -48,7 +48,7 @@ def test_groups_of_one_size_make_the_same_batches(size: int, envs: list[int], gr
     queue, left = queue_of([(size, env) for env in envs]), list(range(len(envs)))
     while True:
         batch, queue = library().grab_exact_from_heterogeneous_queue(queue, size * groups_in_batch)
-        ours = exact([size] * len(left), size * groups_in_batch)
+        ours = exact_sum([size] * len(left), size * groups_in_batch)
         assert (batch is None) == (ours is None)
         if ours is None:
             return
@@ -56,28 +56,31 @@ def test_groups_of_one_size_make_the_same_batches(size: int, envs: list[int], gr
         left = [group for index, group in enumerate(left) if index not in ours]
 
 
-PARTS = st.lists(st.sampled_from([None, 0.1, 0.25, 0.3, 0.5, 0.75, 1.0]), min_size=4, max_size=4)
+FRACTIONS = st.lists(st.sampled_from([None, 0.1, 0.25, 0.3, 0.5, 0.75, 1.0]), min_size=4, max_size=4)
 
 
-def configured(parts: list[float | None]) -> list[dict[str, Any]]:
-    return [{"registered_id": env, "connected": True, "min_batch_allocation": part} for env, part in enumerate(parts)]
+def configured(fractions: list[float | None]) -> list[dict[str, Any]]:
+    return [
+        {"registered_id": env, "connected": True, "min_batch_allocation": fraction}
+        for env, fraction in enumerate(fractions)
+    ]
 
 
-@given(GROUPS, st.integers(1, 32), PARTS)
+@given(GROUPS, st.integers(1, 32), FRACTIONS)
 @SETTINGS
-def test_with_reserved_parts(groups: list[tuple[int, int]], target: int, parts: list[float | None]) -> None:
-    """Where the library forms a batch that keeps the reserved parts, ours forms one, too, and keeps them."""
+def test_with_reservations(groups: list[tuple[int, int]], target: int, fractions: list[float | None]) -> None:
+    """If the library forms a batch that keeps the reservations, ours forms one that keeps them, too."""
     queue = queue_of(groups)
-    batch = indices(library().grab_batch_with_minimum_allocations(queue, target, configured(parts))[0])
-    wanted = {env: part for env, part in enumerate(parts) if part is not None}
-    reserved = shares(target, wanted)
-    ours = pack([size for size, _ in groups], [env for _, env in groups], target, reserved)
+    batch = indices(library().grab_batch_with_minimum_allocations(queue, target, configured(fractions))[0])
+    wanted = {env: fraction for env, fraction in enumerate(fractions) if fraction is not None}
+    reserved = reservations(target, wanted)
+    ours = form_batch([size for size, _ in groups], [env for _, env in groups], target, reserved)
 
     def keeps(chosen: list[int]) -> bool:
         of: Counter[int] = Counter()
         for index in chosen:
             of[groups[index][1]] += groups[index][0]
-        return all(of[env] >= share for env, share in reserved.items())
+        return all(of[env] >= count for env, count in reserved.items())
 
     if ours is not None:
         assert sum(groups[index][0] for index in ours) == target
@@ -86,22 +89,24 @@ def test_with_reserved_parts(groups: list[tuple[int, int]], target: int, parts: 
         assert keeps(ours)
 
 
-@given(st.integers(1, 8), st.lists(st.integers(0, 3), max_size=24), st.integers(1, 8), PARTS)
+@given(st.integers(1, 8), st.lists(st.integers(0, 3), max_size=24), st.integers(1, 8), FRACTIONS)
 @SETTINGS
-def test_with_reserved_parts_groups_of_one_size_make_the_same_batches(
-    size: int, envs: list[int], groups_in_batch: int, parts: list[float | None]
+def test_with_reservations_groups_of_one_size_make_the_same_batches(
+    size: int, envs: list[int], groups_in_batch: int, fractions: list[float | None]
 ) -> None:
     target = size * groups_in_batch
-    wanted = {env: part for env, part in enumerate(parts) if part is not None}
-    reserved = {env: int(target * part) for env, part in wanted.items() if int(target * part)}
-    rounded_up = sum(-(-share // size) * size for share in reserved.values())
+    wanted = {env: fraction for env, fraction in enumerate(fractions) if fraction is not None}
+    reserved = {env: int(target * fraction) for env, fraction in wanted.items() if int(target * fraction)}
+    rounded_up = sum(-(-count // size) * size for count in reserved.values())
     waiting = Counter(envs)
-    if rounded_up > target or any(waiting[env] * size < share for env, share in reserved.items()):
-        return  # the library gives less than the reserved part there, ours waits or shares by age
+    if rounded_up > target or any(waiting[env] * size < count for env, count in reserved.items()):
+        return  # the library cuts a reservation here; ours waits, or goes by the age of the groups
     batch = indices(
-        library().grab_batch_with_minimum_allocations(queue_of([(size, e) for e in envs]), target, configured(parts))[0]
+        library().grab_batch_with_minimum_allocations(
+            queue_of([(size, e) for e in envs]), target, configured(fractions)
+        )[0]
     )
-    ours = pack([size] * len(envs), envs, target, shares(target, wanted))
+    ours = form_batch([size] * len(envs), envs, target, reservations(target, wanted))
     assert ours == (None if batch is None else sorted(batch))
 
 
@@ -109,17 +114,17 @@ def test_with_reserved_parts_groups_of_one_size_make_the_same_batches(
 @SETTINGS
 def test_buffered_groups_that_add_up(sizes: list[int], target: int) -> None:
     found = library().find_groups_summing_to_target(queue_of([(size, 0) for size in sizes]), target)
-    ours = exact(sizes, target)
+    ours = exact_sum(sizes, target)
     assert (ours is None) == (not found)
     if ours is not None:
         assert sum(sizes[index] for index in ours) == sum(sizes[index] for index in found) == target
 
 
-def test_what_the_library_starves() -> None:
-    """A size that does not divide the largest one waits without end in the original, and so does all behind a giant."""
+def test_groups_that_wait_forever_in_the_library() -> None:
+    """These are groups whose size does not divide the largest one, and all groups behind one larger than a batch."""
     threes_and_fours = [(3, 0)] * 4 + [(4, 0)]
     assert library().grab_exact_from_heterogeneous_queue(queue_of(threes_and_fours), 12)[0] is None
-    assert exact([size for size, _ in threes_and_fours], 12) == [0, 1, 2, 3]
+    assert exact_sum([size for size, _ in threes_and_fours], 12) == [0, 1, 2, 3]
     giant = [(8, 0), (2, 0), (2, 0)]
     assert library().grab_exact_from_heterogeneous_queue(queue_of(giant), 4)[0] is None
-    assert exact([size for size, _ in giant], 4) == [1, 2]
+    assert exact_sum([size for size, _ in giant], 4) == [1, 2]

@@ -1,4 +1,4 @@
-"""atroposlib's own environments, trainer and tests on our server, unchanged."""
+"""Unchanged environments, trainer and tests of atroposlib with our server."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ def feed(tmp_path: Path, token: Path) -> Iterator[Feed]:
 
 
 def with_password(feed: Feed) -> str:
-    """The address for clients that know no tokens."""
+    """Returns the address for clients without an option for a token."""
     return feed.url.replace("://", f"://any:{TOKEN}@")
 
 
 @pytest.mark.timeout(300)
 def test_an_environment_and_our_trainer(feed: Feed, token: Path, model: Path) -> None:
-    """Two environments of different group sizes, one with a reserved part, while the server is killed once."""
+    """Two environments of different group sizes, one with a reservation; the server is killed once."""
     steps = 6
-    told = registration(16, max_token_len=512, num_steps=steps)
-    with BatchFeed(feed.url, told, poll=0.05, token_file=token) as batches:
+    run = registration(16, max_token_len=512, num_steps=steps)
+    with BatchFeed(feed.url, run, poll=0.05, token_file=token) as batches:
         batches._register()
-        batches._ask()  # environments may register from now on
+        batches._request_batch()  # environments can register from now on
         script = str(HERE / "original_environment.py")
         environments = [
             program(script, with_password(feed), str(model), str(steps), "4", "0.5"),
@@ -78,7 +78,7 @@ def test_an_environment_and_our_trainer(feed: Feed, token: Path, model: Path) ->
                     feed.start()
             for environment in environments:
                 out, _ = environment.communicate(timeout=200)
-                assert "the environment has ended by itself" in out, out[-3000:]
+                assert "the environment has ended" in out, out[-3000:]
         finally:
             for environment in environments:
                 environment.kill()
@@ -87,7 +87,7 @@ def test_an_environment_and_our_trainer(feed: Feed, token: Path, model: Path) ->
 
 @pytest.mark.timeout(300)
 def test_the_example_trainer(feed: Feed, model: Path, tmp_path: Path) -> None:
-    """It trains the tiny model; vLLM, which it would restart, is not there, and it goes on without."""
+    """The trainer trains the tiny model. It cannot restart vLLM, which is not installed, and continues."""
     environment = program(str(HERE / "original_environment.py"), with_password(feed), str(model), "100", "4")
     trainer = program(
         *("-m", "example_trainer.grpo", "--model-name", str(model), "--atropos-url", with_password(feed)),
@@ -114,8 +114,8 @@ def test_the_example_trainer(feed: Feed, model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ["test_api_messages_handling", "test_api_compression", "test_api_legacy"])
-def test_their_own_tests_of_the_api(name: str, tmp_path: Path) -> None:
-    """With our server on the port that they use, in copies that use another one; theirs cannot start there."""
+def test_the_api_tests_of_atroposlib(name: str, tmp_path: Path) -> None:
+    """They run as copies with another port, at which our server listens, so that theirs cannot start."""
     port = free_port()
     helpers = tmp_path / "helpers_of_the_api.py"
     for source, target in ((name, tmp_path / f"{name}.py"), ("api_test_utils", helpers)):

@@ -1,4 +1,4 @@
-"""Our clients on atroposlib's own server, with all its quirks."""
+"""Our clients with the server of atroposlib and its quirks."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def start(stack: ExitStack, ranks: int, store: Path, url: str, **told: Any) -> list[JsonProcess]:
+def start(stack: ExitStack, ranks: int, store: Path, url: str, **changes: Any) -> list[JsonProcess]:
     processes = [
-        stack.enter_context(a_rank(r, ranks, store, url, registration(**told), poll=0.05, patience=DEADLINE))
+        stack.enter_context(a_rank(r, ranks, store, url, registration(**changes), poll=0.05, retry_timeout=DEADLINE))
         for r in range(ranks)
     ]
     all_expect(processes, "up")
@@ -49,7 +49,7 @@ def ask(ranks: list[JsonProcess]) -> None:
 
 
 def received(ranks: list[JsonProcess]) -> tuple[int, list[int]]:
-    """The step and the groups' names of a batch that all ranks got."""
+    """Returns the step and the names of the groups of a batch, which must be the same at all ranks."""
     batches = all_expect(ranks, "batch")
     assert all(batch == batches[0] for batch in batches)
     return batches[0]["step"], [group["tokens"][0][0] for group in batches[0]["groups"]]
@@ -61,14 +61,14 @@ def post(server: RunApi, *numbers: int) -> None:
 
 
 def wait_for_the_trainer(server: RunApi) -> None:
-    """Until it has asked for its first batch."""
+    """Waits until it has requested its first batch."""
     with FeedEnvironment(server.url, environment()) as env:
         env.register()
 
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_batches_that_are_formed_at_once(count: int, server: RunApi, stack: ExitStack, tmp_path: Path) -> None:
-    """One answer forms three, the step grows by three, and they come last first: each rank counts what it got."""
+    """One request forms three batches, adds 3 to the step, and delivers the last first. Each rank counts its own."""
     ranks = start(stack, count, tmp_path / "ranks", server.url, num_steps=4)
     ask(ranks)
     wait_for_the_trainer(server)
@@ -82,7 +82,7 @@ def test_batches_that_are_formed_at_once(count: int, server: RunApi, stack: Exit
     assert received(ranks) == (2, [2, 3])
     ask(ranks)
     assert received(ranks) == (3, [0, 1])
-    ask(ranks)  # and the next one waits, although the server's step is 3
+    ask(ranks)  # the ranks wait for data, although the server's step is 3
     post(server, 6, 7)
     assert received(ranks) == (4, [6, 7])
     ask(ranks)
@@ -91,7 +91,7 @@ def test_batches_that_are_formed_at_once(count: int, server: RunApi, stack: Exit
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_batches_that_another_trainer_left(count: int, server: RunApi, stack: ExitStack, tmp_path: Path) -> None:
-    """They are handed out without a change of the step, for which the other ranks look."""
+    """The server delivers them without a change of the step, which the other ranks poll."""
     server.post("/register", REGISTRATION)
     server.get("/batch")
     post(server, *range(6))
@@ -109,7 +109,7 @@ def test_batches_that_another_trainer_left(count: int, server: RunApi, stack: Ex
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_server_that_is_killed_and_comes_back(count: int, server: RunApi, stack: ExitStack, tmp_path: Path) -> None:
-    """It has forgotten everything: the trainer registers again and counts on."""
+    """The server has lost its state. The trainer registers again and continues to count."""
     ranks = start(stack, count, tmp_path / "ranks", server.url)
     ask(ranks)
     wait_for_the_trainer(server)
@@ -119,13 +119,13 @@ def test_a_server_that_is_killed_and_comes_back(count: int, server: RunApi, stac
     ask(ranks)
     server.start()
     with FeedEnvironment(server.url, environment()) as env:
-        assert env.register().starting_step == 1, "the trainer has told how far it is"
+        assert env.register().starting_step == 1, "the trainer has registered its step"
         env.post(a_group(2), a_group(3))
     assert received(ranks) == (2, [2, 3])
 
 
 def test_a_reset_that_makes_the_server_fail(server: RunApi) -> None:
-    with BatchFeed(server.url, registration(), poll=0.05, patience=DEADLINE) as batches:
+    with BatchFeed(server.url, registration(), poll=0.05, retry_timeout=DEADLINE) as batches:
         batches._register()
         server.get("/batch")
         post(server, 0, 1)
@@ -142,23 +142,24 @@ def test_a_reset_that_makes_the_server_fail(server: RunApi) -> None:
         assert (batch.step, names(batch)) == (2, [2, 3])
 
 
-def test_a_server_that_took_data_too_early_is_an_error(server: RunApi) -> None:
+def test_a_server_that_received_data_too_early_is_an_error(server: RunApi) -> None:
     post(server, 0)
-    with pytest.raises(FeedError, match="took data before a trainer registered.* call GET /reset_data"):
+    with pytest.raises(FeedError, match="received data before a trainer registered.*GET /reset_data"):
         next(BatchFeed(server.url, registration()))
 
 
 def test_our_environment(server: RunApi) -> None:
     server.post("/register", REGISTRATION)
-    with FeedEnvironment(server.url, environment(), start_patience=0.0) as env:
+    with FeedEnvironment(server.url, environment(), start_timeout=0.0) as env:
         with pytest.raises(FeedError, match="wait for trainer to start"):
             env.register()
         server.get("/batch")
-        told = env.register()
-        assert (told.env_id, told.wandb_name, told.checkpoint_dir, told.num_steps) == (0, "env_0", "checkpoints", 1000)
+        reply = env.register()
+        assert (reply.env_id, reply.wandb_name) == (0, "env_0")
+        assert (reply.checkpoint_dir, reply.num_steps) == ("checkpoints", 1000)
         env.post(a_group(0), key="k")
         env.post(a_group(1, 1))
-        assert server.get("/status").json()["queue_size"] == 1, "half a group waits for another half"
+        assert server.get("/status").json()["queue_size"] == 1, "half a group waits for the other half"
         status = env.status()
         assert (status.current_step, status.self_queue_size, status.env_weight) == (0, 1, 1.0)
     assert server.post("/disconnect-env", {"env_id": 0}).json() == {"status": "success"}

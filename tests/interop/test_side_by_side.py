@@ -1,4 +1,4 @@
-"""The same requests to both servers get the same answers."""
+"""Both servers give the same answers to the same requests."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ REGISTRATION = {name: getattr(registration(8), name) for name in registration().
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_random_run(seed: int, tmp_path: Path) -> None:
-    """Statuses, registrations, buffers and batches, one batch at a time; even seeds with a reserved part."""
+    """Compares status, registrations, buffers and batches, one at a time. Even seeds have a reservation."""
     rng, reserved = random.Random(seed), seed % 2 == 0
     with ExitStack() as stack:
         servers = (stack.enter_context(RunApi()), stack.enter_context(Feed(tmp_path / "feed.sqlite")))
         clients = [stack.enter_context(httpx.Client(base_url=each.url, timeout=60)) for each in servers]
 
-        def both(method: str, path: str, told: object = None) -> Any:
-            replies = [client.request(method, path, json=told) for client in clients]
+        def both(method: str, path: str, body: object = None) -> Any:
+            replies = [client.request(method, path, json=body) for client in clients]
             assert replies[0].status_code == replies[1].status_code == 200, (path, replies[1].text)
             original, mine = (reply.json() for reply in replies)
             if path == "/batch":
                 mine.pop("step", None)
-                if original["batch"] and reserved:  # the original puts the reserved part first
+                if original["batch"] and reserved:  # the original puts the reserved groups first
                     original["batch"].sort(key=lambda group: group["tokens"])
                     mine["batch"].sort(key=lambda group: group["tokens"])
             if path == "/register":
@@ -70,7 +70,7 @@ def test_a_random_run(seed: int, tmp_path: Path) -> None:
                 case 4:
                     both("GET", "/latest_example")
             waiting = both("GET", "/status")["queue_size"]
-            # Before the original could form two batches at once, which it hands out last first.
+            # Fetched before the original could form two batches at once, of which it delivers the last first.
             if waiting >= 4:
                 step += both("GET", "/batch")["batch"] is not None
                 assert both("GET", "/status")["current_step"] == step

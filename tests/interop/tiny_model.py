@@ -1,4 +1,4 @@
-"""Makes a model and a tokenizer that need no download: `python tiny_model.py FOLDER`, with the original's Python."""
+"""Creates a model and a tokenizer without a download: `python tiny_model.py FOLDER`, with the Python of atroposlib."""
 
 import sys
 from typing import Any

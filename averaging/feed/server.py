@@ -1,4 +1,4 @@
-"""The server as an async context manager: its socket, its store, and the time that connections get."""
+"""`FeedServer`: the socket, the database and the HTTP server as one async context manager."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from averaging.common.addresses import is_loopback, parse_address
 from averaging.errors import ConfigError, ListenError
-from averaging.feed.book import Book
-from averaging.feed.ledger import Ledger
+from averaging.feed.database import Database
+from averaging.feed.database_thread import DatabaseThread
 from averaging.feed.routes import Event, Limits, Routes
-from averaging.feed.store import Store
+from averaging.feed.run_state import RunState
 from averaging.security.credentials import read_tls, read_tokens
 
 KEEP_ALIVE = 30
-"""Seconds for which a connection without a request is kept."""
+"""Seconds for which a connection without a request is kept open."""
 
 GRACE = 10
-"""Seconds for requests in hand when the server ends."""
+"""Seconds for unfinished requests when the server ends."""
 
 
 class FeedServer:
     """Serves a feed while it is entered with `async with`.
 
     Args:
-        store: the SQLite file that holds the run; it is made if needed. ":memory:" keeps nothing.
-        listen: "HOST:PORT"; port 0 takes a free one.
-        token_file: tokens, one a line; each request must come with one of them.
+        store: the SQLite file of the run, created if needed. ":memory:" keeps everything in memory.
+        listen: "HOST:PORT"; port 0 takes a free port.
+        token_file: tokens, one per line; each request except GET / must carry one of them.
         tls_ca, tls_cert, tls_key: files for TLS. Without `token_file` clients must show a certificate of `tls_ca`.
-        insecure: whether other machines may connect although there is no TLS.
-        fsync: whether an acknowledged post survives a power failure, too; it always survives the end of this process.
-        limits: what the server takes.
-        on_event: is told what happens, as `averaging feed --json` tells it.
+        insecure: whether other machines may connect without TLS.
+        fsync: whether an acknowledged post also survives a power failure. It always survives the end of this process.
+        limits: limits of memory, disk, time and connections.
+        on_event: called with each event that `averaging feed --json` prints.
 
     Attributes:
-        url: where it serves.
+        url: address of the server; empty before it is entered.
 
     Raises:
-        ConfigError: an argument cannot work, or the store cannot be used; when it is entered.
-        ListenError: the address is taken or unknown; when it is entered.
+        ConfigError: an argument is invalid; on entry, the store cannot be used.
+        ListenError: on entry, the address is taken or unknown.
     """
 
     def __init__(
@@ -73,27 +73,27 @@ class FeedServer:
         host, _ = parse_address(listen)
         if not (self._tls or insecure or is_loopback(host)):
             raise ConfigError(
-                f"other machines can reach {listen}, and without TLS anybody on the way can change what is sent; "
+                f"other machines can reach {listen}, and without TLS anybody in between can read and change requests; "
                 "give tls_ca, tls_cert and tls_key (`averaging ca` makes them), or insecure=True in a trusted network"
             )
-        new_book = partial(
-            Book,
+        new_state = partial(
+            RunState,
             max_bytes=self._limits.queue_bytes,
             max_groups=self._limits.queue_groups,
             max_replay_bytes=self._limits.replay_bytes,
         )
-        self._open = partial(Ledger, store, fsync=fsync, new_book=new_book)
+        self._open = partial(Database, store, fsync=fsync, new_state=new_state)
         self._on_event = on_event
         self.url = ""
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
             listener = stack.enter_context(_listening(self._listen))
-            store = await stack.enter_async_context(Store(self._open))
-            routes = Routes(store, self._tokens, self._limits, self._on_event)
+            database = await stack.enter_async_context(DatabaseThread(self._open))
+            routes = Routes(database, self._tokens, self._limits, self._on_event)
             config = self._config(routes)
             config.load()
-            server = uvicorn.Server(config)  # its parts, since serve() would take the signals
+            server = uvicorn.Server(config)  # not serve(), which would install signal handlers
             server.lifespan = config.lifespan_class(config)
             await server.startup([listener])
             stack.push_async_callback(server.shutdown, [listener])
@@ -110,7 +110,7 @@ class FeedServer:
         await self._stack.__aexit__(kind, error, traceback)
 
     async def wait(self) -> None:
-        """Waits until it ends, which it only does if it fails."""
+        """Waits until the server ends. It ends only if it fails."""
         await asyncio.shield(self._serving)
 
     async def _end(self, server: uvicorn.Server) -> None:
@@ -120,57 +120,57 @@ class FeedServer:
     def _config(self, routes: Routes) -> uvicorn.Config:
         options: dict[str, Any] = {}
         if self._tls:
-            asked = ssl.CERT_NONE if self._tokens else ssl.CERT_REQUIRED
-            options = self._tls_files | {"ssl_cert_reqs": asked}
+            verify = ssl.CERT_NONE if self._tokens else ssl.CERT_REQUIRED
+            options = self._tls_files | {"ssl_cert_reqs": verify}
         return uvicorn.Config(
             routes.application,
-            http=type("Bounded", (_Bounded,), {"seconds": self._limits.seconds}),
+            http=type("HTTPProtocol", (_StallTimeout,), {"seconds": self._limits.seconds}),
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
-            limit_concurrency=self._limits.connections,
+            limit_concurrency=self._limits.connections + 1,  # uvicorn refuses the connection that reaches the limit
             timeout_keep_alive=KEEP_ALIVE,
             timeout_graceful_shutdown=GRACE,
             **options,
         )
 
 
-class _Bounded(H11Protocol):
-    """Cuts a connection on which nothing goes forward for `seconds`: no request begins, or nobody reads the reply."""
+class _StallTimeout(H11Protocol):
+    """Aborts a connection without progress for `seconds`: no request arrives, or the client does not read its reply."""
 
     seconds: float
-    _looking: asyncio.TimerHandle
-    _seen: tuple[object, int] = (None, 0)
+    _timer: asyncio.TimerHandle
+    _last: tuple[object, int] = (None, 0)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._looking = self.loop.call_later(self.seconds, self._look)
+        self._timer = self.loop.call_later(self.seconds, self._check_progress)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._looking.cancel()
+        self._timer.cancel()
         super().connection_lost(exc)
 
-    def _look(self) -> None:
+    def _check_progress(self) -> None:
         unread = self.transport.get_write_buffer_size()
-        in_hand = not getattr(self.cycle, "response_complete", True)
-        request, left = self._seen
-        if request is self.cycle and (unread >= left if unread else not in_hand):
+        unanswered = not getattr(self.cycle, "response_complete", True)
+        last_request, last_unread = self._last
+        if last_request is self.cycle and (unread >= last_unread if unread else not unanswered):
             self.transport.abort()
             return
-        self._seen = (self.cycle, unread)
-        self._looking = self.loop.call_later(self.seconds, self._look)
+        self._last = (self.cycle, unread)
+        self._timer = self.loop.call_later(self.seconds, self._check_progress)
 
 
 def _listening(address: str) -> socket.socket:
-    """A socket that listens.
+    """Returns a listening socket.
 
     Raises:
         ListenError: the address is taken or unknown.
     """
     host, port = parse_address(address)
-    # Without its protocol asyncio would leave out TCP_NODELAY.
+    # asyncio sets TCP_NODELAY only on sockets whose protocol is given.
     family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:

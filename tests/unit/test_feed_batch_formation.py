@@ -1,4 +1,4 @@
-"""Which groups make a batch, against a reference that tries all of them."""
+"""The groups of a batch, compared with an exhaustive search."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.feed.packing import exact, pack, shares
+from averaging.feed.batch_formation import exact_sum, form_batch, reservations
 
 SIZES = st.lists(st.integers(1, 6), max_size=8)
 
 
 def subsets(sizes: list[int], target: int) -> list[tuple[int, ...]]:
-    """All sets of indices whose sizes add up to `target`."""
+    """Returns all sets of indices whose sizes add up to `target`."""
     indices = range(len(sizes))
     return [
         chosen
@@ -26,12 +26,12 @@ def subsets(sizes: list[int], target: int) -> list[tuple[int, ...]]:
 
 @given(SIZES, st.integers(0, 12))
 def test_the_oldest_groups_that_add_up_exactly(sizes: list[int], target: int) -> None:
-    found = exact(sizes, target)
+    found = exact_sum(sizes, target)
     possible = subsets(sizes, target)
     if not possible:
         assert found is None
         return
-    # The last group is as old as can be; of those sets the one with the oldest groups.
+    # The newest group is as old as possible; of these sets, the first one in lexicographic order.
     front = min(max(chosen, default=-1) for chosen in possible)
     assert found == list(min(chosen for chosen in possible if max(chosen, default=-1) == front))
 
@@ -41,65 +41,65 @@ def test_the_oldest_groups_that_add_up_exactly(sizes: list[int], target: int) ->
     st.integers(1, 10),
     st.dictionaries(st.integers(0, 2), st.integers(1, 6), max_size=3),
 )
-def test_reserved_shares(queue: list[tuple[int, int | None]], target: int, reserved: dict[int, int]) -> None:
+def test_reservations(queue: list[tuple[int, int | None]], target: int, reserved: dict[int, int]) -> None:
     sizes, envs = [size for size, _ in queue], [env for _, env in queue]
     waiting: Counter[int | None] = Counter()
     for size, env in queue:
         waiting[env] += size
-    found = pack(sizes, envs, target, reserved)
+    found = form_batch(sizes, envs, target, reserved)
     possible = subsets(sizes, target)
-    if not possible or any(waiting[env] < share for env, share in reserved.items()):
+    if not possible or any(waiting[env] < count for env, count in reserved.items()):
         assert found is None
         return
-    assert found is not None, "an exact batch is there, and no environment has to be waited for"
+    assert found is not None, "a batch exists, and each environment has enough groups"
     assert tuple(found) in possible
 
-    def given_to(chosen: tuple[int, ...] | list[int]) -> Counter[int | None]:
-        shares: Counter[int | None] = Counter()
+    def allocated(chosen: tuple[int, ...] | list[int]) -> Counter[int | None]:
+        counts: Counter[int | None] = Counter()
         for index in chosen:
-            shares[envs[index]] += sizes[index]
-        return shares
+            counts[envs[index]] += sizes[index]
+        return counts
 
     def keeps(chosen: tuple[int, ...] | list[int]) -> bool:
-        return all(given_to(chosen)[env] >= share for env, share in reserved.items())
+        return all(allocated(chosen)[env] >= count for env, count in reserved.items())
 
     if any(keeps(chosen) for chosen in possible):
-        assert keeps(found), "shares that can be kept are kept"
+        assert keeps(found), "reservations that can be kept are kept"
 
 
 @given(st.integers(1, 64), st.integers(1, 40), st.integers(0, 20))
 def test_groups_of_one_size_are_taken_in_order(size: int, groups_in_batch: int, more: int) -> None:
     count = groups_in_batch + more
-    assert exact([size] * count, size * groups_in_batch) == list(range(groups_in_batch))
+    assert exact_sum([size] * count, size * groups_in_batch) == list(range(groups_in_batch))
 
 
 @given(st.integers(1, 1000), st.dictionaries(st.integers(0, 9), st.floats(0, 1), max_size=8))
-def test_shares_never_sum_to_more_than_a_batch(batch_size: int, proportions: dict[int, float]) -> None:
-    found = shares(batch_size, proportions)
+def test_reservations_never_sum_to_more_than_a_batch(batch_size: int, proportions: dict[int, float]) -> None:
+    found = reservations(batch_size, proportions)
     assert sum(found.values()) <= batch_size
     wanted = {env: int(batch_size * proportion) for env, proportion in proportions.items()}
     if sum(wanted.values()) <= batch_size:
         assert found == {env: want for env, want in wanted.items() if want}
 
 
-def test_an_environment_without_enough_groups_is_waited_for() -> None:
-    assert pack([2, 2], [1, 1], 4, {0: 2}) is None
-    assert pack([2, 2, 2], [1, 1, 0], 4, {0: 2}) == [0, 2]
+def test_no_batch_while_an_environment_has_too_few_groups() -> None:
+    assert form_batch([2, 2], [1, 1], 4, {0: 2}) is None
+    assert form_batch([2, 2, 2], [1, 1, 0], 4, {0: 2}) == [0, 2]
 
 
-def test_beyond_the_reserved_shares_the_oldest_groups_are_taken() -> None:
-    assert pack([1] * 5, [0, 0, 0, 3, 3], 4, {0: 1, 3: 1}) == [0, 1, 2, 3]
-    assert pack([4] * 4, [0, 0, 1, None], 12, {0: 1, 1: 1}) == [0, 1, 2]
+def test_the_oldest_groups_fill_the_rest_of_a_batch() -> None:
+    assert form_batch([1] * 5, [0, 0, 0, 3, 3], 4, {0: 1, 3: 1}) == [0, 1, 2, 3]
+    assert form_batch([4] * 4, [0, 0, 1, None], 12, {0: 1, 1: 1}) == [0, 1, 2]
 
 
-def test_groups_that_do_not_fit_their_share_do_not_stop_all_batches() -> None:
-    # Three shares of 2, rounded up to groups of 4, do not fit into 8; the oldest group's environment is served first.
-    assert pack([4, 4, 4], [2, 0, 1], 8, {0: 2, 1: 2, 2: 2}) == [0, 1]
+def test_groups_that_do_not_fit_their_reservation_do_not_stop_all_batches() -> None:
+    # Three reservations of 2, rounded up to groups of 4, do not fit into 8. The oldest group goes first.
+    assert form_batch([4, 4, 4], [2, 0, 1], 8, {0: 2, 1: 2, 2: 2}) == [0, 1]
 
 
-def test_a_large_queue_takes_no_time() -> None:
+def test_a_large_queue() -> None:
     sizes = [7, 3] * 20_000
-    found = exact(sizes, 1024)
+    found = exact_sum(sizes, 1024)
     assert found is not None
     assert sum(sizes[index] for index in found) == 1024
-    assert exact([2] * 40_000, 1025) is None
+    assert exact_sum([2] * 40_000, 1025) is None

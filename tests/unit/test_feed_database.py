@@ -1,0 +1,409 @@
+"""No group is lost, split or used twice, whatever is posted and whenever the process ends."""
+
+from __future__ import annotations
+
+import sqlite3
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from averaging.errors import ConfigError, FeedBusyError, FeedError, FeedRefusedError
+from averaging.feed.database import KEY_SECONDS, Database, Post
+from averaging.feed.database_thread import WRITE_RETRY_SECONDS, DatabaseThread
+from averaging.feed.messages import RegisterEnv, Registration, ScoredData
+from averaging.feed.run_state import MAX_BUFFERED, RunState
+
+
+def registration(batch_size: int = 4, starting_step: int = 0) -> Registration:
+    return Registration(
+        wandb_group="g",
+        wandb_project="p",
+        batch_size=batch_size,
+        max_token_len=8,
+        checkpoint_dir="d",
+        save_checkpoint_interval=2,
+        starting_step=starting_step,
+        num_steps=100,
+    )
+
+
+def environment(group_size: int = 2, part: float | None = None) -> RegisterEnv:
+    return RegisterEnv(
+        max_token_length=8, desired_name="e", weight=1.0, group_size=group_size, min_batch_allocation=part
+    )
+
+
+def open_database(path: str | Path = ":memory:", **limits: Any) -> Database:
+    return Database(path, fsync=False, new_state=partial(RunState, **limits))
+
+
+def running(path: str | Path = ":memory:", batch_size: int = 4, **limits: int) -> Database:
+    """A database whose trainer has asked for its first batch."""
+    database = open_database(path, **limits)
+    database.register(registration(batch_size))
+    assert database.batch(1, None) is None
+    return database
+
+
+def a_post(*groups: tuple[int, int | None, int], key: str = "") -> Post:
+    """Returns a post of groups, given as (name, environment, sequences)."""
+    data = [ScoredData(tokens=[[name]] * size, masks=[[name]] * size, scores=[0.0] * size) for name, _, size in groups]
+    contents = [msgspec.json.encode(group) for group in data]
+    return Post([(env, size) for _, env, size in groups], contents, key, b"".join(contents))
+
+
+def names(contents: Sequence[bytes]) -> list[int]:
+    return [msgspec.json.decode(content)["tokens"][0][0] for content in contents]
+
+
+def sizes(contents: Sequence[bytes]) -> list[int]:
+    return [len(msgspec.json.decode(content)["tokens"]) for content in contents]
+
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("post"), st.lists(st.tuples(st.sampled_from([None, 0, 1]), st.integers(1, 4)), max_size=4)),
+        st.tuples(st.just("repeat"), st.integers(0, 9)),
+        st.tuples(st.just("fetch"), st.booleans()),
+        st.tuples(st.just("save"), st.none()),
+        st.tuples(st.just("resume"), st.none()),
+        st.tuples(st.just("restart"), st.none()),
+    ),
+    max_size=40,
+)
+
+
+@given(OPERATIONS, st.sampled_from([None, 0.25, 0.5]))
+@settings(max_examples=60)
+def test_each_group_is_trained_once_in_the_history_that_is_saved(
+    operations: list[tuple[str, Any]], part: float | None
+) -> None:
+    """A trainer that resumes gets the same batches again. A server that restarts has the same state."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "store"
+        database = running(path, max_groups=20)
+        for group_size in (2, 4):
+            database.register_env(environment(group_size, part if group_size == 2 else None))
+        posts: list[tuple[Post, list[int]]] = []
+        accepted: dict[int, int] = {}
+        given_out: dict[int, list[int]] = {}
+        step = saved = 0
+        for operation, argument in operations:
+            if operation == "post":
+                first = len(accepted) + 1000 * len(posts)
+                post = a_post(*((first + i, env, size) for i, (env, size) in enumerate(argument)), key=f"{len(posts)}")
+                try:
+                    buffered, repeated = database.post(post, 0.0)
+                except FeedError:
+                    continue
+                assert not repeated
+                posts.append((post, buffered))
+                accepted |= {first + i: size for i, (_, size) in enumerate(argument)}
+            elif operation == "repeat" and posts:
+                post, buffered = posts[argument % len(posts)]
+                assert database.post(post, 1.0) == (buffered, True)
+            elif operation == "fetch":
+                found = database.batch(step + 1, saved)
+                if found is None:
+                    assert step + 1 not in given_out
+                    continue
+                found_step, sequences, contents = found
+                step += 1
+                assert (found_step, sequences) == (step, 4) == (step, sum(sizes(contents)))
+                assert given_out.setdefault(step, names(contents)) == names(contents), "another batch for the same step"
+                assert [accepted[name] for name in names(contents)] == sizes(contents)
+            elif operation == "save":
+                saved = step
+            elif operation == "resume":
+                step = saved
+            elif operation == "restart":
+                database.close()
+                database = open_database(path, max_groups=20)
+        used = Counter(name for batch in given_out.values() for name in batch)
+        assert max(used.values(), default=1) == 1
+        state = database.state
+        waiting = [*state.queue, *(group for buffer in state.buffers.values() for group in buffer)]
+        assert state.waiting_groups == len(waiting) == len(accepted) - len(used)
+        assert state.waiting_bytes == sum(group.nbytes for group in waiting)
+        database.close()
+        database = open_database(path, max_groups=20)
+        for name in (
+            "registration",
+            "step",
+            "saved",
+            "queue",
+            "batches",
+            "waiting_groups",
+            "waiting_bytes",
+            "envs",
+            "started",
+        ):
+            assert getattr(state, name) == getattr(database.state, name), name
+        assert (+state.sequences, +state.sizes) == (database.state.sequences, database.state.sizes)
+        assert {env: buffer for env, buffer in state.buffers.items() if buffer} == database.state.buffers
+        database.close()
+
+
+def test_batches_come_in_order_and_groups_first_in_first_out() -> None:
+    database = running()
+    database.post(a_post(*((name, None, 2) for name in range(8))), 0.0)
+    for step in range(1, 5):
+        found = database.batch(step, None)
+        assert found is not None
+        assert (found[0], names(found[2])) == (step, [2 * step - 2, 2 * step - 1])
+        assert database.state.step == step, "the step counts delivered batches only"
+    assert database.batch(5, None) is None
+
+
+def test_a_trainer_without_steps_gets_each_batch_once() -> None:
+    database = running()
+    database.post(a_post(*((name, None, 2) for name in range(4))), 0.0)
+    fetched = [database.batch(None, None) for _ in range(3)]
+    assert [found and names(found[2]) for found in fetched] == [[0, 1], [2, 3], None]
+    assert database.state.batches == {}
+
+
+def test_groups_posted_before_the_trainer_registers_are_kept() -> None:
+    database = open_database()
+    database.post(a_post((0, None, 2), (1, None, 2)), 0.0)
+    with pytest.raises(FeedRefusedError, match="Trainer not registered"):
+        database.batch(None, None)
+    with pytest.raises(FeedRefusedError, match="2 sequences, more than batch_size 1"):
+        database.register(registration(1))
+    assert database.register(registration())
+    assert not database.register(registration(2)), "a second one changes nothing"
+    found = database.batch(None, None)
+    assert found is not None
+    assert names(found[2]) == [0, 1]
+
+
+def test_environments_wait_for_the_first_request_of_a_batch() -> None:
+    database = open_database()
+    assert database.register_env(environment()) == -1
+    database.register(registration())
+    assert database.register_env(environment()) == -1
+    database.batch(None, None)
+    assert [database.register_env(environment()) for _ in range(2)] == [0, 1]
+    assert [env.name for env in database.state.envs] == ["e_0", "e_1"]
+    with pytest.raises(FeedRefusedError, match="group_size 8 is above the run's batch_size 4"):
+        database.register_env(environment(8))
+
+
+def test_smaller_groups_wait_until_they_add_up() -> None:
+    database = running()
+    database.register_env(environment(4))
+    assert database.post(a_post((0, 0, 3)), 0.0) == ([3], False)
+    assert database.post(a_post((1, 0, 2), (2, 0, 1)), 0.0) == ([5, 2], False)
+    found = database.batch(1, None)
+    assert found is not None
+    assert names(found[2]) == [0, 2]
+    for name in range(MAX_BUFFERED - 1):
+        database.post(a_post((name, 0, 3)), 0.0)
+    with pytest.raises(FeedRefusedError, match="1024 groups of environment 0 wait and do not add up"):
+        database.post(a_post((9999, 0, 3)), 0.0)
+    database.post(a_post((9999, None, 4)), 0.0)  # other groups are accepted
+
+
+@pytest.mark.parametrize(
+    ("groups", "status", "message"),
+    [
+        ([(0, 5, 2)], 404, "no environment with env_id 5"),
+        ([(0, -1, 2)], 404, "no environment with env_id -1"),
+        ([(0, 0, 3)], 422, "3 sequences, more than the group_size of environment 0, 2"),
+        ([(0, None, 5)], 422, "5 sequences, more than the run's batch_size, 4"),
+    ],
+)
+def test_a_list_with_one_group_that_cannot_be_used_is_refused_whole(
+    groups: list[tuple[int, int | None, int]], status: int, message: str
+) -> None:
+    database = running()
+    database.register_env(environment())
+    with pytest.raises(FeedRefusedError, match=message) as refused:
+        database.post(a_post((7, None, 2), *groups), 0.0)
+    assert refused.value.status == status
+    assert (database.state.waiting_groups, database.state.waiting_bytes, database.state.queue) == (0, 0, [])
+
+
+def test_a_key_identifies_one_post_for_a_day() -> None:
+    database = running()
+    post = a_post((0, None, 2), key="k")
+    assert database.post(post, 0.0) == ([], False)
+    assert database.post(post, KEY_SECONDS) == ([], True)
+    with pytest.raises(FeedRefusedError, match="used for other data before"):
+        database.post(a_post((1, None, 2), key="k"), 1.0)
+    database.post(a_post((1, None, 2), key="another"), KEY_SECONDS + 1)
+    assert database.post(post, KEY_SECONDS + 2) == ([], False), "the key is forgotten after a day"
+    assert database.state.waiting_groups == 3
+
+
+def test_a_full_queue_refuses_unless_it_holds_no_batch() -> None:
+    database = running(max_groups=3)
+    database.register_env(environment(2, 0.5))
+    for name in range(3):
+        database.post(a_post((name, None, 2)), 0.0)
+    # There is no batch without a group of environment 0, so the full queue accepts one.
+    database.post(a_post((3, 0, 2)), 0.0)
+    with pytest.raises(FeedBusyError, match="full: 4 groups and .* bytes wait; post the same again") as full:
+        database.post(a_post((4, 0, 2)), 0.0)
+    assert (full.value.status, full.value.retry_after) == (503, 1.0)
+    found = database.batch(1, None)
+    assert found is not None
+    assert names(found[2]) == [0, 3]
+    database.post(a_post((4, None, 2)), 0.0)
+
+
+def test_a_queue_without_a_batch_is_bounded_too() -> None:
+    database = running(max_groups=3)
+    for name in range(6):
+        database.post(a_post((name, None, 3)), 0.0)
+    with pytest.raises(FeedBusyError):
+        database.post(a_post((6, None, 3)), 0.0)
+
+
+def test_bytes_are_bounded() -> None:
+    database = running(max_bytes=500)
+    for name in range(2):
+        database.post(a_post((name, None, 2)), 0.0)
+    with pytest.raises(FeedBusyError):
+        database.post(a_post((2, None, 2)), 0.0)
+
+
+def test_the_oldest_kept_batches_are_forgotten_first(caplog: pytest.LogCaptureFixture) -> None:
+    database = running(max_replay_bytes=1500)
+    database.post(a_post(*((name, None, 4) for name in range(9))), 0.0)
+    for step in range(1, 10):
+        assert database.batch(step, 0) is not None
+    kept = min(database.state.batches)
+    assert 1 < kept < 9
+    assert database.batch(kept, 0) is not None
+    assert f"resume from step {kept - 1} or later" in caplog.text
+    with pytest.raises(FeedRefusedError, match=f"the batch of step {kept - 1} is forgotten") as gone:
+        database.batch(kept - 1, 0)
+    assert gone.value.status == 410
+
+
+def test_a_step_of_another_run_is_refused() -> None:
+    database = running()
+    with pytest.raises(FeedRefusedError, match="step 7 was requested, but the next batch is that of step 1") as refused:
+        database.batch(7, None)
+    assert refused.value.status == 409
+    with pytest.raises(FeedRefusedError, match="the batch of step 0 is forgotten"):
+        database.batch(0, None)
+
+
+def test_a_trainer_may_begin_at_its_checkpoint() -> None:
+    database = open_database()
+    database.register(registration(starting_step=10))
+    database.post(a_post((0, None, 4)), 0.0)
+    found = database.batch(11, 10)
+    assert found is not None
+    assert found[0] == database.state.step == 11
+
+
+def test_a_reset_deletes_everything(tmp_path: Path) -> None:
+    database = running(tmp_path / "store")
+    database.register_env(environment())
+    post = a_post((0, 0, 2), key="k")
+    database.post(post, 0.0)
+    database.reset()
+    assert database.state == RunState()
+    assert database.latest == b""
+    with pytest.raises(FeedRefusedError, match="no environment"):
+        database.post(post, 0.0)
+    database.close()
+    database = open_database(tmp_path / "store")
+    assert database.state == RunState()
+    database.close()
+
+
+def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
+    database = running(tmp_path / "store", batch_size=1)
+    database.post(a_post((0, None, 1)), 0.0)
+    database._db.execute(f"PRAGMA max_page_count = {database._db.execute('PRAGMA page_count').fetchone()[0] + 2}")
+    large = Post([(None, 1)], [b"x" * 200_000], "", b"")
+    database.begin()
+    with pytest.raises(sqlite3.OperationalError, match="full"):
+        database.post(large, 0.0)
+    assert database.state.waiting_groups == 2
+    database.rollback(reload=True)
+    assert database.state.waiting_groups == 1
+    database._db.execute("PRAGMA max_page_count = 1000000")
+    database.begin()
+    database.post(large, 0.0)
+    database.commit()
+    found = database.batch(1, None)
+    assert found is not None
+    assert names(found[2]) == [0]
+    database.close()
+
+
+@pytest.mark.asyncio
+async def test_a_full_disk_is_busy_until_there_is_room(tmp_path: Path) -> None:
+    def limit_pages(extra: int) -> Callable[[Database], object]:
+        return lambda database: database._db.execute(
+            f"PRAGMA max_page_count = {database._db.execute('PRAGMA page_count').fetchone()[0] + extra}"
+        ).fetchone()
+
+    large = Post([(None, 1)], [b"x" * 200_000], "", b"")
+    async with DatabaseThread(partial(open_database, tmp_path / "store")) as thread:
+        await thread.run(lambda database: database.register(registration(1)))
+        await thread.run(limit_pages(2))
+        with pytest.raises(FeedBusyError, match="the store cannot be written: .*full; .*send the same again") as full:
+            await thread.run(lambda database: database.post(large, 0.0))
+        assert (full.value.status, full.value.retry_after) == (503, WRITE_RETRY_SECONDS)
+        assert thread.state.waiting_groups == 0
+        await thread.run(limit_pages(1000))
+        await thread.run(lambda database: database.post(large, 0.0))
+        assert thread.state.waiting_groups == 1
+
+
+@pytest.mark.parametrize(("fsync", "level"), [(False, 1), (True, 2)])
+def test_fsync_makes_sqlite_wait_for_the_disk(fsync: bool, level: int, tmp_path: Path) -> None:
+    database = Database(tmp_path / "store", fsync=fsync, new_state=RunState)
+    assert database._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    assert database._db.execute("PRAGMA synchronous").fetchone() == (level,)
+    database.close()
+
+
+def test_a_file_of_another_kind_is_left_alone(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("no database " * 100)
+    with pytest.raises(ConfigError, match="cannot be used: file is not a database; give another file"):
+        open_database(text)
+    assert text.read_text() == "no database " * 100
+    other = tmp_path / "other"
+    with sqlite3.connect(other) as database:
+        database.execute("CREATE TABLE mine (x)")
+    database.close()
+    with pytest.raises(ConfigError, match="not the store of a feed"):
+        open_database(other)
+    with pytest.raises(ConfigError, match="cannot be used"):
+        open_database(tmp_path / "nowhere" / "store")
+
+
+def test_a_store_has_one_server(tmp_path: Path) -> None:
+    database = open_database(tmp_path / "store")
+    assert (tmp_path / "store").stat().st_mode & 0o077 == 0
+    with pytest.raises(ConfigError, match="another process uses it; give another file"):
+        open_database(tmp_path / "store")
+    database.close()
+
+
+def test_the_weight_of_an_environment() -> None:
+    database = running()
+    for weight in (1.0, 3.0, 0.0):
+        database.register_env(msgspec.structs.replace(environment(), weight=weight))
+    state = database.state
+    assert [state.status_env(env)["env_weight"] for env in range(3)] == [0.25, 0.75, 0.01]
+    database.disconnect(1)
+    assert state.status_env(0)["env_weight"] == 1.0
+    database.disconnect(0)
+    assert state.status_env(2)["env_weight"] == 0.01, "no environment with a weight is left"
