@@ -226,7 +226,32 @@ async def test_a_reader_that_takes_nothing_is_cut_off(
                 pass
     (record,) = [record for record in caplog.records if record.name == "averaging.transport"]
     assert record.levelno == logging.WARNING
-    assert "takes no answer to /DecentralizedAveraging/rpc_aggregate_part and is cut off" in record.getMessage()
+    assert "reads no reply to /DecentralizedAveraging/rpc_aggregate_part and is cut off" in record.getMessage()
+
+
+@pytest.mark.asyncio
+async def test_averages_that_are_being_sent_do_not_count_as_unread_replies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a ping to a member of a round would fail while it reads averages slowly."""
+    monkeypatch.setattr(unread_replies, "MAX_UNREAD_BYTES", 1)
+    sent = 0
+
+    async def counts(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
+        nonlocal sent
+        async for reply in floods(messages):
+            sent += 1
+            yield reply
+
+    async with (
+        serving(FakePeer(aggregate=counts)) as (_, endpoint),
+        client() as caller,
+        aclosing(caller.aggregate_part(endpoint, parts(1))) as replies,
+        asyncio.timeout(PATIENCE),
+    ):
+        await anext(replies)
+        before = 0
+        while before < sent:  # until the window is full and a write waits for the reader
+            before = sent
+            await caller.get_schema(endpoint)
 
 
 NARROW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16)]

@@ -28,6 +28,7 @@ from averaging.transport.grpc.methods import Method
 from averaging.transport.grpc.request_intake import IntakeInterceptor, RequestReader
 from averaging.transport.grpc.rpc_channel import method_of
 from averaging.transport.grpc.unfinished_calls import UnfinishedCalls
+from averaging.transport.grpc.unread_replies import write_average
 from averaging.transport.rpc_methods import RpcHandler
 
 logger = logging.getLogger("averaging.transport")
@@ -271,7 +272,7 @@ def _parts(service: AveragingService, callers: Callers) -> grpc.RpcMethodHandler
         async with aclosing(service.aggregate_part(messages)) as replies:
             async for reply in replies:
                 refused = reply.tensor_part is None
-                await callers.unread.write(context, host_of(context), method.path, method.encode_reply(reply))
+                await write_average(context, method.path, method.encode_reply(reply))
         if refused:
             await messages.read_to_the_end()
 
@@ -284,8 +285,7 @@ async def _write_all(
     """Writes the replies as the caller reads them, and closes their generator however the call ends."""
     host = host_of(context)
     async with aclosing(replies):
-        if method is not methods.AGGREGATE_PART:  # the members of a round have limits of their own
-            callers.unread.check(host)
+        callers.unread.check(host)
         async for reply in replies:
             await callers.unread.write(context, host, method.path, method.encode_reply(reply))
 

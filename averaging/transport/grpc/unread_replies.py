@@ -23,6 +23,19 @@ REPLY_OVERHEAD = 8 << 10
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
+async def write_average(context: Context, path: str, raw: bytes) -> None:
+    """Writes one average of a round, which counts nowhere: the round bounds how many a member leaves unread.
+
+    Raises:
+        ProtocolViolationError: the caller has not read it in time.
+    """
+    try:
+        async with asyncio.timeout(_time_for(raw)):
+            await context.write(raw)
+    except TimeoutError:
+        raise _cut_off(context, path) from None
+
+
 class UnreadReplies:
     """The unread replies, by host.
 
@@ -64,10 +77,9 @@ class UnreadReplies:
         writing = asyncio.ensure_future(write())
         self._writing.add(writing)
         writing.add_done_callback(self._forget)
-        done, _ = await asyncio.wait([writing], timeout=WRITE_SECONDS + len(raw) / WRITE_BYTES_PER_SECOND)
+        done, _ = await asyncio.wait([writing], timeout=_time_for(raw))
         if not done:
-            logger.warning("%s takes no answer to %s and is cut off", context.peer(), path)
-            raise ProtocolViolationError("the caller took no answer for too long")
+            raise _cut_off(context, path)
         await writing
 
     async def ended(self) -> None:
@@ -79,3 +91,12 @@ class UnreadReplies:
         self._writing.discard(writing)
         if not writing.cancelled():
             writing.exception()  # a reply whose caller timed out
+
+
+def _time_for(raw: bytes) -> float:
+    return WRITE_SECONDS + len(raw) / WRITE_BYTES_PER_SECOND
+
+
+def _cut_off(context: Context, path: str) -> ProtocolViolationError:
+    logger.warning("%s reads no reply to %s and is cut off", context.peer(), path)
+    return ProtocolViolationError("the caller took no answer for too long")
