@@ -357,14 +357,6 @@ class Peer:
         logger.info("%s", receipt)
         return receipt
 
-    async def donor_appears(self, timeout: float) -> bool:
-        """Whether another peer offers a state of a version above 0, now or within `timeout` seconds.
-
-        Raises:
-            ClosedError: the peer is not running.
-        """
-        return await self._entered.donors.appear(0, timeout)
-
     async def download_state(
         self, apply: Callable[[State], None] | None = None, donors: Sequence[str] | None = None
     ) -> State:
