@@ -160,7 +160,7 @@ def threads_as_they_were() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("threads_as_they_were")
-def test_who_is_alone_comes_to_the_end_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_peer_that_is_alone_comes_to_the_end_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     digits.main(["--steps=3", "--batch-size=32", "--target-batch-size=64", f"--save={tmp_path / 'model'}"])
     assert "Global step 3: 192 samples of this peer's" in capsys.readouterr().out
     assert (tmp_path / "model").exists()
@@ -228,7 +228,7 @@ def test_a_missing_package_is_named_with_its_remedy(
 
 @pytest.mark.usefixtures("threads_as_they_were")
 @pytest.mark.parametrize("tensorflow", [False, True])
-def test_a_folder_for_tensorboard_that_cannot_be_made_is_told(
+def test_a_folder_for_tensorboard_that_cannot_be_made_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensorflow: bool
 ) -> None:
     class FailedPreconditionError(Exception):

@@ -142,7 +142,7 @@ async def test_all_connections_of_a_host_count_together(few_bytes: None) -> None
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("path", [*SERVED, UNKNOWN])
-async def test_who_has_no_token_is_refused_before_anything_is_read(path: str, few_bytes: None) -> None:
+async def test_a_peer_that_has_no_token_is_refused_before_anything_is_read(path: str, few_bytes: None) -> None:
     credentials = Credentials(tokens=(TOKEN,))
     async with (
         serving(FakePeer(), FakeGossip(), credentials=credentials) as (transport, endpoint),
