@@ -104,6 +104,7 @@ def test_the_demo_keeps_its_promises(demo: Demo, tmp_path: Path) -> None:
     assert demo.trainers() == []
 
 
+@pytest.mark.long
 @pytest.mark.timeout(DEADLINE + 30)
 @pytest.mark.parametrize("demo", [46022], indirect=True)
 def test_ctrl_c_ends_all_processes_in_order(demo: Demo) -> None:

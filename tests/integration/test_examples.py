@@ -115,6 +115,7 @@ def test_two_peers_make_the_same_outer_steps_and_tensorboard_shows_the_rounds(tm
         assert [event.step for event in events.Scalars("loss/held-out text")] == [20, 40, 60]
 
 
+@pytest.mark.long
 def test_three_lines_find_each_other_and_leave_in_order_after_ctrl_c() -> None:
     with Example("three_lines", "--steps=10000000") as founder:
         endpoint = founder.read_until("--join ").split("--join ")[1]
@@ -139,6 +140,7 @@ def test_machines_of_one_process_each_average(monkeypatch: pytest.MonkeyPatch) -
                 )  # one ends first
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_all_peers_that_were_started() -> None:
     with Example("digits", "--peers=2", "--steps=1000000") as example:
         example.read_until("Global step")

@@ -243,6 +243,7 @@ async def test_what_strangers_send_is_refused() -> None:
             await stranger.close()
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 async def test_sixty_four_peers_read_what_each_declares() -> None:
     async with hosts() as started:

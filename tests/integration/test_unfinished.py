@@ -241,9 +241,9 @@ PACE = 0.005
     ("path", "connections", "junk"),
     [
         (methods.GET_STATUS.path, 1, False),
-        (methods.AGGREGATE_PART.path, 1, False),
-        (HEALTH_CHECK, 8, False),
-        (methods.GET_STATUS.path, 1, True),
+        pytest.param(methods.AGGREGATE_PART.path, 1, False, marks=pytest.mark.long),
+        pytest.param(HEALTH_CHECK, 8, False, marks=pytest.mark.long),
+        pytest.param(methods.GET_STATUS.path, 1, True, marks=pytest.mark.long),
     ],
     ids=["streams of one connection", "parts", "connections of one host", "few bytes of a message"],
 )

@@ -21,6 +21,7 @@ from averaging.protocol.messages import CompressionType, JoinRequest, MessageCod
 from averaging.protocol.schema import Schema, TensorSpec
 from averaging.transport import virtual_time
 from averaging.transport.base import Transport
+from tests.selection import rest_is_long
 from tests.simulation.rounds import SilentLeader
 from tests.simulation.swarm import Swarm, scalars
 
@@ -30,7 +31,7 @@ PAUSE = 0.2
 ATTACKERS = 20
 
 
-SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))]
+SEEDS = rest_is_long(range(3))
 
 
 def rounds(
@@ -91,6 +92,7 @@ def per_minute(found: list[tuple[float, Receipt]], since: float) -> float:
     return 60 * len(whole) / (found[-1][0] - since)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", SEEDS)
 def test_twenty_silent_leaders_cost_a_few_seconds_once(seed: int) -> None:
     usual = per_minute(rounds(seed, 60.0), since=1.0)

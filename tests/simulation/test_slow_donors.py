@@ -225,6 +225,7 @@ def test_a_state_that_came_at_once_says_little_about_how_long_others_may_take() 
     assert donor == "x:1"
 
 
+@pytest.mark.long
 def test_many_small_tensors_do_not_have_to_come_as_fast_as_their_bytes() -> None:
     """10,000 of 4 bytes, 200 a second: what is slow about them is not the link."""
     state = seal(State(3, {f"t{number}": torch.full((1,), 1.0) for number in range(10_000)}))
