@@ -133,6 +133,13 @@ class RoundError(AveragingError):
     """A round that cannot produce an average, for example because the weights of its members sum to zero."""
 
 
+class SiteError(AveragingError):
+    """The ranks of a site can no longer go the same way: one is lost, was interrupted, or has failed half-way.
+
+    Every process of the site has to end. torchrun starts the site again, which then takes over the run's state.
+    """
+
+
 class DiscoveryError(AveragingError):
     """Discovery refused a record: it is too large, it has expired, or there are too many."""
 
