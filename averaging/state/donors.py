@@ -14,6 +14,9 @@ from averaging.protocol.group import donors_key
 LIFETIME, REFRESH = 60.0, 20.0
 """Seconds until a declaration expires, and between its renewals."""
 
+PAUSE = 1.0
+"""Minimum seconds between two declarations: newcomers need no record of each of several rounds in a second."""
+
 
 class Donors:
     """The state donors of a run, from the view of the peer `endpoint`.
@@ -36,6 +39,7 @@ class Donors:
             lambda: msgpack.packb(float(version())),
             lifetime=LIFETIME,
             refresh=REFRESH,
+            pause=PAUSE,
             clock=clock,
         )
 

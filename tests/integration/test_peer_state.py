@@ -55,7 +55,7 @@ async def test_versions_grow_and_a_newcomer_takes_the_state_over() -> None:
         assert founder.version == other.version == 2
         newcomer_tensors = {"w": torch.full((3,), -1.0)}
         newcomer = await enter(stack, newcomer_tensors, join=[founder.endpoint])
-        assert newcomer.donors == [(2.0, founder.endpoint)]
+        assert [name for _, name in newcomer.donors] == [founder.endpoint]  # its priority is announced once a second
         state = await newcomer.download_state()
         assert state.version == newcomer.version == 2
         assert state.user == {"step": 7}
