@@ -29,7 +29,7 @@ def nothing_is_left_behind(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 @pytest.fixture(params=["grpc", "direct"])
 def lane(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Runs a test over both lanes: the transports of `grpc_fakes`, also in child processes, send parts over this one."""
+    """Runs a test over both lanes: transports of `grpc_fakes`, also in child processes, send parts over this one."""
     monkeypatch.setenv(LANE, request.param)
     return str(request.param)
 

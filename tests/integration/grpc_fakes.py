@@ -200,7 +200,7 @@ class FakeGossip:
 
 
 LANE = "AVERAGING_TEST_LANE"
-"""Variable of the environment, also for child processes: `direct` if parts travel beside gRPC. See the fixture `lane`."""
+"""Environment variable, for child processes too: `direct` if parts travel beside gRPC. See the fixture `lane`."""
 
 SERVING: dict[str, GrpcTransport] = {}
 """The transports of `serving`, by endpoint."""

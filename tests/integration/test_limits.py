@@ -315,7 +315,6 @@ async def test_replies_that_a_host_does_not_read_are_bounded(
 
 
 @pytest.mark.asyncio
-@pytest.mark.usefixtures("lane")
 async def test_a_sender_that_opens_a_stream_and_sends_nothing_is_sent_away() -> None:
     async def nothing() -> AsyncGenerator[AveragingData, None]:
         await asyncio.Event().wait()

@@ -44,7 +44,7 @@ async def call(
         in_order = True
     finally:
         if not in_order or not upload.ended:
-            link.close()
+            link.close(abort=True)
         await upload.close()
 
 
@@ -83,7 +83,7 @@ class _Upload:
             return  # the reader gets the reason
         except Exception as error:
             self.failure = error
-            link.close()
+            link.close(abort=True)
         finally:
             if isinstance(messages, AsyncGenerator):
                 await messages.aclose()

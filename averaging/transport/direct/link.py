@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
+import struct
 from collections import deque
 from collections.abc import Callable
 
@@ -41,7 +42,7 @@ class Link:
 
     Attributes:
         lost: why the connection has ended; empty while it is open.
-        ahead: how many frames may wait to be read.
+        ahead: how many frames may wait to be read; with 0 one arrives when it is asked for.
         on_lost: called once when the connection ends, except by `close`.
         on_frame: called with the size of a frame before memory is allocated for it. If it raises, the connection ends.
         write_seconds: in how many seconds the other side must take a frame of a size; None for any time.
@@ -91,15 +92,25 @@ class Link:
         """Whether it is open and nothing of a frame has arrived that was not read."""
         return not self.lost and not self._frames and not self._header_got and not self._missing
 
-    def close(self, reason: str = "this peer closed the connection") -> None:
-        """Ends the connection; reads and writes in progress raise a `PeerUnreachableError`."""
+    def close(self, *, abort: bool = False) -> None:
+        """Ends the connection; reads and writes in progress raise a `PeerUnreachableError`.
+
+        Args:
+            abort: discard what the other side has not received, so that it learns of the end at once. Otherwise the end
+                comes after that, and not at all while the other side reads nothing.
+        """
         self.on_lost = None
-        self._end(reason)
+        if abort and not self.lost:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._end("this peer closed the connection")
 
     async def activity(self) -> None:
         """Returns when a byte of the next frame has arrived, or the connection has ended."""
         while self.is_idle:
-            await self._wait_for_reader()
+            if self._reading:
+                await self._wait_for_reader()
+            else:
+                self._resume()
 
     async def read(self) -> Frame:
         """Returns the next frame.
@@ -110,7 +121,10 @@ class Link:
         while not self._frames:
             if self.lost:
                 raise PeerUnreachableError(self.name, self.lost)
-            await self._wait_for_reader()
+            if self._reading:
+                await self._wait_for_reader()
+            else:
+                self._resume()
         frame = self._frames.popleft()
         if not self._reading and len(self._frames) < self.ahead and not self.lost:
             self._resume()

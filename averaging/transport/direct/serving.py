@@ -37,7 +37,7 @@ class Stream:
         self._link, self._admission, self._heads, self._held = link, admission, heads, held
         self._begun = self._accepted = self.ended = False
         self._nbytes = 0
-        link.ahead, link.on_frame = 1, self._count
+        link.ahead, link.on_frame = 0, self._count
 
     async def begin(self) -> bool:
         """Waits until the stream begins; False if the connection ends instead."""
