@@ -91,6 +91,10 @@ class CallRefusedError(TransportError):
     """The peer refused this call."""
 
 
+class NotServedError(CallRefusedError):
+    """The peer does not serve the method: it has other software, another release, or has it switched off."""
+
+
 class UnauthenticatedError(CallRefusedError):
     """The run of the peer requires a token, and this peer has none, or one of another run. The reason says which."""
 

@@ -25,6 +25,7 @@ from averaging.peer.lifecycle import DiscoveryFactory, Running, start
 from averaging.peer.round_options import Confirm, ExpectedPeers, StartSize, StopSearch
 from averaging.peer.run_progress import RunProgress
 from averaging.peer.single_average import SingleAverage
+from averaging.peer.sockets import make_transport
 from averaging.peer.topics import Topic, TopicOptions, make_topic
 from averaging.protocol.group import Mode, pack_gather, progress_key
 from averaging.security.credentials import read_credentials
@@ -32,7 +33,6 @@ from averaging.state.download import download
 from averaging.state.packing import State
 from averaging.state.snapshots import Extras, Snapshots
 from averaging.transport.base import Transport
-from averaging.transport.grpc import GrpcTransport
 from averaging.transport.rpc_methods import RpcService
 
 logger = logging.getLogger("averaging.peer")
@@ -113,15 +113,7 @@ class Peer:
         self._snapshots = Snapshots(self._tensors, extra_state, self.schema, shared=shared)
         if services and transport is not None:
             raise ConfigError("services are served over gRPC; give no transport beside them")
-        self._transport = transport or GrpcTransport(
-            None if is_client else self.config.listen,
-            self.config.advertise,
-            # A part and its codec's tables, a few hundred records of discovery, or the largest metadata of a state.
-            max_message_bytes=2 * self.config.part_size_bytes + (32 << 20),
-            credentials=self._credentials,
-            given=self.config.join,
-            services=services,
-        )
+        self._transport = transport or make_transport(self.config, self._credentials, services)
         self._discovery = discovery
         self._on_joining = on_joining
         self.shard = shard

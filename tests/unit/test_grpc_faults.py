@@ -15,6 +15,7 @@ from averaging.errors import (
     ClosedError,
     ForeignEndpointError,
     NonFiniteError,
+    NotServedError,
     PeerUnreachableError,
     ProtocolViolationError,
     TransportError,
@@ -151,7 +152,7 @@ def test_why_a_call_broke_off_is_reported(details: str, reason: str) -> None:
     [
         (grpc.StatusCode.CANCELLED, "", PeerUnreachableError, "it ended the call"),
         (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", PeerUnreachableError, "no answer in time"),
-        (grpc.StatusCode.UNIMPLEMENTED, "Method not found!", CallRefusedError, "does not serve this"),
+        (grpc.StatusCode.UNIMPLEMENTED, "Method not found!", NotServedError, "does not serve this"),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, "as busy\nas can be", CallRefusedError, "as busy as can be"),
         (grpc.StatusCode.INTERNAL, "", CallRefusedError, "internal"),
         (grpc.StatusCode.FAILED_PRECONDITION, "", CallRefusedError, "failed precondition"),

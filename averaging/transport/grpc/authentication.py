@@ -156,6 +156,26 @@ class Callers:
                 self.refusals.note(host, str(error))
                 raise
 
+    def checker(self, context: Context) -> Callable[[str], None]:
+        """Returns a function that checks an endpoint which the caller uses as its own, also after the call has ended.
+
+        Raises:
+            ForeignEndpointError: from the returned function, if the caller's certificate is not valid for it.
+        """
+        host, hosts = host_of(context), certified_hosts(context) if self._authenticated else []
+        certificate = certificate_of(context) if self._authenticated else None
+
+        def check(endpoint: str) -> None:
+            if not self._authenticated:
+                return
+            try:
+                check_claim(endpoint, hosts, lambda: certificate)
+            except ForeignEndpointError as error:
+                self.refusals.note(host, f"it {error}")
+                raise
+
+        return check
+
     def read(self, method: Method[Request, Any], context: Context) -> Callable[[bytes], Request]:
         """Returns a function that decodes the messages of a call and checks which endpoint they name as the sender.
 
