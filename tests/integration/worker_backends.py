@@ -17,9 +17,7 @@ PPO = ("actor_gen", "rew_inf", "actor_train")
 
 def prompts(count: int, first: int = 0) -> list[Sample]:
     """Prompts of one to five tokens: sample n has tokens n, n + 1, …"""
-    return [
-        Sample(f"sample-{n}", {"prompt": torch.arange(n, n + 1 + n % 5)}) for n in range(first, first + count)
-    ]
+    return [Sample(f"sample-{n}", {"prompt": torch.arange(n, n + 1 + n % 5)}) for n in range(first, first + count)]
 
 
 def ppo(
