@@ -232,6 +232,32 @@ class FeedUnreachableError(FeedError):
     """The feed server gave no usable answer within the time limit of the caller."""
 
 
+class WorkerError(AveragingError):
+    """A model worker could not carry out a request.
+
+    Attributes:
+        worker: the name of the worker.
+        request: the kind of the request, for example `train_step`; empty if it is not about one request.
+    """
+
+    def __init__(self, worker: str, message: str, request: str = "") -> None:
+        super().__init__(message)
+        self.worker = worker
+        self.request = request
+
+
+class WorkerLostError(WorkerError):
+    """A model worker has died, cannot be reached, or has restarted and lost what it held."""
+
+
+class MasterRefusedError(WorkerError):
+    """A model worker refuses a master: another one is attached, or its plan does not match the worker."""
+
+
+class DataLostError(WorkerError):
+    """Samples that a call needs were held by a lost worker alone."""
+
+
 def _listed(reasons: Mapping[str, str]) -> str:
     return "; ".join(_of(seed, reason) for seed, reason in reasons.items())
 
