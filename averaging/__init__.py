@@ -36,10 +36,12 @@ if TYPE_CHECKING:
         RoundError,
         SchemaMismatchError,
         StateError,
+        SyncTimeoutError,
         TensorError,
         TransportError,
         UnauthenticatedError,
         UnprovenViolationError,
+        WeightGroupError,
         WrongRunError,
     )
     from averaging.observe.receipts import Account, DropCode, Dropped, LateArrival, Outcome, Receipt, Role, Straggler
@@ -55,6 +57,11 @@ if TYPE_CHECKING:
     from averaging.state.snapshots import Extras
     from averaging.strategies import DiLoCo, GradientAveraging, LocalSGD, Strategy
     from averaging.sync_peer import SyncPeer
+    from averaging.synchronizer.coordination import RunningStatus
+    from averaging.synchronizer.options import SynchronizerConfig, SyncMethod
+    from averaging.synchronizer.remote import RemoteSynchronizer
+    from averaging.synchronizer.synchronizer import Synchronizer
+    from averaging.synchronizer.weight_group import WeightReceiver, WeightSender
     from averaging.training.training import Training
 
 __all__ = [
@@ -97,6 +104,7 @@ __all__ = [
     "PeersMissingError",
     "ProtocolViolationError",
     "Receipt",
+    "RemoteSynchronizer",
     "ReplyForm",
     "Role",
     "RoundError",
@@ -105,12 +113,17 @@ __all__ = [
     "RpcMethod",
     "RpcServer",
     "RpcService",
+    "RunningStatus",
     "SchemaMismatchError",
     "State",
     "StateError",
     "Straggler",
     "Strategy",
+    "SyncMethod",
     "SyncPeer",
+    "SyncTimeoutError",
+    "Synchronizer",
+    "SynchronizerConfig",
     "TLSFiles",
     "TensorError",
     "Topic",
@@ -119,6 +132,9 @@ __all__ = [
     "TransportError",
     "UnauthenticatedError",
     "UnprovenViolationError",
+    "WeightGroupError",
+    "WeightReceiver",
+    "WeightSender",
     "WrongRunError",
     "__version__",
     "close_all",
@@ -165,6 +181,7 @@ _HOMES = {
     "PeersMissingError": "errors",
     "ProtocolViolationError": "errors",
     "Receipt": "observe.receipts",
+    "RemoteSynchronizer": "synchronizer.remote",
     "ReplyForm": "protocol.schema",
     "Role": "observe.receipts",
     "RoundError": "errors",
@@ -173,12 +190,17 @@ _HOMES = {
     "RpcMethod": "rpc",
     "RpcServer": "rpc",
     "RpcService": "rpc",
+    "RunningStatus": "synchronizer.coordination",
     "SchemaMismatchError": "errors",
     "State": "state.packing",
     "StateError": "errors",
     "Straggler": "observe.receipts",
     "Strategy": "strategies",
+    "SyncMethod": "synchronizer.options",
     "SyncPeer": "sync_peer",
+    "SyncTimeoutError": "errors",
+    "Synchronizer": "synchronizer.synchronizer",
+    "SynchronizerConfig": "synchronizer.options",
     "TLSFiles": "config",
     "TensorError": "errors",
     "Topic": "peer.topics",
@@ -187,6 +209,9 @@ _HOMES = {
     "TransportError": "errors",
     "UnauthenticatedError": "errors",
     "UnprovenViolationError": "errors",
+    "WeightGroupError": "errors",
+    "WeightReceiver": "synchronizer.weight_group",
+    "WeightSender": "synchronizer.weight_group",
     "WrongRunError": "errors",
     "close_all": "averager",
     "keep_freed_memory": "common.malloc",

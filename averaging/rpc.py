@@ -35,6 +35,7 @@ from averaging.transport.rpc_methods import Message, RpcHandler, RpcMethod, RpcS
 __all__ = [
     "Credentials",
     "EventLoopThread",
+    "Message",
     "RpcChannel",
     "RpcHandler",
     "RpcMethod",
