@@ -277,6 +277,9 @@ class Coordination:
             sum(self._explorers.get(member, Counter())[status] for member in group.explorers)
             for status in (RunningStatus.REQUIRE_SYNC, RunningStatus.RUNNING, RunningStatus.STOPPED)
         )
+        # In REQUIRE_SYNC too, but for another reason.
+        waiting = sum(wait.counted and wait.member in group.explorers for wait in self._of(Purpose.NEW_STATE))
+        ready, running = ready - waiting, running + waiting
         trainers = [
             status
             for member in group.trainers

@@ -9,7 +9,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from contextlib import aclosing, suppress
 from typing import Self, TypeVar
 
-from averaging.common.threads import in_thread
 from averaging.errors import (
     AveragingError,
     CallRefusedError,
@@ -29,7 +28,7 @@ from averaging.synchronizer.state_stream import (
     Received,
     StateAssembler,
     StateDict,
-    copy_of,
+    copy_in_thread,
     meta_from,
     parts_of,
     tensors_of,
@@ -152,7 +151,7 @@ class RemoteSynchronizer:
         session = await self._open_session()
         if not 0 <= trainer_step < 1 << 63:
             raise ConfigError(f"the step of a trainer must be 0 or more, not {trainer_step}")
-        state = await in_thread(lambda: copy_of(model_state_dict))
+        state = await copy_in_thread(model_state_dict)
         parts = parts_of(state)
         head = next(parts)
         head.namespace, head.session, head.step = self._namespace, session.number, trainer_step

@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 import torch
 
+from averaging.common.threads import offload
 from averaging.errors import ProtocolViolationError, TensorError
 from averaging.wire.synchronizer_pb2 import SyncStateHead, SyncStatePart, SyncTensor
 
@@ -58,6 +59,15 @@ def copy_of(state: object) -> ModelState:
             raise TensorError(f"tensor {name!r} ({tensor.dtype}, {tensor.layout}) cannot be sent; give a dense one")
         copied[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     return copied
+
+
+async def copy_in_thread(state: object) -> ModelState:
+    """Does the same in a thread if it takes long."""
+    nbytes = 0
+    if isinstance(state, Mapping):
+        tensors = (tensor for tensor in state.values() if isinstance(tensor, torch.Tensor))
+        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return await offload(lambda: copy_of(state), nbytes)
 
 
 def meta_of(state: StateDict) -> Meta:

@@ -18,7 +18,7 @@ from averaging.synchronizer import modules as groups
 from averaging.synchronizer.coordination import Coordination, End, RunningStatus, Wait
 from averaging.synchronizer.modules import POLL_SECONDS, Module, Modules
 from averaging.synchronizer.options import GROUP_SECONDS, SynchronizerConfig, SyncMethod
-from averaging.synchronizer.state_stream import Meta, ModelState, StateDict, copy_of, meta_of
+from averaging.synchronizer.state_stream import Meta, ModelState, StateDict, copy_in_thread, copy_of, meta_of
 from averaging.synchronizer.version_file import LATEST, read_number, read_version, write_version
 
 if TYPE_CHECKING:
@@ -273,7 +273,7 @@ class Synchronizer:
         """
         self._check()
         self._state.next_version(trainer_step, member)
-        copied = await in_thread(lambda: copy_of(model_state_dict))
+        copied = await copy_in_thread(model_state_dict)
         if member != _PEER:
             self._stop_following()
         return await self._publish(copied, trainer_step, member)
