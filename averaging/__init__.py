@@ -38,10 +38,12 @@ if TYPE_CHECKING:
         SchemaMismatchError,
         SiteError,
         StateError,
+        SyncTimeoutError,
         TensorError,
         TransportError,
         UnauthenticatedError,
         UnprovenViolationError,
+        WeightGroupError,
         WrongRunError,
     )
     from averaging.observe.receipts import Account, DropCode, Dropped, LateArrival, Outcome, Receipt, Role, Straggler
@@ -57,6 +59,11 @@ if TYPE_CHECKING:
     from averaging.state.snapshots import Extras
     from averaging.strategies import DiLoCo, GradientAveraging, LocalSGD, Strategy
     from averaging.sync_peer import SyncPeer
+    from averaging.synchronizer.coordination import RunningStatus
+    from averaging.synchronizer.options import SynchronizerConfig, SyncMethod
+    from averaging.synchronizer.remote import RemoteSynchronizer
+    from averaging.synchronizer.synchronizer import Synchronizer
+    from averaging.synchronizer.weight_group import WeightReceiver, WeightSender
     from averaging.training.training import Training
 
 __all__ = [
@@ -100,6 +107,7 @@ __all__ = [
     "PeersMissingError",
     "ProtocolViolationError",
     "Receipt",
+    "RemoteSynchronizer",
     "ReplyForm",
     "Role",
     "RoundError",
@@ -108,13 +116,18 @@ __all__ = [
     "RpcMethod",
     "RpcServer",
     "RpcService",
+    "RunningStatus",
     "SchemaMismatchError",
     "SiteError",
     "State",
     "StateError",
     "Straggler",
     "Strategy",
+    "SyncMethod",
     "SyncPeer",
+    "SyncTimeoutError",
+    "Synchronizer",
+    "SynchronizerConfig",
     "TLSFiles",
     "TensorError",
     "Topic",
@@ -123,6 +136,9 @@ __all__ = [
     "TransportError",
     "UnauthenticatedError",
     "UnprovenViolationError",
+    "WeightGroupError",
+    "WeightReceiver",
+    "WeightSender",
     "WrongRunError",
     "__version__",
     "close_all",
@@ -170,6 +186,7 @@ _HOMES = {
     "PeersMissingError": "errors",
     "ProtocolViolationError": "errors",
     "Receipt": "observe.receipts",
+    "RemoteSynchronizer": "synchronizer.remote",
     "ReplyForm": "protocol.schema",
     "Role": "observe.receipts",
     "RoundError": "errors",
@@ -178,13 +195,18 @@ _HOMES = {
     "RpcMethod": "rpc",
     "RpcServer": "rpc",
     "RpcService": "rpc",
+    "RunningStatus": "synchronizer.coordination",
     "SchemaMismatchError": "errors",
     "SiteError": "errors",
     "State": "state.packing",
     "StateError": "errors",
     "Straggler": "observe.receipts",
     "Strategy": "strategies",
+    "SyncMethod": "synchronizer.options",
     "SyncPeer": "sync_peer",
+    "SyncTimeoutError": "errors",
+    "Synchronizer": "synchronizer.synchronizer",
+    "SynchronizerConfig": "synchronizer.options",
     "TLSFiles": "config",
     "TensorError": "errors",
     "Topic": "peer.topics",
@@ -193,6 +215,9 @@ _HOMES = {
     "TransportError": "errors",
     "UnauthenticatedError": "errors",
     "UnprovenViolationError": "errors",
+    "WeightGroupError": "errors",
+    "WeightReceiver": "synchronizer.weight_group",
+    "WeightSender": "synchronizer.weight_group",
     "WrongRunError": "errors",
     "close_all": "averager",
     "keep_freed_memory": "common.malloc",

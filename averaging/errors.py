@@ -258,6 +258,14 @@ class DataLostError(WorkerError):
     """Samples that a call needs were held by a lost worker alone."""
 
 
+class SyncTimeoutError(AveragingError, TimeoutError):
+    """No new state came to a synchronizer while an explorer waited for one."""
+
+
+class WeightGroupError(AveragingError):
+    """Trainers and explorers cannot transfer weights in a group of torch.distributed: a member is missing or failed."""
+
+
 def _listed(reasons: Mapping[str, str]) -> str:
     return "; ".join(_of(seed, reason) for seed, reason in reasons.items())
 

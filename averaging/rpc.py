@@ -48,6 +48,7 @@ __all__ = [
     "Deadlines",
     "EventLoopThread",
     "FairTimeout",
+    "Message",
     "Phase",
     "RpcChannel",
     "RpcHandler",

@@ -164,6 +164,16 @@ class Peer:
             finally:
                 await running.stack.aclose()
 
+    def add_service(self, service: RpcService) -> None:
+        """Serves further gRPC methods on this peer's port, like `services`.
+
+        Raises:
+            ConfigError: The peer is running, or it is in mode 'client', or it has a transport of its own.
+        """
+        if not isinstance(self._transport, GrpcTransport):
+            raise ConfigError("services are served over gRPC; give the peer no transport")
+        self._transport.add_services([service])
+
     @property
     def run_id(self) -> str:
         """The id of its run."""

@@ -124,13 +124,13 @@ class RpcService(Protocol):
 Requests: TypeAlias = "Request | AsyncIterator[Request]"
 
 
-def handlers_of(services: Iterable[RpcService]) -> list[RpcHandler]:
-    """The handlers of all services.
+def handlers_of(services: Iterable[RpcService], present: Iterable[RpcHandler] = ()) -> list[RpcHandler]:
+    """The handlers of all services, after those that are present.
 
     Raises:
         ConfigError: Two of them answer the same method, or one has the name of a service that every peer has.
     """
-    handlers = [handler for service in services for handler in service.rpc_handlers()]
+    handlers = [*present, *(handler for service in services for handler in service.rpc_handlers())]
     paths: set[str] = set()
     for path in (handler.method.path for handler in handlers):
         if path in paths:

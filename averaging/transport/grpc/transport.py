@@ -33,7 +33,7 @@ from averaging.transport.grpc.client import call_both_ways, call_stream, call_un
 from averaging.transport.grpc.dialling import Dialling, is_on_loopback
 from averaging.transport.grpc.listen_check import check_listen, endpoint_of, warn_of_loopback
 from averaging.transport.grpc.server import Handlers, Server
-from averaging.transport.rpc_methods import RpcService, handlers_of
+from averaging.transport.rpc_methods import RpcHandler, RpcService, handlers_of
 
 
 class GrpcTransport:
@@ -65,8 +65,6 @@ class GrpcTransport:
             raise ConfigError(f"max_message_bytes must be above 0, not {max_message_bytes}")
         if listen is None and advertise is not None:
             raise ConfigError(f"a client accepts no connections, so it cannot advertise {advertise}")
-        if listen is None and services:
-            raise ConfigError("a client accepts no connections, so it cannot serve `services`; use mode 'node'")
         for address in (listen, advertise):
             if address is not None:
                 parse_address(address)
@@ -75,7 +73,7 @@ class GrpcTransport:
         self._given = given
         self._max_message_bytes = max_message_bytes
         self._server: Server | None = None
-        self._rpcs = handlers_of(services)
+        self._rpcs: list[RpcHandler] = []
         self._credentials = credentials or Credentials()
         # A client has no address, so only the peers that it joins can show that the run is on loopback.
         on_loopback = not given or any(is_loopback(parse_address(endpoint)[0]) for endpoint in given)
@@ -83,6 +81,19 @@ class GrpcTransport:
         self._channels = Channels(
             channel_options(max_message_bytes), credentials=self._credentials, dialling=self._dialling
         )
+        self.add_services(services)
+
+    def add_services(self, services: Sequence[RpcService]) -> None:
+        """Adds methods to serve, before the transport starts.
+
+        Raises:
+            ConfigError: This is a client, it serves already, or another service has one of the methods.
+        """
+        if self._listen is None and services:
+            raise ConfigError("a client accepts no connections, so it cannot serve `services`; use mode 'node'")
+        if self._server is not None:
+            raise ConfigError("services cannot be added while calls are served; add them before `async with`")
+        self._rpcs = handlers_of(services, self._rpcs)
 
     async def bind(self) -> str:
         """Binds the address to listen on and returns this peer's endpoint. Nothing is served yet.
