@@ -55,6 +55,9 @@ if TYPE_CHECKING:
     from averaging.state.snapshots import Extras
     from averaging.strategies import DiLoCo, GradientAveraging, LocalSGD, Strategy
     from averaging.sync_peer import SyncPeer
+    from averaging.synchronizer.follower import Follower
+    from averaging.synchronizer.follower_staleness import Staleness
+    from averaging.synchronizer.publisher import WeightPublisher
     from averaging.training.training import Training
 
 __all__ = [
@@ -77,6 +80,7 @@ __all__ = [
     "FeedRefusedError",
     "FeedUnreachableError",
     "Finish",
+    "Follower",
     "ForeignEndpointError",
     "GradientAveraging",
     "Inspection",
@@ -106,6 +110,7 @@ __all__ = [
     "RpcServer",
     "RpcService",
     "SchemaMismatchError",
+    "Staleness",
     "State",
     "StateError",
     "Straggler",
@@ -119,6 +124,7 @@ __all__ = [
     "TransportError",
     "UnauthenticatedError",
     "UnprovenViolationError",
+    "WeightPublisher",
     "WrongRunError",
     "__version__",
     "close_all",
@@ -145,6 +151,7 @@ _HOMES = {
     "FeedRefusedError": "errors",
     "FeedUnreachableError": "errors",
     "Finish": "observe.training_status",
+    "Follower": "synchronizer.follower",
     "ForeignEndpointError": "errors",
     "GradientAveraging": "strategies",
     "Inspection": "config",
@@ -174,6 +181,7 @@ _HOMES = {
     "RpcServer": "rpc",
     "RpcService": "rpc",
     "SchemaMismatchError": "errors",
+    "Staleness": "synchronizer.follower_staleness",
     "State": "state.packing",
     "StateError": "errors",
     "Straggler": "observe.receipts",
@@ -187,6 +195,7 @@ _HOMES = {
     "TransportError": "errors",
     "UnauthenticatedError": "errors",
     "UnprovenViolationError": "errors",
+    "WeightPublisher": "synchronizer.publisher",
     "WrongRunError": "errors",
     "close_all": "averager",
     "keep_freed_memory": "common.malloc",

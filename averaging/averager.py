@@ -8,7 +8,7 @@ import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, Unpack, overload
+from typing import Any, Protocol, Self, Unpack, overload, runtime_checkable
 from weakref import WeakSet
 
 import torch
@@ -41,6 +41,15 @@ logger = logging.getLogger(__name__)
 
 MAX_STEPS = 10_000_000
 """Default maximum of the steps in a downloaded state. A scheduler takes up to two minutes for them."""
+
+
+@runtime_checkable
+class StateService(RpcService, Protocol):
+    """A service of a `DecentralizedAverager` that is told of each new version of the state."""
+
+    def averaged(self, averager: DecentralizedAverager) -> None:
+        """Called in the training thread, at the start and when `model_version` has grown. It should return soon."""
+        ...
 
 
 class DecentralizedAverager(OptimizerWrapper):
@@ -86,7 +95,8 @@ class DecentralizedAverager(OptimizerWrapper):
         leave_on_sigterm: Whether this peer leaves its run on SIGTERM, so that the other peers do not wait for it. This
             works in the main thread only. The handler that was there before runs afterwards; the default one ends the
             process. If the process goes on, `step` makes the steps of the inner optimizer alone.
-        services: Further gRPC methods that this peer serves, see `Peer`.
+        services: Further gRPC methods that this peer serves, see `Peer`. A service with a method `averaged` is told of
+            each new version of the state, see `StateService`.
         transport: See `Peer`.
         discovery: See `Peer`.
         options: See `PeerConfig`.
@@ -161,6 +171,8 @@ class DecentralizedAverager(OptimizerWrapper):
         self._training_state = TrainingState(self._training, strategy, self.scheduler, kept, max_steps)
         strategy.start(self._training)
         self._left = False
+        self._state_services = [service for service in services if isinstance(service, StateService)]
+        self._told_version: int | None = None
         self._thread = EventLoopThread(self._peer, f"the averager of run {config.run_id!r}")
         try:
             if leave_on_sigterm:
@@ -183,6 +195,11 @@ class DecentralizedAverager(OptimizerWrapper):
             raise
         strategy.attached = True
         _open_averagers.add(self)
+        try:
+            self._tell_services()
+        except BaseException:
+            self.close()
+            raise
 
     # As an optimizer
 
@@ -228,7 +245,14 @@ class DecentralizedAverager(OptimizerWrapper):
                 raise
             loss = None if closure is None else math.nan
         self._drive_scheduler()
+        self._tell_services()
         return loss
+
+    def _tell_services(self) -> None:
+        if self._state_services and self.model_version != self._told_version:
+            self._told_version = self.model_version
+            for service in self._state_services:
+                service.averaged(self)
 
     def _drive_scheduler(self) -> None:
         if self.scheduler is not None:
@@ -249,6 +273,11 @@ class DecentralizedAverager(OptimizerWrapper):
         self._drive_scheduler()
 
     # As a peer
+
+    @property
+    def run_id(self) -> str:
+        """The id of its run."""
+        return self._peer.run_id
 
     @property
     def endpoint(self) -> str:
@@ -332,7 +361,9 @@ class DecentralizedAverager(OptimizerWrapper):
         if self._has_left():
             return Finish(self._training.digest(), {}, left=True)
         self._thread.check()
-        return RunEnd(self._training, self.strategy, timeout).finish()
+        finish = RunEnd(self._training, self.strategy, timeout).finish()
+        self._tell_services()
+        return finish
 
     @property
     def status(self) -> TrainingStatus:
@@ -415,7 +446,9 @@ class DecentralizedAverager(OptimizerWrapper):
             options["weight"] = weight
         with self._training.measuring():
             self.strategy.finish(self._training)
-            return self._training.average(**options)
+            receipt = self._training.average(**options)
+        self._tell_services()
+        return receipt
 
     def close(self) -> None:
         """Ends a round in progress, leaves the run and ends the thread. The inner optimizer stays usable."""
