@@ -45,10 +45,13 @@ MAX_STEPS = 10_000_000
 
 @runtime_checkable
 class StateService(RpcService, Protocol):
-    """A service of a `DecentralizedAverager` that is told of each new version of the state."""
+    """A service of a `DecentralizedAverager` that is told when the strategy has averaged, or tried to."""
 
     def averaged(self, averager: DecentralizedAverager) -> None:
-        """Called in the training thread, at the start and when `model_version` has grown. It should return soon."""
+        """Called in the training thread: at the start, after each round, and when `model_version` has grown otherwise.
+
+        It should return soon.
+        """
         ...
 
 
@@ -95,8 +98,8 @@ class DecentralizedAverager(OptimizerWrapper):
         leave_on_sigterm: Whether this peer leaves its run on SIGTERM, so that the other peers do not wait for it. This
             works in the main thread only. The handler that was there before runs afterwards; the default one ends the
             process. If the process goes on, `step` makes the steps of the inner optimizer alone.
-        services: Further gRPC methods that this peer serves, see `Peer`. A service with a method `averaged` is told of
-            each new version of the state, see `StateService`.
+        services: Further gRPC methods that this peer serves, see `Peer`. A service with a method `averaged` is
+            called after each round, see `StateService`.
         transport: See `Peer`.
         discovery: See `Peer`.
         options: See `PeerConfig`.
@@ -172,7 +175,7 @@ class DecentralizedAverager(OptimizerWrapper):
         strategy.start(self._training)
         self._left = False
         self._state_services = [service for service in services if isinstance(service, StateService)]
-        self._told_version: int | None = None
+        self._told: tuple[int, Receipt | None] | None = None
         self._thread = EventLoopThread(self._peer, f"the averager of run {config.run_id!r}")
         try:
             if leave_on_sigterm:
@@ -249,8 +252,8 @@ class DecentralizedAverager(OptimizerWrapper):
         return loss
 
     def _tell_services(self) -> None:
-        if self._state_services and self.model_version != self._told_version:
-            self._told_version = self.model_version
+        if self._state_services and (self.model_version, self.last_receipt) != self._told:
+            self._told = self.model_version, self.last_receipt
             for service in self._state_services:
                 service.averaged(self)
 

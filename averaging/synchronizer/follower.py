@@ -198,7 +198,7 @@ class Follower:
 
         Raises:
             TensorError: The publisher now publishes another model.
-            StateError: All publishers sent something wrong.
+            ProtocolViolationError: All publishers sent something wrong.
             ClosedError: The follower is not running.
         """
         thread = self._running()

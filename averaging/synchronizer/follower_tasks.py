@@ -143,6 +143,7 @@ class FollowerTasks:
             TransportError: all refuse this follower.
         """
         options = self._options
+        failure: AveragingError | None = None
         async with AsyncExitStack() as stack:
             if options.hands_on and options.listen is not None:
                 server = RpcServer(
@@ -157,11 +158,12 @@ class FollowerTasks:
                 async with asyncio.timeout(options.join_timeout):
                     await self._reached.wait()
             except TimeoutError:
-                raise self._not_reached() from None
-            if self.failure is not None:
-                raise self.failure
-            self._stack = stack.pop_all()
-        return self
+                failure = self._not_reached()
+            failure = failure or self.failure
+            if failure is None:
+                self._stack = stack.pop_all()
+                return self
+        raise failure  # outside of the TaskGroup, which would make a group of it
 
     async def __aexit__(self, *error: object) -> None:
         await self._stack.aclose()
@@ -297,6 +299,7 @@ class FollowerTasks:
             except StateError as error:
                 logger.warning("%s; trying again", error)
                 if publisher.channel.endpoint in self._downloads.liars:
+                    self._publisher = None
                     await publisher.channel.close()  # ends its announcements too
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, MAX_PAUSE)

@@ -39,10 +39,10 @@ class WeightPublisher:
     optimizer = DecentralizedAverager(adamw, run_id="demo", strategy=…, services=[WeightPublisher(model)])
     ```
 
-    With an averager, the weights are published at the start and whenever its `model_version` has grown, so after each
-    round or global step. The version is the global step, or the local step if the strategy has no global steps. The
-    training thread copies the weights; their digests are computed in another thread. If training is faster than that,
-    versions are left out.
+    With an averager, the weights are published at the start, and after each round or global step if they have changed,
+    also if no other peer took part. The version is the global step, or the local step if the strategy has no global
+    steps. The training thread copies the weights; their digests are computed in another thread. If training is faster
+    than that, versions are left out.
 
     Elsewhere, call `commit`:
 
@@ -138,7 +138,7 @@ class WeightPublisher:
         return self._seal(self._copy(state), version)
 
     def averaged(self, averager: DecentralizedAverager) -> None:
-        """Called by the averager that serves this publisher, whenever its state version has grown."""
+        """Called by the averager that serves this publisher, see `StateService`."""
         if self._model is None:
             raise ConfigError("give the model to the publisher: services=[WeightPublisher(model)]")
         self._run_id = self._run_id or averager.run_id
@@ -157,33 +157,33 @@ class WeightPublisher:
         return copy_state(state, self._dtype)
 
     def _seal(self, copy: StateCopy, version: int | None, *, at_least: bool = False) -> int:
-        """Publishes a copy. With `at_least`, the version is raised above the newest one if necessary."""
+        """Publishes a copy. With `at_least`, the version is raised above the newest one if the weights have changed."""
         with self._committing:
             newest = self._store.newest
             last = -1 if newest is None else newest.manifest.version
-            if version is None or (at_least and version <= last):
-                version = last + 1
+            version = last + 1 if version is None else version
             if not is_count(version):
                 raise ConfigError(f"version must be a whole number, not {version!r}")
             if newest is not None:
-                difference = first_difference(newest.manifest.layout.tensors, copy.specs)
-                if difference is not None:
-                    difference = difference.replace(" there", " now").replace(" here", f" in version {last}")
-                    raise TensorError(f"the weights differ from the last version: {difference}; use a new publisher")
+                _check_same_layout(newest, copy)
             snapshot = seal(copy, version, newest)
             if newest is not None and version <= last:
-                if snapshot.manifest.digest == newest.manifest.digest and version == last:
-                    return version
-                raise ConfigError(f"version {version} is not above {last}, which is published; versions never go back")
+                if snapshot.manifest.digest == newest.manifest.digest and (at_least or version == last):
+                    return last
+                if not at_least:
+                    raise ConfigError(
+                        f"version {version} is not above {last}, which is published; versions never go back"
+                    )
+                snapshot = snapshot.under(last + 1)
             self._store.add(snapshot)
+        version = snapshot.manifest.version
         logger.info("published version %d, digest %s", version, snapshot.manifest.digest.hex()[:8])
         return version
 
     def _check_run(self, run_id: str) -> None:
         if self._run_id and run_id and run_id != self._run_id:
-            raise WrongRunError(
-                "this publisher", f"it publishes the weights of run {self._run_id!r}, not {run_id!r}; check the run id"
-            )
+            reason = f"the publisher belongs to run {self._run_id!r}, not to {run_id[:64]!r}; give both the same run id"
+            raise WrongRunError("the publisher", reason)
 
     async def _follow(self, request: WeightsFollowRequest) -> AsyncGenerator[WeightsVersion, None]:
         self._check_run(request.run_id)
@@ -237,6 +237,14 @@ class WeightPublisher:
             return ""
         chosen = tree.source_of(request.follower, able, names)
         return "" if chosen == PUBLISHER else able[chosen]
+
+
+def _check_same_layout(newest: Snapshot, copy: StateCopy) -> None:
+    difference = first_difference(newest.manifest.layout.tensors, copy.specs)
+    if difference is not None:
+        last = newest.manifest.version
+        difference = difference.replace(" here", f" in version {last}").replace(" there", " now")
+        raise TensorError(f"the weights differ from the last version: {difference}; use a new publisher")
 
 
 def _can_be_called(endpoint: str) -> bool:

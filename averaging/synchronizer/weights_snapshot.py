@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -25,6 +25,10 @@ class Snapshot:
 
     manifest: Manifest
     buffers: tuple[Bytes, ...]
+
+    def under(self, version: int) -> Snapshot:
+        """The same weights under another version."""
+        return Snapshot(replace(self.manifest, version=version), self.buffers)
 
     def piece(self, index: int) -> Bytes:
         """The bytes of a piece, as a view."""
