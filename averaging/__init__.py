@@ -60,7 +60,10 @@ if TYPE_CHECKING:
     from averaging.strategies import DiLoCo, GradientAveraging, LocalSGD, Strategy
     from averaging.sync_peer import SyncPeer
     from averaging.synchronizer.coordination import RunningStatus
+    from averaging.synchronizer.follower import Follower
+    from averaging.synchronizer.follower_staleness import Staleness
     from averaging.synchronizer.options import SynchronizerConfig, SyncMethod
+    from averaging.synchronizer.publisher import WeightPublisher
     from averaging.synchronizer.remote import RemoteSynchronizer
     from averaging.synchronizer.synchronizer import Synchronizer
     from averaging.synchronizer.weight_group import WeightReceiver, WeightSender
@@ -86,6 +89,7 @@ __all__ = [
     "FeedRefusedError",
     "FeedUnreachableError",
     "Finish",
+    "Follower",
     "ForeignEndpointError",
     "GradientAveraging",
     "Inspection",
@@ -119,6 +123,7 @@ __all__ = [
     "RunningStatus",
     "SchemaMismatchError",
     "SiteError",
+    "Staleness",
     "State",
     "StateError",
     "Straggler",
@@ -137,6 +142,7 @@ __all__ = [
     "UnauthenticatedError",
     "UnprovenViolationError",
     "WeightGroupError",
+    "WeightPublisher",
     "WeightReceiver",
     "WeightSender",
     "WrongRunError",
@@ -165,6 +171,7 @@ _HOMES = {
     "FeedRefusedError": "errors",
     "FeedUnreachableError": "errors",
     "Finish": "observe.training_status",
+    "Follower": "synchronizer.follower",
     "ForeignEndpointError": "errors",
     "GradientAveraging": "strategies",
     "Inspection": "config",
@@ -198,6 +205,7 @@ _HOMES = {
     "RunningStatus": "synchronizer.coordination",
     "SchemaMismatchError": "errors",
     "SiteError": "errors",
+    "Staleness": "synchronizer.follower_staleness",
     "State": "state.packing",
     "StateError": "errors",
     "Straggler": "observe.receipts",
@@ -218,6 +226,7 @@ _HOMES = {
     "WeightGroupError": "errors",
     "WeightReceiver": "synchronizer.weight_group",
     "WeightSender": "synchronizer.weight_group",
+    "WeightPublisher": "synchronizer.publisher",
     "WrongRunError": "errors",
     "close_all": "averager",
     "keep_freed_memory": "common.malloc",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Self, Unpack, overload
+from typing import Any, Protocol, Self, Unpack, overload, runtime_checkable
 from weakref import WeakSet
 
 import torch
@@ -71,6 +71,18 @@ class News:
 NO_NEWS = News(frozenset(), None, 0, False)
 
 
+@runtime_checkable
+class StateService(RpcService, Protocol):
+    """A service of a `DecentralizedAverager` that is told when the strategy has averaged, or tried to."""
+
+    def averaged(self, averager: DecentralizedAverager) -> None:
+        """Called in the training thread: at the start, after each round, and when `model_version` has grown otherwise.
+
+        It should return soon.
+        """
+        ...
+
+
 class DecentralizedAverager(OptimizerWrapper):
     """Wraps an optimizer so that what it trains is averaged with the other peers of a run.
 
@@ -117,7 +129,8 @@ class DecentralizedAverager(OptimizerWrapper):
         leave_on_sigterm: Whether this peer leaves its run on SIGTERM, so that the other peers do not wait for it. This
             works in the main thread only. The handler that was there before runs afterwards; the default one ends the
             process. If the process goes on, `step` makes the steps of the inner optimizer alone.
-        services: Further gRPC methods that this peer serves, see `Peer`.
+        services: Further gRPC methods that this peer serves, see `Peer`. A service with a method `averaged` is
+            called after each round, see `StateService`.
         transport: See `Peer`.
         discovery: See `Peer`.
         options: See `PeerConfig`.
@@ -181,6 +194,8 @@ class DecentralizedAverager(OptimizerWrapper):
         self._on_round = on_round
         self._in_on_round = False  # the strategy may not have applied the result of that round yet
         self._left = False
+        self._state_services = [service for service in services if isinstance(service, StateService)]
+        self._told: tuple[int, Receipt | None] | None = None
         self._started: EventLoopThread | None = None
 
         def start(leader: str) -> str:
@@ -239,6 +254,11 @@ class DecentralizedAverager(OptimizerWrapper):
             raise
         strategy.attached = True
         _open_averagers.add(self)
+        try:
+            self._tell_services()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def _thread(self) -> EventLoopThread:
@@ -309,7 +329,14 @@ class DecentralizedAverager(OptimizerWrapper):
                 raise
             loss = None if closure is None else math.nan
         self._drive_scheduler()
+        self._tell_services()
         return loss
+
+    def _tell_services(self) -> None:
+        if self._state_services and (self.model_version, self.last_receipt) != self._told:
+            self._told = self.model_version, self.last_receipt
+            for service in self._state_services:
+                service.averaged(self)
 
     def _drive_scheduler(self) -> None:
         if self.scheduler is not None:
@@ -331,6 +358,11 @@ class DecentralizedAverager(OptimizerWrapper):
         self._drive_scheduler()
 
     # As a peer
+
+    @property
+    def run_id(self) -> str:
+        """The id of its run."""
+        return self._peer.run_id
 
     @property
     def endpoint(self) -> str:
@@ -422,6 +454,7 @@ class DecentralizedAverager(OptimizerWrapper):
         self._thread.check()
         finish = RunEnd(self._training, self.strategy, timeout).finish()
         self._tell_news()
+        self._tell_services()
         return finish
 
     @property
@@ -510,7 +543,9 @@ class DecentralizedAverager(OptimizerWrapper):
             options["weight"] = weight
         with self._training.measuring():
             self.strategy.finish(self._training)
-            return self._training.average(**options)
+            receipt = self._training.average(**options)
+        self._tell_services()
+        return receipt
 
     def close(self) -> None:
         """Ends a round in progress, leaves the run and ends the thread. The inner optimizer stays usable."""

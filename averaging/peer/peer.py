@@ -33,6 +33,7 @@ from averaging.state.download import download
 from averaging.state.packing import State
 from averaging.state.snapshots import Extras, Snapshots
 from averaging.transport.base import Transport
+from averaging.transport.grpc import GrpcTransport
 from averaging.transport.rpc_methods import RpcService
 
 logger = logging.getLogger("averaging.peer")
