@@ -30,11 +30,13 @@ if TYPE_CHECKING:
         LyingLeaderError,
         NonFiniteError,
         NoSeedAnsweredError,
+        NotServedError,
         PeersMissingError,
         PeerUnreachableError,
         ProtocolViolationError,
         RoundError,
         SchemaMismatchError,
+        SiteError,
         StateError,
         SyncTimeoutError,
         TensorError,
@@ -58,7 +60,10 @@ if TYPE_CHECKING:
     from averaging.strategies import DiLoCo, GradientAveraging, LocalSGD, Strategy
     from averaging.sync_peer import SyncPeer
     from averaging.synchronizer.coordination import RunningStatus
+    from averaging.synchronizer.follower import Follower
+    from averaging.synchronizer.follower_staleness import Staleness
     from averaging.synchronizer.options import SynchronizerConfig, SyncMethod
+    from averaging.synchronizer.publisher import WeightPublisher
     from averaging.synchronizer.remote import RemoteSynchronizer
     from averaging.synchronizer.synchronizer import Synchronizer
     from averaging.synchronizer.weight_group import WeightReceiver, WeightSender
@@ -84,6 +89,7 @@ __all__ = [
     "FeedRefusedError",
     "FeedUnreachableError",
     "Finish",
+    "Follower",
     "ForeignEndpointError",
     "GradientAveraging",
     "Inspection",
@@ -96,6 +102,7 @@ __all__ = [
     "NoSeedAnsweredError",
     "NonFinite",
     "NonFiniteError",
+    "NotServedError",
     "Outcome",
     "Peer",
     "PeerConfig",
@@ -115,6 +122,8 @@ __all__ = [
     "RpcService",
     "RunningStatus",
     "SchemaMismatchError",
+    "SiteError",
+    "Staleness",
     "State",
     "StateError",
     "Straggler",
@@ -133,6 +142,7 @@ __all__ = [
     "UnauthenticatedError",
     "UnprovenViolationError",
     "WeightGroupError",
+    "WeightPublisher",
     "WeightReceiver",
     "WeightSender",
     "WrongRunError",
@@ -161,6 +171,7 @@ _HOMES = {
     "FeedRefusedError": "errors",
     "FeedUnreachableError": "errors",
     "Finish": "observe.training_status",
+    "Follower": "synchronizer.follower",
     "ForeignEndpointError": "errors",
     "GradientAveraging": "strategies",
     "Inspection": "config",
@@ -173,6 +184,7 @@ _HOMES = {
     "NoSeedAnsweredError": "errors",
     "NonFinite": "config",
     "NonFiniteError": "errors",
+    "NotServedError": "errors",
     "Outcome": "observe.receipts",
     "Peer": "peer.peer",
     "PeerConfig": "config",
@@ -192,6 +204,8 @@ _HOMES = {
     "RpcService": "rpc",
     "RunningStatus": "synchronizer.coordination",
     "SchemaMismatchError": "errors",
+    "SiteError": "errors",
+    "Staleness": "synchronizer.follower_staleness",
     "State": "state.packing",
     "StateError": "errors",
     "Straggler": "observe.receipts",
@@ -212,6 +226,7 @@ _HOMES = {
     "WeightGroupError": "errors",
     "WeightReceiver": "synchronizer.weight_group",
     "WeightSender": "synchronizer.weight_group",
+    "WeightPublisher": "synchronizer.publisher",
     "WrongRunError": "errors",
     "close_all": "averager",
     "keep_freed_memory": "common.malloc",

@@ -25,23 +25,42 @@ from typing import Self, TypeVar
 
 from averaging.common.addresses import parse_address
 from averaging.config import FilePath, Inspection, TLSFiles
+from averaging.deadlines.fair_timeout import FairTimeout
+from averaging.deadlines.learned_deadlines import Deadline, Deadlines, Phase
 from averaging.errors import ClosedError, ConfigError
 from averaging.security.credentials import Credentials, read_tls, read_tokens
 from averaging.training.event_loop_thread import EventLoopThread
 from averaging.transport.grpc import GrpcTransport
+from averaging.transport.grpc.dialling import Dialling
 from averaging.transport.grpc.rpc_channel import Caller
+from averaging.transport.grpc.tensor_messages import (
+    TENSOR_DTYPES,
+    TensorMessage,
+    TensorReader,
+    tensor_dtype_name,
+    tensor_messages,
+)
 from averaging.transport.rpc_methods import Message, RpcHandler, RpcMethod, RpcService
 
 __all__ = [
+    "TENSOR_DTYPES",
     "Credentials",
+    "Deadline",
+    "Deadlines",
     "EventLoopThread",
+    "FairTimeout",
     "Message",
+    "Phase",
     "RpcChannel",
     "RpcHandler",
     "RpcMethod",
     "RpcServer",
     "RpcService",
+    "TensorMessage",
+    "TensorReader",
     "read_credentials",
+    "tensor_dtype_name",
+    "tensor_messages",
 ]
 
 Request = TypeVar("Request", bound=Message)
@@ -145,6 +164,9 @@ class RpcChannel:
         endpoint: `host:port` of the server.
         credentials: Certificates and tokens, see `read_credentials`.
         max_message_bytes: Maximum size of a message.
+        named_by_peer: Whether another peer and not the user has named the endpoint. Addresses at which no peer can be,
+            such as link-local ones, are not dialled then.
+        loopback: Whether an endpoint that another peer has named may be on this machine's loopback.
 
     Raises:
         ConfigError: The endpoint is malformed.
@@ -156,11 +178,14 @@ class RpcChannel:
         *,
         credentials: Credentials | None = None,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
+        named_by_peer: bool = False,
+        loopback: bool = False,
     ) -> None:
         if parse_address(endpoint)[1] == 0:
             raise ConfigError(f"{endpoint} has port 0; give the port on which the server listens")
         self.endpoint = endpoint
-        self._caller = Caller(endpoint, max_message_bytes, credentials or Credentials())
+        dialling = Dialling(loopback=loopback) if named_by_peer else Dialling((endpoint,))
+        self._caller = Caller(endpoint, max_message_bytes, credentials or Credentials(), dialling)
 
     async def __aenter__(self) -> Self:
         return self

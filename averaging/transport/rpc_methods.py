@@ -12,7 +12,7 @@ from averaging.errors import ConfigError
 DEFAULT_REQUEST_BYTES = 64 << 10
 """Default maximum size of a request."""
 
-RESERVED = ("grpc.", "averaging.v1.Gossip", "averaging.v1.Status")
+RESERVED = ("grpc.", "averaging.v1.Direct", "averaging.v1.Gossip", "averaging.v1.Status")
 """Prefixes of the services that every peer has, some of which are answered without a token."""
 
 _PATH = re.compile(r"/([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)/([A-Za-z_]\w*)", re.ASCII)

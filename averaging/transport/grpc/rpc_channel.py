@@ -40,12 +40,10 @@ def method_of(method: RpcMethod[Request, Reply]) -> Method[Request, Reply]:
 class Caller:
     """Calls the methods of one endpoint; belongs to the event loop in which it is first used."""
 
-    def __init__(self, endpoint: str, max_message_bytes: int, credentials: Credentials) -> None:
+    def __init__(self, endpoint: str, max_message_bytes: int, credentials: Credentials, dialling: Dialling) -> None:
         self.endpoint = endpoint
         self._methods: dict[RpcMethod[Any, Any], Method[Any, Any]] = {}
-        self._channels = Channels(
-            channel_options(max_message_bytes), credentials=credentials, dialling=Dialling((endpoint,))
-        )
+        self._channels = Channels(channel_options(max_message_bytes), credentials=credentials, dialling=dialling)
 
     async def call(
         self, method: RpcMethod[Request, Reply], request: Request | AsyncIterator[Request], timeout: float

@@ -1,0 +1,159 @@
+"""Receives the pieces of a version, from its publisher or from the followers that the publisher names."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from averaging.common.addresses import CLIENT_PREFIX, is_endpoint, is_loopback, parse_address
+from averaging.errors import AveragingError, ProtocolViolationError, StateError
+from averaging.rpc import Credentials, RpcChannel
+from averaging.synchronizer.weights_layout import ranges_of
+from averaging.synchronizer.weights_messages import FETCH
+from averaging.synchronizer.weights_snapshot import Incoming
+from averaging.wire.weights_pb2 import WeightsFetchRequest, WeightsRange
+
+logger = logging.getLogger("averaging.synchronizer")
+
+WAITING_FACTOR = 4
+"""A source that waits for pieces itself is left after this many times `stall_timeout`."""
+
+MAX_SOURCES = 32
+"""Sources that are tried for one version before an error is reported."""
+
+
+@dataclass(frozen=True, slots=True)
+class Publisher:
+    """A connection to a publisher.
+
+    Attributes:
+        channel: the connection.
+        follower: the name under which this process follows the publisher.
+    """
+
+    channel: RpcChannel
+    follower: bytes
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is reached through this machine's loopback."""
+        return is_loopback(parse_address(self.channel.endpoint)[0])
+
+
+class Downloads:
+    """Receives versions.
+
+    Args:
+        run_id: the run that is followed.
+        credentials: certificates and tokens.
+        stall_timeout: seconds without a message after which a source is left.
+        own_endpoint: endpoint of this process, which is never a source; empty if it hands on nothing.
+
+    Attributes:
+        liars: endpoints that sent something wrong, with what it was. They are never asked again.
+    """
+
+    def __init__(self, run_id: str, credentials: Credentials, stall_timeout: float, own_endpoint: str) -> None:
+        self._run_id, self._credentials = run_id, credentials
+        self._stall_timeout, self._own_endpoint = stall_timeout, own_endpoint
+        self.liars: dict[str, str] = {}
+
+    async def receive(self, incoming: Incoming, publisher: Publisher, arrived: Callable[[], None]) -> None:
+        """Receives all missing pieces.
+
+        Args:
+            incoming: the version.
+            publisher: who announced it.
+            arrived: called after each message with pieces.
+
+        Raises:
+            StateError: neither the publisher nor a follower delivered them. What was received stays in `incoming`.
+        """
+        failed = dict(self.liars)
+        for _ in range(MAX_SOURCES):
+            if incoming.complete:
+                return
+            at_publisher = publisher.channel.endpoint
+            try:
+                source = await self._receive_from(publisher.channel, publisher, incoming, list(failed), arrived)
+                if source:
+                    self._check(source, failed)
+            except (AveragingError, TimeoutError) as error:
+                if isinstance(error, ProtocolViolationError):
+                    self.liars[at_publisher] = str(error)
+                raise StateError(
+                    f"{at_publisher} did not deliver version {incoming.manifest.version}: {error}"
+                ) from None
+            if source:
+                reason = await self._try(source, publisher, incoming, arrived)
+                if reason:
+                    failed[source] = reason
+            elif not incoming.complete:
+                raise StateError(f"{at_publisher} did not send all pieces of version {incoming.manifest.version}")
+        if not incoming.complete:
+            tried = "; ".join(f"{source}: {reason}" for source, reason in failed.items())
+            raise StateError(f"no source delivered version {incoming.manifest.version} ({tried})")
+
+    async def _try(self, source: str, publisher: Publisher, incoming: Incoming, arrived: Callable[[], None]) -> str:
+        """Receives from a follower. Returns why it did not deliver all, or an empty string."""
+        channel = RpcChannel(source, credentials=self._credentials, named_by_peer=True, loopback=publisher.is_local)
+        try:
+            async with channel:
+                await self._receive_from(channel, publisher, incoming, [], arrived)
+        except ProtocolViolationError as error:
+            self.liars[source] = str(error)
+            logger.warning("%s sent something wrong and is not asked again: %s", source, error)
+            return str(error)
+        except (AveragingError, TimeoutError) as error:
+            logger.info("%s did not deliver: %s", source, error)
+            return str(error)
+        return "" if incoming.complete else "it did not send all pieces"
+
+    def _check(self, source: str, failed: dict[str, str]) -> None:
+        if not is_endpoint(source) or source.startswith(CLIENT_PREFIX) or source == self._own_endpoint:
+            raise ProtocolViolationError(f"it names {source[:100]!r} as a source")
+        if source in failed:
+            raise ProtocolViolationError(f"it names {source} again, which failed: {failed[source]}")
+
+    async def _receive_from(
+        self,
+        channel: RpcChannel,
+        publisher: Publisher,
+        incoming: Incoming,
+        failed: list[str],
+        arrived: Callable[[], None],
+    ) -> str:
+        """Receives pieces until the source ends. Returns another source if it names one, else an empty string."""
+        base = incoming.differs_from
+        request = WeightsFetchRequest(
+            run_id=self._run_id,
+            follower=publisher.follower,
+            digest=incoming.manifest.digest,
+            base=b"" if base is None else base.manifest.digest,
+            pieces=[WeightsRange(first=first, count=count) for first, count in ranges_of(incoming.missing())],
+            failed=failed,
+            local=publisher.is_local,
+        )
+        clock = asyncio.get_running_loop().time
+        last = clock()
+        async with aclosing(channel.stream(FETCH, request)) as replies:
+            while True:
+                try:
+                    async with asyncio.timeout(self._stall_timeout):
+                        reply = await anext(replies, None)
+                except TimeoutError:
+                    raise TimeoutError(f"it was silent for {self._stall_timeout:g} s") from None
+                if reply is None:
+                    return ""
+                if reply.source:
+                    return str(reply.source)
+                for piece in reply.pieces:
+                    incoming.add(piece.index, piece.coding, piece.data)
+                if reply.pieces:
+                    last = clock()
+                    arrived()
+                elif clock() - last > WAITING_FACTOR * self._stall_timeout:
+                    raise TimeoutError(f"it has waited for pieces itself for {clock() - last:.0f} s")

@@ -1,0 +1,74 @@
+"""The methods of `averaging.v1.Weights`, and manifests as messages."""
+
+from __future__ import annotations
+
+from averaging.common.validation import is_count
+from averaging.errors import ProtocolViolationError
+from averaging.rpc import RpcMethod
+from averaging.synchronizer.weights_layout import DIGEST_BYTES, Layout, Manifest, WeightSpec, check_layout
+from averaging.wire.weights_pb2 import (
+    WeightsFetchRequest,
+    WeightsFollowRequest,
+    WeightsReply,
+    WeightsTensor,
+    WeightsVersion,
+)
+
+FOLLOW = RpcMethod(
+    "/averaging.v1.Weights/Follow", WeightsFollowRequest, WeightsVersion, replies_stream=True, max_request_bytes=4096
+)
+FETCH = RpcMethod(
+    "/averaging.v1.Weights/Fetch", WeightsFetchRequest, WeightsReply, replies_stream=True, max_request_bytes=1 << 20
+)
+
+NOTHING_YET = WeightsVersion()
+"""The first message of a publisher that has no version yet."""
+
+
+def version_message(manifest: Manifest) -> WeightsVersion:
+    """Encodes a manifest."""
+    return WeightsVersion(
+        version=manifest.version,
+        digest=manifest.digest,
+        piece_bytes=manifest.layout.piece_bytes,
+        tensors=[
+            WeightsTensor(name=spec.name, dtype=spec.dtype, shape=spec.shape, whole=spec.whole, offset=spec.offset)
+            for spec in manifest.layout.tensors
+        ],
+        piece_digests=b"".join(manifest.piece_digests),
+    )
+
+
+def read_version(message: WeightsVersion, max_bytes: int, known: Layout | None = None) -> Manifest | None:
+    """Decodes and checks a manifest from another peer.
+
+    Args:
+        message: the message.
+        max_bytes: largest accepted state.
+        known: the layout of an earlier version; it is reused if the new one is equal.
+
+    Returns:
+        The manifest; None if the publisher has no version yet.
+
+    Raises:
+        ProtocolViolationError: it is malformed, too large, or its digest does not match.
+    """
+    if not message.digest:
+        return None
+    specs = [
+        WeightSpec(each.name, each.dtype, tuple(each.shape), tuple(each.whole), tuple(each.offset))
+        for each in message.tensors
+    ]
+    layout = check_layout(specs, message.piece_bytes, max_bytes)
+    if known is not None and layout == known:
+        layout = known
+    if not is_count(message.version):
+        raise ProtocolViolationError(f"version {message.version}")
+    joined = message.piece_digests
+    if len(joined) != DIGEST_BYTES * layout.count:
+        raise ProtocolViolationError(f"{len(joined)} bytes of digests for {layout.count} pieces")
+    digests = tuple(joined[start : start + DIGEST_BYTES] for start in range(0, len(joined), DIGEST_BYTES))
+    manifest = Manifest(message.version, layout, digests)
+    if manifest.digest != message.digest:
+        raise ProtocolViolationError(f"the digest of version {message.version} does not match its pieces")
+    return manifest

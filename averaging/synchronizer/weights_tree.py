@@ -1,0 +1,86 @@
+"""Decides from whom each follower gets a version, so that the publisher sends few copies. Pure.
+
+For each version the followers form a tree below the publisher: the first ones that ask get it from the publisher, and
+the next ones from those, while they still receive it. A follower whose source fails gets another one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from typing import TypeAlias
+
+Follower: TypeAlias = bytes
+"""The name of a follower."""
+
+PUBLISHER: Follower = b""
+
+
+class Tree:
+    """Who gets one version from whom.
+
+    Args:
+        copies: followers that get it from the publisher.
+        fan_out: followers that get it from one other follower.
+    """
+
+    def __init__(self, copies: int, fan_out: int) -> None:
+        self._copies, self._fan_out = copies, fan_out
+        self._source: dict[Follower, Follower] = {}
+        self._failures: Counter[Follower] = Counter()
+
+    def source_of(self, follower: Follower, able: Collection[Follower], failed: Collection[Follower]) -> Follower:
+        """Returns the source for a follower that asks for one, for the first time or again.
+
+        Args:
+            follower: who asks.
+            able: the followers that hand on, and that `follower` can reach.
+            failed: those that have not delivered to it.
+
+        Returns:
+            The follower with the shortest way to the publisher that has room, or the publisher if it has room or if
+            there is none.
+        """
+        before = self._source.pop(follower, None)
+        if before is not None and before in failed:
+            self._failures[before] += 1
+        children = Counter(self._source.values())
+        if children[PUBLISHER] < self._copies:
+            chosen = PUBLISHER
+        else:
+            below = self._below(follower)
+            possible = [
+                each
+                for each in self._source
+                if each in able and each not in failed and each not in below and children[each] < self._fan_out
+            ]
+            chosen = min(possible, key=lambda each: (self._failures[each], self._depth(each)), default=PUBLISHER)
+        self._source[follower] = chosen
+        return chosen
+
+    def leave(self, follower: Follower) -> None:
+        """Removes a follower that is gone. Those that get the version from it ask again."""
+        self._source.pop(follower, None)
+
+    @property
+    def sources(self) -> Mapping[Follower, Follower]:
+        """The present source of each follower."""
+        return dict(self._source)
+
+    def _below(self, follower: Follower) -> set[Follower]:
+        """The follower and all that get the version through it, which would wait for each other."""
+        below = {follower}
+        while True:
+            more = {each for each, source in self._source.items() if source in below} - below
+            if not more:
+                return below
+            below |= more
+
+    def _depth(self, follower: Follower) -> int:
+        depth = 0
+        seen: set[Follower] = set()
+        while follower in self._source and follower not in seen:
+            seen.add(follower)
+            follower = self._source[follower]
+            depth += 1
+        return depth

@@ -1,0 +1,186 @@
+"""Weights in memory: pieces, digests, what is shared between versions, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from averaging.errors import ProtocolViolationError, TensorError
+from averaging.synchronizer.differences import Coding, encode
+from averaging.synchronizer.weights_layout import (
+    PIECE_BYTES,
+    Layout,
+    WeightSpec,
+    check_layout,
+    first_difference,
+    indices_of,
+    ranges_of,
+)
+from averaging.synchronizer.weights_messages import NOTHING_YET, read_version, version_message
+from averaging.synchronizer.weights_snapshot import Incoming, Snapshot, copy_state, seal
+
+STATE = {
+    "big": torch.arange(700_000, dtype=torch.float32).reshape(7, -1),
+    "half": torch.randn(3, 5).bfloat16(),
+    "count": torch.tensor(3),
+    "flags": torch.tensor([True, False]),
+    "none": torch.zeros(0, 4),
+    "small": torch.randn(9).to(torch.float8_e4m3fn),
+    "turned": torch.arange(12.0).reshape(3, 4).T,
+}
+
+
+def snapshot(version: int = 1, before: Snapshot | None = None, **changed: torch.Tensor) -> Snapshot:
+    return seal(copy_state(STATE | changed), version, before)
+
+
+def test_a_snapshot_has_the_values_of_all_dtypes_and_layouts() -> None:
+    taken = snapshot()
+    for name, tensor in taken.tensors().items():
+        assert tensor.dtype == STATE[name].dtype
+        assert tensor.shape == STATE[name].shape
+        assert torch.equal(tensor.float(), STATE[name].float())
+    pieces = taken.manifest.layout.pieces
+    assert [piece.stop - piece.start for piece in pieces if piece.tensor == 0] == [PIECE_BYTES, PIECE_BYTES, 702848]
+    assert len(pieces) == 3 + 5, "an empty tensor has no piece"
+
+
+def test_the_digest_is_that_of_the_whole_state() -> None:
+    first = snapshot().manifest.digest
+    assert snapshot(version=9).manifest.digest == first
+    assert snapshot(half=STATE["half"] + 1).manifest.digest != first
+    assert seal(copy_state({"other": torch.zeros(2)}), 1, None).manifest.digest != first
+    shapes = [seal(copy_state({"w": torch.zeros(shape)}), 1, None).manifest.digest for shape in ((2, 3), (3, 2))]
+    assert shapes[0] != shapes[1]
+
+
+def test_versions_share_the_memory_of_equal_tensors() -> None:
+    first = snapshot()
+    second = snapshot(2, first, half=STATE["half"] + 1)
+    shared = [a is b for a, b in zip(first.buffers, second.buffers, strict=True)]
+    assert shared == [True, False, True, True, True, True, True]
+    incoming = Incoming(second.manifest, first)
+    assert incoming.missing() == [3]
+    incoming.add(3, *encode(second.piece(3), first.piece(3), 2))
+    received = incoming.finish()
+    assert [a is b for a, b in zip(first.buffers, received.buffers, strict=True)] == shared
+    assert torch.equal(received.tensors()["half"], STATE["half"] + 1)
+
+
+def test_equal_pieces_are_received_once() -> None:
+    tied = torch.randn(600_000)
+    whole = seal(copy_state({"in": tied, "out": tied, "zeros": torch.zeros(1 << 20)}), 1, None)
+    incoming = Incoming(whole.manifest, None)
+    assert incoming.missing() == [0, 1, 2, 6], "of `out` nothing, of `zeros` the first piece"
+    assert incoming.left == 2_400_000 + PIECE_BYTES
+    for index in incoming.missing():
+        incoming.add(index, Coding.RAW, whole.piece(index).tobytes())
+    assert incoming.complete
+    assert incoming.left == 0
+    assert all(np.array_equal(a, b) for a, b in zip(incoming.finish().buffers, whole.buffers, strict=True))
+
+
+def test_a_tensor_that_moved_to_another_place_is_taken_from_the_base() -> None:
+    old = seal(copy_state({"a": torch.arange(10), "b": torch.arange(20)}), 1, None)
+    new = seal(copy_state({"b": torch.arange(20), "c": torch.ones(3)}), 2, None)
+    incoming = Incoming(new.manifest, old)
+    assert incoming.missing() == [1]
+    assert incoming.differs_from is None
+
+
+@pytest.mark.parametrize(
+    ("index", "data", "match"),
+    [(0, bytes(12), "'a'.*does not match its digest"), (0, bytes(11), "11 bytes"), (5, b"", "piece 5 of 1")],
+)
+def test_what_is_wrong_is_not_taken(index: int, data: bytes, match: str) -> None:
+    whole = seal(copy_state({"a": torch.arange(1.0, 4.0)}), 1, None)
+    incoming = Incoming(whole.manifest, None)
+    with pytest.raises(ProtocolViolationError, match=match):
+        incoming.add(index, Coding.RAW, data)
+    assert incoming.missing() == [0]
+    incoming.add(0, Coding.RAW, whole.piece(0).tobytes())
+    assert torch.equal(incoming.finish().tensors()["a"], torch.arange(1.0, 4.0))
+
+
+def test_what_cannot_be_published_is_named() -> None:
+    with pytest.raises(TensorError, match="'w' is torch.complex64"):
+        copy_state({"w": torch.zeros(2, dtype=torch.complex64)})
+    with pytest.raises(TensorError, match="'w' has no dense values"):
+        copy_state({"w": torch.zeros(2, 2).to_sparse()})
+    assert [spec.name for spec in copy_state({"w": torch.zeros(1), "extra": None}).specs] == ["w"]  # type: ignore[dict-item]
+
+
+def test_a_manifest_travels() -> None:
+    manifest = snapshot(7).manifest
+    assert read_version(version_message(manifest), 1 << 30) == manifest
+    assert read_version(NOTHING_YET, 1) is None
+
+
+def test_a_manifest_that_does_not_fit_together_is_refused() -> None:
+    manifest = snapshot().manifest
+    message = version_message(manifest)
+    with pytest.raises(ProtocolViolationError, match="more than the 1000 of max_bytes"):
+        read_version(message, 1000)
+    message.tensors[1].name = "renamed"
+    with pytest.raises(ProtocolViolationError, match="does not match its pieces"):
+        read_version(message, 1 << 30)
+    message = version_message(manifest)
+    message.piece_digests += bytes(32)
+    with pytest.raises(ProtocolViolationError, match="digests for 8 pieces"):
+        read_version(message, 1 << 30)
+
+
+@pytest.mark.parametrize(
+    ("spec", "match"),
+    [
+        (WeightSpec("w", "float31", (1,)), "unknown dtype"),
+        (WeightSpec("w", "float32", (1 << 62, 1 << 62)), "more than"),
+        (WeightSpec("w", "float32", (1,) * 65), "65 dimensions"),
+        (WeightSpec("w", "float32", (2,), (4,), (3,)), "outside"),
+        (WeightSpec("w", "float32", (2,), (4, 4), (0,)), "outside"),
+    ],
+)
+def test_a_layout_from_another_peer_is_checked(spec: WeightSpec, match: str) -> None:
+    with pytest.raises(ProtocolViolationError, match=match):
+        check_layout([spec], PIECE_BYTES, 1 << 40)
+    with pytest.raises(ProtocolViolationError, match="two tensors of one name"):
+        check_layout([WeightSpec("w", "int8", (1,))] * 2, PIECE_BYTES, 100)
+    for size in (0, 100, 4097, 1 << 30):
+        with pytest.raises(ProtocolViolationError, match="pieces of"):
+            check_layout([], size, 100)
+
+
+def test_the_first_difference_names_the_tensor() -> None:
+    one = [WeightSpec("a", "float32", (2,)), WeightSpec("b", "float32", (3,))]
+    assert first_difference(one, reversed(one)) is None
+    assert first_difference(one, one[:1]) == "tensor 'b' (float32[3]) is only here"
+    assert first_difference(one[:1], one) == "tensor 'b' (float32[3]) is only there"
+    other = [one[0], dataclasses.replace(one[1], dtype="bfloat16")]
+    assert first_difference(one, other) == "tensor 'b' is float32[3] here and bfloat16[3] there"
+
+
+@given(indices=st.sets(st.integers(0, 60)))
+def test_ranges_are_the_indices(indices: set[int]) -> None:
+    ranges = ranges_of(sorted(indices))
+    assert indices_of(ranges, 61) == sorted(indices)
+    assert all(first + count < second for (first, count), (second, _) in pairwise(ranges))
+
+
+@pytest.mark.parametrize("ranges", [[(0, 0)], [(3, 2), (4, 1)], [(9, 2)], [(5, 1), (0, 1)]])
+def test_ranges_from_another_peer_are_checked(ranges: list[tuple[int, int]]) -> None:
+    with pytest.raises(ProtocolViolationError):
+        indices_of(ranges, 10)
+
+
+def test_the_layout_knows_the_pieces_of_each_tensor() -> None:
+    layout = Layout(
+        (WeightSpec("a", "int8", (5000,)), WeightSpec("b", "int8", (0,)), WeightSpec("c", "int8", (1,))), 4096
+    )
+    assert [list(layout.of_tensor(number)) for number in range(3)] == [[0, 1], [], [2]]
+    assert layout.count == len(layout.pieces) == 3
