@@ -241,7 +241,8 @@ class RemoteSynchronizer:
 
     async def coordinate_weight_sync_setup(self, timeout: float | None = None) -> None:
         """See `Synchronizer.coordinate_weight_sync_setup`."""
-        request = wire.SyncTimeoutRequest(namespace=self._namespace, timeout=timeout or 0.0)
+        session = await self._open_session()
+        request = wire.SyncTimeoutRequest(namespace=self._namespace, session=session.number, timeout=timeout or 0.0)
         await self._call(methods.COORDINATE_WEIGHT_SYNC_SETUP, request, waits=True)
 
     async def coordinate_weight_sync_teardown(self) -> None:
