@@ -31,7 +31,7 @@ from averaging.wire.weights_pb2 import WeightsFollowRequest
 
 logger = logging.getLogger("averaging.synchronizer")
 
-MIN_PAUSE, MAX_PAUSE = 0.1, 5.0
+MIN_PAUSE, MAX_PAUSE = 0.1, 2.0
 """Seconds between two attempts to reach publishers; the pause doubles."""
 
 NAME_BYTES = 16
@@ -92,6 +92,7 @@ class FollowerTasks:
         store: what was received; its `changes` also happen when `failure` or `connected` change.
         connected: whether a publisher is connected.
         bytes_received: bytes of encoded pieces.
+        retries: attempts to receive a version that failed.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class FollowerTasks:
         self.failure: AveragingError | None = None
         self.connected = False
         self.bytes_received = 0
+        self.retries = 0
         self._endpoint = ""
         self._publisher: Publisher | None = None  # who announced that version
         self._layout: Layout | None = None
@@ -298,6 +300,8 @@ class FollowerTasks:
                 await self._downloads.receive(incoming, publisher, arrived)
             except StateError as error:
                 logger.warning("%s; trying again", error)
+                self.retries += 1
+                self.store.changes.happened()
                 if publisher.channel.endpoint in self._downloads.liars:
                     self._publisher = None
                     await publisher.channel.close()  # ends its announcements too
