@@ -71,7 +71,11 @@ async def test_the_publisher_is_killed(share: float, first: bool) -> None:
     version = 1 if first else 2
     with FaultProxy(RATE) as proxy, worker(proxy.target, 1) as trainer:
         # What is in the buffers of its machine is lost too.
-        moment = Moment(share, lambda: (trainer.kill(), proxy.arm(Fault.CUT)))
+        def die() -> None:
+            trainer.kill()
+            proxy.arm(Fault.CUT)
+
+        moment = Moment(share, die)
         await tell(trainer, "published")
         async with AsyncExitStack() as stack:
             moment.armed = first
@@ -140,7 +144,7 @@ async def test_version_3_is_published_while_2_travels() -> None:
             await publisher.commit(weights_of(2), 2)
             await moment.comes()
             await publisher.commit(weights_of(3), 3)
-            seen = []
+            seen: list[int] = []
             async with asyncio.timeout(LIMIT):
                 while not seen or seen[-1] < 3:
                     await follower.wait_newer(seen[-1] if seen else 1, None)
