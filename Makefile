@@ -21,8 +21,9 @@ demo: $(VENV)/installed ## train in four processes that average, and kill one of
 test: $(VENV)/installed ## all tests except those of the next four targets
 	$(BIN)/python -m pytest -m "not long and not interop and not etcd" --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
-test-long: $(VENV)/installed ## the long tests, about 15 minutes
-	$(BIN)/python -m pytest -m long --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+test-long: $(VENV)/installed ## the long tests, and the fuzz tests with four times as many examples; about 20 minutes
+	AVERAGING_TEST_LONG=1 $(BIN)/python -m pytest -m long --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+	AVERAGING_TEST_LONG=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) tests/fuzz tests/unit/test_compression.py
 
 test-etcd: $(VENV)/installed ## the tests with a real etcd server (apt-get install etcd-server), about 2 minutes
 	$(BIN)/python -m pytest -m etcd tests/etcd $(PYTEST_ARGS)

@@ -30,16 +30,20 @@ if TYPE_CHECKING:
         LyingLeaderError,
         NonFiniteError,
         NoSeedAnsweredError,
+        NotServedError,
         PeersMissingError,
         PeerUnreachableError,
         ProtocolViolationError,
         RoundError,
         SchemaMismatchError,
+        SiteError,
         StateError,
+        SyncTimeoutError,
         TensorError,
         TransportError,
         UnauthenticatedError,
         UnprovenViolationError,
+        WeightGroupError,
         WrongRunError,
     )
     from averaging.observe.receipts import Account, DropCode, Dropped, LateArrival, Outcome, Receipt, Role, Straggler
@@ -55,9 +59,14 @@ if TYPE_CHECKING:
     from averaging.state.snapshots import Extras
     from averaging.strategies import DiLoCo, GradientAveraging, LocalSGD, Strategy
     from averaging.sync_peer import SyncPeer
+    from averaging.synchronizer.coordination import RunningStatus
     from averaging.synchronizer.follower import Follower
     from averaging.synchronizer.follower_staleness import Staleness
+    from averaging.synchronizer.options import SynchronizerConfig, SyncMethod
     from averaging.synchronizer.publisher import WeightPublisher
+    from averaging.synchronizer.remote import RemoteSynchronizer
+    from averaging.synchronizer.synchronizer import Synchronizer
+    from averaging.synchronizer.weight_group import WeightReceiver, WeightSender
     from averaging.training.training import Training
 
 __all__ = [
@@ -93,6 +102,7 @@ __all__ = [
     "NoSeedAnsweredError",
     "NonFinite",
     "NonFiniteError",
+    "NotServedError",
     "Outcome",
     "Peer",
     "PeerConfig",
@@ -101,6 +111,7 @@ __all__ = [
     "PeersMissingError",
     "ProtocolViolationError",
     "Receipt",
+    "RemoteSynchronizer",
     "ReplyForm",
     "Role",
     "RoundError",
@@ -109,13 +120,19 @@ __all__ = [
     "RpcMethod",
     "RpcServer",
     "RpcService",
+    "RunningStatus",
     "SchemaMismatchError",
+    "SiteError",
     "Staleness",
     "State",
     "StateError",
     "Straggler",
     "Strategy",
+    "SyncMethod",
     "SyncPeer",
+    "SyncTimeoutError",
+    "Synchronizer",
+    "SynchronizerConfig",
     "TLSFiles",
     "TensorError",
     "Topic",
@@ -124,7 +141,10 @@ __all__ = [
     "TransportError",
     "UnauthenticatedError",
     "UnprovenViolationError",
+    "WeightGroupError",
     "WeightPublisher",
+    "WeightReceiver",
+    "WeightSender",
     "WrongRunError",
     "__version__",
     "close_all",
@@ -164,6 +184,7 @@ _HOMES = {
     "NoSeedAnsweredError": "errors",
     "NonFinite": "config",
     "NonFiniteError": "errors",
+    "NotServedError": "errors",
     "Outcome": "observe.receipts",
     "Peer": "peer.peer",
     "PeerConfig": "config",
@@ -172,6 +193,7 @@ _HOMES = {
     "PeersMissingError": "errors",
     "ProtocolViolationError": "errors",
     "Receipt": "observe.receipts",
+    "RemoteSynchronizer": "synchronizer.remote",
     "ReplyForm": "protocol.schema",
     "Role": "observe.receipts",
     "RoundError": "errors",
@@ -180,13 +202,19 @@ _HOMES = {
     "RpcMethod": "rpc",
     "RpcServer": "rpc",
     "RpcService": "rpc",
+    "RunningStatus": "synchronizer.coordination",
     "SchemaMismatchError": "errors",
+    "SiteError": "errors",
     "Staleness": "synchronizer.follower_staleness",
     "State": "state.packing",
     "StateError": "errors",
     "Straggler": "observe.receipts",
     "Strategy": "strategies",
+    "SyncMethod": "synchronizer.options",
     "SyncPeer": "sync_peer",
+    "SyncTimeoutError": "errors",
+    "Synchronizer": "synchronizer.synchronizer",
+    "SynchronizerConfig": "synchronizer.options",
     "TLSFiles": "config",
     "TensorError": "errors",
     "Topic": "peer.topics",
@@ -195,6 +223,9 @@ _HOMES = {
     "TransportError": "errors",
     "UnauthenticatedError": "errors",
     "UnprovenViolationError": "errors",
+    "WeightGroupError": "errors",
+    "WeightReceiver": "synchronizer.weight_group",
+    "WeightSender": "synchronizer.weight_group",
     "WeightPublisher": "synchronizer.publisher",
     "WrongRunError": "errors",
     "close_all": "averager",

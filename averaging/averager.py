@@ -6,7 +6,10 @@ import logging
 import math
 import random
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Protocol, Self, Unpack, overload, runtime_checkable
 from weakref import WeakSet
@@ -16,8 +19,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from averaging.common.validation import is_count, is_finite
 from averaging.config import PeerConfig, PeerOptions, configure
+from averaging.discovery.shard_of_run import ShardOfRun
 from averaging.errors import AveragingError, ClosedError, ConfigError, PeersMissingError, RoundError
 from averaging.observe.receipts import Receipt
+from averaging.observe.status import PeerStatus
 from averaging.observe.training_status import Finish, TrainingStatus
 from averaging.peer.lifecycle import DiscoveryFactory
 from averaging.peer.peer import Peer
@@ -26,12 +31,16 @@ from averaging.protocol.group import Mode
 from averaging.strategies.base import Strategy
 from averaging.strategies.run_end import RunEnd
 from averaging.strategies.run_start import RunStart
+from averaging.strategies.site_start import SiteStart
 from averaging.training import sigterm
 from averaging.training.event_loop_thread import EventLoopThread, on_loop
-from averaging.training.history import Stage, same_origin
+from averaging.training.history import Others, Stage, same_origin
+from averaging.training.layout import is_divided, local
 from averaging.training.named_tensors import named_buffers, named_parameters
 from averaging.training.optimizer_wrapper import OptimizerWrapper
 from averaging.training.scheduler import drive, make_scheduler
+from averaging.training.site import ProcessGroupSite, Site
+from averaging.training.site_options import check_alike, described, of_rank
 from averaging.training.training import Training
 from averaging.training.training_state import TrainingState
 from averaging.transport.base import Transport
@@ -39,8 +48,27 @@ from averaging.transport.rpc_methods import RpcService
 
 logger = logging.getLogger(__name__)
 
+NEWS_SECONDS = 0.25
+"""Seconds between two times that the leader of a site tells its status to the other ranks."""
+
+NO_GROUP: object = object()
+"""Value of `process_group` for a process that trains the model alone; None would be a group that is missing."""
+
 MAX_STEPS = 10_000_000
 """Default maximum of the steps in a downloaded state. A scheduler takes up to two minutes for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What the leader of a site knows: the peers, the status and state version of its own, and whether it has left."""
+
+    peers: frozenset[str]
+    status: PeerStatus | None
+    version: int
+    left: bool
+
+
+NO_NEWS = News(frozenset(), None, 0, False)
 
 
 @runtime_checkable
@@ -95,6 +123,9 @@ class DecentralizedAverager(OptimizerWrapper):
             for ever. Set it above the number of steps of your run.
         on_round: Called in the training thread with the receipt of every round, also of a failed one. It must not call
             `average_now`.
+        process_group: The ranks that train this copy of the model together, such as `torch.distributed.group.WORLD`.
+            They are a *site*, which is one peer of the run. All ranks make an averager with the same arguments and
+            call its methods alike. See docs/how-to/sites.md.
         leave_on_sigterm: Whether this peer leaves its run on SIGTERM, so that the other peers do not wait for it. This
             works in the main thread only. The handler that was there before runs afterwards; the default one ends the
             process. If the process goes on, `step` makes the steps of the inner optimizer alone.
@@ -110,8 +141,9 @@ class DecentralizedAverager(OptimizerWrapper):
         last_receipt: The receipt of the last round, or None.
 
     Raises:
-        ConfigError: An option is invalid. In an interactive session also: this process has an open averager of the
-            same run already; the message names it.
+        SiteError: Another rank of the site is lost.
+        ConfigError: An option is invalid, or differs between the ranks of a site; it is raised at all of them. In an
+            interactive session also: this process has an open averager of the same run already; the message names it.
         TensorError: A parameter or buffer cannot be averaged.
         ListenError: The peer cannot listen on its address.
         NoSeedAnsweredError: None of the peers in `join` answered in time; a `JoinRefusedError` if all of them refuse.
@@ -131,68 +163,92 @@ class DecentralizedAverager(OptimizerWrapper):
         max_steps: int = MAX_STEPS,
         on_round: Callable[[Receipt], object] | None = None,
         leave_on_sigterm: bool = True,
+        process_group: object = NO_GROUP,
         services: Sequence[RpcService] = (),
         transport: Transport | None = None,
         discovery: DiscoveryFactory | None = None,
         **options: Unpack[PeerOptions],
     ) -> None:
-        config = configure(config, run_id, options)
-        if config.mode is Mode.AUXILIARY:
-            raise ConfigError("an auxiliary peer has nothing to train; start it as a Peer or with `averaging peer`")
-        _check(strategy, optimizer)
-        if not is_count(max_steps) or max_steps < 1:
-            raise ConfigError(f"max_steps must be a whole number of steps, at least 1, not {max_steps!r}")
-        _check_only_one(config)
+        if not hasattr(optimizer, "param_groups"):
+            raise ConfigError(f"the first argument must be an optimizer, not {type(optimizer).__name__}")
+        parameters = named_parameters(optimizer)
+        self._news = _News(self._tell)
+        self._site = site = _site_of(process_group, parameters, self._news)
+
+        def check() -> dict[str, str]:
+            self._config = checked = configure(config, run_id, options)
+            if checked.mode is Mode.AUXILIARY:
+                raise ConfigError("an auxiliary peer has nothing to train; start it as a Peer or with `averaging peer`")
+            _check(strategy)
+            if not is_count(max_steps) or max_steps < 1:
+                raise ConfigError(f"max_steps must be a whole number of steps, at least 1, not {max_steps!r}")
+            _check_only_one(checked)
+            shapes = [(name, tuple(one.shape)) for name, one in parameters.items()]
+            further = {"weight": weight, "max_steps": max_steps, "optimizer": type(optimizer).__name__}
+            return described(checked, strategy=strategy, parameters=shapes, buffers=sorted(buffers or ()), **further)
+
+        check_alike(site.together(check))
         super().__init__(optimizer)
         self.strategy = strategy
         self.last_receipt: Receipt | None = None
         self._on_round = on_round
         self._in_on_round = False  # the strategy may not have applied the result of that round yet
-        parameters = named_parameters(optimizer)
-        buffers = named_buffers({} if buffers is None else buffers)
-        averaged = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
-        self._peer = Peer(
-            parameters | averaged,
-            config=config,
-            extra_state=lambda: self._training_state.shared(),
-            services=services,
-            transport=transport,
-            discovery=discovery,
-        )
-        self._training = Training(
-            optimizer,
-            parameters,
-            averaged,
-            self._peer,
-            on_receipt=self._note,
-            check=lambda user: self._training_state.check(user),
-            take_over=lambda state: self._training_state.take_over(state),
-        )
-        self.weight = weight  # checked by the property
-        self.scheduler = None if scheduler is None else make_scheduler(scheduler, optimizer)
-        kept = {name: buffer for name, buffer in buffers.items() if name not in averaged}
-        self._training_state = TrainingState(self._training, strategy, self.scheduler, kept, max_steps)
-        strategy.start(self._training)
         self._left = False
         self._state_services = [service for service in services if isinstance(service, StateService)]
         self._told: tuple[int, Receipt | None] | None = None
-        self._thread = EventLoopThread(self._peer, f"the averager of run {config.run_id!r}")
-        try:
+        self._started: EventLoopThread | None = None
+
+        def start(leader: str) -> str:
+            """Starts this rank's peer, if it owns one. Returns its endpoint."""
+            shard = None
+            if site.shards > 1:
+                shard = ShardOfRun(self._config.run_id, site.layout, site.shard, leader)
+            every_buffer = named_buffers({} if buffers is None else buffers)
+            averaged = {name: buffer for name, buffer in every_buffer.items() if buffer.is_floating_point()}
+            kept = {name: buffer for name, buffer in every_buffer.items() if name not in averaged}
+            self._peer = Peer(
+                {name: local(one) for name, one in parameters.items()} | averaged,
+                config=of_rank(self._config, site, leader),
+                extra_state=lambda: self._training_state.shared(),
+                services=services if site.leads else (),
+                transport=transport,
+                discovery=discovery,
+                shard=shard,
+            )
+            self._training = Training(
+                optimizer,
+                parameters,
+                averaged,
+                self._peer,
+                site=site,
+                donates=self._config.share_state and self._config.mode is not Mode.CLIENT,
+                on_receipt=self._note,
+                check=lambda user: self._training_state.check(user),
+                take_over=lambda state: self._training_state.take_over(state),
+            )
+            self.weight = weight  # checked by the property
+            self.scheduler = None if scheduler is None else make_scheduler(scheduler, optimizer)
+            self._training_state = TrainingState(self._training, strategy, self.scheduler, kept, max_steps)
+            strategy.start(self._training)
+            context = self._peer if site.owns else nullcontext()
+            self._started = EventLoopThread(context, f"the averager of run {self._config.run_id!r}")
             if leave_on_sigterm:
                 sigterm.leave_on_sigterm(self)
-            self._training.run_in(self._thread)
-            beginning = RunStart(
-                self._peer,
-                strategy,
-                self._training,
-                check=self._training_state.check,
-                take_over=self._training_state.take_over,
-                now=self._training.now(),
-                rng=random.SystemRandom(),
-            )
-            self._thread.run(beginning.begin())
+            self._training.run_in(self._thread, self._training_state.shared)
+            if not site.owns:
+                return leader
+            self._thread.run(self._peer.check_division())
+            return self._peer.endpoint
+
+        try:
+            # The leader first, since the others join through it.
+            self._endpoint = site.agreed(lambda: start(""))
+            if site.size > 1:
+                site.together(lambda: None if site.leads else start(self._endpoint))
+            self._begin()
             strategy.joined(self._training)
             self._drive_scheduler()
+            self._tell_news()
         except BaseException:
             self.close()
             raise
@@ -203,6 +259,30 @@ class DecentralizedAverager(OptimizerWrapper):
         except BaseException:
             self.close()
             raise
+
+    @property
+    def _thread(self) -> EventLoopThread:
+        if self._started is None:
+            raise RuntimeError("the peer has not been started yet")
+        return self._started
+
+    def _begin(self) -> None:
+        """Takes over the state of the run, or begins a new one."""
+        training, peer, thread = self._training, self._peer, self._thread
+        beginning = RunStart(
+            peer,
+            self.strategy,
+            training,
+            check=self._training_state.check,
+            take_over=self._training_state.take_over,
+            now=training.now(),
+            rng=random.SystemRandom(),
+        )
+        if self._site.size == 1:
+            thread.run(beginning.begin())
+        else:
+            first = [*peer.own_tensors, *self._training_state.buffers.values()]
+            SiteStart(peer, thread, self.strategy, training, beginning, lambda: self._site.copy(first)).begin()
 
     # As an optimizer
 
@@ -236,7 +316,8 @@ class DecentralizedAverager(OptimizerWrapper):
             loss = self.strategy.step_alone(self._training, closure)
             self._drive_scheduler()
             return loss
-        self._thread.check()
+        if not self._left:  # the other ranks of a site hear of it below
+            self._thread.check()
         if self.strategy.stage is not Stage.TRAINING:
             raise RoundError("finish() was called, so the other peers expect no further step; make a new averager")
         self._training.check_tensors()
@@ -271,7 +352,8 @@ class DecentralizedAverager(OptimizerWrapper):
         self._thread.check()
         with self._peer.tensors():
             self._training_state.load(inner, own)
-        self._thread.run(self._peer.commit(self._peer.version))
+        if self._site.owns:
+            self._thread.run(self._peer.commit(self._peer.version))
         self.strategy.joined(self._training)
         self._drive_scheduler()
 
@@ -284,13 +366,15 @@ class DecentralizedAverager(OptimizerWrapper):
 
     @property
     def endpoint(self) -> str:
-        """The address at which other peers `join` this one."""
+        """The address at which other peers `join` this one; in a site that of its rank 0."""
         self._thread.check()
-        return self._peer.endpoint
+        return self._endpoint
 
     @property
     def peers(self) -> frozenset[str]:
-        """The endpoints of the known peers of the run, including this one."""
+        """The endpoints of the known peers of the run, including this one. Each site has one here."""
+        if self._site.size > 1:
+            return self._news.last.peers
         return self._thread.run(on_loop(lambda: self._peer.peers))
 
     def wait_for_peers(self, count: int, timeout: float, *, required: bool = False) -> bool:
@@ -313,6 +397,7 @@ class DecentralizedAverager(OptimizerWrapper):
             ClosedError: The averager was closed, or its thread has failed.
         """
         is_there = self._await_peers(count, timeout)
+        self._tell_news()
         if required and not is_there:
             raise PeersMissingError(count, timeout, self.peers)
         return is_there
@@ -329,12 +414,15 @@ class DecentralizedAverager(OptimizerWrapper):
         def are_there(announcements: Mapping[str, bytes]) -> bool:
             return 1 + len(same_origin(strategy.announced_history(training), announcements)) >= count
 
+        def look(announcements: Mapping[str, bytes]) -> Callable[[], tuple[Others, float]]:
+            return lambda: (strategy.others(training, announcements), end - training.monotonic())
+
         while True:
             announcements = training.wait_for_announcements(
                 lambda announcements: are_there(announcements) or bool(strategy.others(training, announcements).ahead),
                 max(0.0, end - training.monotonic()),
             )
-            others, left = strategy.others(training, announcements), end - training.monotonic()
+            others, left = training.agreed(look(announcements))
             if not others.ahead or left <= 0:
                 return are_there(announcements)
             strategy.catch_up(training, others, left)
@@ -365,12 +453,13 @@ class DecentralizedAverager(OptimizerWrapper):
             return Finish(self._training.digest(), {}, left=True)
         self._thread.check()
         finish = RunEnd(self._training, self.strategy, timeout).finish()
+        self._tell_news()
         self._tell_services()
         return finish
 
     @property
     def status(self) -> TrainingStatus:
-        """The progress of this peer and its run."""
+        """The progress of this peer and its run; at all ranks of a site what its rank 0 knew in the last step."""
         peers = self.peers
         return TrainingStatus(
             local_step=self.local_step,
@@ -379,8 +468,13 @@ class DecentralizedAverager(OptimizerWrapper):
             peers=peers,
             alone=len(peers) == 1,
             last_receipt=self.last_receipt,
-            peer=self._thread.run(on_loop(lambda: self._peer.status)),
+            peer=self._peer_status(),
         )
+
+    def _peer_status(self) -> PeerStatus:
+        if self._news.last.status is not None:
+            return self._news.last.status
+        return self._thread.run(on_loop(lambda: self._peer.status))
 
     @property
     def local_step(self) -> int:
@@ -395,7 +489,7 @@ class DecentralizedAverager(OptimizerWrapper):
     @property
     def model_version(self) -> int:
         """Version of the state that newcomers get from this peer. It grows with every round."""
-        return self._peer.version
+        return self._news.last.version if self._site.size > 1 else self._peer.version
 
     @property
     def weight(self) -> float:
@@ -457,7 +551,9 @@ class DecentralizedAverager(OptimizerWrapper):
         """Ends a round in progress, leaves the run and ends the thread. The inner optimizer stays usable."""
         _open_averagers.discard(self)
         sigterm.stay_on_sigterm(self)
-        self._thread.close()
+        if self._started is not None:
+            self._started.close()
+        self._site.close()
 
     def begin_to_leave(self) -> None:
         """Called on SIGTERM, see `leave_on_sigterm`."""
@@ -471,7 +567,21 @@ class DecentralizedAverager(OptimizerWrapper):
         logger.warning("the averager of run %r has left on SIGTERM", self._peer.run_id)
 
     def _has_left(self) -> bool:
-        return self._left
+        return self._news.last.left if self._site.size > 1 else self._left
+
+    def _tell(self) -> News:
+        """What the leader of a site tells the other ranks from time to time."""
+        thread, peer = self._thread, self._peer
+        try:
+            peers, status, version = thread.run(on_loop(lambda: (peer.peers, peer.status, peer.version)))
+        except ClosedError:
+            return replace(self._news.last, left=self._left)
+        return News(peers, status, version, self._left)
+
+    def _tell_news(self) -> None:
+        """Tells the other ranks of a site what is new now."""
+        self._news.is_due = True
+        self._site.agreed(lambda: None)
 
     def __enter__(self) -> Self:
         return self
@@ -495,6 +605,48 @@ class DecentralizedAverager(OptimizerWrapper):
                 self._on_round(receipt)
             finally:
                 self._in_on_round = False
+
+
+class _News:
+    """What the leader of a site tells the other ranks along with its answers: status, so that it is alike everywhere.
+
+    Attributes:
+        last: what was told last.
+        is_due: whether something is told with the next answer in any case.
+    """
+
+    def __init__(self, tell: Callable[[], News]) -> None:
+        self._tell = tell
+        self._next = math.inf
+        self.is_due = False
+        self.last = NO_NEWS
+
+    def latest(self) -> News | None:
+        if not self.is_due and time.monotonic() < self._next:
+            return None
+        self.is_due = False
+        self._next = time.monotonic() + NEWS_SECONDS
+        return self._tell()
+
+    def told(self, news: News) -> None:
+        self.last = news
+
+
+def _site_of(process_group: object, parameters: Mapping[str, torch.Tensor], news: _News) -> Site:
+    """The site of this process.
+
+    Raises:
+        ConfigError: there is no such group, or the model is divided and no group was given.
+    """
+    if process_group is not NO_GROUP:
+        return ProcessGroupSite(process_group, parameters, news)
+    divided = next((name for name, one in parameters.items() if is_divided(one)), None)
+    if divided is not None:
+        raise ConfigError(
+            f"parameter {divided!r} is divided between processes; give the averager their process group, such as "
+            "process_group=torch.distributed.group.WORLD"
+        )
+    return Site()
 
 
 _open_averagers: WeakSet[DecentralizedAverager] = WeakSet()
@@ -521,10 +673,8 @@ def close_all() -> None:
         averager.close()
 
 
-def _check(strategy: object, optimizer: object) -> None:
+def _check(strategy: object) -> None:
     if not isinstance(strategy, Strategy):
         raise ConfigError(f"strategy must be a Strategy object, such as LocalSGD(every=50), not {strategy!r}")
     if strategy.attached:
         raise ConfigError(f"{strategy!r} belongs to another averager, open or closed; make a new one for each averager")
-    if not hasattr(optimizer, "param_groups"):
-        raise ConfigError(f"the first argument must be an optimizer, not {type(optimizer).__name__}")

@@ -30,6 +30,9 @@ from averaging.protocol.schema import ReplyForm
 DEFAULT_PART_SIZE_BYTES = 1 << 20
 """Smaller parts cost more per byte; larger ones gain nothing (docs/design/performance.md)."""
 
+AUTO = "auto"
+"""Value of `direct_listen`: any free port on the host of `listen`."""
+
 FilePath: TypeAlias = "str | os.PathLike[str]"
 
 MAX_RUN_ID_BYTES, MAX_GROUP_BITS = 128, 64
@@ -106,6 +109,8 @@ class PeerOptions(TypedDict, total=False):
     non_finite: NonFinite | str
     part_size_bytes: int
     bandwidth: float | None
+    direct_listen: str | None
+    direct_advertise: int | None
     share_state: bool
     verify_donors: int
     insecure: bool
@@ -160,6 +165,10 @@ class PeerConfig:
         part_size_bytes: Size of a part on the wire. The same at all peers.
         bandwidth: Bandwidth of this peer's link in bytes/s, so that its shard has a size to match. Set it on every peer
             or on none: an unset peer counts as the median of the others.
+        direct_listen: `host:port` for direct connections, over which parts travel beside gRPC. `auto` takes any free
+            port on the host of `listen`; with None or `off` all parts travel over gRPC.
+        direct_advertise: Port at which other peers reach `direct_listen` on the host of this peer's endpoint, if it
+            differs.
 
         share_state: Whether newcomers may download this peer's state. Clients never share it.
         verify_donors: A state is downloaded only if this many donors offer the same version with the same digests of
@@ -201,6 +210,8 @@ class PeerConfig:
     non_finite: NonFinite = NonFinite.REFUSE
     part_size_bytes: int = DEFAULT_PART_SIZE_BYTES
     bandwidth: float | None = None
+    direct_listen: str | None = AUTO
+    direct_advertise: int | None = None
 
     share_state: bool = True
     verify_donors: int = 1
@@ -291,6 +302,12 @@ class PeerConfig:
             raise ConfigError(f"aggregation: {error}") from None
         if not 1 <= self.verify_donors <= 16:
             raise ConfigError(f"verify_donors must be from 1 to 16, not {self.verify_donors}")
+        if self.direct_listen == "off":
+            object.__setattr__(self, "direct_listen", None)
+        if self.direct_listen not in (None, AUTO):
+            _port("direct_listen", str(self.direct_listen))
+        if self.direct_advertise is not None and not 0 < self.direct_advertise < 1 << 16:
+            raise ConfigError(f"direct_advertise must be a port from 1 to 65535, not {self.direct_advertise}")
         if not 1024 <= self.part_size_bytes <= 1 << 28:
             raise ConfigError(f"part_size_bytes must be from 1 KiB to 256 MiB, not {self.part_size_bytes}")
 
@@ -348,7 +365,8 @@ _SWITCHES = ("share_state", "insecure", "in_place")
 
 _TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
     **dict.fromkeys(("run_id", "listen", "group_bits", "aggregation"), ((str,), "a text")),
-    "advertise": ((str, type(None)), "a text or None"),
+    **dict.fromkeys(("advertise", "direct_listen"), ((str, type(None)), "a text or None")),
+    "direct_advertise": ((Integral, type(None)), "a port or None"),
     "join": ((Collection,), "a list of addresses"),
     **dict.fromkeys(_SECONDS, ((Real,), "a finite number of seconds above 0")),
     "bandwidth": ((Real, type(None)), "a number of bytes/s or None"),
@@ -430,9 +448,9 @@ def _from_text(name: str, text: str) -> Any:
         return [address.strip() for address in text.split(",") if address.strip()]
     if name in _SWITCHES:
         return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}.get(text.lower(), text)
-    if name in _COUNTS or name in _SECONDS or name == "bandwidth":
+    if name in _COUNTS or name in _SECONDS or name in ("bandwidth", "direct_advertise"):
         try:
-            return int(text) if name in _COUNTS else float(text)
+            return int(text) if name in _COUNTS or name == "direct_advertise" else float(text)
         except ValueError:
             return text
     return text

@@ -91,6 +91,10 @@ class CallRefusedError(TransportError):
     """The peer refused this call."""
 
 
+class NotServedError(CallRefusedError):
+    """The peer does not serve the method: it has other software, another release, or has it switched off."""
+
+
 class UnauthenticatedError(CallRefusedError):
     """The run of the peer requires a token, and this peer has none, or one of another run. The reason says which."""
 
@@ -131,6 +135,13 @@ class ForeignEndpointError(ProtocolViolationError):
 
 class RoundError(AveragingError):
     """A round that cannot produce an average, for example because the weights of its members sum to zero."""
+
+
+class SiteError(AveragingError):
+    """The ranks of a site can no longer go the same way: one is lost, was interrupted, or has failed half-way.
+
+    Every process of the site has to end. torchrun starts the site again, which then takes over the run's state.
+    """
 
 
 class DiscoveryError(AveragingError):
@@ -219,6 +230,40 @@ class FeedBusyError(FeedError):
 
 class FeedUnreachableError(FeedError):
     """The feed server gave no usable answer within the time limit of the caller."""
+
+
+class WorkerError(AveragingError):
+    """A model worker could not carry out a request.
+
+    Attributes:
+        worker: the name of the worker.
+        request: the kind of the request, for example `train_step`; empty if it is not about one request.
+    """
+
+    def __init__(self, worker: str, message: str, request: str = "") -> None:
+        super().__init__(message)
+        self.worker = worker
+        self.request = request
+
+
+class WorkerLostError(WorkerError):
+    """A model worker has died, cannot be reached, or has restarted and lost what it held."""
+
+
+class MasterRefusedError(WorkerError):
+    """A model worker refuses a master: another one is attached, or its plan does not match the worker."""
+
+
+class DataLostError(WorkerError):
+    """Samples that a call needs were held by a lost worker alone."""
+
+
+class SyncTimeoutError(AveragingError, TimeoutError):
+    """No new state came to a synchronizer while an explorer waited for one."""
+
+
+class WeightGroupError(AveragingError):
+    """Trainers and explorers cannot transfer weights in a group of torch.distributed: a member is missing or failed."""
 
 
 def _listed(reasons: Mapping[str, str]) -> str:

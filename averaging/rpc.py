@@ -25,23 +25,42 @@ from typing import Self, TypeVar
 
 from averaging.common.addresses import parse_address
 from averaging.config import FilePath, Inspection, TLSFiles
+from averaging.deadlines.fair_timeout import FairTimeout
+from averaging.deadlines.learned_deadlines import Deadline, Deadlines, Phase
 from averaging.errors import ClosedError, ConfigError
 from averaging.security.credentials import Credentials, read_tls, read_tokens
 from averaging.training.event_loop_thread import EventLoopThread
 from averaging.transport.grpc import GrpcTransport
 from averaging.transport.grpc.dialling import Dialling
 from averaging.transport.grpc.rpc_channel import Caller
+from averaging.transport.grpc.tensor_messages import (
+    TENSOR_DTYPES,
+    TensorMessage,
+    TensorReader,
+    tensor_dtype_name,
+    tensor_messages,
+)
 from averaging.transport.rpc_methods import Message, RpcHandler, RpcMethod, RpcService
 
 __all__ = [
+    "TENSOR_DTYPES",
     "Credentials",
+    "Deadline",
+    "Deadlines",
     "EventLoopThread",
+    "FairTimeout",
+    "Message",
+    "Phase",
     "RpcChannel",
     "RpcHandler",
     "RpcMethod",
     "RpcServer",
     "RpcService",
+    "TensorMessage",
+    "TensorReader",
     "read_credentials",
+    "tensor_dtype_name",
+    "tensor_messages",
 ]
 
 Request = TypeVar("Request", bound=Message)

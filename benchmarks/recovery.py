@@ -67,7 +67,13 @@ async def averaging_worker(join: str, group_wait: float) -> None:
         while True:
             began = time.time()
             receipt = await peer.average()
-            say(event="round", began=began, averaged=receipt.averaged, members=len(receipt.members), told=str(receipt))
+            say(
+                event="round",
+                began=began,
+                averaged=receipt.averaged,
+                members=len(receipt.members),
+                outcome=str(receipt),
+            )
 
 
 def hivemind_worker(join: str, group_wait: float) -> None:
@@ -88,12 +94,12 @@ def hivemind_worker(join: str, group_wait: float) -> None:
     )
     say(event="up", address=str(dht.get_visible_maddrs()[0]))
     while True:
-        began, members, told = time.time(), None, ""
+        began, members, outcome = time.time(), None, ""
         try:
             members = averager.step(timeout=LIMIT)
         except Exception as error:
-            told = f"{type(error).__name__}: {error}"
-        say(event="round", began=began, averaged=bool(members), members=len(members or ()), told=told)
+            outcome = f"{type(error).__name__}: {error}"
+        say(event="round", began=began, averaged=bool(members), members=len(members or ()), outcome=outcome)
 
 
 class EndedError(Exception):

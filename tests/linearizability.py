@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from averaging.elastic.register import Entry, Register
 from averaging.errors import AveragingError
+from tests.integration.fault_proxy import Fault, FaultProxy
 
 INFINITE = 1 << 60
 
@@ -70,6 +71,22 @@ def is_linearizable(history: list[Operation]) -> bool:
             if possible:
                 stack.append((past | {i}, after))
     return False
+
+
+def periodic_faults(proxy: FaultProxy, rng: random.Random, max_bytes: int) -> Callable[[], None]:
+    """A function that cuts and heals the link of the proxy periodically, by the number of its calls."""
+    calls = itertools.count()
+
+    def next_fault() -> None:
+        match next(calls) % 25:
+            case 6:
+                proxy.arm(Fault.CUT, after=rng.randrange(max_bytes))
+            case 14:
+                proxy.arm(Fault.HALF_OPEN)
+            case 18:
+                proxy.heal()
+
+    return next_fault
 
 
 @dataclass

@@ -77,7 +77,7 @@ class AllReduce:
         window = window_bytes(schema.part_size_bytes, sum(map(bool, parts_of.values())) - 1)
         limits = send_limits(packed_sizes(schema, own), window)
         identical = schema.reply is ReplyForm.AVERAGE
-        self._schema = schema
+        self._schema, self._transport = schema, transport
         # If the leader could have announced different groups, nothing is adopted before the end.
         early = adopt if group.committed else None
         self._account = RoundAccount(group, endpoint, parts_of, send_limits=limits, identical=identical, adopt=early)
@@ -118,6 +118,8 @@ class AllReduce:
             LyingLeaderError: the leader announced another group to another member.
         """
         self._account.begin()
+        for name in self._reducers:
+            self._transport.prepare_lane(name)
         seconds = timeout + self._transfer_seconds
         try:
             async with FairTimeout(Deadline(seconds, "the round's"), seconds), self._monitor.running():

@@ -107,6 +107,7 @@ class RoundAccount:
         self._sent: Counter[str] = Counter()
         self._received: Counter[str] = Counter()
         self._digests = {name: ShardDigest() for name in parts_of}
+        self._lanes: dict[str, tuple[str, str]] = {}
         self._parts_in: dict[str, float] = {}
         self._averages_in: dict[str, float] = {}
         self._began: float | None = None
@@ -118,6 +119,10 @@ class RoundAccount:
     def ready(self) -> None:
         """Records that this member has prepared its tensors and can answer the others."""
         self._lag.ready(_now())
+
+    def lane(self, name: str, lane: str, reason: str) -> None:
+        """Records how this member's parts travel to a reducer; see `Account`."""
+        self._lanes[name] = lane, reason
 
     def sent(self, name: str, nbytes: int) -> None:
         """Records bytes sent to a member."""
@@ -230,6 +235,8 @@ class RoundAccount:
                 bytes_sent=self._sent[name],
                 bytes_received=self._received[name],
                 digest=digests.get(name, ""),
+                lane=self._lanes.get(name, ("", ""))[0],
+                lane_reason=self._lanes.get(name, ("", ""))[1],
             )
             for member in self._group.members
             for name in [member.endpoint]

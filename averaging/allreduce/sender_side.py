@@ -106,6 +106,8 @@ class SenderSide:
                 self._started += 1
                 outgoing = self._messages(name, parts, tensors, window, liveness.progress)
                 async with aclosing(self._transport.aggregate_part(name, outgoing)) as replies:
+                    if (lane := self._transport.lane(name)) is not None:
+                        self._account.lane(name, lane.name, lane.reason)
                     # Read to the end of the stream: closing it early would look like a lost connection.
                     async for reply in replies:
                         if received == len(parts):

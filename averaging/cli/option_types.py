@@ -60,6 +60,11 @@ def address(value: str) -> str:
     return value
 
 
+def address_or_word(value: str) -> str:
+    """`HOST:PORT`, `auto` or `off`."""
+    return value if value in ("auto", "off") else address(value)
+
+
 def address_to_dial(value: str) -> str:
     """`HOST:PORT` of a listening peer; port 0 is refused."""
     if _port(value) == 0:

@@ -14,6 +14,7 @@ import click
 from averaging.cli.option_types import (
     PathToLookAt,
     address,
+    address_or_word,
     address_to_dial,
     aggregation,
     finite,
@@ -175,6 +176,19 @@ SECTIONS: dict[str, dict[str, dict[str, Any]]] = {
             "metavar": "BYTES/S",
             "help": "Bandwidth of this peer's link, so that its shard has a size to match: 12.5e6 for 100 Mbit/s. "
             "Set it on every peer or on none.",
+        },
+    },
+    "Advanced: direct connections": {
+        "direct_listen": {
+            "default_text": "auto, any free port on the host of --listen",
+            "type": address_or_word,
+            "metavar": "HOST:PORT|auto|off",
+            "help": "Address for connections over which parts travel beside gRPC; off sends all over gRPC.",
+        },
+        "direct_advertise": {
+            "type": click.IntRange(1, 65535),
+            "metavar": "PORT",
+            "help": "Port at which other peers reach --direct-listen, if it differs.",
         },
     },
     "Advanced: state": {

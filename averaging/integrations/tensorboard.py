@@ -51,7 +51,7 @@ class TensorBoardRounds(RoundLogger):
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, receipt.round)
         text = f"{receipt}" if receipt.straggler is None else f"{receipt}; waited for {receipt.straggler.endpoint}"
-        self._writer.add_text("round/told", text, receipt.round)
+        self._writer.add_text("round/receipt", text, receipt.round)
         self._writer.flush()
 
 

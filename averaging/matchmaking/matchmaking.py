@@ -79,6 +79,7 @@ class Matchmaking:
         self._run_id, self._endpoint = run_id, endpoint
         self.schema = schema
         self._discovery = discovery
+        self._prepare_lane = transport.prepare_lane
         self._group_size, self._min_group_size = group_size, min_group_size
         self._group_wait, self._ended_lifetime = group_wait, ended_lifetime
         self._clock, self._rng = clock, rng
@@ -153,7 +154,11 @@ class Matchmaking:
         member = unpack_gather(self._endpoint, gather)
         state = LeaderCandidate(member, self.schema.hash, self._group_size, target_contributors, self._min_group_size)
         search = SearchState(
-            state, gather, arrivals or Arrivals(self._endpoint, asyncio.get_running_loop().time()), self._rng
+            state,
+            gather,
+            arrivals or Arrivals(self._endpoint, asyncio.get_running_loop().time()),
+            self._rng,
+            self._prepare_lane,
         )
         self._search = search
         self._dropped_bits = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from averaging.common.sanitize import counted
@@ -39,6 +39,9 @@ class OpenRequest:
 class SearchState:
     """The state of one search. No method awaits, so each change is atomic.
 
+    Args:
+        prepare_lane: called with each peer that will probably be in the group, see `Transport.prepare_lane`.
+
     Attributes:
         group: the group that was found.
         open_requests: open requests by the peer that was asked.
@@ -53,7 +56,15 @@ class SearchState:
         differing: peers with another schema; None until that schema has been requested.
     """
 
-    def __init__(self, state: LeaderCandidate, gather: bytes, arrivals: Arrivals, rng: random.Random) -> None:
+    def __init__(
+        self,
+        state: LeaderCandidate,
+        gather: bytes,
+        arrivals: Arrivals,
+        rng: random.Random,
+        prepare_lane: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._prepare_lane = prepare_lane
         self.state, self.arrivals, self.gather = state, arrivals, gather
         self.group: Group | None = None
         self.open_requests: dict[str, OpenRequest] = {}
@@ -82,7 +93,10 @@ class SearchState:
         looking = {name: rules.unpack_looking(entry.value) for name, entry in others.items()}
         self.arrivals.observe(looking, asyncio.get_running_loop().time())
         self.seen.update(others)
-        self.looking_too.update(name for name, looks in looking.items() if looks)
+        waiting = [name for name, looks in looking.items() if looks]
+        self.looking_too.update(waiting)
+        if len(waiting) < self.state.target_group_size:  # of more peers, most would not be in this group
+            self._prepare_lanes(waiting)
 
     def add_seen(self, endpoint: str) -> None:
         """Notes a peer that has asked this one to lead it."""
@@ -105,6 +119,7 @@ class SearchState:
         self._decisions[request.endpoint] = decision
         self._gathered[request.endpoint] = request.gather
         self.add_seen(request.endpoint)
+        self._prepare_lanes([request.endpoint])
         self.begin_if_complete()
         self.changed.set()
         return decision
@@ -191,6 +206,7 @@ class SearchState:
             if not other.pending:
                 self.withdraw(endpoint, other)
         self.state.leader = min(self.leaders).endpoint
+        self._prepare_lanes([leader.endpoint])
         self.disband(self.state.leader)
 
     def unfollow(self, leader: Declaration) -> None:
@@ -217,6 +233,12 @@ class SearchState:
             seen = f"{counted(len(self.seen_before | self.answers.keys()), 'other')} seen, but not lately under {key}"
         reason = f"{seen}; no group of at least {min_group_size} came together ({answers or 'no peer had to be asked'})"
         return "; ".join([reason, *explain_faults(diagnosis, self.answers)])
+
+    def _prepare_lanes(self, names: Iterable[str]) -> None:
+        """Begins to open connections for parts, if this peer contributes any."""
+        if self.state.member.sends:
+            for name in names:
+                self._prepare_lane(name)
 
     def _remove_follower(self, endpoint: str) -> None:
         del self._decisions[endpoint], self._gathered[endpoint]

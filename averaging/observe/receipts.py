@@ -114,6 +114,9 @@ class Account:
             Empty if some are missing, if it reduces nothing, or if replies are deltas, which differ between members.
         waited: seconds for which it had looked for a group when this group was ready, as observed by this peer. None if
             unknown: it looked already when this peer began to look, or it is a client and this peer did not lead it.
+        lane: how this peer's parts travelled to it and the averages back: `grpc`, or `direct` for a connection beside
+            gRPC, `sealed` if that is encrypted. Empty if it reduces nothing for this peer, or outside of gRPC.
+        lane_reason: why `lane` is `grpc`, as text.
         step_rate: local steps per second that it announced, or samples per second with GradientAveraging, without the
             time in which it waits for others. None if it announced none, for example because it does not train.
     """
@@ -128,6 +131,8 @@ class Account:
     digest: str = ""
     waited: float | None = None
     step_rate: float | None = None
+    lane: str = ""
+    lane_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

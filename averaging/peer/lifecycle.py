@@ -15,6 +15,8 @@ from averaging.discovery.base import Discovery
 from averaging.discovery.gossip import GossipDiscovery
 from averaging.discovery.gossip.bootstrap import Waiting
 from averaging.discovery.gossip.certified_identity import CertifiedIdentity
+from averaging.discovery.published_record import PublishedRecord
+from averaging.discovery.shard_of_run import LIFETIME, REFRESH, ShardOfRun
 from averaging.observe.receipt_book import ReceiptBook
 from averaging.observe.receipt_log import ReceiptLog
 from averaging.peer.rounds import Rounds
@@ -40,12 +42,18 @@ class DiscoveryFactory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """The components of an entered peer, until `stack` is closed."""
+    """The components of an entered peer, until `stack` is closed.
+
+    Attributes:
+        discovery: of the peers that hold the same shard, if the model is divided; else of the run.
+        run_discovery: of the run.
+    """
 
     stack: AsyncExitStack
     endpoint: str
     loop: asyncio.AbstractEventLoop
     discovery: Discovery
+    run_discovery: Discovery
     rounds: Rounds
     donors: Donors
     progress: RunProgress
@@ -63,6 +71,7 @@ async def start(
     *,
     clock: Callable[[], float],
     rng: random.Random,
+    shard: ShardOfRun | None = None,
     on_joining: Callable[[Waiting], None] | None = None,
 ) -> Running:
     """Listens, joins the run through `config.join`, and declares that the peer's state can be downloaded.
@@ -87,19 +96,26 @@ async def start(
             context = discovery_factory(endpoint, transport)
         # From here on other peers may call, also those through which this peer joins.
         await transport.serve(service, context if isinstance(context, GossipDiscovery) else None)
-        discovery = await stack.enter_async_context(context)
+        discovery = run_discovery = await stack.enter_async_context(context)
+        if shard is not None:
+            discovery = shard.found_in(run_discovery, endpoint)
         service.discovery = discovery
         progress = RunProgress(config.run_id, endpoint, discovery, clock)
         rounds = Rounds(config, endpoint, transport, discovery, progress, service, snapshots, clock=clock, rng=rng)
         service.matchmaking = rounds.matchmaking(schema)
         donors = Donors(config.run_id, endpoint, discovery, lambda: snapshots.version, clock)
         notices = [progress.notice, donors.declaration] if snapshots.shared else [progress.notice]
+        if shard is not None:
+            holding = PublishedRecord(
+                *(run_discovery, shard.key, endpoint, shard.record), lifetime=LIFETIME, refresh=REFRESH, clock=clock
+            )
+            notices.insert(0, holding)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         for notice in notices:
             await notice.store()
             stack.callback(tasks.create_task(notice.keep()).cancel)
         loop = asyncio.get_running_loop()
-        return Running(stack.pop_all(), endpoint, loop, discovery, rounds, donors, progress, service)
+        return Running(stack.pop_all(), endpoint, loop, discovery, run_discovery, rounds, donors, progress, service)
 
 
 def _gossip(

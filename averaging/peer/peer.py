@@ -17,15 +17,17 @@ from averaging.common.validation import check_weight
 from averaging.config import PeerConfig, PeerOptions, configure
 from averaging.discovery.base import Discovery
 from averaging.discovery.gossip.bootstrap import Waiting
+from averaging.discovery.shard_of_run import ShardOfRun, shards_key
 from averaging.errors import ClosedError, ConfigError
 from averaging.observe.receipts import DropCode, Receipt
 from averaging.observe.status import PeerStatus
 from averaging.peer.lifecycle import DiscoveryFactory, Running, start
-from averaging.peer.round_options import ExpectedPeers, StartSize, StopSearch
+from averaging.peer.round_options import Confirm, ExpectedPeers, StartSize, StopSearch
 from averaging.peer.run_progress import RunProgress
 from averaging.peer.single_average import SingleAverage
+from averaging.peer.sockets import make_transport
 from averaging.peer.topics import Topic, TopicOptions, make_topic
-from averaging.protocol.group import Mode, pack_gather
+from averaging.protocol.group import Mode, pack_gather, progress_key
 from averaging.security.credentials import read_credentials
 from averaging.state.download import download
 from averaging.state.packing import State
@@ -77,6 +79,7 @@ class Peer:
         rng: source of all random choices.
         on_joining: called in the event loop while no peer of `join` has answered, first after a second and then less
             and less often, with the addresses and the reasons. For gossip only.
+        shard: which shard of the run this peer averages, if the model is divided; it meets peers of this shard only.
         options: see `PeerConfig`.
 
     Raises:
@@ -97,6 +100,7 @@ class Peer:
         clock: Callable[[], float] = time.time,
         rng: random.Random | None = None,
         on_joining: Callable[[Waiting], None] | None = None,
+        shard: ShardOfRun | None = None,
         **options: Unpack[PeerOptions],
     ) -> None:
         self.config = configure(config, run_id, options)
@@ -110,17 +114,10 @@ class Peer:
         self._snapshots = Snapshots(self._tensors, extra_state, self.schema, shared=shared)
         if services and transport is not None:
             raise ConfigError("services are served over gRPC; give no transport beside them")
-        self._transport = transport or GrpcTransport(
-            None if is_client else self.config.listen,
-            self.config.advertise,
-            # A part and its codec's tables, a few hundred records of discovery, or the largest metadata of a state.
-            max_message_bytes=2 * self.config.part_size_bytes + (32 << 20),
-            credentials=self._credentials,
-            given=self.config.join,
-            services=services,
-        )
+        self._transport = transport or make_transport(self.config, self._credentials, services)
         self._discovery = discovery
         self._on_joining = on_joining
+        self.shard = shard
         self._running: Running | None = None
         self._one_average = SingleAverage()
 
@@ -151,6 +148,7 @@ class Peer:
             self.schema,
             clock=self._clock,
             rng=self._rng,
+            shard=self.shard,
             on_joining=self._on_joining,
         )
         return self
@@ -167,10 +165,30 @@ class Peer:
             finally:
                 await running.stack.aclose()
 
+    def add_service(self, service: RpcService) -> None:
+        """Serves further gRPC methods on this peer's port, like `services`.
+
+        Raises:
+            ConfigError: The peer is running, or it is in mode 'client', or it has a transport of its own.
+        """
+        if not isinstance(self._transport, GrpcTransport):
+            raise ConfigError("services are served over gRPC; give the peer no transport")
+        self._transport.add_services([service])
+
     @property
     def run_id(self) -> str:
         """The id of its run."""
         return self.config.run_id
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        """The names of its tensors."""
+        return self._tensors.names
+
+    @property
+    def own_tensors(self) -> tuple[torch.Tensor, ...]:
+        """Its tensors, without their lock: for a thread that knows that no round writes them."""
+        return self._tensors.tensors
 
     @property
     def endpoint(self) -> str:
@@ -302,6 +320,7 @@ class Peer:
         search_timeout: float | None = None,
         stop_search: StopSearch | None = None,
         state: str = "",
+        confirm: Confirm | None = None,
     ) -> Receipt:
         """Finds a group and averages tensors with it.
 
@@ -323,6 +342,8 @@ class Peer:
             search_timeout: seconds to look for a group; `round_timeout` if None.
             stop_search: called whenever the others' progress changes; the search ends if it returns True.
             state: digest, for the receipt, of what all members must hold alike when the round begins.
+            confirm: awaited with the group once the result is there. It returns why the result is not adopted, and the
+                round has failed then; or nothing. It does not work together with `in_place`.
 
         Returns:
             The receipt, also if no group was found or the round failed.
@@ -351,19 +372,28 @@ class Peer:
                 search_timeout=search_timeout,
                 stop_search=stop_search,
                 state=state,
+                confirm=confirm,
             )
         if topic.commits and receipt.averaged:
             running.donors.declaration.changed()
         logger.info("%s", receipt)
         return receipt
 
-    async def donor_appears(self, timeout: float) -> bool:
-        """Whether another peer offers a state of a version above 0, now or within `timeout` seconds.
+    async def check_division(self) -> None:
+        """Checks that the known peers of the run divide the model into shards as this peer's site does.
 
         Raises:
+            ConfigError: they do not; the message names one.
             ClosedError: the peer is not running.
         """
-        return await self._entered.donors.appear(0, timeout)
+        discovery = self._entered.run_discovery
+        if self.shard is not None:
+            self.shard.check(discovery.get(progress_key(self.run_id)).keys())
+        elif divided := sorted(discovery.get(shards_key(self.run_id))):
+            raise ConfigError(
+                f"this peer holds all of the model, but the site of {divided[0]} divides it into shards; divide the "
+                "model at all sites of a run alike, or use another run_id"
+            )
 
     async def download_state(
         self, apply: Callable[[State], None] | None = None, donors: Sequence[str] | None = None

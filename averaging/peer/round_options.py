@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any, TypedDict
+
+from averaging.protocol.group import Group
 
 StopSearch = Callable[[Mapping[str, bytes]], bool]
 """Whether the search for a group ends, given the others' packed progress by endpoint."""
@@ -13,6 +15,10 @@ StartSize = Callable[[Mapping[str, bytes]], int]
 
 ExpectedPeers = Callable[[Mapping[str, bytes]], Collection[str]]
 """Endpoints of the peers for which a round waits, given the same."""
+
+
+Confirm = Callable[[Group], Awaitable[str]]
+"""Says why the result of a round with this group is not adopted; an empty text if it is."""
 
 
 class RoundOptions(TypedDict, total=False):
@@ -27,6 +33,7 @@ class RoundOptions(TypedDict, total=False):
         search_timeout: seconds; if not given, `group_wait` for each key to search.
         stop_search: if not given, the search ends when all expected peers have left.
         state: digest of what all members must hold alike when the round begins, for the receipt.
+        confirm: not for strategies; set where the model is divided between the ranks of a site.
     """
 
     weight: float
@@ -37,6 +44,7 @@ class RoundOptions(TypedDict, total=False):
     search_timeout: float
     stop_search: StopSearch
     state: str
+    confirm: Confirm
 
 
 def all_of(expected_peers: ExpectedPeers, announcements: Mapping[str, bytes]) -> StartSize:

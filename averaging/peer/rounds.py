@@ -28,7 +28,7 @@ from averaging.matchmaking.response_history import ResponseHistory
 from averaging.matchmaking.schema_differences import LoggedDifferences
 from averaging.observe.receipts import Account, DropCode, LateArrival, Outcome, Receipt, Role
 from averaging.peer.liveness import find_gone
-from averaging.peer.round_options import ExpectedPeers, StartSize, StopSearch
+from averaging.peer.round_options import Confirm, ExpectedPeers, StartSize, StopSearch
 from averaging.peer.run_progress import RunProgress
 from averaging.peer.service import PeerService
 from averaging.peer.topics import Adopt, Topic
@@ -166,6 +166,7 @@ class Rounds:
         search_timeout: float,
         stop_search: StopSearch | None,
         state: str,
+        confirm: Confirm | None = None,
     ) -> Receipt:
         """Averages with a group.
 
@@ -178,19 +179,22 @@ class Rounds:
             search_timeout: seconds to look for a group.
             stop_search: see `Peer.average`.
             state: see `Receipt`.
+            confirm: see `Peer.average`.
 
         Returns:
             The receipt. The service's book keeps one in any case, also if this raises.
 
         Raises:
             TensorError: a tensor holds NaN or infinity, unless the peer allows these.
-            Exception: raised by `start_size`, `expected_peers` or `stop_search`.
+            Exception: raised by `start_size`, `expected_peers`, `stop_search` or `confirm`.
         """
         self._count += 1
         started = asyncio.get_running_loop().time()
         round_ = _Round(self._count, topic, topic.at(phase), started, self._clock(), state)
         try:
-            receipt = await self._average(round_, gathered, start_size, expected_peers, search_timeout, stop_search)
+            receipt = await self._average(
+                round_, gathered, start_size, expected_peers, search_timeout, stop_search, confirm
+            )
         except asyncio.CancelledError:
             if round_.adopted:  # cancelled after the result was written
                 self._service.averaged += 1
@@ -215,6 +219,7 @@ class Rounds:
         expected_peers: ExpectedPeers | None,
         search_timeout: float,
         stop_search: StopSearch | None,
+        confirm: Confirm | None,
     ) -> Receipt:
         topic = round_.topic
         if self._config.non_finite is NonFinite.REFUSE and self._config.mode is not Mode.AUXILIARY:
@@ -271,6 +276,8 @@ class Rounds:
             round_.enter("adopting")
             matchmaking.update_group_bits(group)
             reason = _why_failed(group, self._endpoint, result, topic.adopt)
+            if not reason and confirm is not None:
+                reason = await confirm(group)
             if not reason and self._config.mode is not Mode.AUXILIARY:
                 adopt, nbytes = partial(self._adopt, round_, result), topic.tensors.nbytes
                 await topic.tensors.while_locked(adopt, self._config.round_timeout, nbytes)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
-from contextlib import aclosing
 
 import msgpack
 
@@ -15,6 +13,9 @@ from averaging.protocol.group import donors_key
 
 LIFETIME, REFRESH = 60.0, 20.0
 """Seconds until a declaration expires, and between its renewals."""
+
+PAUSE = 1.0
+"""Minimum seconds between two declarations: newcomers need no record of each of several rounds in a second."""
 
 
 class Donors:
@@ -38,6 +39,7 @@ class Donors:
             lambda: msgpack.packb(float(version())),
             lifetime=LIFETIME,
             refresh=REFRESH,
+            pause=PAUSE,
             clock=clock,
         )
 
@@ -47,17 +49,6 @@ class Donors:
         found = [(unpack_priority(entry.value), name) for name, entry in entries.items() if name != self._endpoint]
         known = [(priority, name) for priority, name in found if priority is not None]
         return sorted(known, key=lambda donor: (-donor[0], donor[1]))
-
-    async def appear(self, above: float, timeout: float) -> bool:
-        """Waits at most `timeout` seconds for a donor with a priority above `above`; returns whether there is one."""
-        try:
-            async with asyncio.timeout(timeout), aclosing(self._discovery.watch(self._key)) as changes:
-                async for _ in changes:
-                    if any(priority > above for priority, _ in self.others()):
-                        return True
-        except TimeoutError:
-            return False
-        return False
 
 
 def unpack_priority(value: bytes) -> float | None:

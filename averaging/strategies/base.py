@@ -18,12 +18,16 @@ from averaging.peer.topics import Topic
 from averaging.protocol.messages import CompressionType, parse_compression
 from averaging.state.snapshots import NO_EXTRAS, Extras
 from averaging.strategies.catch_up import CatchUp
+from averaging.training.fetch import Fetch
 from averaging.training.history import History, Others, Progress, Stage, done_training, look_for_greater_origin
-from averaging.training.training import Fetch, Training
+from averaging.training.training import Training
 
 
 class Strategy(ABC):
     """Decides what is averaged, and when. One object serves one averager; all methods run in the training thread.
+
+    In a site every rank has its own object, and all of them must do the same. What could differ between ranks, such as
+    whether a round is due, is asked with `Training.agreed`.
 
     A custom strategy defines `start`, which creates its topics, and `after_step`, which averages them. A strategy that
     also decides when the inner optimizer steps defines `step` instead. Whatever newcomers and checkpoints need besides
@@ -127,6 +131,10 @@ class Strategy(ABC):
             donates=training.donates,
         )
 
+    def present_others(self, training: Training, *, wait: bool = True) -> Others:
+        """What `others` makes of the present announcements, the same at all ranks of a site."""
+        return training.agreed(lambda: self.others(training, training.announcements(wait=wait)))
+
     def catch_up(self, training: Training, others: Others, start_timeout: float = 0.0) -> bool:
         """Takes over the state of a peer that is ahead, if there is one. Returns whether it did.
 
@@ -136,15 +144,17 @@ class Strategy(ABC):
             start_timeout: seconds to wait until a donor starts to send, even if this peer could average with others.
         """
         own = self.announced_history(training)
-        fetch = self._downloads.follow(training, own, others, self._partners, start_timeout)
+        fetch = training.found(lambda: self._downloads.follow(training, own, others, self._partners, start_timeout))
         if fetch is None:
             return False
         try:
             self._take_over(training, fetch)
         except (StateError, RoundError) as error:
-            self._downloads.failed(training, own, fetch, error)
+            if training.site.leads:
+                self._downloads.failed(training, own, fetch, error)
             return False
-        self._downloads.succeeded(own, self.announced_history(training))
+        if training.site.leads:
+            self._downloads.succeeded(own, self.announced_history(training))
         self.announce(training)
         return True
 
@@ -177,6 +187,10 @@ class Strategy(ABC):
         """The tensors (not copied) and numbers of the strategy that newcomers and checkpoints need."""
         return NO_EXTRAS
 
+    def parameter_of(self, name: str) -> str | None:
+        """The parameter like which a tensor of `state` is divided between ranks; None if it is not divided."""
+        return None
+
     def load(self, tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None:
         """Loads what `state` returned, here or at another peer.
 
@@ -208,7 +222,11 @@ class Strategy(ABC):
         """Averages a topic with the peers that have ended their training, until a round succeeds or time is up."""
         end = training.monotonic() + timeout
         receipt: Receipt | None = None
-        while done_training(training.announcements()) and (left := end - training.monotonic()) > 0:
+
+        def time_left() -> float:
+            return end - training.monotonic() if done_training(training.announcements()) else 0.0
+
+        while (left := training.agreed(time_left)) > 0:
             receipt = training.average(topic, expected_peers=done_training, search_timeout=left)
             if receipt.averaged:
                 break

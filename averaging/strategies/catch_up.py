@@ -9,8 +9,9 @@ from typing import Any
 
 from averaging.errors import AveragingError, RoundError, StateError
 from averaging.strategies.progress_claims import ProgressClaims
+from averaging.training.fetch import Fetch
 from averaging.training.history import History, Others
-from averaging.training.training import Fetch, Training
+from averaging.training.training import Training
 
 logger = logging.getLogger(__name__)
 

@@ -21,11 +21,12 @@ from averaging.strategies.averaging_schedule import AveragingSchedule, check_who
 from averaging.strategies.base import needs_closure
 from averaging.strategies.lockstep import LockstepStrategy
 from averaging.strategies.model_fragment import Fragment, cut
-from averaging.training.history import History
+from averaging.training.fetch import Fetch
+from averaging.training.history import History, Others
 from averaging.training.optimizer_state import load_optimizer, pack_optimizer, restored_on_error
-from averaging.training.signal_safe_future import SignalSafeFuture
-from averaging.training.tensor_math import clip, full_precision
-from averaging.training.training import Fetch, Training
+from averaging.training.pending_round import PendingRound
+from averaging.training.tensor_math import full_precision
+from averaging.training.training import Training
 from averaging.training.training_state import count_in, take_tensor
 
 OuterFactory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -96,7 +97,7 @@ class DiLoCo(LockstepStrategy):
         self.every, self.fragments, self.delay, self.alpha = every, fragments, delay, alpha
         self._make_outer = outer
         self._fragments: list[Fragment] = []
-        self._pending: SignalSafeFuture[Receipt] | None = None
+        self._pending: PendingRound | None = None
         self._pending_history = History()  # when the pending round began
         self._loaded = False  # whether the anchors come from a state; local steps may follow them
         self._discarded = False  # whether another peer's result may include the local steps since the last global step
@@ -164,11 +165,11 @@ class DiLoCo(LockstepStrategy):
             if self._schedule.steps < self.delay:
                 return
             self._end(training, self._pending)
-        others = self.others(training, training.announcements(wait=False))
-        if self.catch_up(training, others):
+        others, is_behind, is_due = training.agreed(lambda: self._look(training))
+        if is_behind and self.catch_up(training, others):
             return
-        fragment = self._next_fragment
-        if self._schedule.is_due(training.now(), training.declared_until(fragment.topic, self.history.phase)):
+        if is_due:
+            fragment = self._next_fragment
             self._begin(training, fragment, others.together)
             if self._pending is not None and not self.delay:
                 self._end(training, self._pending)
@@ -183,11 +184,10 @@ class DiLoCo(LockstepStrategy):
         receipt: Receipt | None = None
         end = training.monotonic() + timeout
         # The fragment that was averaged last may have changed at no peer since.
-        is_new = self.samples + self.others(training, training.announcements()).samples > 0
+        is_new = self.samples + self.present_others(training).samples > 0
         for _ in self._fragments if is_new else self._fragments[1:]:
-            announcements = training.announcements()
-            together = self.others(training, announcements).together
-            if not together and not announcements.keys().isdisjoint(partners):
+            together, is_left = training.agreed(lambda: self._at_the_end(training, partners))
+            if is_left:
                 break  # an outer step of this peer alone would make its weights differ from the partners'
             self._begin(training, self._next_fragment, together, search_timeout=max(0.0, end - training.monotonic()))
             if self._pending is not None:
@@ -197,13 +197,26 @@ class DiLoCo(LockstepStrategy):
                 fragment.export()
         return receipt
 
+    def _at_the_end(self, training: Training, partners: Collection[str]) -> tuple[tuple[str, ...], bool]:
+        """The peers to make the last outer step with, and whether there are none although partners are left."""
+        announcements = training.announcements()
+        together = self.others(training, announcements).together
+        return together, not together and not announcements.keys().isdisjoint(partners)
+
+    def _look(self, training: Training) -> tuple[Others, bool, bool]:
+        """The other peers, whether this one is behind or may be, and whether its next round is due."""
+        others = self.present_others(training, wait=False)
+        declared_until = training.declared_until(self._next_fragment.topic, self.history.phase)
+        is_due = self._schedule.is_due(training.now(), declared_until)
+        return others, bool(others.ahead) or self._downloads.busy, is_due
+
     def _begin(
         self, training: Training, fragment: Fragment, together: tuple[str, ...], search_timeout: float | None = None
     ) -> None:
         """Begins the round of a fragment; a peer that can average with nobody makes its outer step at once."""
         fragment.measure()
         if self.max_norm is not None:
-            clip(fragment.changes.values(), self.max_norm)
+            training.clip(fragment.changes.values(), self.max_norm)
         self._schedule.restart()
         if not together:
             self._step(training, fragment, None)
@@ -219,7 +232,7 @@ class DiLoCo(LockstepStrategy):
             options["search_timeout"] = search_timeout
         self._pending = training.begin(fragment.topic, **options)
 
-    def _end(self, training: Training, pending: SignalSafeFuture[Receipt]) -> Receipt:
+    def _end(self, training: Training, pending: PendingRound) -> Receipt:
         try:
             receipt = training.receipt_of(pending)
         except BaseException:
@@ -274,6 +287,15 @@ class DiLoCo(LockstepStrategy):
             tensors |= found
             outer.append(packed)
         return Extras(tensors, {"outer": outer, "since": self._schedule.steps})
+
+    def parameter_of(self, name: str) -> str | None:
+        """The parameter of an anchor, or of a tensor in the state of an outer optimizer."""
+        kind, _, rest = name.partition("/")
+        if kind == "anchor":
+            return rest
+        number, _, key = rest.partition("/")
+        names = list(self._fragments[int(kind.removeprefix("outer"))].anchors)
+        return names[int(number)] if number.isdigit() and key != "step" else None
 
     def load(self, tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None:
         """Loads an outer state; the hyperparameters of the outer optimizers do not change."""

@@ -16,7 +16,7 @@ from averaging.protocol.messages import CompressionType
 from averaging.strategies.base import needs_closure
 from averaging.strategies.lockstep import LockstepStrategy
 from averaging.training.history import Others
-from averaging.training.tensor_math import clip, full_precision
+from averaging.training.tensor_math import full_precision
 from averaging.training.training import Training
 
 WAITED_BATCHES = 2.0
@@ -108,9 +108,10 @@ class GradientAveraging(LockstepStrategy):
                 "calls step() itself, use its class from averaging.integrations"
             )
         loss = training.evaluate(closure)
+        batch_size = training.samples_of_all(batch_size)
         self._gather(training, batch_size)
         training.count_local_step(batch_size)
-        others = self.others(training, training.announcements())
+        others = self.present_others(training)
         if self._is_worth_waiting(others):
             others = self._wait_for_the_rest(training)
         if not self.catch_up(training, others) and self._is_complete(others):
@@ -135,21 +136,26 @@ class GradientAveraging(LockstepStrategy):
         seen = training.wait_for_announcements(
             lambda seen: not self._is_worth_waiting(self.others(training, seen)), timeout
         )
-        return self.others(training, seen)
+        return training.agreed(lambda: self.others(training, seen))
 
     def _gather(self, training: Training, samples: int) -> None:
-        for name, parameter in training.parameters.items():
-            if parameter.grad is not None:
-                _check_gradient(name, parameter.grad, training.allows_non_finite)
+        gradients = {name: training.gradient(name) for name in self._means}
+
+        def check() -> None:
+            for name, gradient in gradients.items():
+                if gradient is not None:
+                    _check_gradient(name, gradient, training.allows_non_finite)
+
+        training.check_everywhere(check)
         total = self._gathered + samples
         with torch.no_grad():
-            for name, parameter in training.parameters.items():
+            for name, gradient in gradients.items():
                 mean = self._means[name]
-                if parameter.grad is None:
+                if gradient is None:
                     mean.mul_(self._gathered / total)
                 else:
                     self._present[name] = True
-                    mean.lerp_(parameter.grad.to(mean.dtype), samples / total)
+                    mean.lerp_(gradient.to(mean.dtype), samples / total)
         self._gathered = total
 
     def _drop_gradients(self) -> None:
@@ -159,7 +165,7 @@ class GradientAveraging(LockstepStrategy):
             self._present[name] = False
 
     def _global_step(self, training: Training, together: tuple[str, ...]) -> None:
-        scale = None if self.max_norm is None else clip(self._means.values(), self.max_norm)
+        scale = None if self.max_norm is None else training.clip(self._means.values(), self.max_norm)
         lacking = {number for number, here in enumerate(self._present.values()) if not here}
         receipt: Receipt | None = None
         if together:
@@ -179,9 +185,9 @@ class GradientAveraging(LockstepStrategy):
                 return
             for member in receipt.members:
                 lacking &= _numbers(receipt.gathered[member], "lacking")
-        for number, (name, parameter) in enumerate(training.parameters.items()):
+        for number, (name, mean) in enumerate(self._means.items()):
             # Like in one process, the optimizer skips a parameter for which no peer has a gradient.
-            parameter.grad = None if number in lacking else self._means[name].to(_gradient_dtype(parameter), copy=True)
+            training.set_gradient(name, None if number in lacking else mean)
         with training.replacing():
             training.optimizer.step()
             self._advance(training, receipt, self._gathered)
@@ -222,12 +228,6 @@ def _check_gradient(name: str, gradient: torch.Tensor, allows_non_finite: bool) 
             f"the gradient of {name!r} holds NaN or infinity, so this batch is not counted; skip the batch, use a "
             "GradScaler for float16, or allow such values with non_finite='allow'"
         )
-
-
-def _gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """The dtype of the parameter's gradients, which newer torch lets differ from that of the parameter."""
-    dtype: torch.dtype | None = getattr(parameter, "grad_dtype", None)
-    return parameter.dtype if dtype is None else dtype
 
 
 def _bitmap(numbers: Collection[int], count: int) -> bytes:

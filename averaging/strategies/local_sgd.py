@@ -14,8 +14,8 @@ from averaging.state.snapshots import Extras
 from averaging.strategies.averaging_schedule import AveragingSchedule
 from averaging.strategies.base import Strategy
 from averaging.strategies.delayed_update import DelayedUpdate
-from averaging.training.history import still_training
-from averaging.training.signal_safe_future import SignalSafeFuture
+from averaging.training.history import Others, still_training
+from averaging.training.pending_round import PendingRound
 from averaging.training.training import Training
 from averaging.training.training_state import count_in
 
@@ -59,7 +59,7 @@ class LocalSGD(Strategy):
         self._topic: Topic | None = None
         self._averaged: list[torch.Tensor] = []
         self._delayed: DelayedUpdate | None = None  # with `overlap`
-        self._pending: SignalSafeFuture[Receipt] | None = None
+        self._pending: PendingRound | None = None
         self._replaced = False  # whether the parameters were loaded since the pending round began
         self._announcements: Mapping[str, bytes] = {}  # those read last
 
@@ -87,14 +87,16 @@ class LocalSGD(Strategy):
     def after_step(self, training: Training) -> None:
         """Averages if a round is due."""
         self._schedule.count(training.now())
-        if self._catch_up(training):
-            return
         topic = self._topic or self._make_topic(training, training.tensors | training.statistics())
+        others, is_due = training.agreed(lambda: (self._news(training), self._is_due(training, topic)))
+        if others is not None and self.catch_up(training, others):
+            return
         if self._pending is not None:
-            if not self._pending.done():
+            if not training.is_over(self._pending):
                 return
             self._apply(training, self._pending)
-        if not self._schedule.is_due(training.now(), training.declared_until(topic)):
+            is_due = training.agreed(lambda: self._is_due(training, topic))
+        if not is_due:
             return
         if self.statistics:
             topic = self._current_topic(training, topic)
@@ -115,13 +117,17 @@ class LocalSGD(Strategy):
         self._schedule.steps = count_in(user, "since")
         self._replaced = True
 
-    def _catch_up(self, training: Training) -> bool:
-        """Takes over the run of a greater origin, if there is one. Returns whether it did."""
+    def _news(self, training: Training) -> Others | None:
+        """The other peers, if one of them is ahead of this one or may be."""
         announcements = training.announcements(wait=False)
         if announcements is self._announcements and not self._downloads.busy:
-            return False
+            return None
         self._announcements = announcements
-        return self.catch_up(training, self.others(training, announcements))
+        others = self.others(training, announcements)
+        return others if others.ahead or self._downloads.busy else None
+
+    def _is_due(self, training: Training, topic: Topic) -> bool:
+        return self._schedule.is_due(training.now(), training.declared_until(topic))
 
     def finish(self, training: Training) -> None:
         """Waits for the round in progress and adds its change."""
@@ -162,7 +168,7 @@ class LocalSGD(Strategy):
             with training.replacing():
                 return
 
-    def _apply(self, training: Training, pending: SignalSafeFuture[Receipt]) -> None:
+    def _apply(self, training: Training, pending: PendingRound) -> None:
         try:
             receipt = training.receipt_of(pending)
         finally:

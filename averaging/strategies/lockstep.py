@@ -96,7 +96,7 @@ class LockstepStrategy(Strategy):
             announcements = training.announcements(wait=False)
             self._missing = {name: progress for name, progress in announcements.items() if name not in present}
         if receipt is None:
-            self.history = self.history.after(secrets.token_bytes(20), samples)
+            self.history = training.agreed(lambda: self.history.after(secrets.token_bytes(20), samples))
         else:
             samples_of_members = (gathered_samples(receipt.gathered[member]) for member in receipt.members)
             self.history = self.history.after(receipt.group_id, sum(samples_of_members))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from averaging.common.sanitize import listed
 from averaging.observe.training_status import Finish
 from averaging.strategies.base import Strategy
-from averaging.training.history import Stage, done_training, read_progress, still_training
+from averaging.training.history import Others, Stage, done_training, read_progress, still_training
 from averaging.training.training import Training
 
 START_TIMEOUT = 2.0
@@ -44,8 +44,11 @@ class RunEnd:
         self._announce(Stage.CONCLUDING)
         late, partners = still_training(seen), done_training(seen)
         if late:
-            logger.warning(
-                "%d peers are still training; this one ends without them: %s", len(late), listed(sorted(late))
+            logger.log(
+                logging.WARNING if training.site.leads else logging.DEBUG,
+                "%d peers are still training; this one ends without them: %s",
+                len(late),
+                listed(sorted(late)),
             )
         self._catch_up(partners, self._remaining / 2)
         receipt = strategy.conclude(training, partners, self._remaining)
@@ -71,11 +74,17 @@ class RunEnd:
         def is_level(seen: Mapping[str, bytes]) -> bool:
             return partners & seen.keys() <= set(strategy.others(training, seen).together)
 
-        while (left := end - training.monotonic()) > 0:
+        def is_level_now(seen: Mapping[str, bytes]) -> bool:
+            return training.agreed(lambda: is_level(seen))
+
+        def others(seen: Mapping[str, bytes]) -> Others:
+            return training.agreed(lambda: strategy.others(training, seen))
+
+        while (left := training.agreed(lambda: end - training.monotonic())) > 0:
             seen = self._wait(lambda seen: is_level(seen) or bool(strategy.others(training, seen).ahead), left)
-            if is_level(seen):
+            if is_level_now(seen):
                 return
-            strategy.catch_up(training, strategy.others(training, seen), min(left, START_TIMEOUT))
+            strategy.catch_up(training, others(seen), min(left, START_TIMEOUT))
 
     @property
     def _remaining(self) -> float:

@@ -54,25 +54,37 @@ class RunStart:
         Raises:
             StateError: there are peers with a state, but none could deliver it.
         """
-        joins = set(self._peer.config.join) - {self._peer.endpoint}
-        if joins and await self._take_over_from(self._donors()):
+        joins = self.joins
+        if joins and await self._take_over_from(self.donors()):
             return
         if self._training.donates:
-            rank = Rank.FOUND_NOBODY if joins else Rank.APPOINTED
-            origin = Origin(rank, -self._now, self._rng.randbytes(8).hex())
-            self._strategy.history = History(origin=origin)
+            self._strategy.history = self.new_history()
             await self._peer.commit(1)
         self._peer.progress.announce(self._strategy.progress(self._training).pack())
         if not joins:
             return
-        if await self._greater_history_appears() and await self._take_over_from(self._donors(above=True)):
+        if await self.greater_history_appears() and await self._take_over_from(self.donors(above=True)):
             return
+        self.log_beginning()
+
+    @property
+    def joins(self) -> bool:
+        """Whether this peer was configured to join others."""
+        return bool(set(self._peer.config.join) - {self._peer.endpoint})
+
+    def new_history(self) -> History:
+        """The history of a run that begins with this peer's parameters."""
+        rank = Rank.FOUND_NOBODY if self.joins else Rank.APPOINTED
+        return History(origin=Origin(rank, -self._now, self._rng.randbytes(8).hex()))
+
+    def log_beginning(self) -> None:
+        """Logs that this peer begins with its own parameters, although it has joined others."""
         logger.info(
             "no peer of run %r has the state of a greater origin, so this peer begins with its own parameters",
             self._peer.run_id,
         )
 
-    def _donors(self, *, above: bool = False) -> list[str]:
+    def donors(self, *, above: bool = False) -> list[str]:
         """The peers that offer a state: those of the greatest origin first, then by descending priority.
 
         Args:
@@ -91,16 +103,16 @@ class RunStart:
         preferred = {name for name, one in progress.items() if one.history.origin == best}
         return [name for _, name in sorted(offered, key=lambda donor: (donor[1] not in preferred, -donor[0], donor[1]))]
 
-    async def _greater_history_appears(self) -> bool:
+    async def greater_history_appears(self) -> bool:
         """Whether a peer with a greater history offers its state, now or within `SETTLE_SECONDS`."""
         try:
             async with asyncio.timeout(SETTLE_SECONDS), aclosing(self._peer.progress.watch()) as changes:
                 async for _ in changes:
-                    if self._donors(above=True):
+                    if self.donors(above=True):
                         return True
         except TimeoutError:
             pass
-        return bool(self._donors(above=True))
+        return bool(self.donors(above=True))
 
     async def _take_over_from(self, donors: list[str]) -> bool:
         """Takes over the state of one of `donors`. Returns False if there are none, or all of them are gone.
@@ -117,8 +129,13 @@ class RunStart:
             if error.gone >= set(donors):
                 logger.warning("%s; all of these peers are gone, so this peer starts without their state", error)
                 return False
-            raise StateError(
-                f"{error}. A newcomer does not train without the run's state: check that it can reach those peers "
-                "and has the same model and optimizer, then start it again"
-            ) from error
+            raise not_taken_over(error) from error
         return True
+
+
+def not_taken_over(error: StateError) -> StateError:
+    """The error of a newcomer that gets no state, with what to do."""
+    return StateError(
+        f"{error}. A newcomer does not train without the run's state: check that it can reach those peers and has the "
+        "same model and optimizer, then start it again"
+    )

@@ -14,6 +14,7 @@ import torch
 
 from averaging.common.safe_msgpack import MAX_INTEGER_KEYS
 from averaging.errors import StateError
+from averaging.training.layout import as_divided, is_divided, local
 
 OPTIONAL: Mapping[type[torch.optim.Optimizer], Mapping[str, str]] = {
     torch.optim.Adam: {"amsgrad": "max_exp_avg_sq"},
@@ -68,6 +69,7 @@ def load_optimizer(
         if isinstance(key, int) and (key not in numbers or not isinstance(values, dict)):
             raise StateError(f"the state of its optimizer has a parameter {key} that this peer's lacks")
     _check_options(optimizer, own["param_groups"], state)
+    _divide(optimizer, own["param_groups"], state)
     with restored_on_error(optimizer):
         try:
             optimizer.load_state_dict({"state": state, "param_groups": own["param_groups"]})
@@ -96,6 +98,18 @@ def _check_options(
                     )
 
 
+def _divide(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: Mapping[int | str, Any]) -> None:
+    """Makes tensors that are divided like their parameter of what this rank holds of them."""
+    for group, numbers in zip(optimizer.param_groups, groups, strict=True):
+        for parameter, number in zip(group["params"], numbers["params"], strict=True):
+            if not is_divided(parameter) or number not in state:
+                continue
+            shape = local(parameter).shape
+            for key, value in state[number].items():
+                if key != "step" and isinstance(value, torch.Tensor) and value.shape == shape:
+                    state[number][key] = as_divided(value, parameter)
+
+
 def _keep_dtypes(
     optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: Mapping[int | str, Any]
 ) -> None:
@@ -115,7 +129,7 @@ def _lay_out(optimizer: torch.optim.Optimizer) -> None:
         if not isinstance(parameter, torch.Tensor):
             continue  # some optimizers keep entries that belong to no parameter
         for key, value in values.items():
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and not is_divided(value):
                 as_parameter = torch.empty_like(parameter, dtype=value.dtype, device=value.device, requires_grad=False)
                 if as_parameter.stride() != value.stride():
                     values[key] = as_parameter.copy_(value)
@@ -139,7 +153,7 @@ def _pack(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
         case torch.Tensor() if value.layout is torch.strided:
             if name in tensors:
                 raise StateError(f"two tensors of the optimizer's state are named {name!r}")
-            tensors[name] = value
+            tensors[name] = local(value)
             return {"tensor": name}
         case list() | tuple():
             kind = "list" if isinstance(value, list) else "tuple"

@@ -3,52 +3,43 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
+import math
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Unpack
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from typing import Any, TypeVar, Unpack
 
 import torch
 
 from averaging.common.shared_tensors import digest_of_tensors
 from averaging.common.validation import check_weight
 from averaging.config import NonFinite
-from averaging.errors import TensorError
+from averaging.errors import ClosedError, TensorError
 from averaging.observe.receipts import Receipt
 from averaging.observe.step_rate import StepRate
 from averaging.peer.peer import FetchedState, Peer
 from averaging.peer.round_options import RoundOptions, all_of
 from averaging.peer.topics import Topic, TopicOptions
-from averaging.protocol.group import Mode
 from averaging.state.packing import State
+from averaging.state.snapshots import Extras
 from averaging.training.cached_queries import CachedQueries
 from averaging.training.event_loop_thread import EventLoopThread, on_loop
-from averaging.training.signal_safe_future import SignalSafeFuture
+from averaging.training.fetch import Fetch
+from averaging.training.layout import as_divided, local
+from averaging.training.pending_round import PendingRound, end_of, wrapped
+from averaging.training.site import Site
+from averaging.training.site_state import SiteState
 from averaging.training.tensor_math import clip
 
 logger = logging.getLogger("averaging.training")
 
 
-class Fetch:
-    """A download of the run's state while this peer trains.
+T = TypeVar("T")
 
-    Attributes:
-        donors: endpoints that are asked.
-        began: when it began, see `Training.monotonic`.
-        delivering: whether a donor has started to send a state that was accepted so far.
-    """
-
-    def __init__(self, donors: Sequence[str], began: float) -> None:
-        self.donors, self.began = tuple(donors), began
-        self.delivering = False
-        self.result: SignalSafeFuture[FetchedState] = SignalSafeFuture()
-        self.task: asyncio.Task[Any] | None = None  # used by the peer's thread only
-        self.started = asyncio.Event()  # also used by the peer's thread only; set together with `delivering`
-
-    def done(self) -> bool:
-        """Whether it has ended, with or without a state."""
-        return self.result.done()
+ASK_AGAIN_SECONDS = 60.0
+"""Seconds after which the ranks of a site meet while they wait for the announcements of other peers."""
 
 
 class Training:
@@ -58,7 +49,9 @@ class Training:
         optimizer: the inner optimizer.
         parameters: the parameters by name, in the optimizer's order.
         buffers: the averaged floating-point buffers of the model, by name.
-        peer: the peer of these tensors, not entered yet.
+        peer: the peer of these tensors, not entered yet; at a rank that owns none it is never entered.
+        site: the processes that train this copy of the model.
+        donates: whether other peers can download this peer's state.
         on_receipt: called with the receipt of every round.
         check: called in the peer's thread with what a state holds besides its tensors, while that is downloaded; raises
             StateError if the state cannot be taken over.
@@ -66,6 +59,9 @@ class Training:
 
     Attributes:
         local_step: number of local steps, including those of a downloaded or loaded state.
+        parameters: what this rank holds of the parameters, by name.
+        site: the processes that train this copy of the model.
+        donates: whether other peers can download this peer's state.
     """
 
     def __init__(
@@ -75,12 +71,16 @@ class Training:
         buffers: dict[str, torch.Tensor],
         peer: Peer,
         *,
+        site: Site,
+        donates: bool,
         on_receipt: Callable[[Receipt], None],
         check: Callable[[Mapping[str, Any]], None],
         take_over: Callable[[State], None],
     ) -> None:
         self.optimizer = optimizer
-        self.parameters, self.buffers = parameters, buffers
+        self._trained = parameters
+        self.parameters, self.buffers = {name: local(one) for name, one in parameters.items()}, buffers
+        self.site, self.donates = site, donates
         self.local_step = 0
         self._peer = peer
         self._on_receipt, self._check, self._take_over = on_receipt, check, take_over
@@ -94,9 +94,18 @@ class Training:
         self._running: EventLoopThread | None = None
         self._model_topic = self.topic("", self.tensors, commits=True)
 
-    def run_in(self, thread: EventLoopThread) -> None:
-        """Sets the thread in which the peer runs."""
+    def run_in(self, thread: EventLoopThread, share: Callable[[], Extras]) -> None:
+        """Sets the thread in which the peer runs, and what is shared besides the averaged tensors."""
         self._running = thread
+        self._site_state = SiteState(self.site, self._peer, thread, share, self._check, self._take_over)
+
+    def agreed(self, question: Callable[[], T]) -> T:
+        """The answer to a question to which the ranks of a site could have different ones; that of its leader.
+
+        Whether a round is due, and all else that depends on clocks, chance or other peers, is such a question. Only the
+        leader calls `question`, and all ranks get its result, which must be picklable, or its exception.
+        """
+        return self.site.agreed(question)
 
     @property
     def _thread(self) -> EventLoopThread:
@@ -126,12 +135,7 @@ class Training:
     @property
     def is_alone(self) -> bool:
         """Whether no other peer of the run is known."""
-        return len(self._thread.run(on_loop(lambda: self._peer.peers))) == 1
-
-    @property
-    def donates(self) -> bool:
-        """Whether other peers can download this peer's state."""
-        return self._peer.config.share_state and self._peer.config.mode is not Mode.CLIENT
+        return self.agreed(lambda: len(self._thread.run(on_loop(lambda: self._peer.peers))) == 1)
 
     @property
     def verify_donors(self) -> int:
@@ -154,14 +158,51 @@ class Training:
     def statistics(self) -> dict[str, torch.Tensor]:
         """The optimizer's statistics in the shape of their parameter, such as momentum, by name; without `step`."""
         return {
-            f"{key}/{name}": value
-            for name, parameter in self.parameters.items()
+            f"{key}/{name}": local(value)
+            for name, parameter in self._trained.items()
             for key, value in self.optimizer.state.get(parameter, {}).items()
             if isinstance(value, torch.Tensor)
             and value.is_floating_point()
             and value.shape == parameter.shape
             and key != "step"
         }
+
+    def gradient(self, name: str) -> torch.Tensor | None:
+        """What this rank holds of the gradient of a parameter."""
+        gradient = self._trained[name].grad
+        return None if gradient is None else local(gradient)
+
+    def set_gradient(self, name: str, gradient: torch.Tensor | None) -> None:
+        """Sets what this rank holds of the gradient of a parameter, in the dtype of its gradients."""
+        parameter = self._trained[name]
+        if gradient is not None:
+            # Newer torch lets the dtype of gradients differ from that of the parameter.
+            dtype: torch.dtype | None = getattr(parameter, "grad_dtype", None)
+            gradient = as_divided(gradient.to(parameter.dtype if dtype is None else dtype, copy=True), parameter)
+        parameter.grad = gradient
+
+    def divided(self, part: torch.Tensor, name: str) -> torch.Tensor:
+        """The tensor, divided like the parameter of that name, of which this rank holds `part`."""
+        return as_divided(part, self._trained[name])
+
+    def samples_of_all(self, samples: int) -> int:
+        """The samples of all ranks of the site together."""
+        return sum(self.site.together(lambda: samples))
+
+    def check_everywhere(self, check: Callable[[], None]) -> None:
+        """Does a check of what this rank holds, which raises at every rank of the site if it fails at one."""
+        if self.site.shards > 1:
+            self.site.together(check)
+        else:
+            check()
+
+    def clip(self, tensors: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+        """Scales tensors in place so that their joint norm, over all shards, is at most `max_norm`. See `clip`."""
+        return clip(tensors, max_norm, self._joint_norm if self.site.shards > 1 else None)
+
+    def _joint_norm(self, norm: torch.Tensor) -> torch.Tensor:
+        found = dict(self.site.together(lambda: (self.site.shard, float(norm))))
+        return torch.tensor(math.sqrt(sum(found[shard] ** 2 for shard in sorted(found))))
 
     # Steps
 
@@ -171,9 +212,9 @@ class Training:
         Raises:
             TensorError: a tensor was moved in memory, or the inner optimizer has other parameters now.
         """
-        for name, tensor in self.tensors.items():
+        for name, tensor in (self._trained | self.buffers).items():
             # `share_memory_()` moves both, which is harmless.
-            if tensor.data_ptr() != self._averaged[name].data_ptr():
+            if local(tensor).data_ptr() != self._averaged[name].data_ptr():
                 raise TensorError(
                     f"{name!r} has been moved in memory, as `model.to()` and `.data = ...` do; move the model first, "
                     "then make the averager, and write later values in place, with `copy_`"
@@ -237,7 +278,8 @@ class Training:
 
     def _clip(self, max_norm: float | None) -> None:
         if max_norm is not None:
-            clip((p.grad for p in self.parameters.values() if p.grad is not None), max_norm)
+            gradients = (self.gradient(name) for name in self._trained)
+            self.clip((one for one in gradients if one is not None), max_norm)
 
     def _versions(self) -> list[int]:
         """Counts of writes to each parameter."""
@@ -286,7 +328,7 @@ class Training:
             ClosedError: the averager was closed, perhaps by `on_round` or a signal handler, or its thread has failed.
         """
         self._thread.check()
-        return self._peer.replacing()
+        return self._peer.replacing() if self.site.owns else self._peer.tensors()
 
     # Rounds
 
@@ -295,6 +337,8 @@ class Training:
 
         A codec has one scale for large and small values, which running variances and constants do not survive.
         """
+        if self.site.size > 1:
+            options["in_place"] = False  # a result is adopted by all ranks, or by none
         made = self._peer.topic(name, tensors, **options)
         exact = tensors.keys() & self.buffers.keys()
         return made.sending_exactly(exact) if exact else made
@@ -314,23 +358,40 @@ class Training:
             TensorError: a tensor to be averaged holds NaN or infinity, or has been moved.
             ClosedError: the averager was closed, or its thread has failed.
         """
-        return self._report(self._thread.run(self._round(topic, options)))
-
-    def begin(self, topic: Topic | None = None, **options: Unpack[RoundOptions]) -> SignalSafeFuture[Receipt]:
-        """Begins what `average` does without waiting; `receipt_of` waits for the returned future."""
-        return self._thread.start(self._round(topic, options))
-
-    def receipt_of(self, started: SignalSafeFuture[Receipt]) -> Receipt:
-        """Waits for a round from `begin` and returns its receipt."""
-        return self._report(self._thread.wait(started))
-
-    def _round(self, topic: Topic | None, options: RoundOptions) -> Coroutine[Any, Any, Receipt]:
+        if self.site.size > 1:
+            return self.receipt_of(self.begin(topic, **options))
         self.check_tensors()
+        return self._report(self._thread.run(self._round(None, topic, options)))
+
+    def begin(self, topic: Topic | None = None, **options: Unpack[RoundOptions]) -> PendingRound:
+        """Begins what `average` does without waiting; `receipt_of` waits for the result."""
+        pending = PendingRound(self.site, (topic or self._model_topic).tensors.tensors)
+        self.check_tensors()
+        if self.site.owns:
+            pending.began(self._thread, self._round(pending, topic, options))
+        return pending
+
+    def is_over(self, pending: PendingRound) -> bool:
+        """Whether `receipt_of` need not wait."""
+        if self.site.shards > 1:
+            return all(self.site.together(lambda: pending.is_settled))
+        return self.agreed(lambda: pending.is_settled)
+
+    def receipt_of(self, pending: PendingRound) -> Receipt:
+        """Waits for a round from `begin` and returns its receipt, the same at all ranks of the site."""
+        return self._report(end_of(pending, self._thread))
+
+    def _round(
+        self, pending: PendingRound | None, topic: Topic | None, options: RoundOptions
+    ) -> Coroutine[Any, Any, Receipt]:
         self._synchronize()
         config, weight = self._peer.config, self.weight
         # One declaration, and another one for each group bit that may have to be dropped.
         search_timeout = min(config.group_wait * (1 + len(config.group_bits)), config.round_timeout)
+        names = self._peer.shard
         expected_peers = options.get("expected_peers", frozenset)
+        if names is not None:
+            expected_peers = names.translated(expected_peers)
 
         async def average() -> Receipt:
             alone = len(self._peer.peers) == 1
@@ -344,6 +405,10 @@ class Training:
             if expected_peers(announcements) and ("expected_peers" in options or "search_timeout" not in options):
                 chosen["stop_search"] = lambda seen: not expected_peers(seen)  # all of them have left
             chosen.update(options)
+            if names is not None and pending is not None:
+                chosen["confirm"] = pending.confirm
+                chosen["expected_peers"] = expected_peers
+                chosen["gather"] = wrapped(names.site, chosen.get("gather"))
             return await self._peer.average(topic or self._model_topic, **chosen)
 
         return average()
@@ -351,7 +416,10 @@ class Training:
     def digest(self) -> str:
         """Digest of the model's weights, 16 hexadecimal digits; equal at all peers that hold the same bytes."""
         with self._peer.tensors() as tensors:
-            return digest_of_tensors(tensors)
+            found = dict(self.site.together(lambda: (self.site.shard, digest_of_tensors(tensors))))
+        if self.site.shards == 1:
+            return found[0]
+        return hashlib.sha256("".join(found[shard] for shard in sorted(found)).encode()).hexdigest()[:16]
 
     def _synchronize(self) -> None:
         """Waits until the device has computed the tensors, since the peer's thread copies them."""
@@ -362,7 +430,7 @@ class Training:
     def _report(self, receipt: Receipt) -> Receipt:
         """Passes a receipt on, and warns of a failed round once per reason."""
         reason = "" if receipt.averaged else receipt.reason
-        if reason and reason != self._warned:
+        if reason and reason != self._warned and self.site.leads:
             logger.warning("%s; training goes on, and further rounds that fail like this are not logged", receipt)
         self._warned = reason
         self._on_receipt(receipt)
@@ -370,14 +438,14 @@ class Training:
 
     def log_alone(self, alone: bool) -> None:
         """Warns when this peer begins to make global steps alone."""
-        if alone and not self._alone:
+        if alone and not self._alone and self.site.leads:
             logger.warning("%r is alone and trains on; it averages again as soon as other peers come", self._peer)
         self._alone = alone
 
     def warn(self, what: str, error: Exception) -> None:
         """Warns once of a failure after which training goes on."""
         warning = f"{what}: {error}"
-        if warning != self._warned:
+        if warning != self._warned and self.site.leads:
             logger.warning("%s; training goes on", warning)
         self._warned = warning
 
@@ -385,19 +453,37 @@ class Training:
 
     def announce(self, progress: bytes, *, soon: bool = True) -> None:
         """Announces this peer's progress, see `RunProgress.announce`; does not wait for the peer's thread."""
-        self._thread.start(on_loop(lambda: self._peer.progress.announce(progress, soon=soon)))
+        if not self.site.owns:
+            return
+        # In a site the next question tells all ranks alike that it was closed.
+        with suppress(ClosedError) if self.site.size > 1 else nullcontext():
+            self._thread.start(on_loop(lambda: self._peer.progress.announce(progress, soon=soon)))
 
     def announcements(self, *, wait: bool = True) -> dict[str, bytes]:
-        """The packed progress of the other peers, by endpoint.
+        """The packed progress of the other peers, by endpoint; in a site what its leader knows.
 
         Args:
             wait: whether to wait for the peer's thread; if not, the result may be one step old.
         """
-        return self._queries.recent(self._thread, "announcements", lambda: self._peer.progress.announcements, wait=wait)
+        return self.agreed(
+            lambda: self._queries.recent(
+                self._thread, "announcements", lambda: self._peer.progress.announcements, wait=wait
+            )
+        )
 
     def wait_for_announcements(self, condition: Callable[[dict[str, bytes]], bool], seconds: float) -> dict[str, bytes]:
         """Waits until the announcements fulfil `condition`, or for `seconds`; returns them."""
-        return self._thread.run(self._peer.progress.until(condition, seconds))
+        end = self.monotonic() + seconds
+
+        def wait() -> tuple[dict[str, bytes], bool]:
+            left = min(end - self.monotonic(), ASK_AGAIN_SECONDS) if self.site.size > 1 else end - self.monotonic()
+            seen = self._thread.run(self._peer.progress.until(condition, left))
+            return seen, condition(seen) or self.monotonic() >= end
+
+        is_over = False
+        while not is_over:
+            seen, is_over = self.agreed(wait)
+        return seen
 
     @property
     def group_wait(self) -> float:
@@ -410,7 +496,9 @@ class Training:
         In seconds since the epoch. It does not wait for the peer's thread, so the result may be one step old.
         """
         key = (topic.schema.topic, phase)
-        return self._queries.recent(self._thread, key, lambda: self._peer.declared_until(topic, phase), wait=False)
+        return self.agreed(
+            lambda: self._queries.recent(self._thread, key, lambda: self._peer.declared_until(topic, phase), wait=False)
+        )
 
     def fetch(self, donors: Sequence[str], check: Callable[[Mapping[str, Any]], None]) -> Fetch:
         """Starts to download the state of the first of `donors` that delivers one; training can go on meanwhile.
@@ -464,14 +552,26 @@ class Training:
         user: Mapping[str, Any] = self._thread.wait(fetch.result).state.user["strategy"]
         return user
 
+    def found(self, search: Callable[[], Fetch | None]) -> Fetch | None:
+        """The download that `search` finds at the leader, with those of the other shards of the site."""
+        return self._site_state.found(search)
+
+    def download(self, donors: Sequence[str]) -> None:
+        """Downloads the state of the first of these peers or sites that delivers it, and takes it over at all ranks.
+
+        Raises:
+            StateError: none could deliver a state that fits; nothing was changed.
+        """
+        self.take_over(self._site_state.fetch(donors))
+
     def take_over(self, fetch: Fetch) -> None:
-        """Takes over a downloaded state completely.
+        """Takes over a downloaded state completely, at all ranks of the site.
 
         Raises:
             StateError: it does not fit; nothing was changed.
             RoundError: the application held the tensors' lock for more than `round_timeout`; nothing was changed.
         """
-        self._thread.run(self._peer.take_over(self._thread.wait(fetch.result), self._take_over))
+        self._site_state.take_over(fetch)
         self.refresh()
 
     def refresh(self) -> None:

@@ -14,6 +14,7 @@ from averaging.errors import ConfigError, StateError
 from averaging.state.packing import State
 from averaging.state.snapshots import Extras
 from averaging.training.history import History
+from averaging.training.layout import local
 from averaging.training.optimizer_state import PREFIX, load_optimizer, pack_optimizer, restored_on_error
 from averaging.training.scheduler import loaded, set_initial_lr
 from averaging.training.training import Training
@@ -34,6 +35,10 @@ class StrategyState(Protocol):
         """The tensors (not copied) and numbers of the strategy that newcomers and checkpoints need."""
         ...
 
+    def parameter_of(self, name: str) -> str | None:
+        """The parameter like which a tensor of `state` is divided between ranks; None if it is not divided."""
+        ...
+
     def load(self, tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None:
         """Loads what `state` returned, here or at another peer.
 
@@ -48,6 +53,9 @@ class TrainingState:
 
     `shared` and `take_over` are called in the peer's thread, `shared` also in the training thread when that commits a
     state. All other methods are called in the training thread.
+
+    Attributes:
+        buffers: the model's buffers that are not averaged, by name.
 
     Args:
         training: has the optimizer and the step counter.
@@ -66,7 +74,7 @@ class TrainingState:
         max_steps: int,
     ) -> None:
         self._training, self._strategy, self._scheduler = training, strategy, scheduler
-        self._buffers, self._max_steps = buffers, max_steps
+        self.buffers, self._max_steps = buffers, max_steps
 
     # For newcomers
 
@@ -83,7 +91,7 @@ class TrainingState:
             "optimizer": packed,
             "strategy": self._pack_strategy(strategy.user),
         }
-        return Extras({**tensors, **self._buffers, **{f"strategy/{n}": t for n, t in strategy.tensors.items()}}, user)
+        return Extras({**tensors, **self.buffers, **{f"strategy/{n}": t for n, t in strategy.tensors.items()}}, user)
 
     def check(self, user: Mapping[str, Any]) -> None:
         """Checks what a state holds besides its tensors, before these are downloaded.
@@ -118,7 +126,7 @@ class TrainingState:
             logger.warning("the state has no optimizer state; only the parameters are taken over")
             return
         strategy = state.user["strategy"]
-        kept = {name: take_tensor(state.tensors, name, buffer) for name, buffer in self._buffers.items()}
+        kept = {name: take_tensor(state.tensors, name, buffer) for name, buffer in self.buffers.items()}
         self._check_averaged(state.tensors)
         of_strategy = {
             name.removeprefix("strategy/"): tensor
@@ -130,7 +138,7 @@ class TrainingState:
             load_optimizer(optimizer, state.tensors, state.user["optimizer"])
             self._load_strategy(of_strategy, strategy)
         for name, tensor in kept.items():
-            self._buffers[name].copy_(tensor)
+            self.buffers[name].copy_(tensor)
         self._training.local_step = state.user["local_step"]
         if self._training.local_step:
             set_initial_lr(optimizer)
@@ -144,7 +152,7 @@ class TrainingState:
         return scheduler | {
             "local_step": self._training.local_step,
             "strategy": {
-                "tensors": {name: tensor.detach().clone() for name, tensor in strategy.tensors.items()},
+                "tensors": {name: self._divided(name, tensor) for name, tensor in strategy.tensors.items()},
                 "user": self._pack_strategy(strategy.user),
             },
         }
@@ -164,10 +172,17 @@ class TrainingState:
                     self._check_kind(strategy.get("user", {}))
                 with loaded(self._scheduler, schedule):
                     if isinstance(strategy, dict):
-                        self._load_strategy(strategy.get("tensors", {}), strategy.get("user", {}))
+                        tensors = {name: local(tensor) for name, tensor in strategy.get("tensors", {}).items()}
+                        self._load_strategy(tensors, strategy.get("user", {}))
             except StateError as error:
                 raise ConfigError(f"the state dict does not fit {self._strategy!r}: {error}") from error
             self._training.local_step = saved["local_step"]
+
+    def _divided(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a strategy's tensor, as torch.distributed.checkpoint saves it: divided like its parameter."""
+        parameter = self._strategy.parameter_of(name)
+        copied = tensor.detach().clone()
+        return copied if parameter is None else self._training.divided(copied, parameter)
 
     def _check_averaged(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Checks that the other peer averages the same tensors.

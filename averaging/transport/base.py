@@ -11,6 +11,7 @@ its `yield` or `await`.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
 from typing import Protocol
 
 from averaging.errors import CallRefusedError, PeerUnreachableError, ProtocolViolationError
@@ -29,6 +30,19 @@ from averaging.protocol.messages import (
     Rumour,
 )
 from averaging.protocol.schema import Schema
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """How a stream of parts travels.
+
+    Attributes:
+        name: `grpc`; or `direct` for a connection beside gRPC, `sealed` if that is encrypted.
+        reason: why it is not the direct one, as text.
+    """
+
+    name: str
+    reason: str = ""
 
 
 class AveragingService(Protocol):
@@ -126,6 +140,14 @@ class Transport(Protocol):
         self, endpoint: str, messages: AsyncIterator[AveragingData]
     ) -> AsyncGenerator[AveragingData, None]:
         """Sends parts to their reducer `endpoint` with the network's backpressure, and yields the replies."""
+        ...
+
+    def prepare_lane(self, endpoint: str) -> None:
+        """Called when this peer may soon send parts to `endpoint`. It returns at once."""
+        ...
+
+    def lane(self, endpoint: str) -> Lane | None:
+        """Returns how the last stream of parts to `endpoint` travelled; None if there is only one way."""
         ...
 
     def download_state(self, endpoint: str, resume: Resume | None = None) -> AsyncGenerator[DownloadData, None]:

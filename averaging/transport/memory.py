@@ -239,6 +239,12 @@ class MemoryTransport:
         """See `transport.base.Transport`."""
         return self._call("aggregate_part", endpoint, lambda peer, up: peer._service.aggregate_part(up), messages)
 
+    def prepare_lane(self, endpoint: str) -> None:
+        """See `transport.base.Transport`."""
+
+    def lane(self, endpoint: str) -> None:
+        """See `transport.base.Transport`."""
+
     def download_state(self, endpoint: str, resume: Resume | None = None) -> AsyncGenerator[DownloadData, None]:
         """See `transport.base.Transport`."""
         host = self.endpoint if self.endpoint.startswith(CLIENT_PREFIX) else self.endpoint.rpartition(":")[0]

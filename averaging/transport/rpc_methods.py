@@ -12,7 +12,7 @@ from averaging.errors import ConfigError
 DEFAULT_REQUEST_BYTES = 64 << 10
 """Default maximum size of a request."""
 
-RESERVED = ("grpc.", "averaging.v1.Gossip", "averaging.v1.Status")
+RESERVED = ("grpc.", "averaging.v1.Direct", "averaging.v1.Gossip", "averaging.v1.Status")
 """Prefixes of the services that every peer has, some of which are answered without a token."""
 
 _PATH = re.compile(r"/([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)/([A-Za-z_]\w*)", re.ASCII)
@@ -124,13 +124,13 @@ class RpcService(Protocol):
 Requests: TypeAlias = "Request | AsyncIterator[Request]"
 
 
-def handlers_of(services: Iterable[RpcService]) -> list[RpcHandler]:
-    """The handlers of all services.
+def handlers_of(services: Iterable[RpcService], present: Iterable[RpcHandler] = ()) -> list[RpcHandler]:
+    """The handlers of all services, after those that are present.
 
     Raises:
         ConfigError: Two of them answer the same method, or one has the name of a service that every peer has.
     """
-    handlers = [handler for service in services for handler in service.rpc_handlers()]
+    handlers = [*present, *(handler for service in services for handler in service.rpc_handlers())]
     paths: set[str] = set()
     for path in (handler.method.path for handler in handlers):
         if path in paths:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
 import signal
 from contextlib import AsyncExitStack, ExitStack
@@ -19,8 +18,8 @@ from averaging.elastic.register import Register, Written
 from averaging.rpc import Credentials, read_credentials
 from tests.etcd.conftest import Etcd
 from tests.integration.elastic_jobs import Job
-from tests.integration.fault_proxy import Fault, FaultProxy, free_port
-from tests.linearizability import Recorder, is_linearizable
+from tests.integration.fault_proxy import FaultProxy, free_port
+from tests.linearizability import Recorder, is_linearizable, periodic_faults
 
 pytestmark = [pytest.mark.etcd, pytest.mark.timeout(300)]
 
@@ -67,25 +66,13 @@ async def test_histories_of_callers_that_are_cut_off_are_linearizable(etcd: Etcd
     rng, recorder = random.Random(seed), Recorder()
     with FaultProxy() as proxy:
         proxy.target = etcd.port
-
-        moments = itertools.count()
-
-        def strike() -> None:
-            match next(moments) % 25:
-                case 6:
-                    proxy.arm(Fault.CUT, after=rng.randrange(400))
-                case 14:
-                    proxy.arm(Fault.HALF_OPEN)
-                case 18:
-                    proxy.heal()
-
         async with AsyncExitStack() as stack:
             registers: list[Register] = []
             for _ in range(4):
                 channel = RpcChannel(f"127.0.0.1:{proxy.port}", credentials=credentials(etcd))
                 registers.append(EtcdRegister([await stack.enter_async_context(channel)], timeout=0.5))
             await up(registers[0])
-            await recorder.run(registers, rng, calls=20, between=strike)
+            await recorder.run(registers, rng, calls=20, between=periodic_faults(proxy, rng, 400))
             proxy.heal()
     assert recorder.failures
     assert sum(operation.done for operation in recorder.history) > 2

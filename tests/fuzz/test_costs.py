@@ -49,6 +49,7 @@ from averaging.transport.grpc.methods import Method
 from tests.fuzz import clashing
 from tests.fuzz.material import protobufs, values
 from tests.receipts import receipt
+from tests.selection import examples
 
 TIMES = 4
 MOST = 10
@@ -60,7 +61,9 @@ UNNOTICED = 0.002
 ATTEMPTS = 6
 
 Read = Callable[[Any], object]
-FEW = settings(max_examples=40, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate])
+FEW = settings(
+    max_examples=examples(40), suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate]
+)
 
 
 def seconds(read: Read, given: Any) -> float:

@@ -30,8 +30,9 @@ from averaging.transport.grpc import methods
 from averaging.transport.grpc.methods import Method
 from tests.fuzz.material import ENDPOINTS, damaged, packed, protobufs, states, values, wire_tensors
 from tests.receipts import receipt
+from tests.selection import examples
 
-MANY = settings(max_examples=600, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+MANY = settings(max_examples=examples(600), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 METHODS: list[Method[Any, Any]] = [method for method in vars(methods).values() if isinstance(method, Method)]
 DECODERS = {f"{m.name}-{side}": getattr(m, f"decode_{side}") for m in METHODS for side in ("request", "reply")}
@@ -49,7 +50,7 @@ def _little_memory() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", list(DECODERS))
-@settings(max_examples=250, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(250), suppress_health_check=[HealthCheck.too_slow])
 @given(
     raw=st.one_of(st.binary(max_size=60), protobufs(), protobufs().map(lambda raw: raw + b"\x1a\x80\x40" + raw * 50))
 )

@@ -25,11 +25,12 @@ from averaging.state.download import download
 from averaging.state.packing import State, pack, seal
 from averaging.transport import virtual_time
 from tests.fuzz.material import ENDPOINTS, averaging_data, packed, states
+from tests.selection import examples
 from tests.simulation.rounds import STALL_TIMEOUT, Simulation
 from tests.simulation.swarm import Swarm
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
-SOME = settings(max_examples=100, suppress_health_check=SLOW)
+SOME = settings(max_examples=examples(100), suppress_health_check=SLOW)
 
 ERRORS: list[Exception] = [
     ProtocolViolationError("nonsense"),
@@ -167,7 +168,7 @@ LEADERS = st.builds(
 )
 
 
-@settings(SOME, max_examples=80)
+@settings(SOME, max_examples=examples(80))
 @given(plans(LEADERS, 3))
 def test_a_hostile_leader(answers: list[Plan]) -> None:
     swarm = Swarm(1)
@@ -195,7 +196,7 @@ def test_a_hostile_leader(answers: list[Plan]) -> None:
     swarm.simulate(main())
 
 
-@settings(SOME, max_examples=80)
+@settings(SOME, max_examples=examples(80))
 @given(
     st.lists(
         st.builds(
@@ -242,7 +243,7 @@ def test_hostile_followers(requests: list[JoinRequest]) -> None:
 SOUND = list(pack(seal(State(3, {"w": torch.arange(6.0), "n": torch.tensor(1)}, {"step": 1}))))
 
 
-@settings(SOME, max_examples=200)
+@settings(SOME, max_examples=examples(200))
 @given(
     st.lists(st.tuples(states(SOUND), st.lists(pauses, min_size=9, max_size=9), st.sampled_from([None, *ERRORS])),
              max_size=5),

@@ -13,6 +13,7 @@ import pytest_asyncio
 
 from tests.complaints import complaints
 from tests.integration.foreign import Foreign, ForeignProcess, compile_seed
+from tests.integration.grpc_fakes import LANE
 from tests.integration.processes import Workers
 from tests.integration.training import Run
 
@@ -24,6 +25,13 @@ def nothing_is_left_behind(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     gc.collect(1)
     records = caplog.get_records("call")
     assert complaints(record for record in records if record.name.startswith(("asyncio", "grpc"))) == []
+
+
+@pytest.fixture(params=["grpc", "direct"])
+def lane(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Runs a test over both lanes: transports of `grpc_fakes`, also in child processes, send parts over this one."""
+    monkeypatch.setenv(LANE, request.param)
+    return str(request.param)
 
 
 @pytest.fixture

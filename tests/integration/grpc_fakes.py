@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 
@@ -28,9 +29,11 @@ from averaging.protocol.messages import (
 )
 from averaging.protocol.schema import ReplyForm, Schema, TensorSpec
 from averaging.security.credentials import Credentials
+from averaging.transport.direct import DirectTransport
 from averaging.transport.grpc import GrpcTransport
 
 MAX_MESSAGE_BYTES = 4 << 20
+MAX_PART_BYTES = 2 << 20
 
 REQUEST = JoinRequest("127.0.0.1:4222", b"hash", 1.5e9, b"gather", client_mode=True)
 ACCEPTED = MessageFromLeader(MessageCode.ACCEPTED)
@@ -196,6 +199,39 @@ class FakeGossip:
         return (dataclasses.replace(RECORD, key=key),)
 
 
+LANE = "AVERAGING_TEST_LANE"
+"""Environment variable, for child processes too: `direct` if parts travel beside gRPC. See the fixture `lane`."""
+
+SERVING: dict[str, GrpcTransport] = {}
+"""The transports of `serving`, by endpoint."""
+
+
+class Prepared(DirectTransport):
+    """Sends no part before its direct connection is open or refused."""
+
+    async def opened(self, endpoint: str) -> None:
+        """Opens the direct connection."""
+        self.prepare_lane(endpoint)
+        lane = self._lanes._lanes.get(endpoint)
+        if lane is not None and lane.opening is not None:
+            await asyncio.wait({lane.opening})
+
+    async def aggregate_part(
+        self, endpoint: str, messages: AsyncIterator[AveragingData]
+    ) -> AsyncGenerator[AveragingData, None]:
+        await self.opened(endpoint)
+        async with aclosing(super().aggregate_part(endpoint, messages)) as replies:
+            async for reply in replies:
+                yield reply
+
+
+def make_transport(listen: str | None, limit: int, credentials: Credentials | None) -> GrpcTransport:
+    """A transport with the lane of this test."""
+    if os.environ.get(LANE) == "direct":
+        return Prepared(listen, max_message_bytes=limit, max_part_bytes=MAX_PART_BYTES, credentials=credentials)
+    return GrpcTransport(listen, max_message_bytes=limit, credentials=credentials)
+
+
 @asynccontextmanager
 async def serving(
     service: FakePeer,
@@ -205,12 +241,14 @@ async def serving(
     credentials: Credentials | None = None,
 ) -> AsyncIterator[tuple[GrpcTransport, str]]:
     """A transport that serves, and its endpoint."""
-    transport = GrpcTransport(listen, max_message_bytes=limit, credentials=credentials)
+    transport = make_transport(listen, limit, credentials)
     endpoint = await transport.bind()
+    SERVING[endpoint] = transport
     try:
         await transport.serve(service, gossip)
         yield transport, endpoint
     finally:
+        del SERVING[endpoint]
         await transport.close()
 
 
@@ -219,7 +257,7 @@ async def client(
     limit: int = MAX_MESSAGE_BYTES, credentials: Credentials | None = None
 ) -> AsyncIterator[GrpcTransport]:
     """A transport that only calls."""
-    transport = GrpcTransport(None, max_message_bytes=limit, credentials=credentials)
+    transport = make_transport(None, limit, credentials)
     try:
         yield transport
     finally:

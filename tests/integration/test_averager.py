@@ -111,7 +111,7 @@ def test_models_that_are_shared_with_other_processes_meanwhile_are_averaged(make
     assert all(averager.last_receipt is not None and averager.last_receipt.averaged for averager in (one, other))
 
 
-def test_three_of_them_are_equal_too_and_weigh_as_they_are_told(make: Make) -> None:
+def test_three_of_them_are_equal_too_and_weigh_as_configured(make: Make) -> None:
     _, first = pair = make(group_size=3)
     pairs = [pair, *(make(group_size=3, join=[first.endpoint], mode=mode) for mode in (Mode.NODE, Mode.CLIENT))]
     for value, (model, averager) in enumerate(pairs):
@@ -439,7 +439,7 @@ def test_an_interrupt_in_a_round_leaves_the_run_in_order() -> None:
         assert process.stderr == ""
 
 
-def test_the_end_of_the_interpreter_closes_averagers_without_a_word() -> None:
+def test_the_end_of_the_interpreter_closes_averagers_silently() -> None:
     with worker("not_closed") as process:
         process.expect("trained")
         assert process.wait() == 0
@@ -453,7 +453,7 @@ def test_a_forked_process_has_no_threads_of_grpcs() -> None:
         assert process.stderr == ""
 
 
-def test_data_loaders_fork_workers_without_a_word() -> None:
+def test_data_loaders_fork_workers_silently() -> None:
     with worker("loaders") as process:
         trained = process.expect("trained")
         assert (trained["equal"], trained["rounds"]) == (True, [6, 6])

@@ -193,7 +193,7 @@ def test_a_port_that_is_taken(files: list[Path]) -> None:
     assert "choose another port" in result.stderr
 
 
-def test_who_is_waited_for_is_told_while_a_peer_joins(start: Start, files: list[Path]) -> None:
+def test_a_peer_that_is_waited_for_is_reported_while_a_peer_joins(start: Start, files: list[Path]) -> None:
     arguments = ("peer", files[0], *PAIR, "--join", "127.0.0.1:1", "--join-timeout", 4)
     told = start(*arguments)
     assert told.wait() == 1

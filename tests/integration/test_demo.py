@@ -104,6 +104,7 @@ def test_the_demo_keeps_its_promises(demo: Demo, tmp_path: Path) -> None:
     assert demo.trainers() == []
 
 
+@pytest.mark.long
 @pytest.mark.timeout(DEADLINE + 30)
 @pytest.mark.parametrize("demo", [46022], indirect=True)
 def test_ctrl_c_ends_all_processes_in_order(demo: Demo) -> None:
@@ -131,7 +132,7 @@ def test_a_killed_demo_leaves_no_process_behind(demo: Demo) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(DEADLINE + 30)
 @pytest.mark.parametrize("demo", [46024], indirect=True)
-def test_a_process_that_dies_by_itself_ends_the_demo_with_its_log(demo: Demo) -> None:
+def test_a_process_that_dies_ends_the_demo_with_its_log(demo: Demo) -> None:
     printed = demo.read_until("has found")
     by_part = {process.cmdline()[3]: process for process in demo.trainers() if "--alone" not in process.cmdline()}
     by_part["--part=3"].kill()

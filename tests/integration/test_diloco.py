@@ -159,7 +159,7 @@ def test_a_result_that_comes_between_forward_and_backward_leaves_the_buffers_alo
         inputs, targets = batch_of(100 * number + 2, 4)
         loss: torch.Tensor = (model(inputs) - targets).pow(2).mean()
         pending = opt.strategy._pending  # type: ignore[attr-defined]
-        assert opt._thread.wait(pending).averaged
+        assert opt._thread.wait(pending.receipt).averaged
         loss.backward()  # type: ignore[no-untyped-call]
         opt.step()
 

@@ -110,7 +110,8 @@ def test_two_nodes_meet_at_the_one_that_the_endpoint_names_and_a_late_one_is_see
 
 def test_a_register_that_loses_everything_gets_it_back(nodes: Nodes, caplog: pytest.LogCaptureFixture) -> None:
     register = nodes.register()
-    first, second = nodes.node(is_host=False), nodes.node(is_host=False)
+    patient: dict[str, Any] = {"is_host": False, "keep_alive_max_attempt": 30}  # a busy machine delays heartbeats
+    first, second = nodes.node(**patient), nodes.node(**patient)
     nodes.meet(first, second)
     register.close()
     wait_for(lambda: first.num_nodes_waiting() == 0 and "Training goes on" in caplog.text)
@@ -118,7 +119,7 @@ def test_a_register_that_loses_everything_gets_it_back(nodes: Nodes, caplog: pyt
     nodes.register()
     wait_for(lambda: first.num_nodes_waiting() == 0 and "brought back" in caplog.text)
     assert first._state_holder.state.participants.keys() == second._state_holder.state.participants.keys()
-    late = nodes.node(1, 2, is_host=False)  # there are two already, so it waits as a spare
+    late = nodes.node(1, 2, **patient)  # there are two already, so it waits as a spare
     spare = nodes.join(late)
     wait_for(lambda: first.num_nodes_waiting() == 0 and len(first._state_holder.state.redundancy_list) == 1)
     first.set_closed()

@@ -115,6 +115,7 @@ def test_two_peers_make_the_same_outer_steps_and_tensorboard_shows_the_rounds(tm
         assert [event.step for event in events.Scalars("loss/held-out text")] == [20, 40, 60]
 
 
+@pytest.mark.long
 def test_three_lines_find_each_other_and_leave_in_order_after_ctrl_c() -> None:
     with Example("three_lines", "--steps=10000000") as founder:
         endpoint = founder.read_until("--join ").split("--join ")[1]
@@ -139,6 +140,7 @@ def test_machines_of_one_process_each_average(monkeypatch: pytest.MonkeyPatch) -
                 )  # one ends first
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_all_peers_that_were_started() -> None:
     with Example("digits", "--peers=2", "--steps=1000000") as example:
         example.read_until("Global step")
@@ -160,7 +162,7 @@ def threads_as_they_were() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("threads_as_they_were")
-def test_who_is_alone_comes_to_the_end_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_peer_that_is_alone_comes_to_the_end_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     digits.main(["--steps=3", "--batch-size=32", "--target-batch-size=64", f"--save={tmp_path / 'model'}"])
     assert "Global step 3: 192 samples of this peer's" in capsys.readouterr().out
     assert (tmp_path / "model").exists()
@@ -228,7 +230,7 @@ def test_a_missing_package_is_named_with_its_remedy(
 
 @pytest.mark.usefixtures("threads_as_they_were")
 @pytest.mark.parametrize("tensorflow", [False, True])
-def test_a_folder_for_tensorboard_that_cannot_be_made_is_told(
+def test_a_folder_for_tensorboard_that_cannot_be_made_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensorflow: bool
 ) -> None:
     class FailedPreconditionError(Exception):

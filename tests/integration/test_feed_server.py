@@ -170,7 +170,7 @@ async def test_invalid_json_is_refused(body: bytes, expected: str) -> None:
 
 
 @pytest.mark.asyncio
-async def test_an_environment_that_nobody_registered_is_told_to_register() -> None:
+async def test_an_environment_that_nobody_registered_is_asked_to_register() -> None:
     async with serving() as client:
         await begin(client)
         for env_id in (1, -1):

@@ -34,7 +34,7 @@ class Rude(grpc.GenericRpcHandler):
 
 
 @pytest.mark.asyncio
-async def test_the_words_of_a_refusal(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_text_of_a_refusal(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "averaging")
     server = grpc.aio.server(handlers=[Rude()])
     port = server.add_insecure_port("127.0.0.1:0")

@@ -201,7 +201,7 @@ async def test_a_client_follows_one_member_and_then_another() -> None:
 
 
 @pytest.mark.asyncio
-async def test_seeds_that_all_fail_are_told_with_the_reasons() -> None:
+async def test_seeds_that_all_fail_are_reported_with_the_reasons() -> None:
     async with hosts() as started, AsyncExitStack() as stack:
         started.append(stranger := Host(run_id="another"))
         await stranger.joined()
@@ -243,6 +243,7 @@ async def test_what_strangers_send_is_refused() -> None:
             await stranger.close()
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 async def test_sixty_four_peers_read_what_each_declares() -> None:
     async with hosts() as started:

@@ -149,7 +149,7 @@ def test_a_peer_that_missed_a_step_takes_over_the_state_of_another(start: Start)
     assert all(equal(run.parameters()[0], other) for other in run.parameters())
 
 
-def test_one_that_is_ahead_and_cannot_be_reached_is_told_of_once_and_not_asked_at_each_step(
+def test_one_that_is_ahead_and_cannot_be_reached_is_reported_once_and_not_asked_at_each_step(
     start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     now, asked = [0.0], []

@@ -60,7 +60,7 @@ async def test_a_failure_of_the_service_is_refused_and_logged(caplog: pytest.Log
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("error", [ProtocolViolationError, ClosedError])
-async def test_a_refusal_of_the_service_is_told_in_its_words(error: type[Exception]) -> None:
+async def test_a_refusal_of_the_service_is_reported_with_its_text(error: type[Exception]) -> None:
     async def refuses(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
         yield await anext(messages)
         raise error("a:1 is not a member\nof this group" + "!" * 10_000)

@@ -91,7 +91,7 @@ async def test_an_advertised_port_is_kept() -> None:
         ("0.0.0.0:0", "here.example.org:0", ["192.0.2.7:4222"], None),
     ],
 )
-async def test_a_peer_on_loopback_is_told_that_others_will_not_call_it(
+async def test_a_peer_on_loopback_is_warned_that_others_will_not_call_it(
     listen: str,
     advertise: str | None,
     join: list[str],
@@ -119,7 +119,7 @@ async def test_a_peer_on_loopback_is_told_that_others_will_not_call_it(
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("host", ["192.0.2.8", "[2001:db8::8]", "here.example.org", "nowhere.example.org"])
-async def test_a_peer_that_others_can_call_is_told_nothing(
+async def test_a_peer_that_others_can_call_gets_no_message(
     host: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def found(host: str, *_: object, **__: object) -> object:

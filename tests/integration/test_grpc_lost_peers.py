@@ -10,7 +10,7 @@ import ssl
 import struct
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 from typing import cast
 
@@ -20,6 +20,7 @@ import pytest
 from averaging.common.addresses import parse_address
 from averaging.errors import PeerUnreachableError, ProtocolViolationError
 from averaging.protocol.messages import AveragingData
+from averaging.transport.direct import DirectTransport
 from averaging.transport.grpc import channel_options, methods
 from averaging.transport.grpc import client as grpc_client
 from averaging.transport.grpc.channels import Channels, target
@@ -28,6 +29,7 @@ from tests.integration.certificates import HERE, secure, write
 from tests.integration.grpc_fakes import (
     MAX_MESSAGE_BYTES,
     REQUEST,
+    SERVING,
     FakePeer,
     client,
     endless,
@@ -102,7 +104,30 @@ async def line_of(child: asyncio.subprocess.Process) -> str:
 async def relayed(
     endpoint: str, ended: asyncio.Semaphore | None = None
 ) -> AsyncIterator[tuple[str, Callable[[], None]]]:
-    """Another address for `endpoint`, and what resets the connections through it; `ended` is released for each."""
+    """Another address for `endpoint`, and what resets the connections through it; `ended` is released for each.
+
+    Direct connections go through a relay of their own, and are reset too.
+    """
+    async with AsyncExitStack() as stack:
+        address, cut = await stack.enter_async_context(relayed_port(endpoint, ended))
+        transport = SERVING.get(endpoint)
+        if not isinstance(transport, DirectTransport):
+            yield address, cut
+            return
+        direct = f"127.0.0.1:{transport.direct_port}"
+        beside, cut_beside = await stack.enter_async_context(relayed_port(direct, None))
+        transport._direct_advertise = parse_address(beside)[1]
+
+        def cut_both() -> None:
+            cut()
+            cut_beside()
+
+        yield address, cut_both
+
+
+@asynccontextmanager
+async def relayed_port(endpoint: str, ended: asyncio.Semaphore | None) -> AsyncIterator[tuple[str, Callable[[], None]]]:
+    """See `relayed`, for one port."""
     host, port = parse_address(endpoint)
     writers: set[asyncio.StreamWriter] = set()
 
@@ -139,6 +164,7 @@ async def relayed(
 
 
 @pytest.mark.asyncio
+@pytest.mark.usefixtures("lane")
 async def test_a_client_killed_in_a_stream_closes_the_service() -> None:
     ended = []
 
@@ -156,6 +182,7 @@ async def test_a_client_killed_in_a_stream_closes_the_service() -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.usefixtures("lane")
 async def test_a_server_killed_in_a_stream_is_unreachable() -> None:
     async with process(REDUCER) as child, client() as caller:
         endpoint = await line_of(child)
@@ -167,6 +194,7 @@ async def test_a_server_killed_in_a_stream_is_unreachable() -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.usefixtures("lane")
 async def test_a_server_killed_while_parts_are_written_is_unreachable() -> None:
     async with process(REDUCER) as child, client() as caller:
         endpoint = await line_of(child)
@@ -178,6 +206,7 @@ async def test_a_server_killed_while_parts_are_written_is_unreachable() -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.usefixtures("lane")
 async def test_a_connection_reset_while_parts_are_written_is_lost() -> None:
     for _ in range(10):
         async with (
@@ -243,6 +272,7 @@ async def test_a_channel_that_one_call_gives_up_carries_the_others_to_their_end(
 
 
 @pytest.mark.asyncio
+@pytest.mark.usefixtures("lane")
 async def test_a_caller_lost_while_the_service_writes_closes_it() -> None:
     service = FakePeer(aggregate=floods)
     async with (

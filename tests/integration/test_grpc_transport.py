@@ -71,6 +71,7 @@ async def test_verdict_comes_at_once_and_the_group_later() -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.usefixtures("lane")
 async def test_fifty_parts_of_a_mebibyte_go_up_and_come_back() -> None:
     async with (
         serving(FakePeer()) as (_, endpoint),
@@ -85,6 +86,7 @@ async def test_fifty_parts_of_a_mebibyte_go_up_and_come_back() -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.usefixtures("lane")
 async def test_a_reply_comes_before_the_last_part_is_sent() -> None:
     async def sends_the_next_after_a_reply() -> AsyncGenerator[AveragingData, None]:
         for number in range(3):
@@ -102,6 +104,7 @@ async def test_a_reply_comes_before_the_last_part_is_sent() -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.usefixtures("lane")
 async def test_the_service_sees_the_end_of_the_parts() -> None:
     async def counts(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
         count = len([message async for message in messages])
@@ -116,6 +119,7 @@ async def test_the_service_sees_the_end_of_the_parts() -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.usefixtures("lane")
 async def test_a_service_that_ends_early_ends_the_upload() -> None:
     async def answers_the_first(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
         yield await anext(messages)
@@ -136,6 +140,7 @@ async def test_a_service_that_ends_early_ends_the_upload() -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.usefixtures("lane")
 async def test_the_messages_of_a_refused_sender_are_read_to_the_end() -> None:
     """Some clients lose the answer if a write fails."""
     sent = 0
@@ -160,6 +165,7 @@ async def test_the_messages_of_a_refused_sender_are_read_to_the_end() -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.usefixtures("lane")
 async def test_codes_and_messages_without_a_part_pass() -> None:
     cancelled = AveragingData(MessageCode.CANCELLED, b"group", "a:1")
 
@@ -237,6 +243,7 @@ async def test_a_caller_that_closes_the_call_closes_the_service() -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.usefixtures("lane")
 async def test_a_caller_that_is_cancelled_closes_the_service() -> None:
     async def reads_on() -> None:
         async with aclosing(caller.aggregate_part(endpoint, parts_without_end())) as replies:
@@ -281,6 +288,7 @@ class Flood:
 
 
 @pytest.mark.asyncio
+@pytest.mark.usefixtures("lane")
 async def test_a_service_that_does_not_read_holds_the_sender_back() -> None:
     async def reads_late(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
         await may_read.wait()
@@ -303,6 +311,7 @@ async def test_a_service_that_does_not_read_holds_the_sender_back() -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.usefixtures("lane")
 async def test_a_caller_that_does_not_read_holds_the_service_back() -> None:
     flood = Flood()
     async with (

@@ -183,7 +183,7 @@ def test_a_host_has_so_many_calls_in_progress() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_host_with_too_many_calls_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_host_with_too_many_calls_is_notified(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         server, "Callers", lambda authenticated: Callers(authenticated=authenticated, max_calls_per_host=1)
     )
@@ -419,7 +419,7 @@ async def test_one_host_s_idle_downloads_keep_no_other_from_the_state(monkeypatc
 
 
 @pytest.mark.asyncio
-async def test_a_host_that_has_its_places_is_told_so() -> None:
+async def test_a_host_that_has_its_places_is_notified() -> None:
     large = torch.zeros(64 << 18)
     async with Peer([large], run_id="run", stall_timeout=1.0) as peer, AsyncExitStack() as stack:
         caller = await stack.enter_async_context(client(limit=32 << 20))

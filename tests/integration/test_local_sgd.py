@@ -265,7 +265,7 @@ def test_a_slower_peer_comes_early_rather_than_too_late(start: Start, monkeypatc
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_who_has_waited_for_a_round_that_is_over_is_no_reason_for_the_next_one(
+def test_a_peer_that_has_waited_for_a_round_that_is_over_is_no_reason_for_the_next_one(
     start: Start, monkeypatch: pytest.MonkeyPatch, overlap: bool
 ) -> None:
     """Otherwise rounds would follow each other at once, each early because of the last."""
@@ -336,7 +336,9 @@ def test_nobody_comes_early_for_an_auxiliary(start: Start) -> None:
 
 
 @pytest.mark.parametrize("strategy", [LocalSGD, DiLoCo])
-def test_nobody_waits_any_more_for_one_who_leaves(start: Start, strategy: Callable[[int], LocalSGD | DiLoCo]) -> None:
+def test_nobody_waits_any_more_for_a_peer_that_leaves(
+    start: Start, strategy: Callable[[int], LocalSGD | DiLoCo]
+) -> None:
     run = start()
     for _ in range(3):
         run.add(strategy(1), SGD, group_wait=PATIENCE, round_timeout=PATIENCE)

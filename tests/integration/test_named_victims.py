@@ -63,7 +63,9 @@ def let_name(monkeypatch: pytest.MonkeyPatch, leader: Peer, victim: str) -> None
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("victim", ["a web server", "a peer of another run", "a metadata service"])
-async def test_who_is_named_gets_no_data_and_the_others_average(victim: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_peer_that_is_named_gets_no_data_and_the_others_average(
+    victim: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = {"min_group_size": 3, "group_size": 4, "part_size_bytes": 1 << 16}  # all reduce, the victim too
     async with AsyncExitStack() as stack:
         tensors = [torch.full((SIZE,), float(number)) for number in range(3)]

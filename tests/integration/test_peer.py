@@ -186,7 +186,7 @@ async def test_clients_and_auxiliaries_in_all_mixes(clients: int, auxiliaries: i
 @pytest.mark.parametrize(
     ("deadline", "words"), [({"stall_timeout": 1.0}, "sent nothing"), ({"round_timeout": 5.0}, "the round's deadline")]
 )
-async def test_a_peer_that_others_cannot_dial_is_told_so_as_well_as_they(
+async def test_a_peer_that_others_cannot_dial_is_notified_as_well_as_they(
     deadline: dict[str, float], words: str
 ) -> None:
     async with AsyncExitStack() as stack:
@@ -409,7 +409,7 @@ async def test_who_reaches_only_itself_under_another_name_has_joined_nobody() ->
 
 
 @pytest.mark.asyncio
-async def test_who_has_the_address_of_another_and_joins_it_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_peer_that_has_the_address_of_another_and_joins_it_is_notified(monkeypatch: pytest.MonkeyPatch) -> None:
     warned: asyncio.Queue[str] = asyncio.Queue()
     monkeypatch.setattr(
         "averaging.discovery.gossip.bootstrap.logger.warning", lambda words, *given: warned.put_nowait(words % given)

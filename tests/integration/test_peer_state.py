@@ -55,7 +55,7 @@ async def test_versions_grow_and_a_newcomer_takes_the_state_over() -> None:
         assert founder.version == other.version == 2
         newcomer_tensors = {"w": torch.full((3,), -1.0)}
         newcomer = await enter(stack, newcomer_tensors, join=[founder.endpoint])
-        assert newcomer.donors == [(2.0, founder.endpoint)]
+        assert [name for _, name in newcomer.donors] == [founder.endpoint]  # its priority is announced once a second
         state = await newcomer.download_state()
         assert state.version == newcomer.version == 2
         assert state.user == {"step": 7}
@@ -123,7 +123,7 @@ def nested(depth: int) -> Any:
     ],
     ids=lambda value: None if isinstance(value, str) else next(iter((*value.user, *value.tensors))),
 )
-async def test_who_offers_what_newcomers_refuse_is_told_so_at_the_start(
+async def test_a_peer_that_offers_what_newcomers_refuse_is_notified_at_the_start(
     extras: Extras, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with AsyncExitStack() as stack:
@@ -153,7 +153,9 @@ async def test_what_the_application_writes_to_its_dict_later_is_not_in_the_state
 
 
 @pytest.mark.asyncio
-async def test_who_comes_to_offer_what_newcomers_refuse_is_told_so_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_peer_that_comes_to_offer_what_newcomers_refuse_is_notified_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     user: dict[str, Any] = {}
     async with AsyncExitStack() as stack:
         donor = await enter(stack, {"w": torch.zeros(3)}, extra_state=lambda: Extras({}, user))

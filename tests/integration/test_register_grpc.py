@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -14,8 +13,8 @@ from averaging.elastic.grpc_register import GrpcRegister, RegisterService
 from averaging.elastic.register import MAX_VALUE_BYTES, Register
 from averaging.rpc import read_credentials
 from tests.integration.certificates import TOKEN
-from tests.integration.fault_proxy import Fault, FaultProxy
-from tests.linearizability import Recorder, is_linearizable
+from tests.integration.fault_proxy import FaultProxy
+from tests.linearizability import Recorder, is_linearizable, periodic_faults
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 
@@ -25,24 +24,13 @@ pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 async def test_histories_of_callers_that_are_cut_off_are_linearizable(seed: int) -> None:
     rng, recorder = random.Random(seed), Recorder()
     with FaultProxy() as proxy:
-        moments = itertools.count()
-
-        def strike() -> None:
-            match next(moments) % 25:
-                case 6:
-                    proxy.arm(Fault.CUT, after=rng.randrange(100))
-                case 14:
-                    proxy.arm(Fault.HALF_OPEN)
-                case 18:
-                    proxy.heal()
-
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(RpcServer(f"127.0.0.1:{proxy.target}", [RegisterService()]))
             registers: list[Register] = []
             for _ in range(4):
                 channel = await stack.enter_async_context(RpcChannel(f"127.0.0.1:{proxy.port}"))
                 registers.append(GrpcRegister(channel, timeout=0.3))
-            await recorder.run(registers, rng, calls=20, between=strike)
+            await recorder.run(registers, rng, calls=20, between=periodic_faults(proxy, rng, 100))
             proxy.heal()
     assert recorder.failures
     assert sum(operation.done for operation in recorder.history) > 2

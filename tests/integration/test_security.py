@@ -355,7 +355,7 @@ async def test_every_method_needs_a_token(path: str, encrypted: bool) -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("name", CALLS)
-async def test_the_caller_is_told_what_to_give(name: str) -> None:
+async def test_the_caller_is_informed_what_to_give(name: str) -> None:
     service, gossip = FakePeer(), FakeGossip()
     async with serving(service, gossip, credentials=Credentials(tokens=(TOKEN,))) as (_, endpoint):
         for tokens in ((), ("another-token-012345",), (OLD_TOKEN, TOKEN)):
@@ -506,7 +506,7 @@ async def test_metadata_services_of_clouds_are_not_dialled() -> None:
 
 
 @pytest.mark.asyncio
-async def test_loopback_is_dialled_by_those_who_are_there() -> None:
+async def test_loopback_is_dialled_by_those_that_are_there() -> None:
     elsewhere = Credentials(insecure=True)
     async with serving(FakePeer()) as (local, endpoint):
         assert await local.get_schema(endpoint) == SCHEMA

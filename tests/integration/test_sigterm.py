@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.integration.processes import JsonProcess
+from tests.selection import rest_is_long
 
 BOUND = 5.0
 """Seconds that a survivor's round may take, on a busy machine; a record of a dead peer stays for 15, and a round would
@@ -46,7 +47,7 @@ def slowest_after(survivors: list[JsonProcess], number: int) -> float:
     return max(seconds)
 
 
-@pytest.mark.parametrize("strategy", ["gradients", "diloco", "local"])
+@pytest.mark.parametrize("strategy", rest_is_long(("gradients", "diloco", "local")))
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
 def test_nobody_waits_for_a_peer_whose_process_was_ended(strategy: str, number: signal.Signals) -> None:
     with ExitStack() as stack:
@@ -58,9 +59,7 @@ def test_nobody_waits_for_a_peer_whose_process_was_ended(strategy: str, number: 
             assert "the averager of run 'run' has left on SIGTERM" in ended.stderr
 
 
-@pytest.mark.parametrize(
-    "strategy", ["gradients", *(pytest.param(name, marks=pytest.mark.long) for name in ("diloco", "local"))]
-)
+@pytest.mark.parametrize("strategy", rest_is_long(("gradients", "diloco", "local")))
 def test_a_script_that_handles_sigterm_goes_on_and_ends_as_it_wants(strategy: str) -> None:
     """After its peer has left, local steps still work."""
     with ExitStack() as stack:
@@ -77,6 +76,7 @@ def test_a_script_that_handles_sigterm_goes_on_and_ends_as_it_wants(strategy: st
         assert slowest_after(survivors, 3) < BOUND
 
 
+@pytest.mark.long
 def test_leaving_on_sigterm_can_be_switched_off() -> None:
     with ExitStack() as stack:
         peers = three(stack, "local", leave_on_sigterm=False)

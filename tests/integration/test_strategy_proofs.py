@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from averaging import DiLoCo, GradientAveraging, LocalSGD, Receipt, Strategy, Training
-from averaging.training.training import Fetch
+from averaging.training.fetch import Fetch
 from tests.integration.training import Run, backward, batch_of, equal, model_of, parameters_of
 
 PlainSGD = partial(torch.optim.SGD, lr=0.05)

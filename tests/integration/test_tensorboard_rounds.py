@@ -90,9 +90,9 @@ def test_a_writer_that_is_given_gets_numbers_and_words(tmp_path: Path) -> None:
     writer.close()
     events = EventAccumulator(str(tmp_path)).Reload()
     assert values(events, "round/kept_local") == [4]
-    (told,) = events.Tensors("round/told/text_summary")
-    (words,) = told.tensor_proto.string_val
-    assert b"lost 127.0.0.1:3 (sent nothing); waited for 127.0.0.1:2" in words
+    (text,) = events.Tensors("round/receipt/text_summary")
+    (found,) = text.tensor_proto.string_val
+    assert b"lost 127.0.0.1:3 (sent nothing); waited for 127.0.0.1:2" in found
 
 
 def test_what_cannot_be_written_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -142,7 +142,7 @@ async def test_all_connections_of_a_host_count_together(few_bytes: None) -> None
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("path", [*SERVED, UNKNOWN])
-async def test_who_has_no_token_is_refused_before_anything_is_read(path: str, few_bytes: None) -> None:
+async def test_a_peer_that_has_no_token_is_refused_before_anything_is_read(path: str, few_bytes: None) -> None:
     credentials = Credentials(tokens=(TOKEN,))
     async with (
         serving(FakePeer(), FakeGossip(), credentials=credentials) as (transport, endpoint),
@@ -241,9 +241,9 @@ PACE = 0.005
     ("path", "connections", "junk"),
     [
         (methods.GET_STATUS.path, 1, False),
-        (methods.AGGREGATE_PART.path, 1, False),
-        (HEALTH_CHECK, 8, False),
-        (methods.GET_STATUS.path, 1, True),
+        pytest.param(methods.AGGREGATE_PART.path, 1, False, marks=pytest.mark.long),
+        pytest.param(HEALTH_CHECK, 8, False, marks=pytest.mark.long),
+        pytest.param(methods.GET_STATUS.path, 1, True, marks=pytest.mark.long),
     ],
     ids=["streams of one connection", "parts", "connections of one host", "few bytes of a message"],
 )

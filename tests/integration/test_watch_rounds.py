@@ -58,7 +58,7 @@ async def test_too_many_watchers_are_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.asyncio
-async def test_a_slow_watcher_is_told_what_it_missed() -> None:
+async def test_a_slow_watcher_is_informed_what_it_missed() -> None:
     async with asyncio.timeout(DEADLINE), serving(FakePeer()) as (_, endpoint), client() as watcher:
         watched = [one async for one in watcher.watch_rounds(endpoint, 3)]
     assert [one.skipped for one in watched] == [0, 1, 2]
@@ -69,7 +69,7 @@ def explain(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return averaging_command("explain", *map(str, arguments))
 
 
-def test_peers_write_receipts_that_explain_tells(tmp_path: Path) -> None:
+def test_peers_write_receipts_that_explain_shows(tmp_path: Path) -> None:
     files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
     for number in range(2):
         save_file({"w": torch.full((1000,), float(number))}, tmp_path / f"{number}.safetensors")

@@ -31,7 +31,7 @@ class Wrapped(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("in_closure", [False, True])
-def test_a_wrapped_averager_is_told_the_samples_by_a_hook_and_keeps_its_schedule(in_closure: bool) -> None:
+def test_a_wrapped_averager_gets_the_samples_by_a_hook_and_keeps_its_schedule(in_closure: bool) -> None:
     model = torch.nn.Linear(3, 1)
     opt = DecentralizedAverager(
         torch.optim.AdamW(model.parameters(), lr=1e-3),

@@ -20,6 +20,7 @@ from averaging.protocol.messages import (
     CompressionType,
     DownloadData,
     JoinRequest,
+    MessageCode,
     MessageFromLeader,
     Resume,
 )
@@ -68,6 +69,18 @@ class OneRound:
 
     def watch_rounds(self, last: int) -> AsyncGenerator[Watched, None]:
         raise NotImplementedError
+
+
+class SilentLeader(OneRound):
+    """A peer that answers no request to join, or accepts it and then sends nothing."""
+
+    def __init__(self, accepts: bool) -> None:
+        self.accepts = accepts
+
+    async def join_group(self, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
+        if self.accepts:
+            yield MessageFromLeader(MessageCode.ACCEPTED)
+        await asyncio.get_running_loop().create_future()
 
 
 class Simulation:

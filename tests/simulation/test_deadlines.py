@@ -18,6 +18,7 @@ from averaging.protocol.group import Member, Mode
 from averaging.protocol.messages import AveragingData, MessageCode
 from averaging.protocol.schema import Schema
 from averaging.transport import virtual_time
+from tests.selection import rest_is_long
 from tests.simulation.rounds import STALL_TIMEOUT, Simulation, nodes
 
 LOWER, UPPER = 0.2, 20.0
@@ -183,7 +184,7 @@ def test_an_unreachable_reducer_is_not_waited_for_as_a_sender() -> None:
 
 
 @pytest.mark.parametrize("latency", [(0.2, 0.8), (0.001, 0.02)])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", rest_is_long(range(5)))
 def test_newcomers_as_slow_as_the_others_are_kept(seed: int, latency: tuple[float, float]) -> None:
     async def main() -> None:
         rounds = Rounds(seed, latency=latency)
@@ -354,7 +355,7 @@ def test_no_member_is_dropped_in_a_slow_network(latency: tuple[float, float]) ->
     virtual_time.run(Rounds(2, latency=latency).usual())
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", rest_is_long(range(5)))
 def test_no_member_is_dropped_when_the_network_gets_three_times_slower(seed: int) -> None:
     async def main() -> None:
         rounds = Rounds(seed, latency=(0.2, 0.3))
@@ -376,7 +377,7 @@ def test_a_member_whose_link_gets_three_times_slower_is_kept(seconds: float) -> 
     virtual_time.run(main())
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", rest_is_long(range(5)))
 def test_a_process_that_was_stopped_drops_no_member(seed: int) -> None:
     """Time advances while nothing runs, as when a machine sleeps."""
 

@@ -122,7 +122,7 @@ def test_a_claim_that_nobody_backs_stops_nobody(
 
 
 @pytest.mark.parametrize("serves", [False, True])
-def test_a_newcomer_begins_with_the_state_of_those_who_have_one(serves: bool) -> None:
+def test_a_newcomer_begins_with_the_state_of_those_that_have_one(serves: bool) -> None:
     run = three(2, "gradients")
     run.sites[2].starts = 6.0
     survivors = run.simulate(claiming(run, lambda number: "evil:1" if serves else "nobody:1", 5.0, serves=serves))

@@ -345,6 +345,7 @@ def test_a_key_for_every_step_does_not_use_up_a_peers_records() -> None:
     swarm.simulate(main())
 
 
+@pytest.mark.long
 def test_quick_steps_do_not_use_up_a_peers_records_either() -> None:
     """Their records have a shorter lifetime: at 30 steps per second a whole run had stopped every 8 s."""
     swarm = Swarm(1, latency=(0.0005, 0.002), delay=0.002)

@@ -177,7 +177,7 @@ def test_numbers_that_are_none_have_their_own_code() -> None:
         (ProtocolViolationError("a:1 sent nonsense"), DropCode.PROTOCOL_VIOLATION),
     ],
 )
-def test_what_was_raised_tells_what_a_member_is_dropped_for(error: AveragingError, code: DropCode) -> None:
+def test_what_was_raised_shows_what_a_member_is_dropped_for(error: AveragingError, code: DropCode) -> None:
     assert code_of(error) is code
 
 

@@ -57,7 +57,7 @@ async def declare(discovery: MemoryDiscovery) -> None:
     [(False, 0.0, 5.0), (False, 0.9, 30.0), (True, 0.0, 15.0), (True, 2.0, 60.0), (True, 4.8, 90.0)],
     ids=["refuse", "refuse late", "disband at once", "disband later", "disband at the last moment"],
 )
-def test_those_who_lead_into_a_circle_are_left_alone_once_they_are_known(
+def test_those_that_lead_into_a_circle_are_left_alone_once_they_are_known(
     accepts: bool, seconds: float, known_after: float
 ) -> None:
     swarm = Swarm(0)

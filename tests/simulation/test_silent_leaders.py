@@ -21,7 +21,8 @@ from averaging.protocol.messages import CompressionType, JoinRequest, MessageCod
 from averaging.protocol.schema import Schema, TensorSpec
 from averaging.transport import virtual_time
 from averaging.transport.base import Transport
-from tests.simulation.rounds import OneRound
+from tests.selection import rest_is_long
+from tests.simulation.rounds import SilentLeader
 from tests.simulation.swarm import Swarm, scalars
 
 PAUSE = 0.2
@@ -30,19 +31,7 @@ PAUSE = 0.2
 ATTACKERS = 20
 
 
-SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))]
-
-
-class Mute(OneRound):
-    """A peer that answers no request to join, or accepts it and then sends nothing."""
-
-    def __init__(self, accepts: bool) -> None:
-        self.accepts = accepts
-
-    async def join_group(self, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
-        if self.accepts:
-            yield MessageFromLeader(MessageCode.ACCEPTED)
-        await asyncio.get_running_loop().create_future()
+SEEDS = rest_is_long(range(3))
 
 
 def rounds(
@@ -68,7 +57,7 @@ def rounds(
             if fresh or not known:
                 known = [next(names) for _ in range(attackers)]
                 for name in known:
-                    await swarm.network.transport(name).serve(Mute(accept), None)
+                    await swarm.network.transport(name).serve(SilentLeader(accept), None)
             until = virtual_time.clock() + (0.8 if fresh else 2.0)
             for number, name in enumerate(known):
                 await discovery.store(group_key("run", ""), name, pack_looking(True), until + number / 1000)
@@ -103,6 +92,7 @@ def per_minute(found: list[tuple[float, Receipt]], since: float) -> float:
     return 60 * len(whole) / (found[-1][0] - since)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", SEEDS)
 def test_twenty_silent_leaders_cost_a_few_seconds_once(seed: int) -> None:
     usual = per_minute(rounds(seed, 60.0), since=1.0)

@@ -138,7 +138,7 @@ def test_a_donor_that_drips_is_given_up_and_what_it_sent_is_kept() -> None:
     assert seconds == pytest.approx(STALL_TIMEOUT + (8 << 20) / LINK_10_MBIT, abs=2.0)
 
 
-def test_one_that_drips_as_the_only_donor_ends_in_an_error_that_tells_how_slow_it_was() -> None:
+def test_one_that_drips_as_the_only_donor_ends_in_an_error_that_shows_how_slow_it_was() -> None:
     network, seconds, _, error = fetch({"drip:1": Donor(snapshot(8), drip=1)})
     assert network.asked == ["drip:1"]
     assert seconds == pytest.approx(STALL_TIMEOUT + 0.7, abs=0.5)
@@ -149,7 +149,7 @@ def test_one_that_drips_as_the_only_donor_ends_in_an_error_that_tells_how_slow_i
 
 
 @pytest.mark.parametrize("drip", [0, 1])
-def test_the_log_tells_of_it_where_another_donor_had_the_state(drip: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_reports_it_where_another_donor_had_the_state(drip: int, caplog: pytest.LogCaptureFixture) -> None:
     state = snapshot(8)
     slow = Donor(state, drip=1) if drip else Donor(state, LINK_256_KBIT)
     fetch({"slow:1": slow, "x:1": Donor(state, LINK_10_MBIT)})
@@ -219,12 +219,13 @@ def test_of_those_that_are_all_slower_than_earlier_ones_the_slowest_does_not_win
     assert seconds < 3 * (STALL_TIMEOUT + 1.0) + (32 << 20) / 1e6
 
 
-def test_a_state_that_came_at_once_tells_little_of_how_long_others_may_take() -> None:
+def test_a_state_that_came_at_once_says_little_about_how_long_others_may_take() -> None:
     donors = {"x:1": Donor(snapshot(8), 200e3), "y:1": Donor(snapshot(8), 5e6)}
     _, _, donor, _ = fetch(donors, earlier=[Donor(snapshot(0.5), 1e9)])
     assert donor == "x:1"
 
 
+@pytest.mark.long
 def test_many_small_tensors_do_not_have_to_come_as_fast_as_their_bytes() -> None:
     """10,000 of 4 bytes, 200 a second: what is slow about them is not the link."""
     state = seal(State(3, {f"t{number}": torch.full((1,), 1.0) for number in range(10_000)}))

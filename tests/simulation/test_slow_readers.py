@@ -74,7 +74,7 @@ async def fill(download: Download, pause: float, tasks: asyncio.TaskGroup) -> li
     return slow
 
 
-def test_who_takes_too_little_makes_room_for_who_waits() -> None:
+def test_a_peer_that_takes_too_little_makes_room_for_who_waits() -> None:
     async def main(download: Download) -> None:
         async with asyncio.TaskGroup() as tasks:
             slow = await fill(download, IDLE, tasks)
@@ -91,7 +91,7 @@ def test_who_takes_too_little_makes_room_for_who_waits() -> None:
     play(main)
 
 
-def test_who_takes_enough_keeps_its_place_while_others_wait() -> None:
+def test_a_peer_that_takes_enough_keeps_its_place_while_others_wait() -> None:
     async def main(download: Download) -> None:
         async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
             slow = await fill(download, CHUNK_BYTES / 32e3, tasks)  # 256 kbit/s
@@ -104,7 +104,7 @@ def test_who_takes_enough_keeps_its_place_while_others_wait() -> None:
     play(main)
 
 
-def test_who_takes_little_keeps_its_place_if_nobody_waits() -> None:
+def test_a_peer_that_takes_little_keeps_its_place_if_nobody_waits() -> None:
     async def main(download: Download) -> None:
         async with asyncio.TaskGroup() as tasks:
             slow = [tasks.create_task(read(download("slow"), IDLE)) for _ in range(DOWNLOADS_PER_HOST)]

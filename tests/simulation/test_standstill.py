@@ -48,20 +48,20 @@ def average(seed: int, still_after: float, *, peers: int, comes_late: bool = Fal
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_those_who_slept_in_the_middle_of_it_find_each_other(seed: int) -> None:
+def test_those_that_slept_in_the_middle_of_it_find_each_other(seed: int) -> None:
     receipts, seconds = average(seed, 0.002 * seed, peers=4)
     assert [receipt.outcome for receipt in receipts] == [Outcome.AVERAGED] * 4, receipts
     assert seconds < 10, receipts
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_who_slept_has_the_rest_of_its_time_for_those_who_come_later(seed: int) -> None:
+def test_a_peer_that_slept_has_the_rest_of_its_time_for_those_that_come_later(seed: int) -> None:
     receipts, seconds = average(seed, 20.0, peers=3, comes_late=True)
     assert [receipt.outcome for receipt in receipts] == [Outcome.AVERAGED] * 3, receipts
     assert seconds < 10, receipts
 
 
-def test_who_slept_gives_up_when_the_rest_of_its_time_is_over() -> None:
+def test_a_peer_that_slept_gives_up_when_the_rest_of_its_time_is_over() -> None:
     swarm = Swarm(1)
 
     async def main() -> float:

@@ -20,7 +20,7 @@ from averaging.protocol.messages import CompressionType, JoinRequest, MessageCod
 from averaging.protocol.schema import Schema, TensorSpec
 from averaging.transport import virtual_time
 from averaging.transport.base import Transport
-from tests.simulation.rounds import OneRound
+from tests.simulation.rounds import SilentLeader
 from tests.simulation.swarm import Swarm, scalars
 
 LEADER, STRANGER, ME = "192.0.2.1:1", "192.0.2.2:1", "192.0.2.3:1"
@@ -222,18 +222,6 @@ def test_following_suggestions_ends_when_the_search_is_over(accepts: bool, mode:
     assert network.asked == names[:1]
 
 
-class Stuck(OneRound):
-    """A peer that answers no request to join, or accepts all and then sends nothing."""
-
-    def __init__(self, accepts: bool) -> None:
-        self.accepts = accepts
-
-    async def join_group(self, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
-        if self.accepts:
-            yield MessageFromLeader(MessageCode.ACCEPTED)
-        await asyncio.get_running_loop().create_future()
-
-
 @pytest.mark.parametrize("accepts", [False, True])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_stuck_peer_that_renews_its_declaration_does_not_keep_the_others_apart(accepts: bool, seed: int) -> None:
@@ -251,7 +239,7 @@ def test_a_stuck_peer_that_renews_its_declaration_does_not_keep_the_others_apart
                 await asyncio.sleep(2.4)
 
     async def main() -> list[list[Receipt]]:
-        await swarm.network.transport(LEADER).serve(Stuck(accepts), None)
+        await swarm.network.transport(LEADER).serve(SilentLeader(accepts), None)
         declaring = asyncio.create_task(declare())
         await asyncio.sleep(0.1)
         try:

@@ -111,7 +111,7 @@ def test_samples_are_those_of_the_batches_behind_a_step() -> None:
     assert strategy.told == [8, 8, 5, 8, 5, 3]
 
 
-def test_a_step_without_samples_is_told_how_to_count_them() -> None:
+def test_a_step_without_samples_is_advised_how_to_count_them() -> None:
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(torch.nn.Linear(3, 1))
     with averager_of(model, strategy=GradientAveraging(8)) as opt:

@@ -224,7 +224,7 @@ def test_what_cannot_work_is_said_with_its_remedy(do: Callable[[Path], None], to
         do(tmp_path)
 
 
-def test_a_trainer_that_does_not_count_samples_is_told_what_does(tmp_path: Path) -> None:
+def test_a_trainer_that_does_not_count_samples_is_advised(tmp_path: Path) -> None:
     model = Averaged(GradientAveraging(8))
     with pytest.raises(ConfigError, match=r"counts samples: .* averaging.integrations"):
         trainer_of(tmp_path, lightning.Callback(), max_steps=1).fit(model, data_of(8))

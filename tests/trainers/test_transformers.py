@@ -261,7 +261,7 @@ def test_what_has_no_effect_or_undoes_the_end_is_a_warning(tmp_path: Path, caplo
     assert "lr_scheduler_type and warmup_steps have no effect; pass a scheduler" in told[1]
 
 
-def test_a_trainer_that_does_not_count_samples_is_told_what_does(tmp_path: Path) -> None:
+def test_a_trainer_that_does_not_count_samples_is_advised(tmp_path: Path) -> None:
     arguments = arguments_of(tmp_path, max_steps=1)
     model = model_of()
     opt = DecentralizedAverager(torch.optim.SGD(model.parameters()), run_id="x", strategy=GradientAveraging(4))

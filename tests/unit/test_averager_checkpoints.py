@@ -26,7 +26,7 @@ def test_a_checkpoint_whose_last_outer_state_is_unreadable_changes_none(make: Ma
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
-def test_a_checkpoint_of_another_scheduler_changes_nothing_and_is_told_so(make: Make) -> None:
+def test_a_checkpoint_of_another_scheduler_changes_nothing_and_is_reported(make: Make) -> None:
     model = linear()
     opt = make(
         torch.optim.SGD(model.parameters(), lr=0.5),

@@ -79,7 +79,7 @@ def test_rounds_that_find_nobody_harm_nothing_and_warn_once(make: Make, caplog: 
     assert torch.equal(model.weight, plain.weight)
 
 
-def test_another_reason_or_the_same_after_a_success_is_told_again(
+def test_another_reason_or_the_same_after_a_success_is_reported_again(
     make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opt = make(torch.optim.SGD(linear().parameters()))
@@ -209,7 +209,7 @@ def test_a_parameter_that_takes_another_one_s_place_is_the_next_step_s_error(mak
         opt.step()
 
 
-def test_sparse_gradients_cannot_be_clipped_and_are_told_so(make: Make) -> None:
+def test_sparse_gradients_cannot_be_clipped_and_that_is_reported(make: Make) -> None:
     model = torch.nn.Embedding(4, 3, sparse=True)
     opt = make(torch.optim.SGD(model.parameters(), lr=0.1), strategy=LocalSGD(9, max_norm=1.0))
     model(torch.tensor([1])).sum().backward()

@@ -62,7 +62,7 @@ from benchmarks.workers import ROOT, without_interrupts
         (allreduce, ["--hivemind", "/none/python"], "/none/python: there is no such program"),
     ],
 )
-def test_a_wrong_argument_is_told(
+def test_a_wrong_argument_is_reported(
     benchmark: object,
     arguments: list[str],
     told: str,
@@ -83,7 +83,7 @@ def test_a_wrong_argument_is_told(
 
 
 @pytest.mark.parametrize("benchmark", [allreduce, codecs, convergence, overlap, recovery, scale, wan])
-def test_a_folder_that_cannot_be_made_is_told_before_anything_is_measured(
+def test_a_folder_that_cannot_be_made_is_reported_before_anything_is_measured(
     benchmark: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def begin(*_: object) -> None:
@@ -151,7 +151,7 @@ def test_ctrl_c_ends_a_benchmark_in_one_line(name: str, tmp_path: Path) -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "stopped; no results were written\n")
 
 
-def test_ctrl_c_tells_what_has_been_written(tmp_path: Path) -> None:
+def test_ctrl_c_reports_what_has_been_written(tmp_path: Path) -> None:
     wrote = "from benchmarks.output import write; from pathlib import Path; write(Path('a.json'), 1)"
     # `output` imports what stands here for argparse, too, but only once.
     ended = interrupted("benchmarks.gossip", tmp_path, "class ArgumentParser: pass", wrote)
@@ -159,7 +159,7 @@ def test_ctrl_c_tells_what_has_been_written(tmp_path: Path) -> None:
     assert (tmp_path / "a.json").read_text() == "1\n"
 
 
-def test_another_error_is_told_as_it_is(tmp_path: Path) -> None:
+def test_another_error_is_reported_as_it_is(tmp_path: Path) -> None:
     ended = interrupted("benchmarks.gossip", tmp_path, "raise OSError('no disk')")
     assert ended.returncode == 1
     assert ended.stderr.endswith("OSError: no disk\n")
@@ -187,7 +187,8 @@ def is_killed(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_process_that_trains_and_is_killed_is_told_in_one_line(
+@pytest.mark.long
+def test_a_process_that_trains_and_is_killed_is_reported_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(convergence, "in_process", is_killed)

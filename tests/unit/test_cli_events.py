@@ -63,7 +63,7 @@ def test_a_retry() -> None:
     assert json_events.retry(1, ALONE)["outcome"] == "no_group"
 
 
-def test_ready_tells_how_to_join() -> None:
+def test_ready_shows_how_to_join() -> None:
     told = json_events.ready(ME, "demo", "node", SCHEMA)
     assert told["join"] == told["endpoint"] == ME
     assert told["schema_hash"] == SCHEMA.hash.hex()
@@ -86,7 +86,7 @@ def test_anything_gathered_is_one_line_of_json(value: Any) -> None:
     json.loads(line, parse_constant=lambda name: pytest.fail(name))
 
 
-def test_what_json_can_tell_is_left_as_it_is() -> None:
+def test_what_json_can_represent_is_left_as_it_is() -> None:
     value = {"a": [1, 2.5, None, True, "x"], "b": {"c": []}}
     assert json_events.plain(value) == value
 

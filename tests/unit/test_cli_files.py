@@ -103,7 +103,7 @@ def test_the_input_is_not_overwritten_by_accident(tmp_path: Path, name: str) -> 
     assert source.read_bytes() == before
 
 
-def test_a_broken_file_is_told_before_the_output_is(tmp_path: Path) -> None:
+def test_a_broken_file_is_reported_before_the_output_is(tmp_path: Path) -> None:
     """The trial writes nothing that stays."""
     result = peer(tmp_path / "missing", "--output", tmp_path / "out.safetensors")
     assert result.exit_code == 2

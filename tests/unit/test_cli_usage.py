@@ -320,7 +320,7 @@ def test_ctrl_c_while_arguments_are_read_is_no_traceback(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_before_the_start_is_told_and_gives_the_exit_code(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_signal_before_the_start_is_reported_and_gives_the_exit_code(number: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(
         "import signal, sys\n"
         "from averaging.cli.error_reporting import CommandError, starting\n"

@@ -21,6 +21,7 @@ from averaging.compression import bytes_per_element, decode, encode
 from averaging.errors import ProtocolViolationError, TensorError
 from averaging.protocol.messages import CompressionType, WireTensor
 from averaging.protocol.schema import DTYPES
+from tests.selection import examples
 
 Array = npt.NDArray[np.float32]
 
@@ -280,7 +281,7 @@ extents = st.integers(0, 6) | st.sampled_from([-1, 2**31, 2**32 - 1, 2**63, 2**6
 sizes = st.lists(st.integers(0, 6), max_size=4) | st.lists(extents, max_size=70)
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(st.binary(max_size=2000), sizes, names, codes, st.integers(-5, 5))
 def test_decoder_accepts_or_refuses(buffer: bytes, size: list[int], dtype: str, code: int, chunks: int) -> None:
     try:
@@ -290,7 +291,7 @@ def test_decoder_accepts_or_refuses(buffer: bytes, size: list[int], dtype: str, 
     assert list(decoded.shape) == size
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(st.data())
 def test_decoder_accepts_any_bytes_of_the_right_length(data: st.DataObject) -> None:
     code = data.draw(st.sampled_from(CompressionType))

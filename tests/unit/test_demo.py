@@ -111,7 +111,7 @@ def run_demo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
         ("--peers 500", "too little text for 500 peers; give --peers a smaller number"),
     ],
 )
-def test_what_cannot_work_is_told_before_anything_starts(
+def test_what_cannot_work_is_reported_before_anything_starts(
     run_demo: Demo, arguments: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def begin(*_: object) -> None:
@@ -133,7 +133,7 @@ def test_a_process_of_the_demo_refuses_what_cannot_work(
     assert "must be" in capsys.readouterr().err
 
 
-def test_a_folder_that_cannot_be_made_is_told(run_demo: Demo, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_reported(run_demo: Demo, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for output in (tmp_path / "file", tmp_path / "file" / "folder"):
         code, _ = run_demo(f"--quick --output {output}")
@@ -141,7 +141,7 @@ def test_a_folder_that_cannot_be_made_is_told(run_demo: Demo, tmp_path: Path) ->
         assert str(code).endswith("; give --output another folder")
 
 
-def test_logs_that_cannot_be_written_are_told(run_demo: Demo, tmp_path: Path) -> None:
+def test_logs_that_cannot_be_written_are_reported(run_demo: Demo, tmp_path: Path) -> None:
     for name in ("alone", "peer-1"):
         (tmp_path / f"{name}.log").mkdir()
     code, printed = run_demo(f"--quick --output {tmp_path}")

@@ -121,7 +121,7 @@ def test_certificates_are_replaced_both_or_not_at_all(tmp_path: Path, monkeypatc
         assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before
 
 
-def test_a_full_stdout_is_told_once_and_stops_nothing(
+def test_a_full_stdout_is_reported_once_and_stops_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Path("/dev/full").open("w") as full:
@@ -155,7 +155,7 @@ def next_line(reader: BinaryIO) -> bytes:
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_a_pipe_that_nobody_reads_is_told_once_and_stops_nothing(
+def test_a_pipe_that_nobody_reads_is_reported_once_and_stops_nothing(
     blocking: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("averaging.cli.nonblocking_output.TIMEOUT", 0.1)
@@ -171,7 +171,9 @@ def test_a_pipe_that_nobody_reads_is_told_once_and_stops_nothing(
     assert told == "cannot write to stdout: it is full and is not read; the command continues. Free space there\n"
 
 
-def test_a_line_is_told_where_no_more_threads_may_be_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_line_is_reported_where_no_more_threads_may_be_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def start(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 

@@ -89,7 +89,7 @@ async def test_a_cut_download_goes_on_at_the_next_donor_with_what_is_there() -> 
 
 
 @pytest.mark.asyncio
-async def test_who_could_not_deliver_is_told_of_in_the_log_only_where_no_error_tells_it(
+async def test_a_peer_that_could_not_deliver_is_reported_in_the_log_only_where_no_error_reports_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     donors = Donors({"x:1": [state(1)], "y:1": [state(1)]}, cuts={"x:1": [0], "y:1": [0, 99]})
@@ -435,7 +435,7 @@ def test_a_tensor_s_name_is_a_string(name: object) -> None:
 
 
 @pytest.mark.parametrize("user", [msgpack.packb({"step": 3}), [["step", 3]]])
-def test_what_the_application_tells_of_a_state_is_a_map(user: object) -> None:
+def test_what_the_application_reports_of_a_state_is_a_map(user: object) -> None:
     """And none that is packed once more, as in a `gather`."""
     first = next(pack(seal(state(1))))
     told = msgpack.unpackb(first.metadata) | {"user": user}
@@ -444,7 +444,7 @@ def test_what_the_application_tells_of_a_state_is_a_map(user: object) -> None:
 
 
 @pytest.mark.parametrize("user", [None, {}])
-def test_an_application_that_tells_nothing_gives_an_empty_map(user: object) -> None:
+def test_an_application_that_reports_nothing_gives_an_empty_map(user: object) -> None:
     first = next(pack(seal(state(1))))
     told = msgpack.unpackb(first.metadata) | {"user": user}
     assert read_manifest(msgpack.packb(told), BASE_ITEMS).user == {}

@@ -76,7 +76,7 @@ def test_what_only_one_has_whole_cannot_be_compared() -> None:
     assert "DIFFERENT" not in told
 
 
-def test_it_is_told_who_dropped_a_member_if_not_all_have() -> None:
+def test_it_is_reported_who_dropped_a_member_if_not_all_have() -> None:
     lost = Dropped(D, "connection lost", DropCode.CONNECTION_LOST)
     told = line(receipt(A, dropped=(SILENT,)), receipt(B, dropped=(lost,)), receipt(C))
     assert f"; {D} dropped by {A}, {B}, sent nothing for 4.1 s, deadline 4.0 s = 3 × its median; or connection" in told
@@ -100,7 +100,7 @@ def test_whom_most_others_have_dropped_accuses_nobody() -> None:
     )
 
 
-def test_two_that_dropped_each_other_are_both_told() -> None:
+def test_two_that_dropped_each_other_are_both_notified() -> None:
     pair: dict[str, Any] = {"members": (A, B), "outcome": Outcome.FAILED, "reason": "lost"}
     (one,) = merge([receipt(A, dropped=(Dropped(B, "x"),), **pair), receipt(B, dropped=(Dropped(A, "y"),), **pair)])
     assert set(one.dropped) == {A, B}
@@ -228,7 +228,7 @@ def test_a_last_line_that_is_cut_off_is_passed_over(tmp_path: Path) -> None:
     assert "a.jsonl: the last line is incomplete" in result.stderr
 
 
-def test_bad_lines_are_told_with_their_numbers_and_the_rest_is_explained(tmp_path: Path) -> None:
+def test_bad_lines_are_reported_with_their_numbers_and_the_rest_is_explained(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text("\n".join([dumps(receipt()), "\x1b[2J", *["{}"] * 7]) + "\n")
     result = run(file)
@@ -250,7 +250,7 @@ def test_what_is_no_file_of_receipts(tmp_path: Path, content: str) -> None:
     assert "other is not a file of receipts: line 1: it is not" in result.stderr
 
 
-def test_a_closed_stdin_is_told() -> None:
+def test_a_closed_stdin_is_reported() -> None:
     command = [sys.executable, "-m", "averaging", "explain", "-"]
     done = subprocess.run(["sh", "-c", 'exec "$@" <&-', "sh", *command], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")

@@ -15,6 +15,7 @@ from averaging.errors import (
     ClosedError,
     ForeignEndpointError,
     NonFiniteError,
+    NotServedError,
     PeerUnreachableError,
     ProtocolViolationError,
     TransportError,
@@ -40,7 +41,7 @@ DIALLING = "failed to connect to all addresses; last error: "
         "UNAVAILABLE: ipv4:127.0.0.1:1: Handshake read failed (Endpoint closing)",
     ],
 )
-def test_who_does_not_answer_is_told_as_one_who_does_not_answer(details: str) -> None:
+def test_a_peer_that_does_not_answer_is_reported_as_unanswering(details: str) -> None:
     failure = grpc.aio.AioRpcError(
         grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), details=DIALLING + details
     )
@@ -56,7 +57,7 @@ def test_who_does_not_answer_is_told_as_one_who_does_not_answer(details: str) ->
         "Stream removed (Socket closed (GOAWAY received; Error code: 11; Debug Text: too_many_pings))",  # grpc-go
     ],
 )
-def test_a_server_that_wants_fewer_pings_is_told_as_one(details: str) -> None:
+def test_a_server_that_wants_fewer_pings_is_reported_as_one(details: str) -> None:
     failure = grpc.aio.AioRpcError(
         grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), details=details
     )
@@ -76,7 +77,7 @@ def test_a_server_that_wants_fewer_pings_is_told_as_one(details: str) -> None:
         ("UNKNOWN: ipv4:127.0.0.1:1: connect: Operation not permitted (1)", "security policy of this machine forbids"),
     ],
 )
-def test_what_keeps_this_machine_from_dialling_is_told(details: str, told: str) -> None:
+def test_what_keeps_this_machine_from_dialling_is_reported(details: str, told: str) -> None:
     failure = grpc.aio.AioRpcError(
         grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), details=DIALLING + details
     )
@@ -114,7 +115,7 @@ def told(code: grpc.StatusCode, details: str, *, sent_token: bool = False) -> Av
         ("nothing that is known", "not available"),
     ],
 )
-def test_why_no_connection_came_about_is_told(details: str, reason: str) -> None:
+def test_why_no_connection_came_about_is_reported(details: str, reason: str) -> None:
     error = told(grpc.StatusCode.UNAVAILABLE, f"{DIALLING}UNKNOWN: ipv4:127.0.0.1:1: {details}")
     assert isinstance(error, PeerUnreachableError)
     assert reason in error.reason
@@ -140,7 +141,7 @@ def test_why_no_connection_came_about_is_told(details: str, reason: str) -> None
         ("", "not available"),
     ],
 )
-def test_why_a_call_broke_off_is_told(details: str, reason: str) -> None:
+def test_why_a_call_broke_off_is_reported(details: str, reason: str) -> None:
     error = told(grpc.StatusCode.UNAVAILABLE, details)
     assert isinstance(error, PeerUnreachableError)
     assert error.reason == reason
@@ -151,7 +152,7 @@ def test_why_a_call_broke_off_is_told(details: str, reason: str) -> None:
     [
         (grpc.StatusCode.CANCELLED, "", PeerUnreachableError, "it ended the call"),
         (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", PeerUnreachableError, "no answer in time"),
-        (grpc.StatusCode.UNIMPLEMENTED, "Method not found!", CallRefusedError, "does not serve this"),
+        (grpc.StatusCode.UNIMPLEMENTED, "Method not found!", NotServedError, "does not serve this"),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, "as busy\nas can be", CallRefusedError, "as busy as can be"),
         (grpc.StatusCode.INTERNAL, "", CallRefusedError, "internal"),
         (grpc.StatusCode.FAILED_PRECONDITION, "", CallRefusedError, "failed precondition"),
@@ -181,7 +182,7 @@ def test_what_a_status_means(
         (True, "its run does not accept this peer's token: make one of the run's tokens the first line of token_file"),
     ],
 )
-def test_a_wrong_token_is_told_as_wrong_and_not_as_missing(sent_token: bool, reason: str) -> None:
+def test_a_wrong_token_is_reported_as_wrong_and_not_as_missing(sent_token: bool, reason: str) -> None:
     error = told(grpc.StatusCode.UNAUTHENTICATED, "whatever the other side calls it", sent_token=sent_token)
     assert isinstance(error, UnauthenticatedError)
     assert error.reason == reason
@@ -217,7 +218,7 @@ def test_which_failures_are_definite(code: grpc.StatusCode, details: str, defini
     assert error.definite is definite
 
 
-def test_only_grpcs_own_words_are_a_failed_write() -> None:
+def test_only_grpcs_own_texts_are_a_failed_write() -> None:
     assert is_failed_write("Internal error from Core")
     assert not is_failed_write("internal error; see the log of that peer")
     assert not is_failed_write(None)

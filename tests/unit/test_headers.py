@@ -25,7 +25,7 @@ def test_who_says_twice_what_it_has_is_given_all(further: list[tuple[str, str]])
 
 
 @pytest.mark.parametrize("members", [2, 3, 10, 4096])
-def test_the_least_group_comes_as_it_was_told(members: int) -> None:
+def test_the_least_group_comes_as_it_was_configured(members: int) -> None:
     assert read_min_group_size([("other", "7"), *of_min_group_size(members)]) == members
 
 

@@ -214,7 +214,7 @@ def test_no_member_can_make_a_history_that_is_malformed(samples: object) -> None
 
 
 @pytest.mark.parametrize("samples", [1, 0.5, 32, MAX_SAMPLES])
-def test_what_a_member_tells_is_counted(samples: float) -> None:
+def test_what_a_member_reports_is_counted(samples: float) -> None:
     assert gathered_samples({"samples": samples}) == samples
     assert gathered_samples({"samples": 0}) == gathered_samples({}) == gathered_samples(b"?") == 0.0
 

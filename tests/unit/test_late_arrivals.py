@@ -68,7 +68,7 @@ def test_the_remedy_fits_the_strategy() -> None:
     assert "samples/s" in told(*rounds(3, A, topic="gradients/3-ab"))[1]
 
 
-def test_without_step_rates_a_remedy_is_told_all_the_same() -> None:
+def test_without_step_rates_a_remedy_is_reported_all_the_same() -> None:
     for rates in ((None,) * 4, (50.0, 50.0, 50.0, None), (None, None, None, 5.0)):
         lines = told(*rounds(3, A, rates=rates))
         assert [line.split(":")[0] for line in lines] == ["last to arrive", "hint"]
@@ -81,7 +81,7 @@ def test_whoever_steps_as_fast_as_the_others_is_late_for_another_reason() -> Non
     assert "fewer local steps" not in text
 
 
-def test_a_single_late_arrival_is_told_without_a_hint() -> None:
+def test_a_single_late_arrival_is_reported_without_a_hint() -> None:
     assert [line.split(":")[0] for line in told(*a_round(1, A), *a_round(2, A, late=None))] == ["last to arrive"]
     assert [line.split(":")[0] for line in told(*a_round(1, A))] == ["last to arrive"]
     many = [*a_round(1, A), *a_round(2, A), *(one for n in range(3, 6) for one in a_round(n, A, late=None))]
@@ -136,5 +136,5 @@ def test_it_is_in_the_line_of_a_round_and_in_the_summary() -> None:
 
 
 @given(st.lists(receipts, max_size=4))
-def test_any_receipts_are_told(given: list[Receipt]) -> None:
+def test_any_receipts_are_reported(given: list[Receipt]) -> None:
     assert all(isinstance(line, str) for line in told(*given))

@@ -45,7 +45,7 @@ async def test_a_peer_remembers_so_many() -> None:
 
 
 @pytest.mark.asyncio
-async def test_who_is_slow_skips_the_oldest_and_is_told_how_many() -> None:
+async def test_a_peer_that_is_slow_skips_the_oldest_and_is_informed_how_many() -> None:
     book = ReceiptBook("a:1")
     book.keep(RECEIPTS[0])
     async with aclosing(book.watch(1)) as watching:

@@ -45,7 +45,7 @@ def test_the_form_has_plain_names_and_types() -> None:
     assert set(told) == {"version", *Receipt.__slots__}
 
 
-def test_what_cannot_be_json_is_told_in_json() -> None:
+def test_what_cannot_be_json_is_reported_in_json() -> None:
     told = json.loads(dumps(receipt(gathered={"a": b"\x00\xff", "b": float("nan")})))
     assert told["gathered"] == {"a": "00ff", "b": None}
 
@@ -57,7 +57,7 @@ def test_fields_and_codes_of_later_releases_are_passed_over() -> None:
     assert dropped.code is DropCode.OTHER
 
 
-def test_lines_from_before_arrivals_and_step_rates_were_told_are_read() -> None:
+def test_lines_from_before_arrivals_and_step_rates_were_reported_are_read() -> None:
     told = json.loads(dumps(receipt(A, last_to_arrive=LateArrival(A, 9.0))))
     del told["last_to_arrive"]
     for account in told["accounts"]:
@@ -141,7 +141,7 @@ def test_a_line_that_was_cut_off_spoils_no_further_one(tmp_path: Path) -> None:
     assert list(found.bad) == [1]
 
 
-def test_a_full_disk_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     book = ReceiptLog("/dev/full")
     for _ in range(3):
         book.append(RECEIPT)

@@ -45,7 +45,7 @@ class Slow:
 
 
 @pytest.mark.asyncio
-async def test_what_was_begun_for_one_who_lost_patience_serves_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_was_begun_for_a_peer_that_lost_patience_serves_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow(monkeypatch)
     asking = await slow.asked_in_vain()
     slow.go_on.set()

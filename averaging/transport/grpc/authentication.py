@@ -94,8 +94,8 @@ def denial(path: str, headers: Sequence[tuple[str, str | bytes]], credentials: C
     given = [value for name, value in headers if name == HEADER]
     if any(is_token(value, credentials.tokens) for value in given):
         return None
-    told = "and the token that was sent is not one of this run" if given else "and none was sent"
-    return f"this run requires a token, {told}; send it in the metadata as 'authorization: Bearer TOKEN'"
+    problem = "and the token that was sent is not one of this run" if given else "and none was sent"
+    return f"this run requires a token, {problem}; send it in the metadata as 'authorization: Bearer TOKEN'"
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):
@@ -156,6 +156,26 @@ class Callers:
                 self.refusals.note(host, str(error))
                 raise
 
+    def checker(self, context: Context) -> Callable[[str], None]:
+        """Returns a function that checks an endpoint which the caller uses as its own, also after the call has ended.
+
+        Raises:
+            ForeignEndpointError: from the returned function, if the caller's certificate is not valid for it.
+        """
+        host, hosts = host_of(context), certified_hosts(context) if self._authenticated else []
+        certificate = certificate_of(context) if self._authenticated else None
+
+        def check(endpoint: str) -> None:
+            if not self._authenticated:
+                return
+            try:
+                check_claim(endpoint, hosts, lambda: certificate)
+            except ForeignEndpointError as error:
+                self.refusals.note(host, f"it {error}")
+                raise
+
+        return check
+
     def read(self, method: Method[Request, Any], context: Context) -> Callable[[bytes], Request]:
         """Returns a function that decodes the messages of a call and checks which endpoint they name as the sender.
 
@@ -204,8 +224,8 @@ def host_of(context: Context) -> str:
 
 def certified_hosts(context: Context) -> list[str]:
     """Returns the hosts for which the certificate of a caller is valid."""
-    told = context.auth_context()
-    return [raw.decode(errors="replace") for kind in ("peer_dns", "peer_ip") for raw in told.get(kind, ())]
+    properties = context.auth_context()
+    return [raw.decode(errors="replace") for kind in ("peer_dns", "peer_ip") for raw in properties.get(kind, ())]
 
 
 def certificate_of(context: Context) -> x509.Certificate | None:
@@ -231,8 +251,8 @@ def check_claim(endpoint: str, hosts: Sequence[str], certificate: Callable[[], x
             raise ForeignEndpointError(f"calls itself {endpoint}, a name that belongs to another certificate's key")
         return
     if is_endpoint(endpoint) and not covers(hosts, parse_address(endpoint)[0]):
-        told = ", ".join(hosts) or "no host"
-        raise ForeignEndpointError(f"calls itself {endpoint}, but its certificate is for {told}")
+        certified = ", ".join(hosts) or "no host"
+        raise ForeignEndpointError(f"calls itself {endpoint}, but its certificate is for {certified}")
 
 
 def check_validity(endpoint: str, context: Context) -> None:

@@ -35,16 +35,25 @@ class Dialling:
         Raises:
             ProtocolViolationError: it must not be dialled.
         """
-        if endpoint in self._given:
-            return
+        if endpoint not in self._given:
+            await self.addresses(endpoint)
+
+    async def addresses(self, endpoint: str) -> tuple[str, ...]:
+        """Returns the addresses of `endpoint`, HOST:PORT, at which it may be dialled; none if its name is not found.
+
+        Raises:
+            ProtocolViolationError: it must not be dialled.
+        """
         host = parse_address(endpoint)[0]
-        for address in (host, *await resolve(host)):
+        found = await resolve(host)
+        for address in () if endpoint in self._given else (host, *found):
             reason = objection(address, loopback=self.loopback)
             if reason is not None:
                 where = host if address == host else f"{host} is {address}, and that"
                 raise ProtocolViolationError(
                     f"{endpoint} is not dialled: {where} is {reason}; to dial it anyway, name it in `join`"
                 )
+        return found or (() if parse_ip(host) is None else (host.strip("[]"),))
 
 
 async def resolve(host: str) -> tuple[str, ...]:

@@ -11,7 +11,7 @@
 | BusyError                         | RESOURCE_EXHAUSTED  | CallRefusedError with its message            |
 | another AveragingError            | FAILED_PRECONDITION | CallRefusedError with its message            |
 | any other exception               | INTERNAL            | CallRefusedError; the traceback stays there  |
-| no such service                   | UNIMPLEMENTED       | CallRefusedError                             |
+| no such service                   | UNIMPLEMENTED       | NotServedError                               |
 | it sends too large a message      | RESOURCE_EXHAUSTED  | ProtocolViolationError                       |
 | it receives too large a message   | RESOURCE_EXHAUSTED  | CallRefusedError                             |
 """
@@ -32,6 +32,7 @@ from averaging.errors import (
     BusyError,
     CallRefusedError,
     ForeignEndpointError,
+    NotServedError,
     PeerUnreachableError,
     ProtocolViolationError,
     UnauthenticatedError,
@@ -149,7 +150,7 @@ def error_of_call(endpoint: str, error: grpc.aio.AioRpcError, *, sent_token: boo
             endpoint, reason or _UNREACHABLE[code], refused=reason == _REFUSED, definite=definite
         )
     if code is grpc.StatusCode.UNIMPLEMENTED:
-        return CallRefusedError(endpoint, reason or "does not serve this")
+        return NotServedError(endpoint, reason or "does not serve this")
     message = printable(details, MAX_REASON) or code.name.lower().replace("_", " ")
     if code is grpc.StatusCode.NOT_FOUND:
         return WrongRunError(endpoint, message)

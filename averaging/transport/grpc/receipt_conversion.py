@@ -89,6 +89,8 @@ def _account_to_wire(account: Account) -> status_pb2.MemberAccount:
         digest=account.digest,
         waited=account.waited,
         step_rate=account.step_rate,
+        lane=account.lane,
+        lane_reason=account.lane_reason,
     )
 
 
@@ -153,6 +155,8 @@ def _account(wire: status_pb2.MemberAccount) -> Account:
         digest=wire.digest,
         waited=wire.waited if wire.HasField("waited") and isfinite(wire.waited) else None,
         step_rate=wire.step_rate if wire.HasField("step_rate") and isfinite(wire.step_rate) else None,
+        lane=wire.lane,
+        lane_reason=wire.lane_reason,
     )
 
 

@@ -89,10 +89,16 @@ class Server:
         self._started = False
 
     async def start(
-        self, averaging: AveragingService | None, gossip: GossipService | None, rpcs: Sequence[RpcHandler] = ()
+        self,
+        averaging: AveragingService | None,
+        gossip: GossipService | None,
+        rpcs: Sequence[RpcHandler] = (),
+        further: Callable[[Callers], Handlers] | None = None,
     ) -> None:
-        """Starts to answer calls, also those of `rpcs`."""
+        """Starts to answer calls, also those of `rpcs`, and those that `further` returns handlers for."""
         handlers = _rpc_handlers(rpcs, self._callers)
+        if further is not None:
+            handlers |= further(self._callers)
         if averaging is not None:
             handlers |= _averaging_handlers(averaging, self._callers)
         if gossip is not None:
@@ -211,7 +217,7 @@ def _unary(
 ) -> grpc.RpcMethodHandler[bytes, bytes]:
     async def handle(raw: bytes, context: Context) -> None:
         # Written and not returned, so that the server sees when the caller has read the reply.
-        await _write_all(context, method, callers, one(callers.read(method, context)(raw)))
+        await write_all(context, method, callers, one(callers.read(method, context)(raw)))
 
     async def one(request: Request) -> AsyncGenerator[Reply, None]:
         yield await answer(request)
@@ -225,7 +231,7 @@ def _stream(
     async def handle(raw: bytes, context: Context) -> None:
         request = callers.read(method, context)(raw)
         del raw  # some streams last for days
-        await _write_all(context, method, callers, answer(request))
+        await write_all(context, method, callers, answer(request))
 
     return grpc.unary_stream_rpc_method_handler(handle)
 
@@ -236,7 +242,7 @@ def _both_ways(
     answer: Callable[[AsyncIterator[Request]], AsyncGenerator[Reply, None]],
 ) -> grpc.RpcMethodHandler[bytes, bytes]:
     async def handle(incoming: RequestReader, context: Context) -> None:
-        await _write_all(context, method, callers, answer(_Messages(incoming, callers.read(method, context))))
+        await write_all(context, method, callers, answer(_Messages(incoming, callers.read(method, context))))
 
     return grpc.stream_stream_rpc_method_handler(handle)
 
@@ -247,7 +253,7 @@ def _join(service: AveragingService, callers: Callers) -> grpc.RpcMethodHandler[
     async def handle(raw: bytes, context: Context) -> None:
         least = headers.read_min_group_size(context.invocation_metadata() or ())
         request = replace(callers.read(method, context)(raw), min_group_size=least)
-        await _write_all(context, method, callers, service.join_group(request))
+        await write_all(context, method, callers, service.join_group(request))
 
     return grpc.unary_stream_rpc_method_handler(handle)
 
@@ -258,7 +264,7 @@ def _download(service: AveragingService, callers: Callers) -> grpc.RpcMethodHand
     async def handle(raw: bytes, context: Context) -> None:
         callers.read(method, context)(raw)
         resume = headers.read_resume(context.invocation_metadata() or ())
-        await _write_all(context, method, callers, service.download_state(resume, host_of(context)))
+        await write_all(context, method, callers, service.download_state(resume, host_of(context)))
 
     return grpc.unary_stream_rpc_method_handler(handle)
 
@@ -279,7 +285,7 @@ def _parts(service: AveragingService, callers: Callers) -> grpc.RpcMethodHandler
     return grpc.stream_stream_rpc_method_handler(handle)
 
 
-async def _write_all(
+async def write_all(
     context: Context, method: Method[Any, Reply], callers: Callers, replies: AsyncGenerator[Reply, None]
 ) -> None:
     """Writes the replies as the caller reads them, and closes their generator however the call ends."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 
 from averaging.common.addresses import is_loopback, parse_address
 from averaging.errors import ClosedError, ConfigError
@@ -24,15 +24,16 @@ from averaging.protocol.messages import (
 from averaging.protocol.schema import Schema
 from averaging.security.client_names import bound_name, unbound_name
 from averaging.security.credentials import Credentials
-from averaging.transport.base import AveragingService, GossipService
+from averaging.transport.base import AveragingService, GossipService, Lane
 from averaging.transport.grpc import headers, methods
+from averaging.transport.grpc.authentication import Callers
 from averaging.transport.grpc.channel_options import channel_options
 from averaging.transport.grpc.channels import Channels
 from averaging.transport.grpc.client import call_both_ways, call_stream, call_unary
 from averaging.transport.grpc.dialling import Dialling, is_on_loopback
 from averaging.transport.grpc.listen_check import check_listen, endpoint_of, warn_of_loopback
-from averaging.transport.grpc.server import Server
-from averaging.transport.rpc_methods import RpcService, handlers_of
+from averaging.transport.grpc.server import Handlers, Server
+from averaging.transport.rpc_methods import RpcHandler, RpcService, handlers_of
 
 
 class GrpcTransport:
@@ -64,8 +65,6 @@ class GrpcTransport:
             raise ConfigError(f"max_message_bytes must be above 0, not {max_message_bytes}")
         if listen is None and advertise is not None:
             raise ConfigError(f"a client accepts no connections, so it cannot advertise {advertise}")
-        if listen is None and services:
-            raise ConfigError("a client accepts no connections, so it cannot serve `services`; use mode 'node'")
         for address in (listen, advertise):
             if address is not None:
                 parse_address(address)
@@ -74,7 +73,7 @@ class GrpcTransport:
         self._given = given
         self._max_message_bytes = max_message_bytes
         self._server: Server | None = None
-        self._rpcs = handlers_of(services)
+        self._rpcs: list[RpcHandler] = []
         self._credentials = credentials or Credentials()
         # A client has no address, so only the peers that it joins can show that the run is on loopback.
         on_loopback = not given or any(is_loopback(parse_address(endpoint)[0]) for endpoint in given)
@@ -82,6 +81,19 @@ class GrpcTransport:
         self._channels = Channels(
             channel_options(max_message_bytes), credentials=self._credentials, dialling=self._dialling
         )
+        self.add_services(services)
+
+    def add_services(self, services: Sequence[RpcService]) -> None:
+        """Adds methods to serve, before the transport starts.
+
+        Raises:
+            ConfigError: This is a client, it serves already, or another service has one of the methods.
+        """
+        if self._listen is None and services:
+            raise ConfigError("a client accepts no connections, so it cannot serve `services`; use mode 'node'")
+        if self._server is not None:
+            raise ConfigError("services cannot be added while calls are served; add them before `async with`")
+        self._rpcs = handlers_of(services, self._rpcs)
 
     async def bind(self) -> str:
         """Binds the address to listen on and returns this peer's endpoint. Nothing is served yet.
@@ -112,12 +124,17 @@ class GrpcTransport:
         """Starts to serve the calls of `services` alone."""
         await self._start(None, None)
 
-    async def _start(self, averaging: AveragingService | None, gossip: GossipService | None) -> None:
+    async def _start(
+        self,
+        averaging: AveragingService | None,
+        gossip: GossipService | None,
+        further: Callable[[Callers], Handlers] | None = None,
+    ) -> None:
         if self._listen is None:
             return
         if self._server is None:
             raise ClosedError("this peer has no address yet; call bind() first")
-        await self._server.start(averaging, gossip, self._rpcs)
+        await self._server.start(averaging, gossip, self._rpcs, further)
 
     async def close(self, grace: float = 0.0) -> None:
         """Stops serving, after at most `grace` seconds for calls in progress, and closes all connections.
@@ -144,6 +161,13 @@ class GrpcTransport:
         `messages` is closed with the call. Its exceptions are raised here.
         """
         return call_both_ways(self._channels, endpoint, methods.AGGREGATE_PART, messages)
+
+    def prepare_lane(self, endpoint: str) -> None:
+        """Does nothing: parts travel over the connection of all calls."""
+
+    def lane(self, endpoint: str) -> Lane | None:
+        """Returns how the last stream of parts to `endpoint` travelled."""
+        return Lane("grpc")
 
     def download_state(self, endpoint: str, resume: Resume | None = None) -> AsyncGenerator[DownloadData, None]:
         """Downloads the state of `endpoint`. Bytes named by `resume` are skipped if `endpoint` has the same."""

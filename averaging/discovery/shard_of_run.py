@@ -1,0 +1,200 @@
+"""One shard of a run whose sites divide the model: its peers meet only those that hold the same shard elsewhere.
+
+The peers of all shards share the discovery of their run, so any of them can be joined through any other. Each tells in
+one record which shard of which site it holds. The keys of everything else that concerns the shard have its number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+import msgpack
+
+from averaging.common.safe_msgpack import unpack
+from averaging.discovery.base import Diagnosis, Discovery, Entry
+from averaging.errors import ConfigError
+
+LIFETIME, REFRESH = 60.0, 20.0
+"""Seconds until the record of a peer's shard expires, and between its renewals."""
+
+APPEAR_SECONDS = 5.0
+"""Seconds in which the shards of a site become known once one of them is."""
+
+
+def shards_key(run_id: str) -> str:
+    """The discovery key under which peers tell which shard they hold."""
+    return f"{run_id}.shards"
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What one peer holds.
+
+    Attributes:
+        layout: how its site divides the model.
+        shard: number of its shard.
+        site: endpoint of the peer that leads its site.
+    """
+
+    layout: str
+    shard: int
+    site: str
+
+    def pack(self) -> bytes:
+        """For a record."""
+        packed: bytes = msgpack.packb([self.layout, self.shard, self.site])
+        return packed
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> Holding | None:
+        """Unpacks what `pack` returned; None if it is malformed."""
+        try:
+            match unpack(packed, max_items=8):
+                case [str(layout), int(shard), str(site)] if len(layout) <= 128:
+                    return cls(layout, shard, site)
+        except ValueError:
+            pass
+        return None
+
+
+class ShardOfRun:
+    """Names the peers of one shard by their sites, so that all ranks of a site name the other sites alike.
+
+    Args:
+        run_id: id of the run.
+        layout: how the sites divide the model.
+        shard: number of this peer's shard.
+        site: endpoint of the peer that leads this site; empty if it is this one.
+    """
+
+    def __init__(self, run_id: str, layout: str, shard: int, site: str = "") -> None:
+        self._run_id, self._layout, self._shard, self.site = run_id, layout, shard, site
+        self._base: Discovery | None = None
+        self._endpoint = ""
+
+    def found_in(self, base: Discovery, endpoint: str) -> Discovery:
+        """The discovery of the shard within that of the run, for the peer with this endpoint."""
+        self._base, self._endpoint = base, endpoint
+        self.site = self.site or endpoint
+        return _DiscoveryOfShard(base, f"@{self._shard}", self.members)
+
+    @property
+    def key(self) -> str:
+        """The key of `record`."""
+        return shards_key(self._run_id)
+
+    def record(self) -> bytes:
+        """The record in which this peer tells what it holds."""
+        return Holding(self._layout, self._shard, self.site).pack()
+
+    def members(self) -> dict[str, str]:
+        """The sites of the other peers that hold the same shard, by endpoint."""
+        return {
+            name: one.site
+            for name, one in self._holdings().items()
+            if name != self._endpoint and (one.layout, one.shard) == (self._layout, self._shard)
+        }
+
+    def site_of(self, endpoint: str) -> str | None:
+        """The site of a peer that holds the same shard; None if it is unknown."""
+        return self.site if endpoint == self._endpoint else self.members().get(endpoint)
+
+    async def endpoints_of(self, sites: Sequence[str]) -> list[str]:
+        """The peers of these sites that hold the same shard; waits a while for those that are not known yet."""
+
+        def found() -> list[str]:
+            endpoints = {site: name for name, site in self.members().items()}
+            return [endpoints[site] for site in sites if site in endpoints]
+
+        if self._base is not None and len(found()) < len(sites):
+            try:
+                async with asyncio.timeout(APPEAR_SECONDS), aclosing(self._base.watch(self.key)) as changes:
+                    async for _ in changes:
+                        if len(found()) == len(sites):
+                            break
+            except TimeoutError:
+                pass
+        return found()
+
+    def translated(
+        self, expected: Callable[[Mapping[str, bytes]], Collection[str]]
+    ) -> Callable[[Mapping[str, bytes]], Collection[str]]:
+        """A function of this shard's announcements, made from one of announcements by site."""
+
+        def translated(announcements: Mapping[str, bytes]) -> Collection[str]:
+            members = self.members()
+            endpoints = {members.get(name, name): name for name in announcements}
+            named = {site: announcements[name] for site, name in endpoints.items()}
+            return [endpoints[site] for site in expected(named) if site in endpoints]
+
+        return translated
+
+    def check(self, whole: Collection[str]) -> None:
+        """Checks that all sites of the run divide the model alike.
+
+        Args:
+            whole: peers of the run that do not divide it.
+
+        Raises:
+            ConfigError: one does not.
+        """
+        for name, one in sorted(self._holdings().items()):
+            if one.layout != self._layout:
+                raise ConfigError(
+                    f"this site divides the model into {self._layout}, but the site of {name} into {one.layout}; use "
+                    "the same number of shards at all sites of a run, or another run_id"
+                )
+        for name in sorted(whole):
+            raise ConfigError(
+                f"this site divides the model into {self._layout}, but the peer {name} of the run holds all of it; "
+                "divide the model at all sites of a run alike, or use another run_id"
+            )
+
+    def _holdings(self) -> dict[str, Holding]:
+        entries = {} if self._base is None else self._base.get(self.key)
+        found = {name: Holding.unpack(entry.value) for name, entry in entries.items()}
+        return {name: one for name, one in found.items() if one is not None}
+
+
+class _DiscoveryOfShard:
+    """The records of one shard: a discovery whose keys have its number, within that of the run."""
+
+    def __init__(self, base: Discovery, suffix: str, members: Callable[[], Mapping[str, str]]) -> None:
+        self._base, self._suffix, self._members = base, suffix, members
+
+    async def store(self, key: str, subkey: str, value: bytes, expiration: float) -> None:
+        await self._base.store(key + self._suffix, subkey, value, expiration)
+
+    async def withdraw(self, key: str, subkey: str) -> None:
+        await self._base.withdraw(key + self._suffix, subkey)
+
+    def get(self, key: str) -> Mapping[str, Entry]:
+        return self._base.get(key + self._suffix)
+
+    def watch(self, key: str) -> AsyncGenerator[Mapping[str, Entry], None]:
+        return self._base.watch(key + self._suffix)
+
+    def knows(self, endpoint: str) -> bool:
+        return self._base.knows(endpoint)
+
+    def endpoints(self) -> frozenset[str]:
+        return self._base.endpoints() & self._members().keys()
+
+    def diagnose(self) -> Diagnosis:
+        whole = self._base.diagnose()
+        peers = {
+            name: replace(
+                peer,
+                values={
+                    key.removesuffix(self._suffix): value
+                    for key, value in peer.values.items()
+                    if key.endswith(self._suffix)
+                },
+            )
+            for name, peer in whole.peers.items()
+            if name in self._members()
+        }
+        return replace(whole, peers=peers)

@@ -1,0 +1,634 @@
+"""`Synchronizer`: coordinates trainers and explorers, and hands out weights by version."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Self
+from weakref import WeakKeyDictionary
+
+from averaging import Peer
+from averaging.common.threads import in_thread
+from averaging.config import FilePath, TLSFiles
+from averaging.errors import ClosedError, ConfigError, StateError, SyncTimeoutError
+from averaging.rpc import RpcHandler, read_credentials
+from averaging.synchronizer import modules as groups
+from averaging.synchronizer.coordination import Coordination, End, RunningStatus, Wait
+from averaging.synchronizer.modules import POLL_SECONDS, Module, Modules
+from averaging.synchronizer.options import GROUP_SECONDS, SynchronizerConfig, SyncMethod
+from averaging.synchronizer.state_stream import Meta, ModelState, StateDict, copy_in_thread, copy_of, meta_of
+from averaging.synchronizer.version_file import LATEST, read_number, read_version, write_version
+
+if TYPE_CHECKING:
+    from averaging.synchronizer.remote import RemoteSynchronizer
+    from averaging.synchronizer.service import SynchronizerService
+
+logger = logging.getLogger("averaging.synchronizer")
+
+_PEER = "the peer"
+"""The member that publishes the versions of the peer."""
+
+Role = Literal["trainer", "explorer"]
+
+
+class Synchronizer:
+    """Coordinates one or more trainers and explorers, and hands out the newest weights by version.
+
+    ```python
+    async with Synchronizer(state_dict=model.state_dict()) as synchronizer:
+        await synchronizer.set_trainer_status(RunningStatus.RUNNING)
+        await synchronizer.set_model_state_dict(model.state_dict(), trainer_step=1)
+    ```
+
+    It is an async context manager and belongs to one event loop. As a service it is given to `RpcServer`, `Peer` or
+    `DecentralizedAverager`; `Synchronizer(peer)` adds itself to the peer. `connect` gives the same methods elsewhere.
+
+    The methods have the names and meanings of `trinity.manager.synchronizer.Synchronizer`. A *member* is a process or
+    task that has statuses. The methods that change a status take its name as `member`; with several trainers or
+    explorers in one process give each its own. The statuses of a member whose modules are all dead are removed.
+
+    Args:
+        peer: A peer that has not been entered. The synchronizer is served on its port. Its tensors are the state until
+            the first `set_model_state_dict`, under the version of the peer.
+        config: The options.
+        state_dict: The first state, which has version 0.
+
+    Raises:
+        ConfigError: An option is invalid, the peer is running, or the kept version cannot be read.
+        TensorError: A tensor of `state_dict` cannot be sent.
+    """
+
+    def __init__(
+        self,
+        peer: Peer | None = None,
+        config: SynchronizerConfig | None = None,
+        *,
+        state_dict: StateDict | None = None,
+    ) -> None:
+        self.config = config or SynchronizerConfig()
+        folder = self.config.checkpoint_dir
+        self._folder = None if folder is None else Path(folder)
+        self._reserved = 0 if self._folder is None else read_version(self._folder)
+        self._state = Coordination(self._reserved)
+        self._model_state: ModelState = copy_of(state_dict)
+        self._waiting: dict[Wait, asyncio.Future[None]] = {}
+        self._modules = Modules()
+        self._peer = peer
+        self._main: asyncio.Task[None] | None = None
+        self._holders = 0
+        self._detached = False
+        self._ended = False
+        self._closing = asyncio.Event()
+        self._service: SynchronizerService | None = None
+        if peer is not None:
+            from averaging.synchronizer.service import serve_on
+
+            serve_on(peer, self)
+
+    def __repr__(self) -> str:
+        name = f" {self.config.namespace!r}" if self.config.namespace else ""
+        return f"<Synchronizer{name} at version {self._state.version}, trainer {self.trainer_status.value}>"
+
+    # Life
+
+    async def __aenter__(self) -> Self:
+        self._holders += 1
+        self._start()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._holders -= 1
+        if not self._holders and not (self._detached and len(self._modules)):
+            await self.close()
+
+    async def close(self) -> None:
+        """Ends all waits with a `ClosedError`, and all background tasks."""
+        self._end()
+        if self._main is not None:
+            await asyncio.wait([self._main])
+
+    def _start(self) -> None:
+        self._check()
+        if self._main is None:
+            self._main = asyncio.get_running_loop().create_task(self._run())
+
+    async def _run(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                jobs = [tasks.create_task(self._poll_modules())]
+                if self.config.sync_method is SyncMethod.CHECKPOINT:
+                    jobs.append(tasks.create_task(self._find_checkpoints()))
+                if self._peer is not None:
+                    jobs.append(tasks.create_task(self._follow_peer(self._peer)))
+                await self._closing.wait()
+                for job in jobs:
+                    job.cancel()
+        except Exception:
+            logger.exception("%r has ended after an error", self)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        self._ended = True
+        self._closing.set()
+        self._state.end()
+        self._release()
+        for actors in list(_actors.values()):
+            if actors.get(self.config.namespace) is self:
+                del actors[self.config.namespace]
+
+    def _check(self) -> None:
+        if self._ended:
+            raise ClosedError("this synchronizer has ended; none of its modules is alive, or it was closed")
+
+    # Modules
+
+    async def add_module(self, module: Module, *, member: str = "") -> None:
+        """Tracks a module: it is polled each second, and dropped when it is dead.
+
+        When none is left, a synchronizer that nobody holds with `async with` ends.
+
+        Args:
+            module: An object with `is_alive()`; see `averaging.synchronizer.modules`.
+            member: The name under which it has statuses.
+
+        Raises:
+            ClosedError: The synchronizer has ended, or has not been entered.
+        """
+        self._check()
+        if self._main is None:
+            raise ClosedError("this synchronizer is not running; use it inside `async with`")
+        self._modules.add(module, member)
+
+    def remove_member(self, member: str) -> None:
+        """Removes a member that is gone: its modules, its statuses and its waits."""
+        self._modules.remove(member)
+        self._state.leave(member)
+        self._release()
+
+    @property
+    def module_count(self) -> int:
+        """The number of modules that are tracked."""
+        return len(self._modules)
+
+    @property
+    def ended(self) -> bool:
+        """Whether it was closed, or none of its modules is alive."""
+        return self._ended
+
+    async def _poll_modules(self) -> None:
+        while True:
+            for member in await self._modules.dead():
+                logger.info("%r is dead; its statuses are removed", member)
+                self.remove_member(member)
+            if self._modules.tracked and not len(self._modules) and not self._holders:
+                logger.info("%r ends: none of its modules is alive", self)
+                self._closing.set()
+                return
+            await asyncio.sleep(POLL_SECONDS)
+
+    # Statuses
+
+    @property
+    def trainer_status(self) -> RunningStatus:
+        """The status of the trainer; of several, the first of REQUIRE_SYNC, RUNNING and STOPPED that one has."""
+        return self._state.trainer_status
+
+    @property
+    def explorer_status_counts(self) -> dict[RunningStatus, int]:
+        """The number of explorers in each status."""
+        return self._state.explorer_status_counts
+
+    async def set_trainer_status(self, status: RunningStatus, *, member: str = "") -> None:
+        """Sets the status of a trainer. When all have stopped, explorers that wait get the present version."""
+        self._check()
+        self._state.set_trainer_status(status, member)
+        self._release()
+
+    def trainer_requires_weight_sync(self) -> bool | None:
+        """Returns whether a trainer is ready to transfer weights; None if all trainers have stopped."""
+        self._check()
+        if self.trainer_status is RunningStatus.STOPPED:
+            return None
+        return self.trainer_status is RunningStatus.REQUIRE_SYNC
+
+    async def set_explorer_status(
+        self, status: RunningStatus, old_status: RunningStatus | None = None, *, member: str = ""
+    ) -> None:
+        """Counts an explorer in `status`, and no longer in `old_status`.
+
+        When an explorer stops, those that wait for a new state get the present version.
+
+        Args:
+            status: Its new status.
+            old_status: Its former status; None for a new explorer.
+            member: Whose explorer it is.
+
+        Raises:
+            ConfigError: No explorer of this member is in `old_status`. Nothing was changed.
+        """
+        self._check()
+        self._state.set_explorer_status(status, old_status, member)
+        self._release()
+
+    def explorer_requires_sync(self) -> bool:
+        """Returns whether an explorer waits for weights."""
+        self._check()
+        return self.explorer_status_counts[RunningStatus.REQUIRE_SYNC] > 0
+
+    # The state
+
+    @property
+    def model_state_dict(self) -> ModelState:
+        """The newest state: tensors by name, a path, or None."""
+        return self._model_state
+
+    @property
+    def model_version(self) -> int:
+        """The newest version. It never decreases."""
+        return self._state.version
+
+    async def set_model_state_dict(
+        self, model_state_dict: StateDict | str | None, trainer_step: int, *, member: str = ""
+    ) -> int:
+        """Sets the state, and gives it to explorers that wait for one.
+
+        The version is the step, if that is above the present version. A trainer that was restarted from an earlier
+        checkpoint, and one of several trainers, gets the present version plus one instead.
+
+        Args:
+            model_state_dict: The tensors, of which a copy is kept; a path; or None if the weights are in the checkpoint
+                of that step.
+            trainer_step: The step of the trainer.
+            member: The trainer.
+
+        Returns:
+            The version.
+
+        Raises:
+            ConfigError: The step is out of range.
+            TensorError: A tensor cannot be sent.
+        """
+        self._check()
+        self._state.next_version(trainer_step, member)
+        copied = await copy_in_thread(model_state_dict)
+        if member != _PEER:
+            self._stop_following()
+        return await self._publish(copied, trainer_step, member)
+
+    async def adopt_model_state_dict(self, state: ModelState, trainer_step: int, member: str) -> int:
+        """Does the same with a state that nobody else writes, without a copy."""
+        self._check()
+        self._stop_following()
+        return await self._publish(state, trainer_step, member)
+
+    async def _publish(self, state: ModelState, step: int, member: str) -> int:
+        await self._reserve(lambda: self._state.next_version(step, member))
+        self._check()
+        self._model_state = state
+        version = self._state.publish(step, member)
+        self._release()
+        logger.info("version %d is set, of step %d", version, step)
+        return version
+
+    async def _reserve(self, version: Callable[[], int]) -> None:
+        """Writes the version to the checkpoint folder before it is handed out."""
+        folder = self._folder
+        while folder is not None and (wanted := version()) > self._reserved:
+            try:
+                await in_thread(lambda wanted=wanted: write_version(folder, wanted))  # type: ignore[misc]
+            except OSError as error:
+                raise StateError(f"the version cannot be kept in {folder}: {error}; the former one stays") from None
+            self._reserved = max(self._reserved, wanted)
+
+    def get_model_state_dict(self) -> tuple[ModelState, int]:
+        """Returns the newest state and its version. Do not write to the tensors."""
+        self._check()
+        return self._model_state, self._state.version
+
+    def get_model_state_dict_iterator(self) -> Iterator[tuple[str, object]]:
+        """Yields the names and tensors of the newest state; nothing if there is no state.
+
+        Raises:
+            ConfigError: The state is a path.
+        """
+        self._check()
+        state = self._model_state
+        if isinstance(state, str):
+            raise ConfigError(f"the state is a path, {state}; get_model_state_dict() returns it")
+        yield from (state or {}).items()
+
+    async def get_state_dict_meta(self) -> Meta | None:
+        """Returns the name, dtype and shape of each tensor; None if there is no state.
+
+        Raises:
+            ConfigError: The state is a path.
+        """
+        self._check()
+        state = self._model_state
+        if isinstance(state, str):
+            raise ConfigError(f"the state is a path, {state}; read its tensors there")
+        return None if state is None else meta_of(state)
+
+    async def wait_new_model_state_dict(self, current_version: int, *, member: str = "") -> int:
+        """Waits until there is a version above `current_version`; the explorer requires sync meanwhile.
+
+        Args:
+            current_version: The version that the explorer has.
+            member: Whose explorer waits.
+
+        Returns:
+            The newest version. It is the one that the explorer has if the trainers or an explorer stopped, or after
+            `notify_no_new_model_state_dict`.
+
+        Raises:
+            SyncTimeoutError: Nothing came within `sync_timeout`. The explorer is RUNNING again.
+            ConfigError: No explorer of this member is RUNNING, or `current_version` was never handed out here.
+            ClosedError: The synchronizer has ended, or the member has left.
+        """
+        return await self.wait_new(current_version, member, self.config.sync_timeout)
+
+    async def wait_new(self, current_version: int, member: str, timeout: float, *, counted: bool = True) -> int:
+        """Like `wait_new_model_state_dict`, with a time limit; optionally without a status."""
+        self._check()
+        deadline = self._now() + timeout
+        wait = await self._end_of(self._state.wait_new_state(current_version, member, deadline, counted=counted))
+        if wait.version is None:
+            raise SyncTimeoutError(f"no version above {current_version} came within {timeout:g} s")
+        return wait.version
+
+    async def notify_no_new_model_state_dict(self) -> None:
+        """Gives explorers that wait for a new state the present version."""
+        self._check()
+        self._state.no_new_state()
+        self._release()
+
+    async def get_latest_model_version(self) -> int:
+        """Returns the newest version."""
+        self._check()
+        return self._state.version
+
+    async def get_latest_model_path(self, use_huggingface: bool = False) -> str | None:
+        """Returns the path of the newest checkpoint: `<checkpoint_dir>/global_step_N/actor`.
+
+        Args:
+            use_huggingface: Whether to return the folder `huggingface` in it.
+
+        Returns:
+            The path; None if no state was set, or there is no `checkpoint_dir`.
+        """
+        self._check()
+        if self._folder is None or self._state.step is None:
+            return None
+        path = self._folder / f"global_step_{self._state.step}" / "actor"
+        return str(path / "huggingface" if use_huggingface else path)
+
+    # Weight sync groups
+
+    async def setup_weight_sync_group(
+        self, master_address: str, master_port: int, state_dict_meta: Meta | None = None
+    ) -> None:
+        """Lets the explorers join the group of a trainer that has joined as rank 0 already, or does so now.
+
+        Args:
+            master_address: Host of the trainer.
+            master_port: Port at which the members meet.
+            state_dict_meta: Names, dtypes and shapes that the trainer will send; None to leave them as they are.
+
+        Raises:
+            WeightGroupError: A member failed; all have left the group.
+        """
+        self._check()
+        explorers = self._modules.receivers()
+        limit = min(self.config.sync_timeout, GROUP_SECONDS)
+        await groups.join_explorers(
+            explorers, master_address, master_port, state_dict_meta, self.config.group_name, limit
+        )
+        self._state.set_groups(None)
+        self._release()
+
+    async def coordinate_weight_sync_setup(self, timeout: float | None = None) -> None:
+        """Sets up one weight sync group for each trainer, with its share of the explorers; all join at the same time.
+
+        Repeat it after a member was lost, or for new members.
+
+        Args:
+            timeout: Seconds for the set-up, and later for the transfer of a tensor; at most `sync_timeout` and 5
+                minutes if None.
+
+        Raises:
+            WeightGroupError: A member failed or was late, or there is no trainer or explorer. No group is left.
+        """
+        self._check()
+        limit = timeout or min(self.config.sync_timeout, GROUP_SECONDS)
+        self._state.set_groups([])
+        self._release()
+        found = await groups.set_up(self._modules.senders(), self._modules.receivers(), self.config.group_name, limit)
+        self._state.set_groups(found)
+        self._release()
+        logger.info("%d weight sync groups are set up", len(found))
+
+    async def coordinate_weight_sync_teardown(self) -> None:
+        """Lets all members leave their groups: first the explorers, then the trainers. Dead ones are left out."""
+        self._check()
+        self._state.set_groups(None)
+        self._release()
+        await groups.tear_down(self._modules.senders(), self._modules.receivers())
+
+    async def ready_to_nccl_sync(self, module: Role, trainer_step: int, *, member: str = "") -> int | None:
+        """Says that a side is ready to transfer weights, and waits until the other one is.
+
+        With several members, a trainer waits for all explorers of its group, and they for it and each other.
+
+        Args:
+            module: `trainer` or `explorer`.
+            trainer_step: The step of the trainer; ignored for an explorer.
+            member: The trainer or explorer.
+
+        Returns:
+            The version of the weights that are transferred now. None if the other side is not ready within
+            `sync_timeout`, has stopped or died; or if the group of this member has lost one, and has to be set
+            up again. The version is the former one then.
+
+        Raises:
+            ConfigError: No explorer of this member is RUNNING, or `module` is neither of the two.
+            ClosedError: The synchronizer has ended, or the member has left.
+        """
+        self._check()
+        if module not in ("trainer", "explorer"):
+            raise ConfigError(f"module must be 'trainer' or 'explorer', not {module!r}")
+        deadline = self._now() + self.config.sync_timeout
+        if module == "trainer":
+            await self._reserve(lambda: self._state.next_version(trainer_step, member))
+            self._check()
+            wait = self._state.trainer_ready(trainer_step, member, deadline)
+        else:
+            wait = self._state.explorer_ready(member, deadline)
+        version = (await self._end_of(wait)).version
+        if version is not None:
+            await self._reserve(lambda: version)
+        return version
+
+    # Waiting
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    async def _end_of(self, wait: Wait) -> Wait:
+        """Returns the wait when it has ended. If this is cancelled, the member no longer waits."""
+        self._release()
+        if wait.end is None:
+            future = self._waiting[wait] = asyncio.get_running_loop().create_future()
+            try:
+                while wait.end is None:
+                    await asyncio.wait([future], timeout=max(0.0, wait.deadline - self._now()))
+                    self._state.expire(self._now())
+            finally:
+                del self._waiting[wait]
+                self._state.cancel(wait)
+                self._release()
+        if wait.end is End.LEFT:
+            self._check()
+            raise ClosedError("the member that waits has left the synchronizer")
+        return wait
+
+    def _release(self) -> None:
+        """Wakes the tasks whose waits have ended."""
+        for wait, future in self._waiting.items():
+            if wait.end is not None and not future.done():
+                future.set_result(None)
+
+    # Sources of states
+
+    async def _find_checkpoints(self) -> None:
+        """Sets the version of each new checkpoint that a trainer announces in the checkpoint folder."""
+        assert self._folder is not None  # noqa: S101 - checked by the config
+        latest, seen = self._folder / LATEST, self._state.version
+        while True:
+            step = await in_thread(lambda: read_number(latest))
+            if step is not None and step > seen:
+                seen = step
+                try:
+                    await self.set_model_state_dict(None, step)
+                except StateError as error:
+                    logger.warning("%s", error)
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _follow_peer(self, peer: Peer) -> None:
+        """Publishes the versions of the peer, until a trainer sets a state."""
+        names = [spec.name for spec in peer.schema.tensors]
+        self._state.set_trainer_status(RunningStatus.RUNNING, _PEER)
+        followed = -1
+        while True:
+            if peer.version > followed:
+                followed = peer.version
+
+                def copy() -> StateDict:
+                    with peer.tensors() as tensors:
+                        return {name: tensor.cpu().clone() for name, tensor in zip(names, tensors, strict=True)}
+
+                await self.set_model_state_dict(await in_thread(copy), followed, member=_PEER)
+            await asyncio.sleep(POLL_SECONDS)
+
+    def _stop_following(self) -> None:
+        peer, self._peer = self._peer, None
+        if peer is not None:
+            self.remove_member(_PEER)
+
+    # As a service
+
+    def rpc_handlers(self) -> Iterable[RpcHandler]:
+        """See `averaging.rpc.RpcService`."""
+        from averaging.synchronizer.service import SynchronizerService
+
+        return SynchronizerService([self]).rpc_handlers()
+
+    # Others
+
+    @classmethod
+    def get_actor(
+        cls,
+        config: SynchronizerConfig | None = None,
+        namespace: str | None = None,
+        *,
+        peer: Peer | None = None,
+        module: Module | None = None,
+        member: str = "",
+    ) -> Synchronizer:
+        """Returns the synchronizer of a namespace, and creates it if `config` is given. Call it in an event loop.
+
+        A synchronizer that is created here runs until its modules are dead, or `close` is called.
+
+        Args:
+            config: The options for a new one, with its namespace.
+            namespace: The namespace, if there is no config.
+            peer: The peer on which it is; None for those of this process.
+            module: A module to track, such as the caller.
+            member: The name of the module's member.
+
+        Raises:
+            ConfigError: There is none in this namespace, and no config to create it.
+        """
+        name = config.namespace if config is not None else namespace or ""
+        actor = _present(peer).get(name)
+        if actor is None or actor.ended:
+            if config is None:
+                raise ConfigError(f"there is no synchronizer in namespace {name!r}; give a config to create one")
+            actor = cls(peer, config)
+            actor._detached = True
+            if peer is None:
+                _actors.setdefault(asyncio.get_running_loop(), {})[name] = actor
+        actor._start()
+        if module is not None:
+            actor._modules.add(module, member)
+        return actor
+
+    @classmethod
+    def connect(
+        cls,
+        endpoint: str,
+        *,
+        namespace: str = "",
+        name: str = "",
+        tls: TLSFiles | None = None,
+        token_file: FilePath | None = None,
+        timeout: float = 10.0,
+    ) -> RemoteSynchronizer:
+        """Returns a synchronizer that is served elsewhere, as an async context manager with the same methods.
+
+        ```python
+        async with Synchronizer.connect("trainer.example:4222", name="explorer 1") as synchronizer:
+            await synchronizer.set_explorer_status(RunningStatus.RUNNING)
+            version = await synchronizer.wait_new_model_state_dict(0)
+        ```
+
+        Args:
+            endpoint: `host:port` of the peer or server.
+            namespace: The namespace of the synchronizer there.
+            name: The name of this process in messages.
+            tls: Certificates, if the server has TLS.
+            token_file: File with the run's tokens.
+            timeout: Seconds to connect, and for the answer to a call that does not wait.
+
+        Raises:
+            ConfigError: The endpoint is malformed, or a file cannot be read.
+        """
+        from averaging.synchronizer.remote import RemoteSynchronizer
+
+        credentials = read_credentials(tls=tls, token_file=token_file)
+        return RemoteSynchronizer(endpoint, credentials, namespace=namespace, name=name, timeout=timeout)
+
+
+_actors: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Synchronizer]] = WeakKeyDictionary()
+"""The synchronizers of this process by namespace, for each event loop."""
+
+
+def _present(peer: Peer | None) -> dict[str, Synchronizer]:
+    """The synchronizers of a peer, or of this event loop, by namespace."""
+    if peer is None:
+        return _actors.get(asyncio.get_running_loop(), {})
+    from averaging.synchronizer.service import served_on
+
+    return served_on(peer)

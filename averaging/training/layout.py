@@ -1,0 +1,119 @@
+"""How a model is divided between the ranks of a site: read from its parameters, which are DTensors if it is."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from averaging.errors import ConfigError, TensorError
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a model is divided between the ranks of a site.
+
+    Attributes:
+        shards: number of shards.
+        shard_of: number of the shard that each rank holds, by rank in the site.
+        name: of the division, to compare it with that of other sites; empty if the model is not divided.
+    """
+
+    shards: int
+    shard_of: tuple[int, ...]
+    name: str = ""
+
+
+def layout_of(parameters: Mapping[str, torch.Tensor], size: int) -> Layout:
+    """Reads the layout from a model's parameters.
+
+    Args:
+        parameters: as the optimizer has them, by name.
+        size: number of ranks of the site.
+
+    Raises:
+        ConfigError: the model is divided between other ranks than those of the site.
+        TensorError: the parameters are divided in different ways, or in one that cannot be averaged.
+    """
+    divided: dict[str, Any] = {name: one for name, one in parameters.items() if is_divided(one)}
+    if not divided:
+        return Layout(1, (0,) * size)
+    for name in parameters:
+        if name not in divided:
+            raise TensorError(
+                f"parameter {name!r} is not divided between the ranks, but {next(iter(divided))!r} is; apply "
+                "fully_shard to the whole model as well, without ignored parameters"
+            )
+    first_name, first = next(iter(divided.items()))
+    kinds = tuple(_kind(first_name, placement) for placement in first.placements)
+    for name, one in divided.items():
+        if one.device_mesh != first.device_mesh or tuple(_kind(name, p) for p in one.placements) != kinds:
+            raise TensorError(
+                f"parameters {first_name!r} and {name!r} are divided in different ways; use one device mesh and "
+                "the same kind of fully_shard for the whole model"
+            )
+    mesh = first.device_mesh.mesh
+    if mesh.numel() != size:
+        raise ConfigError(
+            f"the model is divided between {mesh.numel()} ranks, but process_group has {size}; give the group of the "
+            "model's device mesh"
+        )
+    # Ranks of the site in the order of the mesh; the shard's number counts along the dimensions that divide.
+    order = sorted(mesh.flatten().tolist())
+    shard_of = [0] * size
+    for place in _places(tuple(mesh.shape)):
+        number = 0
+        for kind, extent, coordinate in zip(kinds, mesh.shape, place, strict=True):
+            if kind == "Shard":
+                number = number * extent + coordinate
+        shard_of[order.index(int(mesh[place]))] = number
+    shards = max(shard_of) + 1
+    return Layout(shards, tuple(shard_of), f"{shards} shards" if shards > 1 else "")
+
+
+def _kind(name: str, placement: Any) -> str:
+    kind: str = type(placement).__name__
+    if kind in ("Shard", "Replicate"):
+        return kind
+    raise TensorError(
+        f"parameter {name!r} is placed as {placement}; only shards of fully_shard (FSDP2, HSDP) can be averaged "
+        "between sites"
+    )
+
+
+def _places(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """All coordinates in a mesh of that shape."""
+    places: list[tuple[int, ...]] = [()]
+    for extent in shape:
+        places = [(*place, number) for place in places for number in range(extent)]
+    return places
+
+
+def is_divided(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")  # where it is not imported, which takes long, there is none
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that this rank holds, sharing its memory; a tensor that is not divided itself."""
+    if not is_divided(tensor):
+        return tensor
+    with torch.no_grad():
+        part: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return part
+
+
+def as_divided(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The tensor of which `part` is what this rank holds, divided as `like`; the reverse of `local`."""
+    if not is_divided(like):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    whole: Any = like
+    return DTensor.from_local(
+        part, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )

@@ -1,0 +1,285 @@
+"""The processes that train one copy of a model together, and how they decide alike.
+
+Every rank of a site runs the same script. One of them, the leader, is asked where the ranks could decide differently:
+it knows the other sites, and its clock counts. A rank whose parameters no lower rank holds owns a peer. With
+DistributedDataParallel that is the leader alone, with `fully_shard` each rank that holds another shard.
+
+Control data between the ranks is pickled, as torch's own collectives do: they are processes of one job, and trust each
+other.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from averaging.errors import AveragingError, ConfigError, SiteError
+from averaging.training.layout import layout_of
+
+T = TypeVar("T")
+
+HANG_SECONDS = 1800.0
+"""Seconds after which ranks that wait for one that hangs raise, as in torch. A rank that dies is noticed at once."""
+
+INLINE_BYTES = 4088
+"""Size of an answer that needs one broadcast only."""
+
+
+class Site:
+    """A site of one process, which decides alone.
+
+    Attributes:
+        rank: of this process in the site.
+        size: number of ranks.
+        shard: number of this rank's shard.
+        shards: number of shards into which the model is divided.
+        leads: whether this rank is asked where ranks could decide differently.
+        owns: whether this rank owns a peer.
+        layout: how the model is divided; empty if every rank holds all of it.
+    """
+
+    rank, size = 0, 1
+    shard, shards = 0, 1
+    leads = owns = True
+    layout = ""
+
+    def agreed(self, question: Callable[[], T]) -> T:
+        """The leader's answer to a question, at every rank; its exception, if it raises one.
+
+        Raises:
+            SiteError: a rank is lost.
+        """
+        return question()
+
+    def together(self, work: Callable[[], T]) -> list[T]:
+        """Does some work at every rank; returns the results in the order of the ranks.
+
+        Raises:
+            Exception: what the work has raised, at every rank, even if only one of them has failed.
+            SiteError: a rank is lost.
+        """
+        return [work()]
+
+    def of_the_owner(self, make: Callable[[], T]) -> T:
+        """Like `agreed`, but each rank gets the answer of the owner of its shard."""
+        return make()
+
+    def copy(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copies the owner's tensors to the other ranks that hold the same shard."""
+
+    def close(self) -> None:
+        """Frees the connections between the ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What the leader has answered; `news` is None if there is nothing new."""
+
+    value: Any = None
+    error: BaseException | None = None
+    news: Any = None
+
+
+class News(Protocol):
+    """What the leader tells the other ranks beside its answers."""
+
+    def latest(self) -> Any:
+        """What is new at the leader; None if nothing is."""
+        ...
+
+    def told(self, news: Any) -> None:
+        """Called with what was new, at every rank."""
+        ...
+
+
+class ProcessGroupSite(Site):
+    """A site whose ranks are those of a process group.
+
+    Every method is collective: all ranks call it, in the same order.
+
+    Args:
+        group: the process group.
+        parameters: of the model, from which it is read how the ranks divide it.
+        news: told along with the leader's answers.
+
+    Raises:
+        ConfigError: torch.distributed is not initialized, or this process is not in the group.
+    """
+
+    def __init__(self, group: object, parameters: Mapping[str, torch.Tensor], news: News) -> None:
+        ranks = _ranks_of(group)
+        layout = layout_of(parameters, len(ranks))
+        self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
+        self.shards, self.layout = layout.shards, layout.name
+        self.shard = layout.shard_of[self.rank]
+        owner = layout.shard_of.index(self.shard)
+        self.leads, self.owns = self.rank == 0, self.rank == owner
+        self._news = news
+        self._answering = False
+        self._lost = ""
+        self._group = _new_group(ranks)
+        self._owner = ranks[owner]
+        self._replicas: Any = self._group if self.shards == 1 else None
+        copies = [ranks[other] for other, shard in enumerate(layout.shard_of) if shard == self.shard]
+        if self.shards > 1 and len(copies) > 1:
+            self._replicas = _new_group(copies)
+
+    def agreed(self, question: Callable[[], T]) -> T:
+        """See `Site`."""
+        if self._answering:
+            return question()  # part of the answer to another question, which only the leader is asked
+        answer: T = self._told(self.leads, question, self._group, 0, self._news.latest)
+        return answer
+
+    def of_the_owner(self, make: Callable[[], T]) -> T:
+        """See `Site`."""
+        if self._replicas is None:
+            return make()
+        made: T = self._told(self.owns, make, self._replicas, 0, lambda: None)
+        return made
+
+    def together(self, work: Callable[[], T]) -> list[T]:
+        """See `Site`."""
+        failure: BaseException | None = None
+        answer = _Answer()
+        try:
+            answer = _Answer(work())
+        except BaseException as error:
+            failure, answer = error, _Answer(error=_portable(error, self.rank))
+        heard: list[Any] = [None] * self.size
+        with self._collective(failure):
+            dist.all_gather_object(heard, answer, group=self._group)
+        if failure is not None:
+            raise failure
+        for one in heard:
+            if one.error is not None:
+                raise one.error
+        return [one.value for one in heard]
+
+    def copy(self, tensors: Sequence[torch.Tensor]) -> None:
+        """See `Site`."""
+        if self._replicas is None:
+            return
+        with self._collective():
+            for tensor in tensors:
+                whole = tensor.detach()
+                sent = whole.to("cpu").contiguous()
+                dist.broadcast(sent, self._owner, group=self._replicas)
+                if not self.owns and sent.data_ptr() != whole.data_ptr():
+                    whole.copy_(sent)
+
+    def close(self) -> None:
+        """See `Site`."""
+        groups = {id(group): group for group in (self._group, self._replicas) if group is not None}
+        self._lost = "the averager was closed"
+        if dist.is_initialized():
+            for group in groups.values():
+                dist.destroy_process_group(group)
+
+    def _told(self, asked: bool, question: Callable[[], Any], group: Any, source: int, news: Callable[[], Any]) -> Any:
+        """What the rank that is asked answers."""
+        failure: BaseException | None = None
+        packed = b""
+        if asked:
+            self._answering = True
+            try:
+                packed = pickle.dumps(_Answer(question(), news=news()))
+            except BaseException as error:
+                failure, packed = error, pickle.dumps(_Answer(error=_portable(error, self.rank), news=news()))
+            finally:
+                self._answering = False
+        with self._collective(failure):
+            packed = _broadcast(packed, group, source, sends=asked)
+        answer: _Answer = pickle.loads(packed)  # noqa: S301 - of a rank of this job, see above
+        if answer.news is not None:
+            self._news.told(answer.news)
+        if failure is not None:
+            raise failure
+        if answer.error is not None:
+            raise answer.error
+        return answer.value
+
+    @contextmanager
+    def _collective(self, failure: BaseException | None = None) -> Iterator[None]:
+        """Wraps what all ranks do at once. If it is interrupted, the ranks no longer go the same way."""
+        if self._lost:
+            raise SiteError(f"rank {self.rank} of this site cannot go on: {self._lost}") from failure
+        try:
+            yield
+        except BaseException as error:
+            self._lost = f"it was interrupted by {type(error).__name__}: {error}"[:500]
+            if isinstance(error, RuntimeError):
+                raise SiteError(
+                    f"rank {self.rank} has lost another rank of this site ({str(error).splitlines()[0]:.200}); end "
+                    "this process, so that torchrun starts the site again"
+                ) from error
+            raise
+        if failure is not None and not isinstance(failure, Exception):
+            self._lost = f"it was interrupted by {type(failure).__name__}"
+
+
+def _broadcast(packed: bytes, group: Any, source: int, *, sends: bool) -> bytes:
+    """Sends bytes to all ranks of a group; returns them. Short ones take one broadcast."""
+    first = torch.zeros(INLINE_BYTES + 8, dtype=torch.uint8)
+    if sends:
+        head = len(packed).to_bytes(8, "little") + packed[:INLINE_BYTES]
+        first[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+    dist.broadcast(first, group=group, group_src=source)
+    size = int.from_bytes(first[:8].numpy().tobytes(), "little")
+    if size <= INLINE_BYTES:
+        return first[8 : 8 + size].numpy().tobytes()
+    rest = torch.empty(size - INLINE_BYTES, dtype=torch.uint8)
+    if sends:
+        rest.copy_(torch.frombuffer(bytearray(packed[INLINE_BYTES:]), dtype=torch.uint8))
+    dist.broadcast(rest, group=group, group_src=source)
+    return first[8:].numpy().tobytes() + rest.numpy().tobytes()
+
+
+def _portable(error: BaseException, rank: int) -> BaseException:
+    """The error as the other ranks raise it."""
+    if not isinstance(error, Exception):
+        return SiteError(f"rank {rank} of this site was interrupted by {type(error).__name__}; end this process, too")
+    try:
+        pickle.loads(pickle.dumps(error))  # noqa: S301 - its own
+    except Exception:
+        kind = ConfigError if isinstance(error, ConfigError) else AveragingError
+        return kind(f"{type(error).__name__} at rank {rank} of this site: {error}")
+    return error
+
+
+def _ranks_of(group: object) -> list[int]:
+    """The global ranks of a group.
+
+    Raises:
+        ConfigError: there is no such group here.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise ConfigError(
+            "process_group was given, but torch.distributed is not initialized; call "
+            "torch.distributed.init_process_group() first, in a script that torchrun starts"
+        )
+    if group is None:
+        group = dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise ConfigError(
+            f"process_group must be a group of torch.distributed, such as torch.distributed.group.WORLD, not "
+            f"{group!r:.100}"
+        )
+    return dist.get_process_group_ranks(group)
+
+
+def _new_group(ranks: list[int]) -> Any:
+    """A group of its own for control data, so that it does not get mixed up with the collectives of the training."""
+    try:
+        return dist.new_group(
+            ranks, timeout=timedelta(seconds=HANG_SECONDS), backend="gloo", use_local_synchronization=True
+        )
+    except RuntimeError as error:
+        raise SiteError(f"the ranks of this site cannot connect to each other: {error}") from error

@@ -1,0 +1,235 @@
+"""The direct port: accepts connections, and admits those with a ticket."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+
+from averaging.common.addresses import parse_address
+from averaging.errors import AveragingError, ListenError, ProtocolViolationError
+from averaging.transport.base import AveragingService
+from averaging.transport.direct.buffers import Buffers
+from averaging.transport.direct.frames import HELLO_BYTES, Kind, read_hello
+from averaging.transport.direct.hang_ups import HangUps
+from averaging.transport.direct.heads import Heads
+from averaging.transport.direct.link import Link
+from averaging.transport.direct.quotas import (
+    MAX_CONNECTIONS,
+    MAX_CONNECTIONS_PER_HOST,
+    MAX_NEWCOMERS,
+    MAX_NEWCOMERS_PER_HOST,
+    Held,
+    HeldLimits,
+    Places,
+)
+from averaging.transport.direct.serving import Stream, serve_stream, write_seconds
+from averaging.transport.direct.tickets import Admission, Tickets
+from averaging.transport.grpc.channel_options import HANDSHAKE_SECONDS
+
+logger = logging.getLogger("averaging.transport")
+
+BACKLOG = 128
+
+RETRY_SECONDS = 1.0
+"""Pause before connections are accepted again, if this process has no free descriptor."""
+
+
+class Listener:
+    """Listens when it is created, and serves connections after `start`.
+
+    Args:
+        address: `host:port`; port 0 takes a free one.
+        max_body: bytes of the largest body that is accepted.
+        limits: bytes of parts that no round has asked for.
+        buffers: where bodies are received.
+        clock: monotonic.
+
+    Attributes:
+        port: on which it listens.
+        tickets: with which connections are admitted.
+
+    Raises:
+        ListenError: the address is not available.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        max_body: int,
+        limits: HeldLimits,
+        buffers: Buffers,
+        clock: Callable[[], float],
+    ) -> None:
+        self._max_body, self._buffers, self._clock = max_body, buffers, clock
+        self._loop = asyncio.get_running_loop()
+        self._sockets = _listening(address)
+        self.port: int = self._sockets[0].getsockname()[1]
+        self.tickets = Tickets()
+        self._service: AveragingService | None = None
+        self._hang_ups: HangUps | None = None
+        self._newcomers = Places(MAX_NEWCOMERS, MAX_NEWCOMERS_PER_HOST)
+        self._admitted = Places(MAX_CONNECTIONS, MAX_CONNECTIONS_PER_HOST)
+        self._heads, self._held = Heads(), Held(limits)
+        self._connections: set[asyncio.Task[None]] = set()
+        self._busy: set[asyncio.Task[None]] = set()  # those with a stream in progress
+
+    def start(self, service: AveragingService) -> None:
+        """Starts to accept connections, and to serve their streams."""
+        self._service, self._hang_ups = service, HangUps()
+        for listening in self._sockets:
+            listening.listen(BACKLOG)
+            self._loop.add_reader(listening, self._accept, listening)
+
+    async def stop(self, grace: float) -> None:
+        """Frees the port, and ends all connections after at most `grace` seconds for streams in progress."""
+        for listening in self._sockets:
+            self._loop.remove_reader(listening)
+            listening.close()
+        self._sockets.clear()
+        for idle in self._connections - self._busy:
+            idle.cancel()
+        try:
+            if self._busy and grace:
+                await asyncio.wait(self._busy, timeout=grace)
+        finally:
+            for connection in self._connections:
+                connection.cancel()
+            if self._connections:
+                await asyncio.wait(self._connections)
+            if self._hang_ups is not None:
+                self._hang_ups.close()
+
+    def _accept(self, listening: socket.socket) -> None:
+        try:
+            connection, remote = listening.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            logger.warning("cannot accept a direct connection: %s", error.strerror)
+            self._loop.remove_reader(listening)
+            self._loop.call_later(RETRY_SECONDS, self._accept_again, listening)
+            return
+        host = normalized(str(remote[0]))
+        if not self._newcomers.take(host):
+            connection.close()
+            return
+        connection.setblocking(False)
+        task = self._loop.create_task(self._serve(connection, host, f"{host}:{remote[1]}"))
+        self._connections.add(task)
+        task.add_done_callback(self._connections.discard)
+
+    def _accept_again(self, listening: socket.socket) -> None:
+        if listening in self._sockets:
+            self._loop.add_reader(listening, self._accept, listening)
+
+    async def _serve(self, connection: socket.socket, host: str, name: str) -> None:
+        """Serves one connection to its end."""
+        link: Link | None = None
+        admission: Admission | None = None
+        newcomer = True
+        try:
+            try:
+                async with asyncio.timeout(HANDSHAKE_SECONDS):
+                    admission = await self._read_hello(connection)
+                    if admission is None or not self._admitted.take(admission.host):
+                        admission = None
+                        return
+                    link = self._link(connection, name, admission)
+                    await self._greet(link)
+            except (TimeoutError, OSError, AveragingError) as error:
+                logger.debug("a direct connection from %s was not admitted: %s", name, error)
+                return
+            self._newcomers.leave(host)
+            newcomer = False
+            await self._serve_streams(link, admission)
+        finally:
+            if newcomer:
+                self._newcomers.leave(host)
+            if admission is not None:
+                self._admitted.leave(admission.host)
+            if link is not None:
+                link.close()
+            connection.close()
+
+    async def _serve_streams(self, link: Link, admission: Admission) -> None:
+        task, service = asyncio.current_task(), self._service
+        if task is None or service is None:
+            return
+        link.on_lost = task.cancel
+        link.write_seconds = write_seconds
+        while self._sockets:
+            stream = Stream(link, admission, self._heads, self._held)
+            try:
+                if not await stream.begin():
+                    return
+                self._busy.add(task)
+                await serve_stream(link, stream, service)
+            finally:
+                self._busy.discard(task)
+                stream.close()
+            if not stream.ended:
+                return
+
+    async def _read_hello(self, connection: socket.socket) -> Admission | None:
+        raw = bytearray()
+        while len(raw) < HELLO_BYTES:
+            received = await self._loop.sock_recv(connection, HELLO_BYTES - len(raw))
+            if not received:
+                return None
+            raw += received
+        return self.tickets.redeem(read_hello(raw), self._clock())
+
+    def _link(self, connection: socket.socket, name: str, admission: Admission) -> Link:
+        return Link(
+            connection,
+            name,
+            max_body=self._max_body,
+            buffers=self._buffers,
+            ciphers=admission.ciphers,
+            hang_ups=self._hang_ups,
+        )
+
+    async def _greet(self, link: Link) -> None:
+        if (await link.read()).kind is not Kind.READY:
+            raise ProtocolViolationError(f"{link.name} did not begin as a caller does")
+        await link.send(Kind.WELCOME)
+
+
+def normalized(address: str) -> str:
+    """Returns an address without its zone; IPv4 in its own form, also if it is mapped to IPv6."""
+    address = address.partition("%")[0]
+    return address.removeprefix("::ffff:") if "." in address else address
+
+
+def _listening(address: str) -> list[socket.socket]:
+    """Binds every address of a host to one port, without listening yet."""
+    host, port = parse_address(address)
+    bound: list[socket.socket] = []
+    failure: OSError | None = None
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ListenError(f"cannot listen on {address} (direct_listen): {error}") from None
+    for family, kind, protocol, _, where in found:
+        one = socket.socket(family, kind, protocol)
+        try:
+            one.setblocking(False)
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                with suppress(OSError):
+                    one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            chosen = bound[0].getsockname()[1] if bound else port
+            one.bind((where[0], chosen, *where[2:]))
+        except OSError as error:
+            failure = error
+            one.close()
+        else:
+            bound.append(one)
+    if not bound:
+        reason = failure.strerror if failure else "no such address"
+        raise ListenError(f"cannot listen on {address} (direct_listen): {reason}; choose another port, or port 0")
+    return bound

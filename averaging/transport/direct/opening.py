@@ -1,0 +1,196 @@
+"""`averaging.v1.Direct/Open`: how a connection is granted, on both sides, and how the caller makes it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+from averaging.errors import PeerUnreachableError, ProtocolViolationError
+from averaging.transport.direct.buffers import Buffers
+from averaging.transport.direct.frames import TICKET_BYTES, Kind, pack_hello
+from averaging.transport.direct.link import Link
+from averaging.transport.direct.sealing import KEY_BYTES, Ciphers, derive_keys
+from averaging.transport.direct.tickets import VALID_SECONDS, Admission, Tickets
+from averaging.transport.grpc import message_limits
+from averaging.transport.grpc.authentication import Callers, host_of
+from averaging.transport.grpc.channel_options import CONNECT_SECONDS
+from averaging.transport.grpc.conversion import parse
+from averaging.transport.grpc.dialling import Dialling
+from averaging.transport.grpc.methods import Method
+from averaging.transport.grpc.server import Context, write_all
+from averaging.wire import direct_pb2
+
+SERVICE = "averaging.v1.Direct"
+
+MAX_ADDRESSES = 4
+"""Addresses of one host to which a connection is tried, one after the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What the callee answers.
+
+    Attributes:
+        port: on the host of the callee's endpoint.
+        ticket: for one connection.
+        public_key: of this connection; empty without TLS.
+    """
+
+    port: int
+    ticket: bytes
+    public_key: bytes = b""
+
+
+def _encode_request(public_key: bytes) -> bytes:
+    return direct_pb2.OpenRequest(public_key=public_key).SerializeToString()
+
+
+def _decode_request(raw: bytes) -> bytes:
+    return parse(direct_pb2.OpenRequest(), raw).public_key
+
+
+def _encode_reply(grant: Grant) -> bytes:
+    return direct_pb2.OpenReply(
+        port=grant.port, ticket=grant.ticket, seconds=VALID_SECONDS, public_key=grant.public_key
+    ).SerializeToString()
+
+
+def _decode_reply(raw: bytes) -> Grant:
+    wire = parse(direct_pb2.OpenReply(), raw)
+    if not 0 < wire.port < 1 << 16 or len(wire.ticket) != TICKET_BYTES:
+        raise ProtocolViolationError(f"port {wire.port} and a ticket of {len(wire.ticket)} bytes for a connection")
+    return Grant(wire.port, wire.ticket, wire.public_key)
+
+
+OPEN: Method[bytes, Grant] = Method(
+    SERVICE,
+    "Open",
+    _encode_request,
+    _decode_request,
+    _encode_reply,
+    _decode_reply,
+    max_reply_bytes=message_limits.SMALL_BYTES,
+)
+
+
+def open_handler(
+    tickets: Tickets, port: Callable[[], int], callers: Callers, clock: Callable[[], float], *, sealed: bool
+) -> grpc.RpcMethodHandler[bytes, bytes]:
+    """The callee's side.
+
+    Args:
+        tickets: where the connection is admitted.
+        port: returns the port at which callers reach this peer.
+        callers: of the gRPC server.
+        clock: of the tickets.
+        sealed: whether this peer has TLS, so that the connection is sealed.
+    """
+
+    async def handle(raw: bytes, context: Context) -> None:
+        caller_key = callers.read(OPEN, context)(raw)
+        ticket, public_key, ciphers = os.urandom(TICKET_BYTES), b"", None
+        if sealed:
+            own = X25519PrivateKey.generate()
+            public_key = _public_bytes(own)
+            ciphers = Ciphers.of_callee(derive_keys(own, caller_key, caller_key, public_key, ticket))
+        tickets.grant(ticket, Admission(host_of(context), callers.checker(context), ciphers), clock())
+
+        async def reply() -> Any:
+            yield Grant(port(), ticket, public_key)
+
+        await write_all(context, OPEN, callers, reply())
+
+    return grpc.unary_unary_rpc_method_handler(handle)
+
+
+async def open_link(
+    endpoint: str,
+    ask: Callable[[bytes], Awaitable[Grant]],
+    dialling: Dialling,
+    *,
+    sealed: bool,
+    max_body: int,
+    buffers: Buffers,
+) -> Link:
+    """Opens a connection to `endpoint`; the caller's side.
+
+    Args:
+        endpoint: of the callee.
+        ask: calls `Open` with a public key.
+        dialling: decides which addresses are dialled.
+        sealed: whether this peer has TLS, so that the connection is sealed.
+        max_body: bytes of the largest body that is accepted.
+        buffers: where bodies are received.
+
+    Raises:
+        TransportError: the callee does not grant it, or cannot be reached at its direct port.
+        ProtocolViolationError: the answer is malformed, or the address must not be dialled.
+    """
+    own = X25519PrivateKey.generate() if sealed else None
+    public_key = b"" if own is None else _public_bytes(own)
+    grant = await ask(public_key)
+    ciphers = None
+    if own is not None:
+        keys = derive_keys(own, grant.public_key, public_key, grant.public_key, grant.ticket)
+        ciphers = Ciphers.of_caller(keys)
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(CONNECT_SECONDS):
+            connection = await _connect(loop, await dialling.addresses(endpoint), grant.port)
+            try:
+                await loop.sock_sendall(connection, pack_hello(grant.ticket))
+                link = Link(connection, endpoint, max_body=max_body, buffers=buffers, ciphers=ciphers)
+            except BaseException:
+                connection.close()
+                raise
+            try:
+                await link.send(Kind.READY)
+                if (await link.read()).kind is not Kind.WELCOME:
+                    raise ProtocolViolationError(f"what answers at the direct port {grant.port} is not a peer")
+            except BaseException:
+                link.close()
+                raise
+            return link
+    except TimeoutError:
+        reason = f"no answer at its direct port {grant.port} within {CONNECT_SECONDS:g} s"
+    except PeerUnreachableError as error:
+        reason = f"its direct port {grant.port} did not accept the connection ({error.reason})"
+    except OSError as error:
+        reason = f"its direct port {grant.port} cannot be reached ({error.strerror or error})"
+    raise PeerUnreachableError(endpoint, reason)
+
+
+async def _connect(loop: asyncio.AbstractEventLoop, hosts: Sequence[str], port: int) -> socket.socket:
+    failure: OSError | None = None
+    numeric = socket.AI_NUMERICHOST  # names were resolved and their addresses checked before
+    for host in hosts[:MAX_ADDRESSES]:
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=numeric)
+        for family, kind, protocol, _, where in found:
+            connection = socket.socket(family, kind, protocol)
+            try:
+                connection.setblocking(False)
+                await loop.sock_connect(connection, where)
+            except OSError as error:
+                connection.close()
+                failure = error
+            except BaseException:
+                connection.close()
+                raise
+            else:
+                return connection
+    raise failure or OSError("its host is unknown")
+
+
+def _public_bytes(key: X25519PrivateKey) -> bytes:
+    raw = key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
+    if len(raw) != KEY_BYTES:
+        raise ValueError("not a key of X25519")
+    return raw

@@ -1,0 +1,177 @@
+"""The gRPC transport with the direct lane for the parts of a round."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from averaging.common.addresses import parse_address
+from averaging.config import AUTO
+from averaging.errors import ConfigError, PeerUnreachableError
+from averaging.protocol.messages import AveragingData
+from averaging.transport.base import AveragingService, GossipService, Lane
+from averaging.transport.direct.buffers import Buffers
+from averaging.transport.direct.calling import call
+from averaging.transport.direct.heads import Heads
+from averaging.transport.direct.lanes import MAX_KNOWN, Lanes
+from averaging.transport.direct.link import Link
+from averaging.transport.direct.listener import Listener
+from averaging.transport.direct.opening import OPEN, Grant, open_handler, open_link
+from averaging.transport.direct.quotas import HeldLimits
+from averaging.transport.grpc import GrpcTransport
+from averaging.transport.grpc.authentication import Callers
+from averaging.transport.grpc.channel_options import held_limits
+from averaging.transport.grpc.client import call_unary
+from averaging.transport.grpc.listen_check import check_listen
+from averaging.transport.grpc.server import Handlers
+
+SUPPORTED = hasattr(socket.socket, "sendmsg") and hasattr(socket.socket, "recvmsg_into")
+"""Whether this system has what the lane needs; Windows has not."""
+
+
+class DirectTransport(GrpcTransport):
+    """Implements `transport.base.Transport`. It belongs to the event loop in which `bind` is called.
+
+    Args:
+        listen: see `GrpcTransport`.
+        advertise: see `GrpcTransport`.
+        direct_listen: `host:port` for direct connections; `AUTO` for any free port on the host of `listen`.
+        direct_advertise: port at which other peers reach `direct_listen` on the host of this peer's endpoint, if it
+            differs.
+        max_part_bytes: the largest part that other peers may send, without what gRPC adds.
+        options: see `GrpcTransport`.
+
+    Raises:
+        ConfigError: an argument is invalid.
+    """
+
+    def __init__(
+        self,
+        listen: str | None,
+        advertise: str | None = None,
+        *,
+        direct_listen: str = AUTO,
+        direct_advertise: int | None = None,
+        max_part_bytes: int,
+        **options: Any,
+    ) -> None:
+        super().__init__(listen, advertise, **options)
+        if direct_listen != AUTO:
+            parse_address(direct_listen)
+        if direct_advertise is not None and not 0 < direct_advertise < 1 << 16:
+            raise ConfigError(f"direct_advertise must be a port from 1 to 65535, not {direct_advertise}")
+        self._direct_listen, self._direct_advertise = direct_listen, direct_advertise
+        self._max_part_bytes = max_part_bytes
+        self._buffers, self._heads = Buffers(), Heads()
+        self._listener: Listener | None = None
+        self._lanes = Lanes(self._open)
+        self._last_lanes: dict[str, Lane] = {}
+
+    async def bind(self) -> str:
+        """See `GrpcTransport.bind`; it binds the direct port too."""
+        endpoint = await super().bind()
+        if self._listen is not None and SUPPORTED:
+            address = self._direct_listen
+            if address == AUTO:
+                address = f"{parse_address(self._listen)[0]}:0"
+            exposed = self._sealed or self._credentials.insecure
+            try:
+                await check_listen(address, endpoint, exposed=exposed)
+                limits = held_limits(self._max_message_bytes)
+                self._listener = Listener(
+                    address,
+                    max_body=self._max_part_bytes,
+                    limits=HeldLimits(limits.per_host, limits.in_all),
+                    buffers=self._buffers,
+                    clock=time.monotonic,
+                )
+            except BaseException:
+                await super().close()
+                raise
+        return endpoint
+
+    @property
+    def direct_port(self) -> int:
+        """The port of direct connections, as other peers reach it; 0 if this peer accepts none."""
+        return 0 if self._listener is None else self._direct_advertise or self._listener.port
+
+    async def serve(self, averaging: AveragingService, gossip: GossipService | None) -> None:
+        """See `GrpcTransport.serve`."""
+        listener = self._listener
+        if listener is None:
+            await super().serve(averaging, gossip)
+            return
+        listener.start(averaging)
+
+        def handlers(callers: Callers) -> Handlers:
+            return {
+                OPEN: open_handler(
+                    listener.tickets, lambda: self.direct_port, callers, time.monotonic, sealed=self._sealed
+                )
+            }
+
+        await self._start(averaging, gossip, handlers)
+
+    async def close(self, grace: float = 0.0) -> None:
+        """See `GrpcTransport.close`."""
+        listener, self._listener = self._listener, None
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                if listener is not None:
+                    tasks.create_task(listener.stop(grace))
+                tasks.create_task(super().close(grace))
+        finally:
+            await self._lanes.close()
+
+    def prepare_lane(self, endpoint: str) -> None:
+        """Begins to open a direct connection to `endpoint`, if there is none."""
+        if SUPPORTED:
+            self._lanes.prepare(endpoint)
+
+    def lane(self, endpoint: str) -> Lane | None:
+        """How the last stream of parts to `endpoint` travelled."""
+        return self._last_lanes.get(endpoint)
+
+    def aggregate_part(
+        self, endpoint: str, messages: AsyncIterator[AveragingData]
+    ) -> AsyncGenerator[AveragingData, None]:
+        """See `GrpcTransport.aggregate_part`. The lane is chosen when the stream begins, and kept to its end."""
+        if len(self._last_lanes) >= MAX_KNOWN:
+            self._last_lanes.clear()
+        if not self._lanes.is_ready(endpoint):
+            self._last_lanes[endpoint] = Lane("grpc", self._lanes.reason(endpoint))
+            return super().aggregate_part(endpoint, messages)
+        self._last_lanes[endpoint] = Lane("sealed" if self._sealed else "direct")
+        return self._call(endpoint, messages)
+
+    async def _call(self, endpoint: str, messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
+        link = self._lanes.take(endpoint)
+        if link is None:
+            raise PeerUnreachableError(endpoint, self._lanes.reason(endpoint))
+        try:
+            async with aclosing(call(link, endpoint, messages, self._heads)) as replies:
+                async for reply in replies:
+                    yield reply
+        finally:
+            self._lanes.give_back(endpoint, link)
+
+    @property
+    def _sealed(self) -> bool:
+        return self._credentials.tls is not None
+
+    async def _open(self, endpoint: str) -> Link:
+        async def ask(public_key: bytes) -> Grant:
+            return await call_unary(self._channels, endpoint, OPEN, public_key)
+
+        return await open_link(
+            endpoint,
+            ask,
+            self._dialling,
+            sealed=self._sealed,
+            max_body=self._max_part_bytes,
+            buffers=self._buffers,
+        )

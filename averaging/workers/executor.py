@@ -1,0 +1,245 @@
+"""Carries out the requests of a master at one worker: calls of backends and hooks."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from averaging.errors import AveragingError, ConfigError, WorkerLostError
+from averaging.workers.backend import Backend, check_numbers, check_outputs
+from averaging.workers.computations import Computations
+from averaging.workers.data_manager import DataManager
+from averaging.workers.dataset import Dataset
+from averaging.workers.flush_order import Queued, flush_order
+from averaging.workers.parameters import ParameterExchange, blend, copy_of
+from averaging.workers.payload import (
+    Clear,
+    Compute,
+    Computed,
+    DatasetSpec,
+    Fetch,
+    Fetched,
+    Handle,
+    HookName,
+    Payload,
+    Realloc,
+    Save,
+    Transfer,
+    convert,
+)
+from averaging.workers.plan import ModelShardID, Topology
+
+logger = logging.getLogger("averaging.workers")
+
+
+class Executor:
+    """Carries out requests.
+
+    Args:
+        worker: Name of this worker.
+        backends: The backend of each model.
+        dataset: Where samples come from.
+        data: The tensors of samples.
+        parameters: The parameters under way.
+        computations: The thread of the backends.
+        loading: The thread of the dataset.
+    """
+
+    def __init__(
+        self,
+        worker: str,
+        backends: Mapping[str, Backend],
+        dataset: Dataset | None,
+        data: DataManager,
+        parameters: ParameterExchange,
+        computations: Computations,
+        loading: Computations,
+    ) -> None:
+        self.shards: Mapping[str, tuple[ModelShardID, Topology]] = {}
+        """The shards that this worker holds, by handler."""
+        self.dp = (-1, 0)
+        """Rank of this worker among those that hold a part of the dataset, -1 if it holds none; and their number."""
+        self.versions: dict[str, int] = {}
+        """Train steps of each model that is initialized."""
+        self._worker = worker
+        self._backends = backends
+        self._dataset = dataset
+        self._data = data
+        self._parameters = parameters
+        self._computations = computations
+        self._loading = loading
+
+    # Requests that run at once
+
+    async def answer(self, request: Payload) -> Any:
+        """Carries out a request that does not wait for a flush, and returns the data of its reply."""
+        match request.handle_name:
+            case Handle.FETCH:
+                return await self._fetch(convert(request.data, Fetch))
+            case Handle.SPEC:
+                size = 0 if self._source is None else self._source.size
+                return DatasetSpec(1 if size else 0, size)
+            case Handle.MODEL_CONFIG:
+                shard, _ = self._shard(request.handler)
+                return dict(await self._computations.run(self._backends[shard.model].model_config))
+            case Handle.CLEAR_DATA_CACHE:
+                self._data.remove(convert(request.data, Clear).ids)
+                return None
+        raise ConfigError(f"{self._worker} knows no request {request.handle_name!r}; give both the same version")
+
+    async def _fetch(self, request: Fetch) -> Fetched:
+        source = self._source
+        if source is None:
+            raise ConfigError(f"{self._worker} holds no part of a dataset; give it one, or fetch from the DP heads")
+        found = await self._loading.run(source.load if request.ids else source.fetch, request.ids or request.count)
+        new = [sample for sample in found if not self._data.has_data(sample.id, sample.data if request.ids else ())]
+        self._data.store(new)
+        ids = [sample.id for sample in new]
+        keys = sorted(set.intersection(*(set(sample.data) for sample in new))) if new else []
+        return Fetched(ids, [self._data.length(sample) for sample in ids], keys, self.dp[0], source.epoch)
+
+    @property
+    def _source(self) -> Dataset | None:
+        return self._dataset if self.dp[0] >= 0 else None
+
+    # Requests that wait for a flush
+
+    async def flush(self, requests: Sequence[Payload], reply: Callable[[Payload], None]) -> None:
+        """Carries out the requests of one level, and replies to each as soon as it is complete.
+
+        All pre-hooks run first. The order is that of `flush_order`.
+        """
+        queued: list[Queued] = []
+        for request in requests:
+            try:
+                queued.append(self._queued(request))
+            except AveragingError as error:
+                reply(self.failed(request, error))
+        ordered = flush_order(queued)
+        failed: set[str] = set()
+        for one in ordered:
+            try:
+                for name, data in zip(one.request.pre_hooks, one.request.pre_hook_data, strict=True):
+                    await self._pre_hook(name, data)
+            except Exception as error:
+                failed.add(one.request.request_id)
+                self._publish_nothing(one.request)
+                reply(self.failed(one.request, error))
+        for one in ordered:
+            if one.request.request_id not in failed:
+                reply(await self._carry_out(one.request))
+
+    def _queued(self, request: Payload) -> Queued:
+        self._shard(request.handler)
+        compute = convert(request.data, Compute)
+        publishes = any(
+            name == HookName.PARAM_REALLOC and not convert(data, Realloc).origin
+            for name, data in zip(request.post_hooks, request.post_hook_data, strict=True)
+        )
+        hooks = tuple(request.post_hooks)
+        return Queued(request.handle_name, compute.call, compute.mesh, hooks, publishes, request)
+
+    async def _pre_hook(self, name: str, data: object) -> None:
+        if name != HookName.DATA_TRANSFER:
+            raise ConfigError(f"{name!r} cannot run before a request; {HookName.DATA_TRANSFER} can")
+        await self._data.redistribute(convert(data, Transfer).steps)
+
+    async def _carry_out(self, request: Payload) -> Payload:
+        """Runs a call and its post-hooks, and returns the reply."""
+        try:
+            shard, topology = self._shard(request.handler)
+            compute = convert(request.data, Compute)
+            backend = self._backends[shard.model]
+            if request.handle_name == Handle.INITIALIZE:
+                data: object = await self._initialize(shard, topology)
+            else:
+                if shard.model not in self.versions:
+                    raise ConfigError(f"model {shard.model!r} at {self._worker} is not initialized; send initialize")
+                began = time.monotonic()
+                keys, stats = await self._compute(request.handle_name, compute, shard, backend)
+                seconds = time.monotonic() - began
+                for name, hook in zip(request.post_hooks, request.post_hook_data, strict=True):
+                    numbers = await self._post_hook(name, hook, compute, backend)
+                    stats |= {f"{name}/{key}": number for key, number in numbers.items()}
+                data = Computed(keys, stats, self.versions[shard.model], seconds)
+        except Exception as error:
+            self._publish_nothing(request)
+            return self.failed(request, error)
+        return Payload(request.handler, request.handle_name, request.request_id, data=data)
+
+    def _publish_nothing(self, request: Payload) -> None:
+        """Tells those who wait for parameters that a request has failed."""
+        for name, data in zip(request.post_hooks, request.post_hook_data, strict=True):
+            if name == HookName.PARAM_REALLOC and not (realloc := convert(data, Realloc)).origin:
+                self._parameters.publish(realloc, None)
+
+    async def _initialize(self, shard: ModelShardID, topology: Topology) -> int:
+        if shard.model not in self.versions:
+            backend = self._backends[shard.model]
+            backend.shard, backend.topology = shard, topology
+            await self._computations.run(backend.initialize)
+            self.versions[shard.model] = 0
+        return self.versions[shard.model]
+
+    async def _compute(
+        self, handle: str, compute: Compute, shard: ModelShardID, backend: Backend
+    ) -> tuple[list[str], dict[str, float]]:
+        if handle == Handle.EMPTY:
+            return [], {}
+        batch = self._data.get(compute.ids, compute.inputs)
+        method = f"{type(backend).__name__}.{handle}"
+        if handle == Handle.TRAIN_STEP:
+            stats = await self._computations.run(backend.train_step, batch, compute.step)
+            self.versions[shard.model] += 1
+            return [], check_numbers(stats, method)
+        function = backend.generate if handle == Handle.GENERATE else backend.inference
+        result = await self._computations.run(function, batch, compute.step)
+        if not shard.is_dp_head:
+            return [], {}
+        self._data.update(check_outputs(batch, compute.outputs, result, method))
+        return list(compute.outputs), {}
+
+    async def _post_hook(self, name: str, data: object, compute: Compute, backend: Backend) -> dict[str, float]:
+        run = self._computations.run
+        match name:
+            case HookName.EVALUATE:
+                return check_numbers(await run(backend.evaluate, compute.step), "evaluate")
+            case HookName.OFFLOAD:
+                await run(backend.offload)
+            case HookName.SAVE:
+                await run(backend.save, convert(data, Save).path)
+            case HookName.AVERAGE:
+                return check_numbers(await run(backend.average), "average")
+            case HookName.PARAM_REALLOC:
+                await self._param_realloc(convert(data, Realloc), backend)
+            case _:
+                raise ConfigError(f"{self._worker} knows no hook {name!r}; give both the same version")
+        return {}
+
+    async def _param_realloc(self, realloc: Realloc, backend: Backend) -> None:
+        own = await self._computations.run(backend.parameters)
+        if realloc.origin:
+            source = await self._parameters.take(realloc.origin, realloc.transfer)
+            await self._computations.run(blend, own, source, realloc.eta, realloc.target)
+        else:
+            self._parameters.publish(realloc, await self._computations.run(copy_of, own))
+
+    def _shard(self, handler: str) -> tuple[ModelShardID, Topology]:
+        try:
+            return self.shards[handler]
+        except KeyError:
+            raise ConfigError(
+                f"{self._worker} holds no shard {handler!r}; it holds {', '.join(self.shards) or 'none'}"
+            ) from None
+
+    def failed(self, request: Payload, error: Exception) -> Payload:
+        """Returns the reply to a request that has failed."""
+        if not isinstance(error, AveragingError):
+            logger.exception("%s of %s has failed at %s", request.handle_name, request.handler, self._worker)
+        text = str(error) if isinstance(error, AveragingError) else f"{type(error).__name__}: {error}"
+        reply = Payload(request.handler, request.handle_name, request.request_id, error=text)
+        if isinstance(error, WorkerLostError):
+            reply.unreachable = error.worker
+        return reply

@@ -1,0 +1,58 @@
+"""A worker's side of the stream of one master."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+from averaging.errors import AveragingError, ProtocolViolationError
+from averaging.wire.workers_pb2 import WorkerMessage
+from averaging.workers.payload import Payload
+from averaging.workers.wire_messages import encode_payload
+
+MAX_UNSENT = 1 << 17
+"""Messages for a master that does not read them, after which its stream is closed."""
+
+
+class MasterSession:
+    """The stream of one master.
+
+    Attributes:
+        master: Random name of the master's process.
+        since: When it attached, in the running loop's time.
+        heard: When its last message came.
+        failure: Why the stream is closed, if that is the master's fault.
+    """
+
+    def __init__(self, master: str, now: float) -> None:
+        self.master = master
+        self.since = self.heard = now
+        self.failure: AveragingError | None = None
+        self._closed = False
+        self._unsent: asyncio.Queue[Payload | int | None] = asyncio.Queue()
+
+    def lives(self, now: float, silence: float) -> bool:
+        """Whether the stream is open and the master was heard within `silence` seconds."""
+        return not self._closed and now - self.heard <= silence
+
+    def send(self, message: Payload | int) -> None:
+        """Sends a reply, or the answer to a ping."""
+        if self._unsent.qsize() >= MAX_UNSENT:
+            self.failure = ProtocolViolationError("the master does not read its replies")
+            self.close()
+        if not self._closed:
+            self._unsent.put_nowait(message)
+
+    def close(self) -> None:
+        """Ends `messages`."""
+        if not self._closed:
+            self._closed = True
+            self._unsent.put_nowait(None)
+
+    async def messages(self) -> AsyncGenerator[WorkerMessage, None]:
+        """The messages to send, until the session is closed."""
+        while (message := await self._unsent.get()) is not None:
+            if isinstance(message, int):
+                yield WorkerMessage(pong=message)
+            else:
+                yield WorkerMessage(reply=encode_payload(message))

@@ -1,0 +1,108 @@
+"""The hook `param_realloc`: parameters on their way from one model to another."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+
+import torch
+
+from averaging.errors import TensorError, WorkerError
+from averaging.wire.workers_pb2 import FetchParametersRequest, NamedTensor
+from averaging.workers.methods import FETCH_PARAMETERS, Channels
+from averaging.workers.payload import Realloc
+from averaging.workers.tensor_stream import receive, send
+
+
+class ParameterExchange:
+    """Copies of parameters that this worker has published, and the parameters that it takes from others.
+
+    A copy is kept until all targets have taken it, or until the source publishes for the same target again. If the
+    source waited for its targets instead, two workers that are source and target of each other would wait without end.
+    """
+
+    def __init__(self, worker: str, channels: Channels) -> None:
+        self.endpoints: Mapping[str, str] = {}
+        self._worker = worker
+        self._channels = channels
+        self._published: dict[tuple[str, str], _Published] = {}  # by source and target
+        self._changed = asyncio.Event()
+
+    def publish(self, realloc: Realloc, copy: dict[str, torch.Tensor] | None) -> None:
+        """Keeps a copy of parameters for its takers; None says that the source has failed."""
+        if realloc.takers:
+            self._published[realloc.source, realloc.target] = _Published(realloc.transfer, copy, realloc.takers)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def take(self, origin: str, transfer: str) -> dict[str, torch.Tensor]:
+        """Returns the parameters that a worker, or this one, publishes for a transfer.
+
+        Raises:
+            WorkerLostError: The worker cannot be reached.
+            WorkerError: The worker is unknown.
+            ProtocolViolationError: It sent something malformed.
+        """
+        if origin == self._worker:
+            return await self._get(transfer)
+        if origin not in self.endpoints:
+            raise WorkerError(origin, f"{self._worker} is to get parameters of {origin!r}, which is not in its plan")
+        request = FetchParametersRequest(caller=self._worker, transfer=transfer)
+        messages = self._channels[self.endpoints[origin]].stream(FETCH_PARAMETERS, request)
+        async with aclosing(receive(origin, messages)) as tensors:
+            return {name: tensor async for _, name, tensor in tensors}
+
+    async def serve(self, request: FetchParametersRequest) -> AsyncGenerator[NamedTensor, None]:
+        """Answers `fetch_parameters`: waits until they are published, and sends them without compression."""
+        tensors = [("", name, tensor) for name, tensor in (await self._get(request.transfer)).items()]
+        async with aclosing(send(tensors, "none")) as messages:
+            async for message in messages:
+                yield message
+
+    async def _get(self, transfer: str) -> dict[str, torch.Tensor]:
+        while True:
+            for models, published in list(self._published.items()):
+                if published.transfer == transfer:
+                    published.takers -= 1
+                    if published.takers <= 0:
+                        del self._published[models]
+                    if published.parameters is None:
+                        raise WorkerError(self._worker, f"{self._worker} has failed and gives no parameters")
+                    return published.parameters
+            await self._changed.wait()
+
+
+class _Published:
+    def __init__(self, transfer: str, parameters: dict[str, torch.Tensor] | None, takers: int) -> None:
+        self.transfer, self.parameters, self.takers = transfer, parameters, takers
+
+
+def copy_of(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns copies on the CPU."""
+    return {name: tensor.detach().cpu().clone() for name, tensor in parameters.items()}
+
+
+def blend(target: Mapping[str, torch.Tensor], source: Mapping[str, torch.Tensor], eta: float, model: str) -> None:
+    """Sets target = eta · source + (1 - eta) · target, in place. Tensors of integers are copied unless eta is 0.
+
+    Raises:
+        TensorError: The two have different names, shapes or dtypes. Nothing is changed then.
+    """
+    if target.keys() != source.keys():
+        name = min(target.keys() ^ source.keys())
+        raise TensorError(f"param_realloc to {model!r}: only one of the two models has the parameter {name!r}")
+    for name, tensor in target.items():
+        if tensor.shape != source[name].shape or tensor.dtype != source[name].dtype:
+            raise TensorError(
+                f"param_realloc to {model!r}: {name!r} is {source[name].dtype}{list(source[name].shape)} at the source "
+                f"and {tensor.dtype}{list(tensor.shape)} at the target"
+            )
+    with torch.no_grad():
+        for name, tensor in target.items():
+            new = source[name].to(tensor.device)
+            if eta == 1.0 or not tensor.is_floating_point():
+                if eta > 0.0:
+                    tensor.copy_(new)
+            else:
+                tensor.mul_(1.0 - eta).add_(new, alpha=eta)

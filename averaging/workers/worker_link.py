@@ -1,0 +1,239 @@
+"""A master's side of the stream to one worker: attaches, attaches again after a break, and finds out if it is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+
+from averaging.errors import AveragingError, MasterRefusedError, PeerUnreachableError, WorkerLostError
+from averaging.rpc import Deadline, Deadlines, FairTimeout, Phase
+from averaging.wire.workers_pb2 import Attach, Attached, MasterMessage, WorkerMessage
+from averaging.workers.methods import REQUEST_REPLY_STREAM, Channel, Connect
+from averaging.workers.payload import NO_REPLY, Handle, Payload, pack, unpack
+from averaging.workers.placement import Inventory, Placement
+from averaging.workers.wire_messages import decode_payload, encode_payload
+
+logger = logging.getLogger("averaging.workers")
+
+RETRY_SECONDS = 0.5
+"""Seconds between two attempts to attach to a worker that does not answer."""
+
+FIRST_PINGS = 3
+"""Pings right after attaching, so that the deadline of a worker is learned at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkOptions:
+    """What all links of a master share.
+
+    Attributes:
+        master: Random name of the master's process.
+        connect: Opens channels.
+        deadlines: Learned times until workers answer.
+        ping_seconds: Interval of the pings.
+    """
+
+    master: str
+    connect: Connect
+    deadlines: Deadlines
+    ping_seconds: float
+
+
+class WorkerLink:
+    """The stream to one worker.
+
+    The worker is lost if nothing listens at its endpoint any more, if it is silent beyond its learned deadline, or if
+    it has restarted. The link goes on trying, so that a worker can come back.
+
+    Args:
+        worker: Name of the worker.
+        endpoint: Its `host:port`.
+        placement: What it must know of the plan.
+        options: What all links share.
+        on_reply: Called with each reply.
+        on_lost: Called when the worker is lost; it will not answer the requests that were posted.
+
+    Attributes:
+        inventory: What the worker held when it attached; None while it is not attached.
+        lost: Why the worker is lost; None before it has attached for the first time, and while it is attached.
+        refused: Why the worker refused this master, if it did so last.
+        changed: Set, and replaced, when one of these has changed.
+    """
+
+    def __init__(
+        self,
+        worker: str,
+        endpoint: str,
+        placement: Placement,
+        options: LinkOptions,
+        on_reply: Callable[[Payload], None],
+        on_lost: Callable[[WorkerLostError], None],
+    ) -> None:
+        self.worker, self.endpoint = worker, endpoint
+        self.inventory: Inventory | None = None
+        self.lost: WorkerLostError | None = None
+        self.refused: MasterRefusedError | None = None
+        self.changed = asyncio.Event()
+        self._placement, self._options = placement, options
+        self._on_reply, self._on_lost = on_reply, on_lost
+        self._incarnation = ""
+        self._outstanding: dict[str, Payload] = {}
+        self._received: list[str] = []
+        self._unsent: asyncio.Queue[Payload] = asyncio.Queue()
+        self._pinged: dict[int, float] = {}
+        self._pings = 0
+
+    def post(self, request: Payload) -> None:
+        """Sends a request, now or when the worker is attached.
+
+        Raises:
+            WorkerLostError: The worker is lost.
+        """
+        if self.lost is not None:
+            raise self.lost
+        if request.handle_name not in NO_REPLY:
+            self._outstanding[request.request_id] = request
+        self._unsent.put_nowait(request)
+
+    def forget(self, request_id: str) -> None:
+        """Waits for a reply no longer."""
+        if self._outstanding.pop(request_id, None) is not None:
+            self._received.append(request_id)
+
+    async def run(self) -> None:
+        """Keeps the stream open until it is cancelled."""
+        channel = self._options.connect(self.endpoint)
+        loop = asyncio.get_running_loop()
+        broken = loop.time()
+        try:
+            while True:
+                reason, final = await self._attempt(channel)
+                was_attached, self.inventory = self.inventory is not None, None
+                if was_attached:
+                    broken = loop.time()
+                    logger.info("the stream to %s has ended: %s", self.worker, reason)
+                if self._incarnation and self.lost is None and (final or loop.time() - broken > self._deadline.seconds):
+                    self._lose(reason)
+                self._notify()
+                if not was_attached or final:
+                    await asyncio.sleep(RETRY_SECONDS)
+        finally:
+            await channel.close()
+
+    async def _attempt(self, channel: Channel) -> tuple[str, bool]:
+        """Attaches and serves the stream until it ends.
+
+        Returns:
+            Why it has ended, and whether the worker is lost at once.
+        """
+        self.refused = None
+        try:
+            await self._serve(channel)
+        except MasterRefusedError as error:
+            self.refused = error
+            return str(error), True
+        except PeerUnreachableError as error:
+            return str(error), error.refused
+        except (AveragingError, TimeoutError) as error:
+            return str(error), True
+        return "the worker has ended it", False
+
+    async def _serve(self, channel: Channel) -> None:
+        self._pinged.clear()
+        replies = channel.stream(REQUEST_REPLY_STREAM, self._messages())
+        async with aclosing(replies), FairTimeout(self._deadline, self._options.deadlines.lower) as limit:
+            async for message in replies:
+                limit.restart(self._deadline)
+                self._take(message)
+
+    async def _messages(self) -> AsyncGenerator[MasterMessage, None]:
+        """What is sent: attach, then requests as they come, and pings."""
+        options = self._options
+        outstanding = list(self._outstanding)
+        yield MasterMessage(
+            attach=Attach(
+                master=options.master, worker=self.worker, placement=pack(self._placement), outstanding=outstanding
+            )
+        )
+        self._received.clear()  # the worker keeps the replies to `outstanding` only
+        while self.inventory is None:  # requests follow when the worker has answered
+            await self.changed.wait()
+        loop = asyncio.get_running_loop()
+        first, next_ping = FIRST_PINGS, loop.time()
+        while True:
+            message = None
+            if first or loop.time() >= next_ping:
+                first = max(0, first - 1)
+                next_ping = loop.time() + options.ping_seconds
+                self._pings += 1
+                self._pinged[self._pings] = loop.time()
+                message = MasterMessage(ping=self._pings)
+            else:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout_at(next_ping):
+                        request = await self._unsent.get()
+                    if request.handle_name in NO_REPLY or request.request_id in self._outstanding:
+                        message = MasterMessage(request=encode_payload(request))
+            if message is not None:
+                message.received.extend(self._received)
+                self._received.clear()
+                yield message
+
+    def _take(self, message: WorkerMessage) -> None:
+        match message.WhichOneof("content"):
+            case "attached":
+                self._attach(message.attached)
+            case "refused":
+                raise MasterRefusedError(self.worker, f"{self.worker} refuses this master: {message.refused}")
+            case "pong":
+                began = self._pinged.pop(message.pong, None)
+                if began is not None:
+                    now = asyncio.get_running_loop().time()
+                    self._options.deadlines.record(self.worker, Phase.ANSWER, 0, now - began, now)
+            case "reply":
+                reply = decode_payload(message.reply)
+                if self._outstanding.pop(reply.request_id, None) is not None:
+                    self._received.append(reply.request_id)
+                    self._on_reply(reply)
+                elif reply.handle_name == Handle.SYN:
+                    self._on_reply(reply)
+
+    def _attach(self, attached: Attached) -> None:
+        if self._incarnation not in ("", attached.incarnation) and self.lost is None:
+            self._lose("it has restarted, and lost what it held")
+        self._incarnation = attached.incarnation
+        self.lost = None
+        self.inventory = unpack(attached.inventory, Inventory)
+        known = set(attached.known)
+        without_reply = [one for one in self._take_unsent() if one.handle_name in NO_REPLY]
+        again = [request for request_id, request in self._outstanding.items() if request_id not in known]
+        for request in [*without_reply, *again]:
+            self._unsent.put_nowait(request)
+        self._notify()
+
+    def _take_unsent(self) -> list[Payload]:
+        found = []
+        while not self._unsent.empty():
+            found.append(self._unsent.get_nowait())
+        return found
+
+    def _lose(self, reason: str) -> None:
+        self.lost = WorkerLostError(self.worker, f"{self.worker} at {self.endpoint} is lost: {reason}")
+        logger.warning("%s", self.lost)
+        self._outstanding.clear()
+        self._take_unsent()
+        self._on_lost(self.lost)
+
+    def _notify(self) -> None:
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    @property
+    def _deadline(self) -> Deadline:
+        """Maximum silence of the worker: a ping is due by then, and should be answered."""
+        now = asyncio.get_running_loop().time()
+        learned = self._options.deadlines.of(self.worker, Phase.ANSWER, 0, now)
+        return Deadline(self._options.ping_seconds + learned.seconds, learned.basis)

@@ -1,0 +1,22 @@
+"""What `make test` runs of a test with many cases. `make test-long` runs all of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+THOROUGH = bool(os.environ.get("AVERAGING_TEST_LONG"))
+
+
+def rest_is_long(values: Iterable[Any], everyday: int = 1) -> list[Any]:
+    """Arguments of `parametrize`: all after the first `everyday` ones are marked as long."""
+    listed = list(values)
+    return listed[:everyday] + [pytest.param(value, marks=pytest.mark.long) for value in listed[everyday:]]
+
+
+def examples(count: int) -> int:
+    """The number of examples of a hypothesis test: a quarter of `count` in the everyday run."""
+    return count if THOROUGH else count // 4

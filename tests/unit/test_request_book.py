@@ -1,0 +1,152 @@
+"""What a worker remembers of requests, the order of a flush, and data of messages."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from averaging.errors import ProtocolViolationError
+from averaging.wire import workers_pb2
+from averaging.workers import Handle, Payload
+from averaging.workers.flush_order import Queued, flush_order
+from averaging.workers.payload import Compute, Realloc, Step, Transfer, convert, pack, unpack
+from averaging.workers.request_book import Next, RequestBook
+from averaging.workers.wire_messages import decode_payload, encode_payload
+
+
+def request(name: str, handle: str = Handle.GENERATE, **more: object) -> Payload:
+    payload = Payload("worker", handle, name)
+    for key, value in more.items():
+        setattr(payload, key, value)
+    return payload
+
+
+def test_blocking_requests_wait_for_a_flush_and_others_run_at_once() -> None:
+    book = RequestBook()
+    assert book.receive(request("1")) is Next.QUEUED
+    assert book.receive(request("2", Handle.FETCH)) is Next.RUN
+    assert book.receive(request("3", Handle.TRAIN_STEP)) is Next.QUEUED
+    assert book.receive(request("4", Handle.FLUSH)) is Next.FLUSH
+    assert [one.request_id for one in book.flushed()] == ["1", "3"]
+    assert book.flushed() == []
+
+
+def test_a_request_that_arrives_again_runs_once() -> None:
+    book = RequestBook()
+    book.receive(request("1"))
+    assert book.receive(request("1")) is Next.NOTHING  # while it waits
+    book.flushed()
+    assert book.receive(request("1")) is Next.NOTHING  # while it runs
+    assert book.finish(Payload("worker", Handle.GENERATE, "1"))
+    assert book.receive(request("1")) is Next.NOTHING  # until its reply is received
+    book.forget(["1"])
+    assert len(book) == 0
+
+
+def test_syn_and_ack() -> None:
+    book = RequestBook()
+    waiting = request("1", no_syn=False, syn_reply_id="s", ack_reply_id="a")
+    assert book.receive(waiting) is Next.SYN
+    assert book.syn(waiting).request_id == "s"
+    assert book.flushed() == []
+    assert book.acked("other") is None
+    found = book.acked("a")
+    assert found is waiting
+    assert book.begin(found) is Next.QUEUED
+    assert book.acked("a") is None
+
+
+def test_a_master_that_attaches_again_gets_the_replies_that_it_waits_for() -> None:
+    book = RequestBook()
+    for name in ("done", "running", "unwanted", "also unwanted"):
+        book.receive(request(name))
+    book.flushed()
+    book.finish(Payload("worker", Handle.GENERATE, "done"))
+    book.finish(Payload("worker", Handle.GENERATE, "also unwanted"))
+    book.receive(request("queued"))
+    book.receive(request("syn", no_syn=False, syn_reply_id="s", ack_reply_id="a"))
+    known, replies = book.attach(["done", "running", "queued", "syn", "never arrived"])
+    assert set(known) == {"done", "running", "queued", "syn"}
+    assert [one.request_id for one in replies] == ["s", "done"]
+    assert book.finish(Payload("worker", Handle.GENERATE, "running"))
+    assert not book.finish(Payload("worker", Handle.GENERATE, "unwanted"))
+    book.forget(["done", "running", "queued"])
+    known, replies = book.attach([])
+    assert (known, replies, len(book)) == ([], [], 0)
+
+
+def test_a_request_that_is_not_wanted_any_longer_does_not_wait() -> None:
+    book = RequestBook()
+    book.receive(request("1"))
+    book.forget(["1"])
+    assert book.flushed() == []
+
+
+def queued(call: str, mesh: int = 1, *hooks: str, handle: str = Handle.INFERENCE, publishes: bool = False) -> Queued:
+    return Queued(handle, call, mesh, hooks, publishes, request(call))
+
+
+def test_the_order_of_a_flush_does_not_depend_on_the_order_of_arrival() -> None:
+    requests = [
+        queued("source/publish", handle=Handle.EMPTY, publishes=True),
+        queued("b", 1),
+        queued("a", 2),
+        queued("c", 2, "save"),
+        queued("actor_train", 8, "average", "save"),
+        queued("critic_train", 1, "average"),
+        queued("target/take", handle=Handle.EMPTY),
+    ]
+    for arrival in itertools.permutations(requests):
+        assert flush_order(arrival) == requests
+
+
+def test_the_order_of_rounds_does_not_depend_on_the_mesh() -> None:
+    """A site with more workers for the actor enters the rounds in the same order."""
+    for actor, critic in ((1, 2), (2, 1)):
+        ordered = flush_order([queued("critic", critic, "average"), queued("actor", actor, "average")])
+        assert [one.call for one in ordered] == ["actor", "critic"]
+
+
+def test_a_payload_survives_its_message() -> None:
+    payload = Payload(
+        "actor@dp0-tp0-pp0",
+        Handle.TRAIN_STEP,
+        "id",
+        syn_reply_id="s",
+        ack_reply_id="a",
+        no_syn=False,
+        send_time=1.5,
+        data=Compute("actor_train", "actor", 2, 3, ["x"], ["answer"], []),
+        pre_hooks=["data_transfer"],
+        pre_hook_data=[Transfer([Step("bcast", "a", ["a"], ["b"], [["x"]], ["answer"])])],
+        post_hooks=["param_realloc", "offload"],
+        post_hook_data=[Realloc("t", "actor", "ref", 0.25, takers=1), None],
+    )
+    raw = encode_payload(payload).SerializeToString()
+    found = decode_payload(workers_pb2.Payload.FromString(raw))
+    assert convert(found.data, Compute) == payload.data
+    assert convert(found.pre_hook_data[0], Transfer) == payload.pre_hook_data[0]
+    assert convert(found.post_hook_data[0], Realloc) == payload.post_hook_data[0]
+    for name in ("handler", "handle_name", "request_id", "syn_reply_id", "ack_reply_id", "no_syn", "send_time"):
+        assert getattr(found, name) == getattr(payload, name)
+    assert found.post_hooks == payload.post_hooks
+
+
+@given(st.binary(max_size=60))
+def test_data_of_strangers_is_refused_in_order(raw: bytes) -> None:
+    for kind in (Compute, Transfer, Realloc):
+        with suppress(ProtocolViolationError):
+            unpack(raw, kind)
+
+
+def test_what_is_no_request() -> None:
+    with pytest.raises(ProtocolViolationError, match="2 hooks and data for 1"):
+        decode_payload(workers_pb2.Payload(pre_hooks=["a", "b"], pre_hook_data=[b"\xc0"]))
+    with pytest.raises(ProtocolViolationError, match="is no Compute"):
+        convert({"call": 3}, Compute)
+    with pytest.raises(ProtocolViolationError, match="is no Step"):
+        unpack(pack({"comm_type": "bcast"}), Step)

@@ -1,0 +1,266 @@
+"""`Synchronizer` in one process: waits, modules, checkpoints, versions over restarts, get_actor."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from averaging import (
+    ClosedError,
+    ConfigError,
+    RunningStatus,
+    StateError,
+    Synchronizer,
+    SynchronizerConfig,
+    SyncTimeoutError,
+    TensorError,
+)
+from averaging.synchronizer.version_file import LATEST, NAME
+from averaging.transport import virtual_time
+
+RUNNING, REQUIRE_SYNC, STOPPED = RunningStatus
+
+Test = Callable[..., Coroutine[Any, Any, None]]
+
+
+def simulated(test: Test) -> Callable[..., None]:
+    """Runs a test on virtual time, on which no threads run."""
+
+    @wraps(test)
+    def run(*arguments: Any, **named: Any) -> None:
+        virtual_time.run(test(*arguments, **named))
+
+    return run
+
+
+class Module:
+    """A module that a test kills."""
+
+    def __init__(self) -> None:
+        self.alive, self.answers = True, True
+        self.asked = 0
+
+    async def is_alive(self) -> bool:
+        self.asked += 1
+        if not self.answers:
+            await asyncio.Event().wait()
+        return self.alive
+
+
+def state(value: float = 0.0) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((2, 3), value), "b": torch.full((2,), value, dtype=torch.bfloat16)}
+
+
+@simulated
+async def test_an_explorer_gets_each_version() -> None:
+    async with Synchronizer(state_dict=state()) as synchronizer:
+        await synchronizer.set_trainer_status(RUNNING)
+        await synchronizer.set_explorer_status(RUNNING)
+        assert synchronizer.get_model_state_dict()[1] == 0
+        waiting = asyncio.ensure_future(synchronizer.wait_new_model_state_dict(0))
+        await asyncio.sleep(1)
+        assert synchronizer.explorer_requires_sync()
+        weights = state(1.0)
+        assert await synchronizer.set_model_state_dict(weights, 1) == 1
+        weights["w"].fill_(9.0)  # the trainer goes on
+        assert await waiting == 1
+        found, version = synchronizer.get_model_state_dict()
+        assert isinstance(found, dict)
+        assert (found["w"].mean().item(), version) == (1.0, 1)
+        assert await synchronizer.get_state_dict_meta() == [("w", "float32", (2, 3)), ("b", "bfloat16", (2,))]
+        assert [name for name, _ in synchronizer.get_model_state_dict_iterator()] == ["w", "b"]
+        assert not synchronizer.explorer_requires_sync()
+
+
+@simulated
+async def test_a_timeout_and_a_cancellation_leave_nobody_in_require_sync() -> None:
+    async with Synchronizer(config=SynchronizerConfig(sync_timeout=5.0)) as synchronizer:
+        await synchronizer.set_trainer_status(RUNNING)
+        await synchronizer.set_explorer_status(RUNNING)
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(SyncTimeoutError, match="within 5 s"):
+            await synchronizer.wait_new_model_state_dict(0)
+        assert asyncio.get_running_loop().time() - began == pytest.approx(5.0, abs=0.01)
+        assert not synchronizer.explorer_requires_sync()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await synchronizer.wait_new_model_state_dict(0)
+        assert synchronizer.explorer_status_counts[RUNNING] == 1
+        assert await synchronizer.ready_to_nccl_sync("trainer", 3) is None
+        assert synchronizer.model_version == 0
+        assert synchronizer.trainer_requires_weight_sync() is False
+
+
+@simulated
+async def test_both_sides_of_a_transfer_get_the_version() -> None:
+    async with Synchronizer() as synchronizer:
+        await synchronizer.set_trainer_status(RUNNING)
+        for member in "ab":
+            await synchronizer.set_explorer_status(RUNNING, member=member)
+        explorers = [synchronizer.ready_to_nccl_sync("explorer", 0, member=member) for member in "ab"]
+        assert await asyncio.gather(synchronizer.ready_to_nccl_sync("trainer", 4), *explorers) == [4, 4, 4]
+
+
+@simulated
+async def test_the_statuses_of_a_dead_module_go_and_a_busy_one_stays() -> None:
+    async with Synchronizer() as synchronizer:
+        dead, busy = Module(), Module()
+        for module, member in ((dead, "dead"), (busy, "busy")):
+            await synchronizer.add_module(module, member=member)
+            await synchronizer.set_explorer_status(RUNNING, member=member)
+        dead.alive, busy.answers = False, False
+        waiting = asyncio.ensure_future(synchronizer.ready_to_nccl_sync("explorer", 0, member="dead"))
+        await asyncio.sleep(20)
+        assert synchronizer.explorer_status_counts == {RUNNING: 1, REQUIRE_SYNC: 0, STOPPED: 0}
+        assert await waiting is None, "no trainer"
+        assert busy.asked > 1
+        assert synchronizer.module_count == 1
+
+
+@simulated
+async def test_the_wait_of_a_dead_member_ends() -> None:
+    async with Synchronizer() as synchronizer:
+        module = Module()
+        await synchronizer.add_module(module, member="e")
+        await synchronizer.set_trainer_status(RUNNING)
+        await synchronizer.set_explorer_status(RUNNING, member="e")
+        waiting = asyncio.ensure_future(synchronizer.wait_new_model_state_dict(0, member="e"))
+        await asyncio.sleep(1)
+        module.alive = False
+        with pytest.raises(ClosedError, match="left"):
+            await waiting
+
+
+@simulated
+async def test_get_actor_is_one_per_namespace_and_ends_with_its_modules() -> None:
+    with pytest.raises(ConfigError, match="no synchronizer in namespace 'a'"):
+        Synchronizer.get_actor(namespace="a")
+    module, other = Module(), Module()
+    config = SynchronizerConfig(namespace="a")
+    actor = Synchronizer.get_actor(config, module=module)
+    assert Synchronizer.get_actor(config, module=other) is actor
+    assert Synchronizer.get_actor(namespace="a") is actor
+    assert Synchronizer.get_actor(SynchronizerConfig(namespace="b"), module=module) is not actor
+    await actor.set_trainer_status(RUNNING)
+    await actor.set_explorer_status(RUNNING)
+    waiting = asyncio.ensure_future(actor.wait_new_model_state_dict(0))
+    other.alive = False
+    await asyncio.sleep(5)
+    assert not actor.ended
+    module.alive = False
+    with pytest.raises(ClosedError, match="has left|has ended"):
+        await waiting
+    await asyncio.sleep(2)
+    with pytest.raises(ConfigError):
+        Synchronizer.get_actor(namespace="a")
+    replaced = Synchronizer.get_actor(config)
+    assert replaced is not actor
+    await replaced.close()
+
+
+@simulated
+async def test_one_that_is_held_does_not_end_without_modules() -> None:
+    async with Synchronizer() as synchronizer:
+        module = Module()
+        await synchronizer.add_module(module, member="e")
+        module.alive = False
+        await asyncio.sleep(10)
+        assert synchronizer.module_count == 0
+        await synchronizer.set_trainer_status(RUNNING)
+    with pytest.raises(ClosedError):
+        await synchronizer.get_latest_model_version()
+
+
+@pytest.mark.asyncio
+async def test_checkpoints_are_found_by_the_file_that_names_the_latest(tmp_path: Path) -> None:
+    config = SynchronizerConfig(sync_method="checkpoint", checkpoint_dir=tmp_path)
+    async with Synchronizer(config=config) as synchronizer:
+        assert await synchronizer.get_latest_model_path() is None
+        await synchronizer.set_trainer_status(RUNNING)
+        await synchronizer.set_explorer_status(RUNNING)
+        waiting = asyncio.ensure_future(synchronizer.wait_new_model_state_dict(0))
+        (tmp_path / LATEST).write_text("7\n")
+        assert await waiting == 7
+        assert await synchronizer.get_latest_model_path() == str(tmp_path / "global_step_7" / "actor")
+        found = await synchronizer.get_latest_model_path(use_huggingface=True)
+        assert found == str(tmp_path / "global_step_7" / "actor" / "huggingface")
+        assert synchronizer.get_model_state_dict() == (None, 7)
+        assert await synchronizer.get_state_dict_meta() is None
+        assert list(synchronizer.get_model_state_dict_iterator()) == []
+
+
+@pytest.mark.asyncio
+async def test_the_version_does_not_go_back_over_restarts(tmp_path: Path) -> None:
+    config = SynchronizerConfig(checkpoint_dir=tmp_path)
+    async with Synchronizer(config=config) as synchronizer:
+        await synchronizer.set_model_state_dict(state(), 100)
+        assert await synchronizer.set_model_state_dict(state(), 81) == 101, "only the trainer restarted"
+        assert await synchronizer.get_latest_model_path() == str(tmp_path / "global_step_81" / "actor")
+    async with Synchronizer(config=config) as synchronizer:
+        assert await synchronizer.get_latest_model_version() == 101
+        assert await synchronizer.set_model_state_dict(state(), 82) == 102
+        await synchronizer.set_trainer_status(RUNNING)
+        await synchronizer.set_explorer_status(RUNNING)
+        ready = (synchronizer.ready_to_nccl_sync("trainer", 83), synchronizer.ready_to_nccl_sync("explorer", 0))
+        assert await asyncio.gather(*ready) == [103, 103]
+    async with Synchronizer(config=config) as synchronizer:
+        assert await synchronizer.get_latest_model_version() == 103
+    (tmp_path / NAME).write_text("nonsense")
+    with pytest.raises(ConfigError, match="should hold the last version"):
+        Synchronizer(config=config)
+
+
+@pytest.mark.asyncio
+async def test_a_version_that_cannot_be_kept_is_not_handed_out(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    async with Synchronizer(config=SynchronizerConfig(checkpoint_dir=tmp_path / "file" / "folder")) as synchronizer:
+        with pytest.raises(StateError, match="cannot be kept"):
+            await synchronizer.set_model_state_dict(state(), 1)
+        assert synchronizer.get_model_state_dict() == (None, 0)
+
+
+@simulated
+async def test_a_path_as_the_state() -> None:
+    async with Synchronizer() as synchronizer:
+        await synchronizer.set_model_state_dict("s3://weights/3", 3)
+        assert synchronizer.get_model_state_dict() == ("s3://weights/3", 3)
+        with pytest.raises(ConfigError, match="is a path"):
+            await synchronizer.get_state_dict_meta()
+        with pytest.raises(ConfigError, match="is a path"):
+            list(synchronizer.get_model_state_dict_iterator())
+
+
+@simulated
+async def test_bad_input_is_refused_by_name() -> None:
+    async with Synchronizer() as synchronizer:
+        for bad in (
+            {"w": torch.ones(2).to_sparse()},
+            {"w": torch.ones(2, device="meta")},
+            {"w": 1},
+            {3: torch.ones(2)},
+        ):
+            with pytest.raises(TensorError, match="w|3"):
+                await synchronizer.set_model_state_dict(bad, 1)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="step"):
+            await synchronizer.set_model_state_dict({}, -1)
+        with pytest.raises(ConfigError, match="'trainer' or 'explorer'"):
+            await synchronizer.ready_to_nccl_sync("judge", 1)  # type: ignore[arg-type]
+        assert synchronizer.model_version == 0
+    for options, named in (
+        ({"sync_method": "ncc"}, "sync_method must be one of nccl, checkpoint, memory"),
+        ({"sync_method": "checkpoint"}, "needs checkpoint_dir"),
+        ({"sync_timeout": 0.0}, "sync_timeout"),
+        ({"max_state_bytes": float("nan")}, "max_state_bytes"),
+        ({"namespace": "x" * 200}, "namespace of 200 characters"),
+        ({"group_name": ""}, "group_name"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            SynchronizerConfig(**options)  # type: ignore[arg-type]
+    with pytest.raises(ClosedError, match="not running"):
+        await Synchronizer().add_module(Module())

@@ -1,0 +1,92 @@
+"""Tensors in messages of rooms above the core."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from averaging.errors import ConfigError, ProtocolViolationError
+from averaging.rpc import TENSOR_DTYPES, TensorMessage, TensorReader, tensor_messages
+from averaging.wire.runtime_pb2 import FLOAT16
+
+
+def sent(tensor: torch.Tensor, compression: str = "none", chunk_bytes: int = 4 << 20) -> torch.Tensor:
+    """The tensor after its way through bytes."""
+    reader = TensorReader()
+    found = [
+        reader.read(TensorMessage.FromString(message.SerializeToString()))
+        for message in tensor_messages(tensor, compression, chunk_bytes)
+    ]
+    assert reader.complete
+    assert all(one is None for one in found[:-1])
+    assert found[-1] is not None
+    return found[-1]
+
+
+@pytest.mark.parametrize("name", TENSOR_DTYPES)
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 5), (17, 5)])
+@pytest.mark.parametrize("chunk_bytes", [7, 1 << 20])
+def test_every_dtype_and_shape(name: str, shape: tuple[int, ...], chunk_bytes: int) -> None:
+    tensor = (torch.randn(shape) * 10).to(TENSOR_DTYPES[name])
+    found = sent(tensor, chunk_bytes=chunk_bytes)
+    assert found.dtype == tensor.dtype
+    assert torch.equal(found, tensor)
+    found += torch.ones_like(found)  # it can be written
+
+
+def test_views_are_sent_as_what_they_show() -> None:
+    tensor = torch.arange(24).view(4, 6)
+    assert torch.equal(sent(tensor.T), tensor.T)
+    assert torch.equal(sent(tensor[:, ::2]), tensor[:, ::2])
+
+
+def test_only_floating_tensors_are_compressed() -> None:
+    tensor = torch.randn(1000)
+    assert sent(tensor, "int8").dtype is torch.float32
+    assert torch.allclose(sent(tensor, "int8"), tensor, atol=0.1)
+    assert not torch.equal(sent(tensor, "int8"), tensor)
+    tokens = torch.arange(1000)
+    assert torch.equal(sent(tokens, "int8"), tokens)
+    assert sum(len(message.buffer) for message in tensor_messages(tensor, "int8")) < 1200
+
+
+def test_what_cannot_be_sent() -> None:
+    with pytest.raises(ConfigError, match="complex64 cannot be sent; float16"):
+        next(tensor_messages(torch.zeros(2, dtype=torch.complex64)))
+    with pytest.raises(ConfigError, match="compression must be one of"):
+        next(tensor_messages(torch.zeros(2), "zip"))
+
+
+@pytest.mark.parametrize(
+    ("message", "error"),
+    [
+        (TensorMessage(size=[3], dtype="int64", buffer=bytes(23)), "takes 24 bytes, but 23"),
+        (TensorMessage(size=[3], dtype="float32", buffer=bytes(13)), "takes 12 bytes, but 13"),
+        (TensorMessage(size=[3], dtype="int128", buffer=bytes(3)), "dtype must be"),
+        (TensorMessage(size=[3], dtype="int64", buffer=bytes(24), compression=FLOAT16), "dtype must be"),
+        (TensorMessage(size=[3], dtype="int64", chunks=-1), "in -1 chunks"),
+        (TensorMessage(size=[1 << 31] * 8, dtype="int8"), "more than the .* elements"),
+        (TensorMessage(size=[1] * 65, dtype="int8", buffer=b"1"), "65 dimensions"),
+    ],
+)
+def test_malformed_tensors(message: TensorMessage, error: str) -> None:
+    with pytest.raises(ProtocolViolationError, match=error):
+        TensorReader().read(message)
+
+
+def test_chunks_out_of_order_and_large_tensors() -> None:
+    first, second, *_ = tensor_messages(torch.zeros(10), chunk_bytes=8)
+    reader = TensorReader()
+    assert reader.read(first) is None
+    with pytest.raises(ProtocolViolationError, match="before the last chunk"):
+        reader.read(first)
+    small = TensorReader(max_bytes=10)
+    assert small.read(first) is None
+    with pytest.raises(ProtocolViolationError, match="more than 10 bytes"):
+        small.read(second)
+
+
+def test_bools_of_strangers_are_bools() -> None:
+    found = TensorReader().read(TensorMessage(size=[3], dtype="bool", buffer=b"\x00\x02\xff"))
+    assert found is not None
+    assert found.tolist() == [False, True, True]
