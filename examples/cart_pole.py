@@ -56,12 +56,17 @@ def explore(policy: torch.nn.Module, count: int) -> Episodes:
     alive = torch.ones(count, dtype=torch.bool)
     played: list[tuple[torch.Tensor, ...]] = []
     while alive.any() and len(played) < EPISODE_STEPS:
-        choice = torch.distributions.Categorical(logits=policy(state))
-        action = choice.sample()
-        played.append((state, action, choice.log_prob(action), alive))
+        log_probs = torch.log_softmax(policy(state), 1)
+        action = torch.multinomial(log_probs.exp(), 1).squeeze(1)
+        played.append((state, action, chosen(log_probs, action), alive))
         state = moved(state, action)
         alive = alive & (state[:, 0].abs() < MAX_POSITION) & (state[:, 2].abs() < MAX_ANGLE)
     return Episodes(*(torch.stack(tensors) for tensors in zip(*played, strict=True)))
+
+
+def chosen(log_probs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+    """Returns the log-probability of each action that was chosen."""
+    return log_probs.gather(1, actions.unsqueeze(1)).squeeze(1)
 
 
 def moved(state: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
@@ -81,10 +86,11 @@ def learn(policy: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: list
     states, actions, log_probs, advantages = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-6)
     for _ in range(passes):
-        choice = torch.distributions.Categorical(logits=policy(states))
-        ratio = (choice.log_prob(actions) - log_probs).exp()
+        now = torch.log_softmax(policy(states), 1)
+        ratio = (chosen(now, actions) - log_probs).exp()
         gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-        loss = -gain.mean() - 0.01 * choice.entropy().mean()
+        entropy = -(now.exp() * now).sum(1)
+        loss = -gain.mean() - 0.01 * entropy.mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -1,4 +1,4 @@
-"""The command line: `averaging peer`, `state`, `watch`, `explain`, `feed`, `register` and `ca`.
+"""The command line: `averaging peer`, `state`, `watch`, `explain`, `follow`, `feed`, `register` and `ca`.
 
 Nothing here imports torch or grpc before a command runs, so that `--help` answers at once.
 """
@@ -20,6 +20,7 @@ from averaging.cli.ca import ca_group
 from averaging.cli.error_reporting import DEFAULTS, NOT_DONE, starting
 from averaging.cli.explain import explain_command
 from averaging.cli.feed import feed_command
+from averaging.cli.follow import follow_command
 from averaging.cli.peer import peer_command
 from averaging.cli.register import register_command
 from averaging.cli.state import state_command
@@ -85,6 +86,10 @@ def main() -> None:
       averaging explain a.jsonl
 
     \b
+    Keep a file at the newest weights that a training process publishes:
+      averaging follow 127.0.0.1:4222 --output now.safetensors
+
+    \b
     Serve the rendezvous of elastic torchrun jobs:
       averaging register --listen 127.0.0.1:29400
 
@@ -103,6 +108,7 @@ main.add_command(peer_command)
 main.add_command(state_command)
 main.add_command(watch_command)
 main.add_command(explain_command)
+main.add_command(follow_command)
 main.add_command(feed_command)
 main.add_command(register_command)
 main.add_command(ca_group)

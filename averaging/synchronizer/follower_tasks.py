@@ -31,7 +31,7 @@ from averaging.wire.weights_pb2 import WeightsFollowRequest
 
 logger = logging.getLogger("averaging.synchronizer")
 
-MIN_PAUSE, MAX_PAUSE = 0.1, 5.0
+MIN_PAUSE, MAX_PAUSE = 0.1, 2.0
 """Seconds between two attempts to reach publishers; the pause doubles."""
 
 NAME_BYTES = 16
@@ -50,6 +50,7 @@ class FollowerOptions:
         join_timeout: seconds within which a publisher must answer at the start.
         stall_timeout: seconds without a message after which a source is left.
         max_bytes: largest accepted state.
+        min_version: earlier versions are not received.
     """
 
     join: Sequence[str]
@@ -60,6 +61,7 @@ class FollowerOptions:
     join_timeout: float = 10.0
     stall_timeout: float = 30.0
     max_bytes: int = 1 << 40
+    min_version: int = 0
 
     def __post_init__(self) -> None:
         if isinstance(self.join, str) or not self.join:
@@ -92,6 +94,7 @@ class FollowerTasks:
         store: what was received; its `changes` also happen when `failure` or `connected` change.
         connected: whether a publisher is connected.
         bytes_received: bytes of encoded pieces.
+        retries: attempts to receive a version that failed.
     """
 
     def __init__(
@@ -110,6 +113,7 @@ class FollowerTasks:
         self.failure: AveragingError | None = None
         self.connected = False
         self.bytes_received = 0
+        self.retries = 0
         self._endpoint = ""
         self._publisher: Publisher | None = None  # who announced that version
         self._layout: Layout | None = None
@@ -239,28 +243,34 @@ class FollowerTasks:
         request = WeightsFollowRequest(
             run_id=options.run_id, follower=publisher.follower, endpoint=self._endpoint if reachable else ""
         )
-        async with publisher.channel, aclosing(publisher.channel.stream(FOLLOW, request)) as announcements:
-            try:
-                async with asyncio.timeout(options.join_timeout):
-                    message = await anext(announcements, None)
-            except TimeoutError:
-                raise PeerUnreachableError(address, f"no answer within {options.join_timeout:g} s") from None
-            while message is not None:
+        try:
+            async with publisher.channel, aclosing(publisher.channel.stream(FOLLOW, request)) as announcements:
                 try:
-                    manifest = read_version(message, options.max_bytes, self._layout)
-                except ProtocolViolationError as error:
-                    raise ProtocolViolationError(f"{address} announces {error}") from None
-                if manifest is not None:
-                    self._announce(manifest, publisher)
-                self.connected = True
-                self._reasons.pop(address, None)
-                self._reached.set()
-                self.store.changes.happened()
-                message = await anext(announcements, None)
+                    async with asyncio.timeout(options.join_timeout):
+                        message = await anext(announcements, None)
+                except TimeoutError:
+                    raise PeerUnreachableError(address, f"no answer within {options.join_timeout:g} s") from None
+                while message is not None:
+                    try:
+                        manifest = read_version(message, options.max_bytes, self._layout)
+                    except ProtocolViolationError as error:
+                        raise ProtocolViolationError(f"{address} announces {error}") from None
+                    if manifest is not None:
+                        self._announce(manifest, publisher)
+                    self.connected = True
+                    self._reasons.pop(address, None)
+                    self._reached.set()
+                    self.store.changes.happened()
+                    message = await anext(announcements, None)
+        finally:
+            if self._publisher is publisher:
+                self._publisher = None
 
     def _announce(self, manifest: Manifest, publisher: Publisher) -> None:
         self._check(manifest)
-        self._layout = manifest.layout
+        if manifest.layout is not self._layout:
+            self._layout = manifest.layout
+            self.store.arrange(manifest.layout)
         received = self.newest
         if received is None or manifest.version > received.manifest.version:
             self.announced, self._publisher = manifest, publisher
@@ -288,9 +298,10 @@ class FollowerTasks:
                 incoming = Incoming(manifest, self.newest)
             self._incoming = incoming
             self.store.receiving(incoming)
-            received, total = incoming.received, incoming.left
+            total, before = incoming.left, self.bytes_received - incoming.received
 
-            def arrived(incoming: Incoming = incoming, total: int = total) -> None:
+            def arrived(incoming: Incoming = incoming, total: int = total, before: int = before) -> None:
+                self.bytes_received = before + incoming.received
                 self.store.changes.happened()
                 self._on_progress(total - incoming.left, total)
 
@@ -298,6 +309,8 @@ class FollowerTasks:
                 await self._downloads.receive(incoming, publisher, arrived)
             except StateError as error:
                 logger.warning("%s; trying again", error)
+                self.retries += 1
+                self.store.changes.happened()
                 if publisher.channel.endpoint in self._downloads.liars:
                     self._publisher = None
                     await publisher.channel.close()  # ends its announcements too
@@ -308,14 +321,13 @@ class FollowerTasks:
                 self._incoming, pause = None, MIN_PAUSE
                 self.store.add(Snapshot(manifest, snapshot.buffers))
                 self.store.receiving(None)
-            finally:
-                self.bytes_received += incoming.received - received
 
     def _is_behind(self) -> bool:
         newest, announced = self.newest, self.announced
         return (
             announced is not None
             and self._publisher is not None
+            and announced.version >= self._options.min_version
             and (newest is None or newest.manifest.version < announced.version)
         )
 

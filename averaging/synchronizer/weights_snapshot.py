@@ -30,6 +30,18 @@ class Snapshot:
         """The same weights under another version."""
         return Snapshot(replace(self.manifest, version=version), self.buffers)
 
+    def arranged(self, layout: Layout) -> Snapshot:
+        """The same weights in the order of another layout; unchanged if that has other tensors."""
+        own = self.manifest.layout
+        places = {(spec.name, spec.offset): number for number, spec in enumerate(own.tensors)}
+        order = [places.get((spec.name, spec.offset), -1) for spec in layout.tensors]
+        same = len(order) == len(places) and -1 not in order and own.piece_bytes == layout.piece_bytes
+        if not same or any(own.tensors[place] != spec for place, spec in zip(order, layout.tensors, strict=True)):
+            return self
+        digests = (self.manifest.piece_digests[index] for place in order for index in own.of_tensor(place))
+        manifest = Manifest(self.manifest.version, layout, tuple(digests))
+        return Snapshot(manifest, tuple(self.buffers[place] for place in order))
+
     def piece(self, index: int) -> Bytes:
         """The bytes of a piece, as a view."""
         return _piece(self.manifest.layout, self.buffers, index)

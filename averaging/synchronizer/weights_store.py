@@ -11,7 +11,7 @@ from typing import cast
 from averaging.common.threads import in_thread
 from averaging.errors import BusyError, StateError
 from averaging.synchronizer.differences import Coding, encode
-from averaging.synchronizer.weights_layout import indices_of
+from averaging.synchronizer.weights_layout import Layout, indices_of
 from averaging.synchronizer.weights_snapshot import Incoming, Snapshot
 from averaging.wire.weights_pb2 import WeightsFetchRequest, WeightsPiece, WeightsReply
 
@@ -114,6 +114,10 @@ class Store:
             kept.append(earlier)
         self._kept = tuple(kept)
         self.changes.happened()
+
+    def arrange(self, layout: Layout) -> None:
+        """Brings the tensors of all versions into the order of a layout, so that differences to them are possible."""
+        self._kept = tuple(snapshot.arranged(layout) for snapshot in self._kept)
 
     def receiving(self, incoming: Incoming | None) -> None:
         """Sets the version that is being received, so that its pieces are handed on as they arrive."""

@@ -19,6 +19,7 @@ FORKED = {
     "tests.integration.strategy_worker": "tests.integration.strategy_worker",
     "tests.integration.feed_rank": "tests.integration.feed_rank",
     "tests.integration.synchronizer_worker": "tests.integration.synchronizer_worker",
+    "tests.integration.weights_worker": "tests.integration.weights_worker",
     "tests.integration.site_worker": "tests.integration.site_worker",
 }
 """What is started so, and what of it is imported before: modules that start no thread when they are imported."""

@@ -19,6 +19,7 @@ PAGES = [
     "tutorial/two-machines.md",
     "how-to/firewall.md",
     "how-to/end-a-run.md",
+    "how-to/follow.md",
     "how-to/resume.md",
     "how-to/slow-link.md",
 ]

@@ -387,7 +387,7 @@ async def test_nobody_answers() -> None:
     async with AsyncExitStack() as stack:
         with pytest.raises(StateError, match=r"no publisher answered within 0.5 s \(.*connection refused"):
             await follow(stack, f"127.0.0.1:{free_port()}", join_timeout=0.5)
-        for join in ("127.0.0.1:1", []):
+        for join in ("127.0.0.1:1", list[str]()):
             with pytest.raises(ConfigError, match="join must be a list"):
                 FollowerOptions(join=join, run_id="")
         with pytest.raises(ConfigError, match="port 0"):
