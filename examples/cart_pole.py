@@ -92,7 +92,7 @@ def learn(policy: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: list
         entropy = -(now.exp() * now).sum(1)
         loss = -gain.mean() - 0.01 * entropy.mean()
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
 
