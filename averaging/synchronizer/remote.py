@@ -422,7 +422,7 @@ class _Session:
         finally:
             for task in (calling, losing):
                 task.cancel()
-            await asyncio.wait([calling, losing])
+            await asyncio.gather(calling, losing, return_exceptions=True)
         raise PeerUnreachableError(self._endpoint, self._reason)
 
     def execute(self, command: wire.SyncCommand, module: Module | None) -> None:

@@ -40,7 +40,7 @@ from averaging.wire.synchronizer_pb2 import (
 
 logger = logging.getLogger("averaging.synchronizer")
 
-MAX_UPLOADS = 4
+MAX_UPLOADS = 2
 """Number of states that may be received at the same time."""
 
 ALIVE_SECONDS = 1.0

@@ -139,16 +139,14 @@ def encoded(result: Any) -> Any:
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the library prints
-    original: Original | None = None
+    original: Any = None
     for line in sys.stdin:
         name, arguments = json.loads(line)
         if name == "new":
-            if original is not None:
-                for task in asyncio.all_tasks(LOOP):
-                    task.cancel()
-                LOOP.settle()
-            original = Original(*arguments)
+            for task in asyncio.all_tasks(LOOP):
+                task.cancel()
             LOOP.settle()
+            original = Original(*arguments)
         elif name == "advance":
             LOOP.now += arguments[0]
             LOOP.settle()
