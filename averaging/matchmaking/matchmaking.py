@@ -51,6 +51,7 @@ class Matchmaking:
         history: how peers answered this peer's requests; kept from search to search.
         deadlines: how long peers take to answer; kept from search to search.
         logged: schema differences that have been logged; kept from search to search.
+        prepare_lane: called with each peer that will probably be in the group, see `Transport.prepare_lane`.
         clock: seconds since the epoch.
         rng: shuffles groups, makes their ids, spreads retries.
     """
@@ -75,11 +76,12 @@ class Matchmaking:
         history: ResponseHistory | None = None,
         deadlines: Deadlines | None = None,
         logged: LoggedDifferences | None = None,
+        prepare_lane: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._run_id, self._endpoint = run_id, endpoint
         self.schema = schema
         self._discovery = discovery
-        self._prepare_lane = transport.prepare_lane
+        self._prepare_lane = prepare_lane
         self._group_size, self._min_group_size = group_size, min_group_size
         self._group_wait, self._ended_lifetime = group_wait, ended_lifetime
         self._clock, self._rng = clock, rng

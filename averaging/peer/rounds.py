@@ -142,6 +142,7 @@ class Rounds:
                 history=self._responses,
                 deadlines=self._service.deadlines,
                 logged=self._warned,
+                prepare_lane=self._transport.prepare_lane,
             )
         if lasting:
             self._lasting[schema.hash] = found
