@@ -159,7 +159,7 @@ class ModelWorker:
             ProtocolViolationError: A message is malformed.
         """
         first = await anext(messages, None)
-        if first is None or first.WhichOneof("content") != "attach":
+        if first is None or not first.HasField("attach"):
             raise ProtocolViolationError("the stream of a master does not begin with attach")
         running, attach = self._open, first.attach
         if refusal := self._refusal(attach):
@@ -215,7 +215,10 @@ class ModelWorker:
         if dp[0] >= 0 and dp != executor.dp and self._dataset is not None:
             self._dataset.place(*dp)
         executor.dp = dp
-        executor.shards = {str(shard): (shard, topology) for shard, topology in placement.shards}
+        executor.shards = {str(shard): shard for shard, _ in placement.shards}
+        for shard, topology in placement.shards:
+            backend = self._backends[shard.model]
+            backend.shard, backend.topology = shard, topology
         running.data.endpoints = running.parameters.endpoints = placement.endpoints
         running.data.keys = placement.keys
 
@@ -225,15 +228,12 @@ class ModelWorker:
             async for message in messages:
                 session.heard = asyncio.get_running_loop().time()
                 self._book.forget(message.received)
-                match message.WhichOneof("content"):
-                    case "ping":
-                        session.send(message.ping)
-                    case "request":
-                        self._receive(session, decode_payload(message.request))
-                    case None:
-                        pass
-                    case _:
-                        raise ProtocolViolationError("a master attaches twice on one stream")
+                if message.HasField("attach"):
+                    raise ProtocolViolationError("a master attaches twice on one stream")
+                for request in map(decode_payload, message.requests):
+                    self._receive(session, request)
+                if message.ping:
+                    session.send(message.ping)
         except AveragingError as error:
             session.failure = error
         finally:

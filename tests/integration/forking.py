@@ -18,6 +18,7 @@ FORKED = {
     "tests.integration.worker": "tests.integration.worker",
     "tests.integration.strategy_worker": "tests.integration.strategy_worker",
     "tests.integration.feed_rank": "tests.integration.feed_rank",
+    "tests.integration.model_worker": "tests.integration.model_worker",
 }
 """What is started so, and what of it is imported before: modules that start no thread when they are imported."""
 
