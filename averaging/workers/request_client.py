@@ -76,6 +76,8 @@ class RequestClient:
         return self
 
     async def __aexit__(self, *error: object) -> None:
+        for link in self.links.values():
+            link.end()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -89,6 +89,7 @@ class WorkerLink:
         self._unsent: asyncio.Queue[Payload] = asyncio.Queue()
         self._pinged: dict[int, float] = {}
         self._pings = 0
+        self._ended = False
 
     def post(self, request: Payload) -> None:
         """Sends a request, now or when the worker is attached.
@@ -107,13 +108,17 @@ class WorkerLink:
         if self._outstanding.pop(request_id, None) is not None:
             self._received.append(request_id)
 
+    def end(self) -> None:
+        """Lets `run` end after the present attempt, since an attempt that fails at the same time may hide a cancel."""
+        self._ended = True
+
     async def run(self) -> None:
-        """Keeps the stream open until it is cancelled."""
+        """Keeps the stream open until it is cancelled, or `end` was called."""
         channel = self._options.connect(self.endpoint)
         loop = asyncio.get_running_loop()
         broken = loop.time()
         try:
-            while True:
+            while not self._ended:
                 reason, final = await self._attempt(channel)
                 self.reason = reason
                 was_attached, self.inventory = self.inventory is not None, None
@@ -123,7 +128,7 @@ class WorkerLink:
                 if self._incarnation and self.lost is None and (final or loop.time() - broken > self._deadline.seconds):
                     self._lose(reason)
                 self._notify()
-                if not was_attached or final:
+                if (not was_attached or final) and not self._ended:
                     await asyncio.sleep(RETRY_SECONDS)
         finally:
             await channel.close()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from averaging.workers import MasterWorker
+from averaging.workers import MasterWorker, StepResult
 from tests.integration.model_worker import plan_of
 from tests.integration.processes import JsonProcess
 
@@ -147,7 +147,7 @@ def test_kills_at_any_moment(site: Site, seed: int) -> None:
     site.start_all()
     with MasterWorker(plan_of(site.endpoints), ping_seconds=0.2, min_stall_timeout=1.0, stall_timeout=20.0) as master:
         master.initialize()
-        complete = []
+        complete: list[StepResult] = []
         while len(complete) < 60:
             if not master.lost and rng.random() < 0.3:
                 victim = rng.choice(["a0", "a1"])

@@ -31,6 +31,7 @@ from averaging.workers import (
 )
 from averaging.workers.methods import FETCH_DATA, REQUEST_REPLY_STREAM
 from averaging.workers.plan import Model
+from averaging.workers.wire_messages import encode_payload
 from tests.integration.certificates import TOKEN
 from tests.integration.worker_backends import Actor, Log, Recorded, Reward, dataset, ppo
 
@@ -197,7 +198,7 @@ def test_tensors_never_travel_through_the_master(site: Site, monkeypatch: pytest
         sizes.append(message.ByteSize())
         take(link, message)
 
-    encode = worker_link.encode_payload
+    encode = encode_payload
 
     def encoded(payload: Payload) -> Message:
         message = encode(payload)
@@ -226,9 +227,7 @@ def test_a_second_master_is_refused_and_a_later_one_is_not(site: Site) -> None:
 def test_a_worker_that_is_not_there(site: Site) -> None:
     site.start_ppo()
     site.endpoints["a1"] = "127.0.0.1:1"
-    with pytest.raises(
-        WorkerLostError, match=r"a1 \(127.0.0.1:1: .*refused.*\) cannot be reached within 0.5 s; start it"
-    ):
+    with pytest.raises(WorkerLostError, match=r"a1 \(127.0.0.1:1.*\) cannot be reached within 0.5 s; start"):
         MasterWorker(site.plan(), attach_timeout=0.5)
 
 
