@@ -103,7 +103,7 @@ class ModelWorker:
         async with AsyncExitStack() as stack:
             if self._in_own_thread:
                 self._computations.start(f"computations of {self.name}")
-                stack.push_async_callback(self._computations.close)
+            stack.push_async_callback(self._computations.close)
             self._loading.start(f"dataset of {self.name}")
             stack.push_async_callback(self._loading.close)
             stack.push_async_callback(self._channels.close)
@@ -127,13 +127,14 @@ class ModelWorker:
         await self._stack.aclose()
 
     def run(self, on_ready: Any = None) -> None:
-        """Serves until Ctrl+C, and calls the backends in this thread.
+        """Serves until Ctrl+C, calls the backends in this thread, and returns.
 
         Args:
             on_ready: Called with the endpoint as soon as the worker listens.
 
         Raises:
             ListenError: The address is not available.
+            ClosedError: The worker has ended after an error, which is its cause.
         """
         self._in_own_thread = False
         thread = EventLoopThread(self, f"the model worker {self.name}")
@@ -141,6 +142,9 @@ class ModelWorker:
             if on_ready is not None:
                 on_ready(self.endpoint)
             self._computations.work()
+            thread.check()
+        except KeyboardInterrupt:
+            logger.info("%s ends", self.name)
         finally:
             thread.close()
 

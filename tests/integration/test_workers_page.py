@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -39,6 +40,9 @@ def test_the_quickstart(tmp_path: Path) -> None:
             stack.enter_context(process)
             stack.callback(process.kill)
         printed, _ = master.communicate(timeout=DEADLINE)
+        for process in workers:
+            process.send_signal(signal.SIGINT)
+        assert [process.wait(DEADLINE) for process in workers] == [0, 0]
     assert (master.returncode, printed) == (0, expected)
 
 
