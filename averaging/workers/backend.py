@@ -19,7 +19,7 @@ class Backend:
     event loop and must not block it.
 
     Attributes:
-        shard: The part of the model that this worker holds, and its ranks. Set before `initialize`.
+        shard: The part of the model that this worker holds, and its ranks. Set when a master attaches.
         topology: The topology of the model.
     """
 

@@ -29,7 +29,7 @@ from averaging.workers.payload import (
     Transfer,
     convert,
 )
-from averaging.workers.plan import ModelShardID, Topology
+from averaging.workers.plan import ModelShardID
 
 logger = logging.getLogger("averaging.workers")
 
@@ -57,7 +57,7 @@ class Executor:
         computations: Computations,
         loading: Computations,
     ) -> None:
-        self.shards: Mapping[str, tuple[ModelShardID, Topology]] = {}
+        self.shards: Mapping[str, ModelShardID] = {}
         """The shards that this worker holds, by handler."""
         self.dp = (-1, 0)
         """Rank of this worker among those that hold a part of the dataset, -1 if it holds none; and their number."""
@@ -82,7 +82,7 @@ class Executor:
                 size = 0 if self._source is None else self._source.size
                 return DatasetSpec(1 if size else 0, size)
             case Handle.MODEL_CONFIG:
-                shard, _ = self._shard(request.handler)
+                shard = self._shard(request.handler)
                 return dict(await self._computations.run(self._backends[shard.model].model_config))
             case Handle.CLEAR_DATA_CACHE:
                 self._data.remove(convert(request.data, Clear).ids)
@@ -149,11 +149,11 @@ class Executor:
     async def _carry_out(self, request: Payload) -> Payload:
         """Runs a call and its post-hooks, and returns the reply."""
         try:
-            shard, topology = self._shard(request.handler)
+            shard = self._shard(request.handler)
             compute = convert(request.data, Compute)
             backend = self._backends[shard.model]
             if request.handle_name == Handle.INITIALIZE:
-                data: object = await self._initialize(shard, topology)
+                data: object = await self._initialize(shard.model)
             else:
                 if shard.model not in self.versions:
                     raise ConfigError(f"model {shard.model!r} at {self._worker} is not initialized; send initialize")
@@ -175,13 +175,11 @@ class Executor:
             if name == HookName.PARAM_REALLOC and not (realloc := convert(data, Realloc)).origin:
                 self._parameters.publish(realloc, None)
 
-    async def _initialize(self, shard: ModelShardID, topology: Topology) -> int:
-        if shard.model not in self.versions:
-            backend = self._backends[shard.model]
-            backend.shard, backend.topology = shard, topology
-            await self._computations.run(backend.initialize)
-            self.versions[shard.model] = 0
-        return self.versions[shard.model]
+    async def _initialize(self, model: str) -> int:
+        if model not in self.versions:
+            await self._computations.run(self._backends[model].initialize)
+            self.versions[model] = 0
+        return self.versions[model]
 
     async def _compute(
         self, handle: str, compute: Compute, shard: ModelShardID, backend: Backend
@@ -226,7 +224,7 @@ class Executor:
         else:
             self._parameters.publish(realloc, await self._computations.run(copy_of, own))
 
-    def _shard(self, handler: str) -> tuple[ModelShardID, Topology]:
+    def _shard(self, handler: str) -> ModelShardID:
         try:
             return self.shards[handler]
         except KeyError:

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 
 from averaging.errors import AveragingError, ProtocolViolationError
 from averaging.wire.workers_pb2 import WorkerMessage
+from averaging.workers.methods import BATCH_BYTES
 from averaging.workers.payload import Payload
 from averaging.workers.wire_messages import encode_payload
 
@@ -54,5 +55,14 @@ class MasterSession:
         while (message := await self._unsent.get()) is not None:
             if isinstance(message, int):
                 yield WorkerMessage(pong=message)
-            else:
-                yield WorkerMessage(reply=encode_payload(message))
+                continue
+            batch = WorkerMessage(replies=[encode_payload(message)])
+            nbytes = batch.ByteSize()
+            while nbytes <= BATCH_BYTES and not self._unsent.empty() and not self._closed:
+                following = self._unsent.get_nowait()
+                if isinstance(following, int):
+                    batch.pong = following
+                elif following is not None:
+                    batch.replies.append(encode_payload(following))
+                    nbytes += batch.replies[-1].ByteSize()
+            yield batch

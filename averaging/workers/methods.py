@@ -17,6 +17,9 @@ from averaging.wire.workers_pb2 import (
 MESSAGE_BYTES = 16 << 20
 """Maximum bytes of a message on the stream: a plan for tens of thousands of samples."""
 
+BATCH_BYTES = 1 << 20
+"""Requests or replies that wait are sent in one message until it has this size."""
+
 REQUEST_REPLY_STREAM = RpcMethod(
     "/averaging.v1.Workers/request_reply_stream",
     MasterMessage,

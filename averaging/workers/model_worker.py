@@ -103,7 +103,7 @@ class ModelWorker:
         async with AsyncExitStack() as stack:
             if self._in_own_thread:
                 self._computations.start(f"computations of {self.name}")
-                stack.push_async_callback(self._computations.close)
+            stack.push_async_callback(self._computations.close)
             self._loading.start(f"dataset of {self.name}")
             stack.push_async_callback(self._loading.close)
             stack.push_async_callback(self._channels.close)
@@ -127,13 +127,14 @@ class ModelWorker:
         await self._stack.aclose()
 
     def run(self, on_ready: Any = None) -> None:
-        """Serves until Ctrl+C, and calls the backends in this thread.
+        """Serves until Ctrl+C, calls the backends in this thread, and returns.
 
         Args:
             on_ready: Called with the endpoint as soon as the worker listens.
 
         Raises:
             ListenError: The address is not available.
+            ClosedError: The worker has ended after an error, which is its cause.
         """
         self._in_own_thread = False
         thread = EventLoopThread(self, f"the model worker {self.name}")
@@ -141,6 +142,9 @@ class ModelWorker:
             if on_ready is not None:
                 on_ready(self.endpoint)
             self._computations.work()
+            thread.check()
+        except KeyboardInterrupt:
+            logger.info("%s ends", self.name)
         finally:
             thread.close()
 
@@ -159,7 +163,7 @@ class ModelWorker:
             ProtocolViolationError: A message is malformed.
         """
         first = await anext(messages, None)
-        if first is None or first.WhichOneof("content") != "attach":
+        if first is None or not first.HasField("attach"):
             raise ProtocolViolationError("the stream of a master does not begin with attach")
         running, attach = self._open, first.attach
         if refusal := self._refusal(attach):
@@ -215,7 +219,10 @@ class ModelWorker:
         if dp[0] >= 0 and dp != executor.dp and self._dataset is not None:
             self._dataset.place(*dp)
         executor.dp = dp
-        executor.shards = {str(shard): (shard, topology) for shard, topology in placement.shards}
+        executor.shards = {str(shard): shard for shard, _ in placement.shards}
+        for shard, topology in placement.shards:
+            backend = self._backends[shard.model]
+            backend.shard, backend.topology = shard, topology
         running.data.endpoints = running.parameters.endpoints = placement.endpoints
         running.data.keys = placement.keys
 
@@ -225,15 +232,12 @@ class ModelWorker:
             async for message in messages:
                 session.heard = asyncio.get_running_loop().time()
                 self._book.forget(message.received)
-                match message.WhichOneof("content"):
-                    case "ping":
-                        session.send(message.ping)
-                    case "request":
-                        self._receive(session, decode_payload(message.request))
-                    case None:
-                        pass
-                    case _:
-                        raise ProtocolViolationError("a master attaches twice on one stream")
+                if message.HasField("attach"):
+                    raise ProtocolViolationError("a master attaches twice on one stream")
+                for request in map(decode_payload, message.requests):
+                    self._receive(session, request)
+                if message.ping:
+                    session.send(message.ping)
         except AveragingError as error:
             session.failure = error
         finally:

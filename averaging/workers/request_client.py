@@ -55,6 +55,7 @@ class RequestClient:
         self._workers: dict[str, str] = {}  # of each request without an outcome that was taken
         self._arrived: dict[str, None] = {}  # outcomes that were not taken, in order
         self._arrival = asyncio.Event()
+        self._away: set[str] = set()  # lost workers, also those that have come back and were not welcomed
         self._tasks: list[asyncio.Task[None]] = []
         self._stack = AsyncExitStack()
         options = LinkOptions(
@@ -75,6 +76,8 @@ class RequestClient:
         return self
 
     async def __aexit__(self, *error: object) -> None:
+        for link in self.links.values():
+            link.end()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -85,8 +88,18 @@ class RequestClient:
 
     @property
     def living(self) -> frozenset[str]:
-        """The workers that are not lost."""
-        return frozenset(worker for worker, link in self.links.items() if link.lost is None)
+        """The workers that are not lost; those that have come back count when they are welcomed."""
+        return frozenset(self.links) - self._away
+
+    @property
+    def returned(self) -> list[str]:
+        """The workers that were lost, are attached again, and were not welcomed."""
+        return [worker for worker in sorted(self._away) if self.links[worker].inventory is not None]
+
+    def welcome(self, worker: str) -> None:
+        """Counts a worker that has come back as living, unless it is lost again."""
+        if self.links[worker].lost is None:
+            self._away.discard(worker)
 
     async def attach(self, timeout: float) -> None:
         """Waits until all workers are attached.
@@ -98,15 +111,17 @@ class RequestClient:
         try:
             async with asyncio.timeout(timeout):
                 for link in self.links.values():
-                    while link.inventory is None and link.refused is None:
+                    while link.inventory is None and link.refused is None and not link.hopeless:
                         await link.changed.wait()
                     if link.refused is not None:
                         raise link.refused
+                    if link.hopeless:
+                        raise WorkerLostError(link.worker, f"{link.worker} cannot be reached: {link.reason}")
         except TimeoutError:
-            missing = [f"{worker} at {link.endpoint}" for worker, link in self.links.items() if link.inventory is None]
+            missing = {worker: link for worker, link in self.links.items() if link.inventory is None}
+            reasons = ", ".join(f"{worker} ({link.reason or link.endpoint})" for worker, link in missing.items())
             raise WorkerLostError(
-                missing[0].partition(" ")[0],
-                f"{', '.join(missing)} cannot be reached within {timeout:g} s; start them, or correct the plan",
+                next(iter(missing)), f"{reasons} cannot be reached within {timeout:g} s; start it, or correct the plan"
             ) from None
 
     def new_id(self) -> str:
@@ -293,6 +308,7 @@ class RequestClient:
         self._set(reply.request_id, error)
 
     def _on_lost(self, error: WorkerLostError) -> None:
+        self._away.add(error.worker)
         self._lost_worker(error.worker)
         for request_id in [one for one, worker in self._workers.items() if worker == error.worker]:
             self._set(request_id, error)

@@ -156,31 +156,26 @@ class StepRunner:
 
     async def _take_back(self) -> None:
         """Initializes workers that were lost and have come back, with the parameters of another rank if possible."""
-        back = [
-            worker
-            for worker, link in self._client.links.items()
-            if link.inventory is not None and self._plan.shards_at(worker) and not self._is_initialized(worker)
-        ]
-        if not back:
-            return
-        await self._initialize_models(back)
-        for model in self._plan.models:
-            for shard, worker in model.shards.items():
-                if worker in back:
-                    await self._restore(model, shard, worker, back)
+        for worker in self._client.returned:
+            try:
+                await self._initialize_models([worker])
+                for model in self._plan.models:
+                    for shard, at in model.shards.items():
+                        if at == worker:
+                            await self._restore(model, shard, worker)
+            except WorkerLostError as error:
+                logger.warning("%s", error)
+                continue
+            self._client.welcome(worker)
 
-    async def _restore(self, model: Model, shard: ModelShardID, worker: str, back: Sequence[str]) -> None:
+    async def _restore(self, model: Model, shard: ModelShardID, worker: str) -> None:
         peers = [
             (other, at)
             for other, at in model.shards.items()
-            if at in self._client.living
-            and at not in back
-            and (other.tp_rank, other.pp_rank) == (shard.tp_rank, shard.pp_rank)
+            if at in self._client.living and (other.tp_rank, other.pp_rank) == (shard.tp_rank, shard.pp_rank)
         ]
         if not model.replicated or not peers:
-            logger.warning(
-                "%s has come back, and its model %s begins with what `initialize` gives it", worker, model.name
-            )
+            logger.warning("%s has come back, with its own parameters of model %s", worker, model.name)
             return
         peer, origin = peers[0]
         transfer = self._client.new_id()
@@ -215,10 +210,6 @@ class StepRunner:
     async def _flush_and_gather(self, workers: Sequence[str], ids: Sequence[str]) -> None:
         flushes = await self._client.request(workers, Handle.FLUSH)
         await self._client.gather([*flushes, *ids])
-
-    def _is_initialized(self, worker: str) -> bool:
-        inventory = self._client.links[worker].inventory
-        return inventory is None or all(shard.model in inventory.versions for shard, _ in self._plan.shards_at(worker))
 
     def _dataset_heads(self) -> str:
         return ", ".join(self._plan.data_model.heads.values())

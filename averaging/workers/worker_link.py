@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
-from averaging.errors import AveragingError, MasterRefusedError, PeerUnreachableError, WorkerLostError
+from averaging.errors import AveragingError, MasterRefusedError, TransportError, WorkerLostError
 from averaging.rpc import Deadline, Deadlines, FairTimeout, Phase
 from averaging.wire.workers_pb2 import Attach, Attached, MasterMessage, WorkerMessage
-from averaging.workers.methods import REQUEST_REPLY_STREAM, Channel, Connect
+from averaging.wire.workers_pb2 import Payload as PayloadMessage
+from averaging.workers.methods import BATCH_BYTES, REQUEST_REPLY_STREAM, Channel, Connect
 from averaging.workers.payload import NO_REPLY, Handle, Payload, pack, unpack
 from averaging.workers.placement import Inventory, Placement
 from averaging.workers.wire_messages import decode_payload, encode_payload
@@ -60,6 +61,8 @@ class WorkerLink:
         inventory: What the worker held when it attached; None while it is not attached.
         lost: Why the worker is lost; None before it has attached for the first time, and while it is attached.
         refused: Why the worker refused this master, if it did so last.
+        reason: Why the last attempt to attach has failed; empty if none has.
+        hopeless: Whether it would fail again, for example for want of a token.
         changed: Set, and replaced, when one of these has changed.
     """
 
@@ -76,6 +79,7 @@ class WorkerLink:
         self.inventory: Inventory | None = None
         self.lost: WorkerLostError | None = None
         self.refused: MasterRefusedError | None = None
+        self.reason, self.hopeless = "", False
         self.changed = asyncio.Event()
         self._placement, self._options = placement, options
         self._on_reply, self._on_lost = on_reply, on_lost
@@ -85,6 +89,7 @@ class WorkerLink:
         self._unsent: asyncio.Queue[Payload] = asyncio.Queue()
         self._pinged: dict[int, float] = {}
         self._pings = 0
+        self._ended = False
 
     def post(self, request: Payload) -> None:
         """Sends a request, now or when the worker is attached.
@@ -103,14 +108,19 @@ class WorkerLink:
         if self._outstanding.pop(request_id, None) is not None:
             self._received.append(request_id)
 
+    def end(self) -> None:
+        """Lets `run` end after the present attempt, since an attempt that fails at the same time may hide a cancel."""
+        self._ended = True
+
     async def run(self) -> None:
-        """Keeps the stream open until it is cancelled."""
+        """Keeps the stream open until it is cancelled, or `end` was called."""
         channel = self._options.connect(self.endpoint)
         loop = asyncio.get_running_loop()
         broken = loop.time()
         try:
-            while True:
+            while not self._ended:
                 reason, final = await self._attempt(channel)
+                self.reason = reason
                 was_attached, self.inventory = self.inventory is not None, None
                 if was_attached:
                     broken = loop.time()
@@ -118,7 +128,7 @@ class WorkerLink:
                 if self._incarnation and self.lost is None and (final or loop.time() - broken > self._deadline.seconds):
                     self._lose(reason)
                 self._notify()
-                if not was_attached or final:
+                if (not was_attached or final) and not self._ended:
                     await asyncio.sleep(RETRY_SECONDS)
         finally:
             await channel.close()
@@ -129,14 +139,15 @@ class WorkerLink:
         Returns:
             Why it has ended, and whether the worker is lost at once.
         """
-        self.refused = None
+        self.refused, self.hopeless = None, False
         try:
             await self._serve(channel)
         except MasterRefusedError as error:
             self.refused = error
             return str(error), True
-        except PeerUnreachableError as error:
-            return str(error), error.refused
+        except TransportError as error:
+            self.hopeless = error.definite
+            return str(error), getattr(error, "refused", True)
         except (AveragingError, TimeoutError) as error:
             return str(error), True
         return "the worker has ended it", False
@@ -174,32 +185,39 @@ class WorkerLink:
             else:
                 with suppress(TimeoutError):
                     async with asyncio.timeout_at(next_ping):
-                        request = await self._unsent.get()
-                    if request.handle_name in NO_REPLY or request.request_id in self._outstanding:
-                        message = MasterMessage(request=encode_payload(request))
+                        first_unsent = await self._unsent.get()
+                    message = MasterMessage(requests=self._encoded(first_unsent))
             if message is not None:
                 message.received.extend(self._received)
                 self._received.clear()
                 yield message
 
+    def _encoded(self, first: Payload) -> Iterator[PayloadMessage]:
+        """The messages of some requests that are unsent, and still wanted."""
+        nbytes, request = 0, first
+        while True:
+            if request.handle_name in NO_REPLY or request.request_id in self._outstanding:
+                encoded = encode_payload(request)
+                nbytes += encoded.ByteSize()
+                yield encoded
+            if nbytes > BATCH_BYTES or self._unsent.empty():
+                return
+            request = self._unsent.get_nowait()
+
     def _take(self, message: WorkerMessage) -> None:
-        match message.WhichOneof("content"):
-            case "attached":
-                self._attach(message.attached)
-            case "refused":
-                raise MasterRefusedError(self.worker, f"{self.worker} refuses this master: {message.refused}")
-            case "pong":
-                began = self._pinged.pop(message.pong, None)
-                if began is not None:
-                    now = asyncio.get_running_loop().time()
-                    self._options.deadlines.record(self.worker, Phase.ANSWER, 0, now - began, now)
-            case "reply":
-                reply = decode_payload(message.reply)
-                if self._outstanding.pop(reply.request_id, None) is not None:
-                    self._received.append(reply.request_id)
-                    self._on_reply(reply)
-                elif reply.handle_name == Handle.SYN:
-                    self._on_reply(reply)
+        if message.refused:
+            raise MasterRefusedError(self.worker, f"{self.worker} refuses this master: {message.refused}")
+        if message.HasField("attached"):
+            self._attach(message.attached)
+        if (began := self._pinged.pop(message.pong, None)) is not None:
+            now = asyncio.get_running_loop().time()
+            self._options.deadlines.record(self.worker, Phase.ANSWER, 0, now - began, now)
+        for reply in map(decode_payload, message.replies):
+            if self._outstanding.pop(reply.request_id, None) is not None:
+                self._received.append(reply.request_id)
+                self._on_reply(reply)
+            elif reply.handle_name == Handle.SYN:
+                self._on_reply(reply)
 
     def _attach(self, attached: Attached) -> None:
         if self._incarnation not in ("", attached.incarnation) and self.lost is None:

@@ -21,6 +21,7 @@ FORKED = {
     "tests.integration.synchronizer_worker": "tests.integration.synchronizer_worker",
     "tests.integration.weights_worker": "tests.integration.weights_worker",
     "tests.integration.site_worker": "tests.integration.site_worker",
+    "tests.integration.model_worker": "tests.integration.model_worker",
 }
 """What is started so, and what of it is imported before: modules that start no thread when they are imported."""
 

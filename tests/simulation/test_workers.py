@@ -648,7 +648,9 @@ def test_clear_errors() -> None:
         with pytest.raises(MasterRefusedError, match="a0 has no backend of model 'reward'; it has actor"):
             async with site.master(ppo({"a0": "a0:1"}, ["a0"], ["a0"])):
                 pass
-        with pytest.raises(WorkerLostError, match="x at x:1 cannot be reached within 10 s; start them, or correct"):
+        with pytest.raises(
+            WorkerLostError, match=r"x \(x:1: connection refused\) cannot be reached within 10 s; start it, or correct"
+        ):
             async with site.master(ppo(site.endpoints | {"x": "x:1"}, ["x"], ["r0"])):
                 pass
         async with site.master(site.plan()) as (client, runner):
