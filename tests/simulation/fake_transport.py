@@ -9,5 +9,8 @@ class OneLane:
     def prepare_lane(self, endpoint: str) -> None:
         """See `Transport`."""
 
+    async def check_lane(self, endpoint: str) -> None:
+        """See `Transport`."""
+
     def lane(self, endpoint: str) -> None:
         """See `Transport`."""
