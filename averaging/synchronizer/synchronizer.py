@@ -466,6 +466,7 @@ class Synchronizer:
             raise ConfigError(f"module must be 'trainer' or 'explorer', not {module!r}")
         deadline = now() + self.config.sync_timeout
         if module == "trainer":
+            self._stop_following()
             await self._reserve(lambda: self._state.next_version(trainer_step, member))
             self._check()
             wait = self._state.trainer_ready(trainer_step, member, deadline)

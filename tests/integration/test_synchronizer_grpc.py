@@ -180,6 +180,17 @@ async def test_the_versions_of_a_peer_are_handed_out_until_a_trainer_sets_a_stat
 
 
 @pytest.mark.asyncio
+async def test_a_peer_whose_versions_are_handed_out_is_no_side_of_a_transfer() -> None:
+    peer = Peer({"w": torch.ones(3)}, run_id="demo")
+    synchronizer = Synchronizer(peer)
+    async with peer, synchronizer:
+        await synchronizer.set_explorer_status(RUNNING)
+        trainer = asyncio.ensure_future(synchronizer.ready_to_nccl_sync("trainer", 4))
+        await until(lambda: synchronizer.trainer_status is REQUIRE_SYNC)
+        assert await synchronizer.ready_to_nccl_sync("explorer", 0) == await trainer == 4
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("end", ["closed", "cancelled"])
 async def test_nothing_of_a_session_that_ends_is_left_counted(end: str) -> None:
     async with served() as (synchronizer, endpoint):
