@@ -98,7 +98,7 @@ class Synchronizer:
 
     async def __aenter__(self) -> Self:
         self._holders += 1
-        self._start()
+        self.start()
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -113,7 +113,12 @@ class Synchronizer:
         if self._main is not None:
             await asyncio.wait([self._main])
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Starts the background tasks, like `async with`, if they are not running. A server does so if nobody has.
+
+        Raises:
+            ClosedError: The synchronizer has ended.
+        """
         self._check()
         if self._main is None:
             self._main = asyncio.get_running_loop().create_task(self._run())
@@ -157,7 +162,7 @@ class Synchronizer:
     async def add_module(self, module: Module, *, member: str = "") -> None:
         """Tracks a module: it is polled each second, and dropped when it is dead.
 
-        When none is left, a synchronizer that nobody holds with `async with` ends.
+        When none is left, a synchronizer from `get_actor` ends, unless it is held with `async with`.
 
         Args:
             module: An object with `is_alive()`; see `averaging.synchronizer.modules`.
@@ -192,7 +197,7 @@ class Synchronizer:
             for member in await self._modules.dead():
                 logger.info("%r is dead; its statuses are removed", member)
                 self.remove_member(member)
-            if self._modules.tracked and not len(self._modules) and not self._holders:
+            if self._detached and not self._holders and self._modules.tracked and not len(self._modules):
                 logger.info("%r ends: none of its modules is alive", self)
                 self._closing.set()
                 return
@@ -527,7 +532,7 @@ class Synchronizer:
             actor._detached = True
             if peer is None:
                 _actors.setdefault(asyncio.get_running_loop(), {})[name] = actor
-        actor._start()
+        actor.start()
         if module is not None:
             actor._modules.add(module, member)
         return actor
