@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from averaging.state.snapshots import Extras
     from averaging.strategies import DiLoCo, GradientAveraging, LocalSGD, Strategy
     from averaging.sync_peer import SyncPeer
+    from averaging.synchronizer.collective import WeightReceiver, WeightSender
     from averaging.synchronizer.coordination import RunningStatus
     from averaging.synchronizer.follower import Follower
     from averaging.synchronizer.follower_staleness import Staleness
@@ -70,7 +71,6 @@ if TYPE_CHECKING:
     from averaging.synchronizer.publisher import WeightPublisher
     from averaging.synchronizer.remote import RemoteSynchronizer
     from averaging.synchronizer.synchronizer import Synchronizer
-    from averaging.synchronizer.weight_group import WeightReceiver, WeightSender
     from averaging.training.training import Training
 
 __all__ = [
@@ -234,8 +234,8 @@ _HOMES = {
     "UnauthenticatedError": "errors",
     "UnprovenViolationError": "errors",
     "WeightGroupError": "errors",
-    "WeightReceiver": "synchronizer.weight_group",
-    "WeightSender": "synchronizer.weight_group",
+    "WeightReceiver": "synchronizer.collective",
+    "WeightSender": "synchronizer.collective",
     "WeightPublisher": "synchronizer.publisher",
     "WorkerError": "errors",
     "WorkerLostError": "errors",

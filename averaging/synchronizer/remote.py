@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, suppress
 from typing import Self, TypeVar
 
@@ -20,8 +20,9 @@ from averaging.errors import (
 )
 from averaging.rpc import Credentials, Message, RpcChannel, RpcMethod
 from averaging.synchronizer import methods
+from averaging.synchronizer.attendance import Attendance
 from averaging.synchronizer.coordination import RunningStatus
-from averaging.synchronizer.modules import Module, ReceivesWeights, SendsWeights, result_of
+from averaging.synchronizer.modules import Module
 from averaging.synchronizer.state_stream import (
     Meta,
     ModelState,
@@ -37,12 +38,8 @@ from averaging.wire import synchronizer_pb2 as wire
 
 logger = logging.getLogger("averaging.synchronizer")
 
-T = TypeVar("T")
 Request = TypeVar("Request", bound=Message)
 Reply = TypeVar("Reply", bound=Message)
-
-ALIVE_SECONDS = 1.0
-"""Interval of the messages that say that this process is alive."""
 
 SILENCE_SECONDS = 30.0
 """A server that is silent for this time is lost."""
@@ -77,7 +74,7 @@ class RemoteSynchronizer:
         self._trainer_status: RunningStatus | None = None
         self._explorers: Counter[RunningStatus] = Counter()
         self._module: Module | None = None
-        self._session: _Session | None = None
+        self._session: Attendance | None = None
         self._attached = asyncio.Event()
         self._failure: AveragingError | None = None
         self._attending: asyncio.Task[None] | None = None
@@ -266,7 +263,7 @@ class RemoteSynchronizer:
         return wire.SyncRequest(namespace=self._namespace)
 
     def _status(
-        self, session: _Session, status: RunningStatus, old: RunningStatus | None = None
+        self, session: Attendance, status: RunningStatus, old: RunningStatus | None = None
     ) -> wire.SyncStatusRequest:
         return wire.SyncStatusRequest(
             namespace=self._namespace,
@@ -303,7 +300,7 @@ class RemoteSynchronizer:
 
     # The session
 
-    async def _open_session(self) -> _Session:
+    async def _open_session(self) -> Attendance:
         """Returns the session, after at most `timeout` seconds for a new connection."""
         if self._attending is None:
             raise ClosedError(f"{self!r} is not connected; use it inside `async with`")
@@ -334,7 +331,7 @@ class RemoteSynchronizer:
 
     async def _attend(self) -> None:
         """Holds one session, until it is lost."""
-        session = _Session(self._channel.endpoint, self._hello())
+        session = Attendance(self._channel.endpoint, self._hello())
         if self._module is not None:
             session.announce(self._module)
         reason = "the session has ended"
@@ -370,99 +367,3 @@ class RemoteSynchronizer:
         hello.explorers_require_sync = self._explorers[RunningStatus.REQUIRE_SYNC]
         hello.explorers_stopped = self._explorers[RunningStatus.STOPPED]
         return hello
-
-
-class _Session:
-    """One session, at the side of its process.
-
-    Attributes:
-        number: Its number, which calls carry; empty until the synchronizer has given it.
-    """
-
-    def __init__(self, endpoint: str, hello: wire.SyncHello) -> None:
-        self.number = b""
-        self._endpoint = endpoint
-        self._lost = asyncio.Event()
-        self._reason = ""
-        self._outgoing: asyncio.Queue[wire.SyncFromModule] = asyncio.Queue()
-        self._outgoing.put_nowait(wire.SyncFromModule(hello=hello))
-        self._announced: Module | None = None
-        self._commands: set[asyncio.Task[None]] = set()
-
-    def announce(self, module: Module) -> None:
-        """Says what this process can do."""
-        if self._announced is None:
-            self._announced = module
-            sends = isinstance(module, SendsWeights)
-            kind = wire.SyncModule(sends_weights=sends, receives_weights=isinstance(module, ReceivesWeights))
-            self._outgoing.put_nowait(wire.SyncFromModule(module=kind))
-
-    async def outgoing(self) -> AsyncGenerator[wire.SyncFromModule, None]:
-        """Yields what this process says, at least that it is alive."""
-        while True:
-            try:
-                async with asyncio.timeout(ALIVE_SECONDS):
-                    message = await self._outgoing.get()
-            except TimeoutError:
-                message = wire.SyncFromModule()
-            yield message
-
-    async def until_lost(self, call: Awaitable[T]) -> T:
-        """Awaits a call.
-
-        Raises:
-            PeerUnreachableError: The session has ended meanwhile.
-        """
-        calling = asyncio.ensure_future(call)
-        losing = asyncio.ensure_future(self._lost.wait())
-        try:
-            await asyncio.wait([calling, losing], return_when=asyncio.FIRST_COMPLETED)
-            if calling.done():
-                return calling.result()
-        finally:
-            for task in (calling, losing):
-                task.cancel()
-            await asyncio.gather(calling, losing, return_exceptions=True)
-        raise PeerUnreachableError(self._endpoint, self._reason)
-
-    def execute(self, command: wire.SyncCommand, module: Module | None) -> None:
-        """Starts to carry out a command of the synchronizer, and replies at its end."""
-        task = asyncio.ensure_future(self._execute(command, module))
-        self._commands.add(task)
-        task.add_done_callback(self._commands.discard)
-
-    async def close(self, reason: str) -> None:
-        """Ends all calls and commands of the session."""
-        self._reason = reason
-        self._lost.set()
-        for task in list(self._commands):
-            task.cancel()
-        if self._commands:
-            await asyncio.wait(self._commands)
-
-    async def _execute(self, command: wire.SyncCommand, module: Module | None) -> None:
-        reply = wire.SyncModuleReply(number=command.number)
-        try:
-            await _carry_out(command, module, reply)
-        except Exception as error:
-            reply.error = str(error) if isinstance(error, AveragingError) else repr(error)
-        self._outgoing.put_nowait(wire.SyncFromModule(reply=reply))
-
-
-async def _carry_out(command: wire.SyncCommand, module: Module | None, reply: wire.SyncModuleReply) -> None:
-    kind = command.WhichOneof("command")
-    if kind == "get_weight_sync_info" and isinstance(module, SendsWeights):
-        host, port, meta = await result_of(module.get_weight_sync_info())
-        reply.master_address, reply.master_port = host, port
-        reply.meta.CopyFrom(wire.SyncMeta(has_tensors=True, tensors=tensors_of(meta)))
-    elif kind == "set_state_dict_meta" and isinstance(module, ReceivesWeights):
-        await result_of(module.set_state_dict_meta(meta_from(command.set_state_dict_meta.tensors)))
-    elif kind == "setup_weight_sync_group" and isinstance(module, SendsWeights | ReceivesWeights):
-        joined = command.setup_weight_sync_group
-        host, port = methods.address_from(joined.master_address, joined.master_port)
-        size, rank = joined.world_size, joined.rank
-        await result_of(module.setup_weight_sync_group(host, port, size, joined.group_name, joined.timeout, rank))
-    elif kind == "teardown_weight_sync_group" and isinstance(module, SendsWeights | ReceivesWeights):
-        await result_of(module.teardown_weight_sync_group())
-    else:
-        raise ConfigError(f"this process cannot carry out {kind}; its module lacks that method")

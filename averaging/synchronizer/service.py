@@ -114,6 +114,7 @@ class SynchronizerService:
         if first is None or not first.HasField("hello"):
             raise ProtocolViolationError("a session that does not begin with `hello`")
         synchronizer = self._find(first.hello.namespace)
+        synchronizer.start()
         session = self._sessions.open(first.hello.name, synchronizer.config.namespace)
         reading = asyncio.ensure_future(self._read(messages, session, synchronizer))
         try:

@@ -12,14 +12,16 @@ from weakref import WeakKeyDictionary
 from averaging import Peer
 from averaging.common.threads import in_thread
 from averaging.config import FilePath, TLSFiles
-from averaging.errors import ClosedError, ConfigError, StateError, SyncTimeoutError, WeightGroupError
+from averaging.errors import ClosedError, ConfigError, StateError, SyncTimeoutError
 from averaging.rpc import RpcHandler, read_credentials
-from averaging.synchronizer import modules as groups
-from averaging.synchronizer.coordination import Coordination, End, Group, RunningStatus, Wait
+from averaging.synchronizer.coordination import Coordination, RunningStatus
+from averaging.synchronizer.group_setup import WeightGroups
 from averaging.synchronizer.modules import POLL_SECONDS, Module, Modules
 from averaging.synchronizer.options import GROUP_SECONDS, SynchronizerConfig, SyncMethod
+from averaging.synchronizer.state_sources import find_checkpoints, follow_peer
 from averaging.synchronizer.state_stream import Meta, ModelState, StateDict, copy_in_thread, copy_of, meta_of
-from averaging.synchronizer.version_file import LATEST, read_number, read_version, write_version
+from averaging.synchronizer.version_file import read_version, write_version
+from averaging.synchronizer.waiting import Waiting, now
 
 if TYPE_CHECKING:
     from averaging.synchronizer.remote import RemoteSynchronizer
@@ -73,11 +75,11 @@ class Synchronizer:
         self._reserved = 0 if self._folder is None else read_version(self._folder)
         self._state = Coordination(self._reserved)
         self._model_state: ModelState = copy_of(state_dict)
-        self._waiting: dict[Wait, asyncio.Future[None]] = {}
+        self._waiting = Waiting(self._state)
         self._modules = Modules()
+        self._groups = WeightGroups(self.config.group_name, self._modules, self._state, self._waiting)
         self._peer = peer
         self._main: asyncio.Task[None] | None = None
-        self._setting_up: asyncio.Task[None] | None = None
         self._holders = 0
         self._detached = False
         self._ended = False
@@ -96,7 +98,7 @@ class Synchronizer:
 
     async def __aenter__(self) -> Self:
         self._holders += 1
-        self._start()
+        self.start()
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -107,11 +109,16 @@ class Synchronizer:
     async def close(self) -> None:
         """Ends all waits with a `ClosedError`, and all background tasks."""
         self._end()
-        await self._give_up_set_up()
+        await self._groups.give_up()
         if self._main is not None:
             await asyncio.wait([self._main])
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Starts the background tasks, like `async with`, if they are not running. A server does so if nobody has.
+
+        Raises:
+            ClosedError: The synchronizer has ended.
+        """
         self._check()
         if self._main is None:
             self._main = asyncio.get_running_loop().create_task(self._run())
@@ -120,10 +127,15 @@ class Synchronizer:
         try:
             async with asyncio.TaskGroup() as tasks:
                 jobs = [tasks.create_task(self._poll_modules())]
-                if self.config.sync_method is SyncMethod.CHECKPOINT:
-                    jobs.append(tasks.create_task(self._find_checkpoints()))
+                if self.config.sync_method is SyncMethod.CHECKPOINT and self._folder is not None:
+                    finding = find_checkpoints(
+                        self._folder, self.model_version, lambda step: self.set_model_state_dict(None, step)
+                    )
+                    jobs.append(tasks.create_task(finding))
                 if self._peer is not None:
-                    jobs.append(tasks.create_task(self._follow_peer(self._peer)))
+                    self._state.set_trainer_status(RunningStatus.RUNNING, _PEER)
+                    following = follow_peer(self._peer, lambda state, step: self._publish(state, step, _PEER))
+                    jobs.append(tasks.create_task(following))
                 await self._closing.wait()
                 for job in jobs:
                     job.cancel()
@@ -136,7 +148,7 @@ class Synchronizer:
         self._ended = True
         self._closing.set()
         self._state.end()
-        self._release()
+        self._waiting.release()
         for actors in list(_actors.values()):
             if actors.get(self.config.namespace) is self:
                 del actors[self.config.namespace]
@@ -150,7 +162,7 @@ class Synchronizer:
     async def add_module(self, module: Module, *, member: str = "") -> None:
         """Tracks a module: it is polled each second, and dropped when it is dead.
 
-        When none is left, a synchronizer that nobody holds with `async with` ends.
+        When none is left, a synchronizer from `get_actor` ends, unless it is held with `async with`.
 
         Args:
             module: An object with `is_alive()`; see `averaging.synchronizer.modules`.
@@ -168,7 +180,7 @@ class Synchronizer:
         """Removes a member that is gone: its modules, its statuses and its waits."""
         self._modules.remove(member)
         self._state.leave(member)
-        self._release()
+        self._waiting.release()
 
     @property
     def module_count(self) -> int:
@@ -185,7 +197,7 @@ class Synchronizer:
             for member in await self._modules.dead():
                 logger.info("%r is dead; its statuses are removed", member)
                 self.remove_member(member)
-            if self._modules.tracked and not len(self._modules) and not self._holders:
+            if self._detached and not self._holders and self._modules.tracked and not len(self._modules):
                 logger.info("%r ends: none of its modules is alive", self)
                 self._closing.set()
                 return
@@ -207,7 +219,7 @@ class Synchronizer:
         """Sets the status of a trainer. When all have stopped, explorers that wait get the present version."""
         self._check()
         self._state.set_trainer_status(status, member)
-        self._release()
+        self._waiting.release()
 
     def trainer_requires_weight_sync(self) -> bool | None:
         """Returns whether a trainer is ready to transfer weights; None if all trainers have stopped."""
@@ -233,7 +245,7 @@ class Synchronizer:
         """
         self._check()
         self._state.set_explorer_status(status, old_status, member)
-        self._release()
+        self._waiting.release()
 
     def explorer_requires_sync(self) -> bool:
         """Returns whether an explorer waits for weights."""
@@ -276,8 +288,7 @@ class Synchronizer:
         self._check()
         self._state.next_version(trainer_step, member)
         copied = await copy_in_thread(model_state_dict)
-        if member != _PEER:
-            self._stop_following()
+        self._stop_following()
         return await self._publish(copied, trainer_step, member)
 
     async def adopt_model_state_dict(self, state: ModelState, trainer_step: int, member: str) -> int:
@@ -291,7 +302,7 @@ class Synchronizer:
         self._check()
         self._model_state = state
         version = self._state.publish(step, member)
-        self._release()
+        self._waiting.release()
         logger.info("version %d is set, of step %d", version, step)
         return version
 
@@ -355,8 +366,10 @@ class Synchronizer:
     async def wait_new(self, current_version: int, member: str, timeout: float, *, counted: bool = True) -> int:
         """Like `wait_new_model_state_dict`, with a time limit; optionally without a status."""
         self._check()
-        deadline = self._now() + timeout
-        wait = await self._end_of(self._state.wait_new_state(current_version, member, deadline, counted=counted))
+        deadline = now() + timeout
+        wait = await self._waiting.end_of(
+            self._state.wait_new_state(current_version, member, deadline, counted=counted)
+        )
         if wait.version is None:
             raise SyncTimeoutError(f"no version above {current_version} came within {timeout:g} s")
         return wait.version
@@ -365,7 +378,7 @@ class Synchronizer:
         """Gives explorers that wait for a new state the present version."""
         self._check()
         self._state.no_new_state()
-        self._release()
+        self._waiting.release()
 
     async def get_latest_model_version(self) -> int:
         """Returns the newest version."""
@@ -403,12 +416,11 @@ class Synchronizer:
             WeightGroupError: A member failed; all have left the group.
         """
         self._check()
-        explorers = self._modules.receivers()
-        limit = min(self.config.sync_timeout, GROUP_SECONDS)
-        await groups.join_explorers(
-            explorers, master_address, master_port, state_dict_meta, self.config.group_name, limit
-        )
-        self._set_groups(None)
+        await self._groups.join(master_address, master_port, state_dict_meta, self._group_seconds)
+
+    @property
+    def _group_seconds(self) -> float:
+        return min(self.config.sync_timeout, GROUP_SECONDS)
 
     async def coordinate_weight_sync_setup(self, timeout: float | None = None, *, member: str = "") -> None:
         """Sets up one weight sync group for each trainer, with its share of the explorers; all join at the same time.
@@ -425,33 +437,7 @@ class Synchronizer:
                 in a group then.
         """
         self._check()
-        setting_up = self._setting_up
-        if setting_up is None or setting_up.done():
-            limit = timeout or min(self.config.sync_timeout, GROUP_SECONDS)
-            setting_up = asyncio.get_running_loop().create_task(self._set_up_groups(limit, member))
-            setting_up.add_done_callback(_retrieve)  # all who wait for it may be cancelled
-            self._setting_up = setting_up
-        try:
-            await asyncio.shield(setting_up)
-        except asyncio.CancelledError:
-            if setting_up.cancelled():
-                raise WeightGroupError("the set-up of the weight sync groups was given up") from None
-            raise
-
-    async def _set_up_groups(self, limit: float, member: str) -> None:
-        trainers, explorers = self._modules.senders(), self._modules.receivers()
-        kept = groups.groups_to_keep(self._state.intact_groups(), member, trainers, explorers)
-        self._set_groups(kept, complete=False)
-        found: list[Group] = []
-        try:
-            found = await groups.set_up(*groups.free_of(kept, trainers, explorers), self.config.group_name, limit)
-        finally:
-            self._set_groups([*kept, *found])
-        logger.info("%d weight sync groups are set up, %d were kept", len(found), len(kept))
-
-    def _set_groups(self, found: list[Group] | None, *, complete: bool = True) -> None:
-        self._state.set_groups(found, complete=complete)
-        self._release()
+        await self._groups.set_up(timeout or self._group_seconds, member)
 
     async def coordinate_weight_sync_teardown(self) -> None:
         """Lets all members leave their groups: first the explorers, then the trainers. Dead ones are left out.
@@ -459,15 +445,7 @@ class Synchronizer:
         A set-up in progress is given up.
         """
         self._check()
-        await self._give_up_set_up()
-        self._set_groups(None)
-        await groups.tear_down(self._modules.senders(), self._modules.receivers())
-
-    async def _give_up_set_up(self) -> None:
-        setting_up, self._setting_up = self._setting_up, None
-        if setting_up is not None and not setting_up.done():
-            setting_up.cancel()
-            await asyncio.wait([setting_up])
+        await self._groups.tear_down()
 
     async def ready_to_nccl_sync(self, module: Role, trainer_step: int, *, member: str = "") -> int | None:
         """Says that a side is ready to transfer weights, and waits until the other one is.
@@ -491,78 +469,20 @@ class Synchronizer:
         self._check()
         if module not in ("trainer", "explorer"):
             raise ConfigError(f"module must be 'trainer' or 'explorer', not {module!r}")
-        deadline = self._now() + self.config.sync_timeout
+        deadline = now() + self.config.sync_timeout
         if module == "trainer":
+            self._stop_following()
             await self._reserve(lambda: self._state.next_version(trainer_step, member))
             self._check()
             wait = self._state.trainer_ready(trainer_step, member, deadline)
         else:
             wait = self._state.explorer_ready(member, deadline)
-        version = (await self._end_of(wait)).version
+        version = (await self._waiting.end_of(wait)).version
         if version is not None:
             await self._reserve(lambda: version)
         return version
 
-    # Waiting
-
-    def _now(self) -> float:
-        return asyncio.get_running_loop().time()
-
-    async def _end_of(self, wait: Wait) -> Wait:
-        """Returns the wait when it has ended. If this is cancelled, the member no longer waits."""
-        self._release()
-        if wait.end is None:
-            future = self._waiting[wait] = asyncio.get_running_loop().create_future()
-            try:
-                while wait.end is None:
-                    await asyncio.wait([future], timeout=max(0.0, wait.deadline - self._now()))
-                    self._state.expire(self._now())
-            finally:
-                del self._waiting[wait]
-                self._state.cancel(wait)
-                self._release()
-        if wait.end is End.LEFT:
-            self._check()
-            raise ClosedError("the member that waits has left the synchronizer")
-        return wait
-
-    def _release(self) -> None:
-        """Wakes the tasks whose waits have ended."""
-        for wait, future in self._waiting.items():
-            if wait.end is not None and not future.done():
-                future.set_result(None)
-
     # Sources of states
-
-    async def _find_checkpoints(self) -> None:
-        """Sets the version of each new checkpoint that a trainer announces in the checkpoint folder."""
-        assert self._folder is not None  # noqa: S101 - checked by the config
-        latest, seen = self._folder / LATEST, self._state.version
-        while True:
-            step = await in_thread(lambda: read_number(latest))
-            if step is not None and step > seen:
-                seen = step
-                try:
-                    await self.set_model_state_dict(None, step)
-                except StateError as error:
-                    logger.warning("%s", error)
-            await asyncio.sleep(POLL_SECONDS)
-
-    async def _follow_peer(self, peer: Peer) -> None:
-        """Publishes the versions of the peer, until a trainer sets a state."""
-        names = [spec.name for spec in peer.schema.tensors]
-        self._state.set_trainer_status(RunningStatus.RUNNING, _PEER)
-        followed = -1
-        while True:
-            if peer.version > followed:
-                followed = peer.version
-
-                def copy() -> StateDict:
-                    with peer.tensors() as tensors:
-                        return {name: tensor.cpu().clone() for name, tensor in zip(names, tensors, strict=True)}
-
-                await self.set_model_state_dict(await in_thread(copy), followed, member=_PEER)
-            await asyncio.sleep(POLL_SECONDS)
 
     def _stop_following(self) -> None:
         peer, self._peer = self._peer, None
@@ -612,7 +532,7 @@ class Synchronizer:
             actor._detached = True
             if peer is None:
                 _actors.setdefault(asyncio.get_running_loop(), {})[name] = actor
-        actor._start()
+        actor.start()
         if module is not None:
             actor._modules.add(module, member)
         return actor
@@ -655,11 +575,6 @@ class Synchronizer:
 
 _actors: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Synchronizer]] = WeakKeyDictionary()
 """The synchronizers of this process by namespace, for each event loop."""
-
-
-def _retrieve(task: asyncio.Task[None]) -> None:
-    if not task.cancelled():
-        task.exception()
 
 
 def _present(peer: Peer | None) -> dict[str, Synchronizer]:

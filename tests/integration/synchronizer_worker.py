@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from averaging import CallRefusedError, PeerUnreachableError, RunningStatus, StateError, Synchronizer, WeightGroupError
+from averaging.synchronizer.collective import WeightReceiver, WeightSender
 from averaging.synchronizer.remote import RemoteSynchronizer
-from averaging.synchronizer.weight_group import WeightReceiver, WeightSender
 
 PAUSE = 0.02
 """Seconds before another try, so that a test gets no thousands of lines."""

@@ -120,6 +120,7 @@ def test_two_peers_make_the_same_outer_steps_and_tensorboard_shows_the_rounds(tm
         assert [event.step for event in events.Scalars("loss/held-out text")] == [20, 40, 60]
 
 
+@pytest.mark.long
 def test_explorers_follow_a_trainer_and_one_is_killed_and_comes_back(tmp_path: Path) -> None:
     plot = tmp_path / "folder" / "plot.png"
     with Example("explorers", "--steps=6", f"--plot={plot}") as example:

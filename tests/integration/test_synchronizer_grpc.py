@@ -15,6 +15,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from averaging import (
     CallRefusedError,
     ConfigError,
+    DecentralizedAverager,
+    LocalSGD,
     Peer,
     PeerUnreachableError,
     ProtocolViolationError,
@@ -26,6 +28,7 @@ from averaging import (
     SyncTimeoutError,
     TLSFiles,
     UnauthenticatedError,
+    WeightReceiver,
 )
 from averaging.rpc import read_credentials
 from averaging.synchronizer import methods
@@ -180,6 +183,38 @@ async def test_the_versions_of_a_peer_are_handed_out_until_a_trainer_sets_a_stat
 
 
 @pytest.mark.asyncio
+async def test_on_the_port_of_an_averager() -> None:
+    """It runs in the averager's own event loop, in which nobody enters it."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    synchronizer = Synchronizer()
+    averager = DecentralizedAverager(optimizer, run_id="demo", strategy=LocalSGD(every=9), services=[synchronizer])
+    try:
+        async with (
+            Synchronizer.connect(averager.endpoint) as trainer,
+            Synchronizer.connect(averager.endpoint) as explorer,
+        ):
+            await trainer.add_module(WeightReceiver())
+            await explorer.set_explorer_status(RUNNING)
+            assert await trainer.set_model_state_dict(state(), 4) == 4
+            assert same((await explorer.get_model_state_dict())[0], state())
+    finally:
+        await asyncio.to_thread(averager.close)
+    assert synchronizer.ended
+
+
+@pytest.mark.asyncio
+async def test_a_peer_whose_versions_are_handed_out_is_no_side_of_a_transfer() -> None:
+    peer = Peer({"w": torch.ones(3)}, run_id="demo")
+    synchronizer = Synchronizer(peer)
+    async with peer, synchronizer:
+        await synchronizer.set_explorer_status(RUNNING)
+        trainer = asyncio.ensure_future(synchronizer.ready_to_nccl_sync("trainer", 4))
+        await until(lambda: synchronizer.trainer_status is REQUIRE_SYNC)
+        assert await synchronizer.ready_to_nccl_sync("explorer", 0) == await trainer == 4
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("end", ["closed", "cancelled"])
 async def test_nothing_of_a_session_that_ends_is_left_counted(end: str) -> None:
     async with served() as (synchronizer, endpoint):
@@ -257,6 +292,61 @@ async def _again(trainer: RemoteSynchronizer, large: dict[str, torch.Tensor]) ->
                 return
             except PeerUnreachableError:
                 continue
+
+
+class Pausing(SynchronizerService):
+    """Stops in the middle of the first download until it is told to go on."""
+
+    def __init__(self, synchronizer: Synchronizer) -> None:
+        super().__init__([synchronizer])
+        self.paused, self.goes_on = asyncio.Event(), asyncio.Event()
+
+    async def _get_model_state_dict(self, request: wire.SyncRequest) -> AsyncGenerator[wire.SyncStatePart, None]:
+        async with aclosing(super()._get_model_state_dict(request)) as parts:
+            async for part in parts:
+                if part.data and not self.goes_on.is_set():
+                    self.paused.set()
+                    await self.goes_on.wait()
+                yield part
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("event", ["cut", "half open", "published"])
+async def test_what_happens_in_the_middle_of_a_download(event: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends with an error, or with exactly the version that it began with."""
+    monkeypatch.setattr("averaging.synchronizer.remote.SILENCE_SECONDS", 1.0)
+    old, new = state(2.0, 1 << 20), state(3.0, 1 << 20)
+    with FaultProxy() as proxy:
+        async with Synchronizer() as synchronizer:
+            await synchronizer.set_model_state_dict(old, 2)
+            service = Pausing(synchronizer)
+            async with (
+                RpcServer(f"127.0.0.1:{proxy.target}", [service]),
+                Synchronizer.connect(f"127.0.0.1:{proxy.port}") as explorer,
+            ):
+                reading = asyncio.ensure_future(explorer.get_model_state_dict())
+                await service.paused.wait()
+                await synchronizer.set_model_state_dict(new, 3)
+                if event == "published":
+                    service.goes_on.set()
+                    found, version = await reading
+                    assert version == 2
+                    assert same(found, old)
+                else:
+                    proxy.arm(Fault.CUT if event == "cut" else Fault.HALF_OPEN)
+                    with pytest.raises(PeerUnreachableError):
+                        await reading
+                    service.goes_on.set()
+                    proxy.heal()
+                async with asyncio.timeout(LIMIT):
+                    while True:
+                        try:
+                            found, version = await explorer.get_model_state_dict()
+                            break
+                        except PeerUnreachableError:
+                            continue
+                assert version == 3
+                assert same(found, new)
 
 
 @pytest.mark.asyncio
