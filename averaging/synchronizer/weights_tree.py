@@ -38,12 +38,15 @@ class Tree:
             failed: those that have not delivered to it.
 
         Returns:
-            The follower with the shortest way to the publisher that has room, or the publisher if it has room or if
-            there is none.
+            The same source as before, if there is one that has not failed. Otherwise the publisher if it has room, else
+            the follower with the shortest way to the publisher that has room, or the publisher if there is none.
         """
-        before = self._source.pop(follower, None)
-        if before is not None and before in failed:
-            self._failures[before] += 1
+        before = self._source.get(follower)
+        if before is not None:
+            if before not in failed and (before == PUBLISHER or before in able):
+                return before
+            self._failures[before] += before in failed
+            del self._source[follower]
         children = Counter(self._source.values())
         if children[PUBLISHER] < self._copies:
             chosen = PUBLISHER
