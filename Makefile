@@ -4,13 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 HIVEMIND := .venv-hivemind
 FEED := .venv-feed
+SYNCHRONIZER := .venv-synchronizer
 # The default torch of the index installs gigabytes of CUDA, which the tests and the demo do not use.
 TORCH ?= torch==2.13.0
 
 # One worker more than cores, because tests with processes are idle much of the time.
 WORKERS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 1 )))
 
-.PHONY: help demo test test-long test-etcd test-integrations test-feed check lint docs reference dist bench bench-hivemind proto soak clean
+.PHONY: help demo test test-long test-etcd test-integrations test-feed test-synchronizer check lint docs reference dist bench bench-hivemind proto soak clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -18,7 +19,7 @@ help: ## list the targets
 demo: $(VENV)/installed ## train in four processes that average, and kill one of them
 	$(BIN)/python -m examples.demo
 
-test: $(VENV)/installed ## all tests except those of the next four targets
+test: $(VENV)/installed ## all tests except those of the next five targets
 	$(BIN)/python -m pytest -m "not long and not interop and not etcd" --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 test-long: $(VENV)/installed ## the long tests, and the fuzz tests with four times as many examples; about 20 minutes
@@ -33,7 +34,12 @@ test-integrations: $(VENV)/integrations ## the tests in trainers and loggers, wh
 	$(BIN)/python -m pytest -m integrations tests/trainers $(PYTEST_ARGS)
 
 test-feed: $(VENV)/installed $(FEED)/installed ## test the feed with the server, environments and trainer of atroposlib
-	FEED_PYTHON=$(CURDIR)/$(FEED)/bin/python $(BIN)/python -m pytest -m interop --numprocesses 2 tests/interop $(PYTEST_ARGS)
+	FEED_PYTHON=$(CURDIR)/$(FEED)/bin/python $(BIN)/python -m pytest -m interop --numprocesses 2 tests/interop \
+		--ignore tests/interop/test_original_synchronizer.py $(PYTEST_ARGS)
+
+test-synchronizer: $(VENV)/installed $(SYNCHRONIZER)/installed ## test the synchronizer with that of trinity-rft, about 2 minutes
+	SYNCHRONIZER_PYTHON=$(CURDIR)/$(SYNCHRONIZER)/bin/python $(BIN)/python -m pytest -m interop --numprocesses 2 \
+		tests/interop/test_original_synchronizer.py $(PYTEST_ARGS)
 
 lint: $(VENV)/installed ## check style, types and import directions
 	$(BIN)/ruff check .
@@ -99,8 +105,15 @@ $(FEED)/installed: tests/interop/requirements.txt
 	$(FEED)/bin/python -m pip install --quiet --requirement tests/interop/requirements.txt
 	touch $@
 
+$(SYNCHRONIZER)/installed:
+	test -x $(SYNCHRONIZER)/bin/python || $(PYTHON) -m venv $(SYNCHRONIZER)
+	$(SYNCHRONIZER)/bin/python -c 'import torch' 2>/dev/null || $(SYNCHRONIZER)/bin/python -m pip install --quiet $(TORCH)
+	$(SYNCHRONIZER)/bin/python -m pip install --quiet ray omegaconf
+	$(SYNCHRONIZER)/bin/python -m pip install --quiet --no-deps trinity-rft==0.6.0
+	touch $@
+
 soak: $(VENV)/installed ## run eight peers under faults: MINUTES=2 SEED=1
 	$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),2) --seed $(or $(SEED),1)
 
 clean: ## remove all environments and build outputs
-	rm -rf $(VENV) $(HIVEMIND) $(FEED) build dist runs averaging/wire/*_pb2*
+	rm -rf $(VENV) $(HIVEMIND) $(FEED) $(SYNCHRONIZER) build dist runs averaging/wire/*_pb2*

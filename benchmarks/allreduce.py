@@ -3,8 +3,9 @@
 All systems of a case run at the same time and alternate round by round, so that other load on the machine affects them
 equally. Every round starts with new values, and its result is compared with the true mean. The seconds of a round are
 those of its slowest peer, CPU seconds those of all peers, memory that of the largest peer. The first round is not
-counted. `in_place` is this library with that option, which writes averages as they arrive. `bare` only sends the same
-bytes over gRPC in the same pattern and sums them, which shows the cost of gRPC itself.
+counted. `averaging` is this library with its default options. `direct` is the same with `in_place`, which writes
+averages as they arrive; `direct_sealed` also has TLS. `grpc` and `grpc_tls` send their parts over gRPC instead. `bare`
+only sends the same bytes over gRPC in the same pattern and sums them, which shows the cost of gRPC itself.
 The results go to `allreduce.json` and `allreduce.png`. The exit code is 1 if any round failed or was wrong.
 
 hivemind needs an older numpy and therefore an environment of its own, with the extra `hivemind`. Without one its rows
@@ -33,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.allreduce_report import draw, machine, show
+from benchmarks.allreduce_systems import SYSTEMS, write_certificates
 from benchmarks.allreduce_worker import error_bound
 from benchmarks.output import make_folder, write
 from benchmarks.workers import ROOT, Worker, WorkerError, all_of, crew, say
@@ -62,9 +64,11 @@ async def system(name: str, case: Case, python: str) -> AsyncIterator[list[Worke
 
             async def start(rank: int, join: str) -> Worker:
                 arguments = ["--rank", rank, "--peers", case.peers, "--mib", case.mib]
-                arguments += ["--tensors", case.tensors, "--codec", case.codec, "--join", join]
+                arguments += ["--tensors", case.tensors, "--codec", case.codec, "--join", join, "--files", scratch]
                 return await started.start(python, "-m", "benchmarks.allreduce_worker", name, *arguments)
 
+            if name in ("direct_sealed", "grpc_tls"):
+                write_certificates(Path(scratch))
             if name in ("bare", "gloo"):  # their peers meet through a file
                 await all_of([start(rank, f"file://{scratch}/store") for rank in range(case.peers)])
             else:
@@ -156,6 +160,8 @@ def main() -> None:
         default=["none", "fp16", "bf16", "int8"],
         help="of this library and, if supported, of hivemind; Gloo always sends float32 (none fp16 bf16 int8)",
     )
+    own = [name for name in SYSTEMS if name not in ("gloo", "hivemind")]
+    parser.add_argument("--systems", nargs="+", choices=own, default=own, help=f"beside Gloo ({' '.join(own)})")
     parser.add_argument("--rounds", type=int, default=7, help="rounds after the warm-up (7)")
     parser.add_argument("--hivemind", metavar="PYTHON", help="interpreter of an environment with hivemind, see above")
     parser.add_argument(
@@ -171,7 +177,8 @@ def main() -> None:
     for peers, mib, tensors, codec in product(options.peers, options.mib, options.tensors, options.codecs):
         case = Case(peers, mib, tensors, codec)
         say(str(case))
-        ours = ("averaging", "in_place", "bare", "gloo") if codec == "none" else ("averaging", "in_place", "gloo")
+        ours = [name for name in options.systems if codec == "none" or name != "bare"]
+        ours = [*ours, "gloo"]
         pythons = dict.fromkeys(ours, sys.executable)
         if options.hivemind and codec in HIVEMIND_CODECS:
             pythons["hivemind"] = options.hivemind

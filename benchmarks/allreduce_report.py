@@ -22,7 +22,16 @@ from matplotlib.patches import Patch
 from rich.console import Console
 from rich.table import Table
 
-COLOURS = {"averaging": "#0072B2", "in_place": "#56B4E9", "bare": "#009E73", "gloo": "#7F7F7F", "hivemind": "#E69F00"}
+COLOURS = {
+    "averaging": "#0072B2",
+    "direct": "#56B4E9",
+    "direct_sealed": "#CC79A7",
+    "grpc": "#D55E00",
+    "grpc_tls": "#F0E442",
+    "bare": "#009E73",
+    "gloo": "#7F7F7F",
+    "hivemind": "#E69F00",
+}
 
 MIB = 2**20
 

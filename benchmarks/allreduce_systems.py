@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import datetime
 import importlib
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Protocol, Self
 
 import torch
@@ -89,8 +91,47 @@ class Averaging:
 class InPlace(Averaging):
     """This library with averages written as they arrive, which excludes sharing the state."""
 
+    def __init__(self, options: argparse.Namespace, **peer_options: Any) -> None:
+        super().__init__(options, in_place=True, share_state=False, **peer_options)
+
+
+class Sealed(InPlace):
+    """The same with TLS, so that direct connections are encrypted."""
+
     def __init__(self, options: argparse.Namespace) -> None:
-        super().__init__(options, in_place=True, share_state=False)
+        super().__init__(options, **tls_files(options.files))
+
+
+class OverGrpc(InPlace):
+    """The same with all parts over gRPC."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__(options, direct_listen=None)
+
+
+class OverGrpcTls(InPlace):
+    """The same with TLS."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__(options, direct_listen=None, **tls_files(options.files))
+
+
+def tls_files(folder: Path) -> dict[str, Path]:
+    """Returns the options of a peer for TLS; `write_certificates` has made the files."""
+    return {"tls_ca": folder / "ca.pem", "tls_cert": folder / "peer.pem", "tls_key": folder / "peer.key"}
+
+
+def write_certificates(folder: Path) -> None:
+    """Makes an authority, and a certificate for all peers of this machine."""
+    from averaging.security.ca import issue, make_authority
+
+    now = datetime.datetime.now(datetime.UTC)
+    authority = make_authority("benchmark", now, 1)
+    own = issue(authority, "peer", ["127.0.0.1"], now, 1)
+    for file, content in zip(
+        tls_files(folder).values(), (authority.certificate, own.certificate, own.key), strict=True
+    ):
+        file.write_bytes(content)
 
 
 class Gloo:
@@ -174,4 +215,13 @@ class Hivemind:
         return time.perf_counter() - begun
 
 
-SYSTEMS = {"averaging": Averaging, "in_place": InPlace, "bare": Bare, "gloo": Gloo, "hivemind": Hivemind}
+SYSTEMS = {
+    "averaging": Averaging,
+    "direct": InPlace,
+    "direct_sealed": Sealed,
+    "grpc": OverGrpc,
+    "grpc_tls": OverGrpcTls,
+    "bare": Bare,
+    "gloo": Gloo,
+    "hivemind": Hivemind,
+}

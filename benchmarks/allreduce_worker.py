@@ -162,6 +162,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, required=True)
     for name in ("tensors", "codec"):
         parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--files", type=Path, help="folder of the certificates")
     parser.add_argument("--join", default="", help="address of rank 0; for Gloo the URL of a file")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 
 from averaging.discovery.base import Discovery
 from averaging.errors import AveragingError
@@ -19,7 +20,7 @@ class PublishedRecord:
         value: returns the value to store; None if there is nothing to store now.
         lifetime: seconds until the record expires after this peer has died.
         refresh: seconds after which it is stored again, changed or not.
-        pause: least seconds between two stores; faster changes are merged.
+        pause: minimum seconds between two stores, except after an urgent change; faster changes are merged.
     """
 
     def __init__(
@@ -37,11 +38,13 @@ class PublishedRecord:
         self._discovery, self._key, self._endpoint = discovery, key, endpoint
         self._value, self._clock = value, clock
         self._lifetime, self._refresh, self._pause = lifetime, refresh, pause
-        self._changed = asyncio.Event()
+        self._changed, self._urgent = asyncio.Event(), asyncio.Event()
 
-    def changed(self) -> None:
-        """Has `keep` store the record again, because its value has changed."""
+    def changed(self, *, urgent: bool = False) -> None:
+        """Has `keep` store the record again, because its value has changed; if urgent, without a pause."""
         self._changed.set()
+        if urgent:
+            self._urgent.set()
 
     async def keep(self) -> None:
         """Stores the record after each change and before it expires, until cancelled. Call `store` first."""
@@ -52,8 +55,11 @@ class PublishedRecord:
             except TimeoutError:
                 pass
             self._changed.clear()
+            self._urgent.clear()
             await self.store()
-            await asyncio.sleep(self._pause)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._pause):
+                    await self._urgent.wait()
 
     async def store(self) -> None:
         """Stores the record once. A failure is logged only, since `keep` tries again."""

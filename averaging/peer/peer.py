@@ -289,7 +289,7 @@ class Peer:
             self._snapshots.commit(self.version + 1 if version is None else version)
 
         await self._tensors.while_locked(commit, self.config.round_timeout)
-        self._entered.donors.declaration.changed()
+        self._entered.donors.declaration.changed(urgent=True)
 
     def topic(self, name: str, tensors: Mapping[str, torch.Tensor], **options: Unpack[TopicOptions]) -> Topic:
         """Creates a topic: further tensors to be averaged with the peers of this run, such as gradients.
@@ -454,7 +454,7 @@ class Peer:
             self._snapshots.commit(state.version)
 
         await self._tensors.while_locked(write, self.config.round_timeout, self._tensors.nbytes)
-        self._entered.donors.declaration.changed()
+        self._entered.donors.declaration.changed(urgent=True)
         logger.info("took over the state of %s, version %d", fetched.donor, state.version)
 
     @property

@@ -98,6 +98,7 @@ class Coordination:
         self._explorers: dict[str, Counter[RunningStatus]] = {}
         self._waits: list[Wait] = []
         self._groups: list[Group] | None = None  # None: all members transfer weights together
+        self._groups_complete = True
         self._ended = False
 
     # Statuses
@@ -253,13 +254,22 @@ class Coordination:
 
     # Groups
 
-    def set_groups(self, groups: Collection[Group] | None) -> None:
+    def set_groups(self, groups: Collection[Group] | None, *, complete: bool = True) -> None:
         """Divides the members into groups, each of which transfers weights on its own; None undoes it.
 
         A group that loses a member, or in which an explorer stops, is never ready again: set the groups anew.
+
+        Args:
+            groups: The groups.
+            complete: Whether the members outside the groups will get none. Otherwise they wait for one.
         """
         self._groups = None if groups is None else list(groups)
+        self._groups_complete = complete
         self._settle()
+
+    def intact_groups(self) -> list[Group]:
+        """The groups that have lost no member."""
+        return [group for group in self._groups or () if not self._is_broken(group)]
 
     def _settle(self) -> None:
         """Answers the members of each group in which all are ready, or cannot become ready."""
@@ -269,25 +279,17 @@ class Coordination:
         for group in self._groups:
             self._settle_group(group, fixed=True)
         for wait in [*self._of(Purpose.TRAINER_READY), *self._of(Purpose.EXPLORER_READY)]:
-            if not any(wait.member in group for group in self._groups):
+            if self._groups_complete and not any(wait.member in group for group in self._groups):
                 self._answer(wait, None)
 
     def _settle_group(self, group: Group, *, fixed: bool) -> None:
-        ready, running, stopped = (
-            sum(self._explorers.get(member, Counter())[status] for member in group.explorers)
-            for status in (RunningStatus.REQUIRE_SYNC, RunningStatus.RUNNING, RunningStatus.STOPPED)
-        )
+        ready = self._count(group, RunningStatus.REQUIRE_SYNC)
+        running = self._count(group, RunningStatus.RUNNING)
         # In REQUIRE_SYNC too, but for another reason.
         waiting = sum(wait.counted and wait.member in group.explorers for wait in self._of(Purpose.NEW_STATE))
         ready, running = ready - waiting, running + waiting
-        trainers = [
-            status
-            for member in group.trainers
-            if (status := self._trainers.get(member, RunningStatus.STOPPED)) is not RunningStatus.STOPPED
-        ]
-        broken = fixed and (
-            stopped > 0 or len(trainers) < len(group.trainers) or not group.explorers <= self._explorers.keys()
-        )
+        trainers = [status for status in self._statuses(group) if status is not RunningStatus.STOPPED]
+        broken = fixed and self._is_broken(group)
         sending = [wait for wait in self._of(Purpose.TRAINER_READY) if wait.member in group.trainers]
         receiving = [wait for wait in self._of(Purpose.EXPLORER_READY) if wait.member in group.explorers]
         if broken or not ready + running:
@@ -298,6 +300,16 @@ class Coordination:
                 self._answer(wait, None)
         elif ready and not running and all(status is RunningStatus.REQUIRE_SYNC for status in trainers):
             self._transfer(group, sending, receiving)
+
+    def _count(self, group: Group, status: RunningStatus) -> int:
+        return sum(self._explorers[member][status] for member in group.explorers & self._explorers.keys())
+
+    def _statuses(self, group: Group) -> list[RunningStatus]:
+        return [self._trainers.get(member, RunningStatus.STOPPED) for member in group.trainers]
+
+    def _is_broken(self, group: Group) -> bool:
+        gone = not group.explorers <= self._explorers.keys() or RunningStatus.STOPPED in self._statuses(group)
+        return gone or self._count(group, RunningStatus.STOPPED) > 0
 
     def _transfer(self, group: Group, sending: list[Wait], receiving: list[Wait]) -> None:
         """Answers the members of a group that are all ready.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -150,6 +150,36 @@ def _plans(trainers: Mapping[str, SendsWeights], explorers: Mapping[str, Receive
             yield _Plan(trainer, {name: explorers[name] for name in own})
 
 
+def free_of(
+    groups: Collection[Group], trainers: Mapping[str, SendsWeights], explorers: Mapping[str, ReceivesWeights]
+) -> tuple[dict[str, SendsWeights], dict[str, ReceivesWeights]]:
+    """Returns the trainers and the explorers that are in none of the groups."""
+    taken = {member for group in groups for member in group.trainers | group.explorers}
+    return (
+        {name: trainer for name, trainer in trainers.items() if name not in taken},
+        {name: explorer for name, explorer in explorers.items() if name not in taken},
+    )
+
+
+def groups_to_keep(
+    intact: Collection[Group],
+    caller: str,
+    trainers: Mapping[str, SendsWeights],
+    explorers: Mapping[str, ReceivesWeights],
+) -> list[Group]:
+    """Selects the groups that a new set-up leaves alone, so that it interrupts no transfer without need.
+
+    It is none if the caller is no member of a group, or if otherwise a trainer or an explorer would stay without a
+    group that could have one.
+    """
+    kept = [group for group in intact if caller not in group]
+    alone_trainers, alone_explorers = free_of(kept, trainers, explorers)
+    movable = any(len(group.explorers) > 1 for group in kept)
+    if caller not in {*trainers, *explorers} or (alone_explorers and not alone_trainers):
+        return []
+    return [] if alone_trainers and not alone_explorers and movable else kept
+
+
 async def set_up(
     trainers: Mapping[str, SendsWeights], explorers: Mapping[str, ReceivesWeights], group_name: str, timeout: float
 ) -> list[Group]:
@@ -163,7 +193,7 @@ async def set_up(
     """
     if not trainers or not explorers:
         missing = "trainer" if not trainers else "explorer"
-        raise WeightGroupError(f"there is no {missing} to set up a weight sync group with; add_module() adds one")
+        raise WeightGroupError(f"there is no {missing} for a weight sync group; add_module() adds one")
     plans = list(_plans(trainers, explorers))
     async with _all_or_none(trainers, explorers, timeout), asyncio.TaskGroup() as tasks:
         for plan in plans:
@@ -193,7 +223,7 @@ async def join_explorers(
         WeightGroupError: There is no explorer, or one failed. All explorers have left then.
     """
     if not explorers:
-        raise WeightGroupError("there is no explorer to set up a weight sync group with; add_module() adds one")
+        raise WeightGroupError("there is no explorer for a weight sync group; add_module() adds one")
     async with _all_or_none({}, explorers, timeout):
         await _join(explorers, address, port, group_name, timeout)
         if meta is not None:

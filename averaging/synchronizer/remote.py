@@ -241,7 +241,8 @@ class RemoteSynchronizer:
 
     async def coordinate_weight_sync_setup(self, timeout: float | None = None) -> None:
         """See `Synchronizer.coordinate_weight_sync_setup`."""
-        request = wire.SyncTimeoutRequest(namespace=self._namespace, timeout=timeout or 0.0)
+        session = await self._open_session()
+        request = wire.SyncTimeoutRequest(namespace=self._namespace, session=session.number, timeout=timeout or 0.0)
         await self._call(methods.COORDINATE_WEIGHT_SYNC_SETUP, request, waits=True)
 
     async def coordinate_weight_sync_teardown(self) -> None:
@@ -421,7 +422,7 @@ class _Session:
         finally:
             for task in (calling, losing):
                 task.cancel()
-            await asyncio.wait([calling, losing])
+            await asyncio.gather(calling, losing, return_exceptions=True)
         raise PeerUnreachableError(self._endpoint, self._reason)
 
     def execute(self, command: wire.SyncCommand, module: Module | None) -> None:

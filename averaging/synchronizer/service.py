@@ -40,7 +40,7 @@ from averaging.wire.synchronizer_pb2 import (
 
 logger = logging.getLogger("averaging.synchronizer")
 
-MAX_UPLOADS = 4
+MAX_UPLOADS = 2
 """Number of states that may be received at the same time."""
 
 ALIVE_SECONDS = 1.0
@@ -268,7 +268,8 @@ class SynchronizerService:
     async def _coordinate_weight_sync_setup(self, request: SyncTimeoutRequest) -> SyncDone:
         synchronizer = self._find(request.namespace)
         limit = min(request.timeout, synchronizer.config.sync_timeout) if request.timeout > 0 else None
-        await synchronizer.coordinate_weight_sync_setup(limit)
+        member = self._member(request.session, request.namespace) if request.session else ""
+        await synchronizer.coordinate_weight_sync_setup(limit, member=member)
         return _DONE
 
     async def _coordinate_weight_sync_teardown(self, request: SyncRequest) -> SyncDone:

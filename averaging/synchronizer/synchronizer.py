@@ -12,10 +12,10 @@ from weakref import WeakKeyDictionary
 from averaging import Peer
 from averaging.common.threads import in_thread
 from averaging.config import FilePath, TLSFiles
-from averaging.errors import ClosedError, ConfigError, StateError, SyncTimeoutError
+from averaging.errors import ClosedError, ConfigError, StateError, SyncTimeoutError, WeightGroupError
 from averaging.rpc import RpcHandler, read_credentials
 from averaging.synchronizer import modules as groups
-from averaging.synchronizer.coordination import Coordination, End, RunningStatus, Wait
+from averaging.synchronizer.coordination import Coordination, End, Group, RunningStatus, Wait
 from averaging.synchronizer.modules import POLL_SECONDS, Module, Modules
 from averaging.synchronizer.options import GROUP_SECONDS, SynchronizerConfig, SyncMethod
 from averaging.synchronizer.state_stream import Meta, ModelState, StateDict, copy_in_thread, copy_of, meta_of
@@ -77,6 +77,7 @@ class Synchronizer:
         self._modules = Modules()
         self._peer = peer
         self._main: asyncio.Task[None] | None = None
+        self._setting_up: asyncio.Task[None] | None = None
         self._holders = 0
         self._detached = False
         self._ended = False
@@ -106,6 +107,7 @@ class Synchronizer:
     async def close(self) -> None:
         """Ends all waits with a `ClosedError`, and all background tasks."""
         self._end()
+        await self._give_up_set_up()
         if self._main is not None:
             await asyncio.wait([self._main])
 
@@ -406,36 +408,66 @@ class Synchronizer:
         await groups.join_explorers(
             explorers, master_address, master_port, state_dict_meta, self.config.group_name, limit
         )
-        self._state.set_groups(None)
-        self._release()
+        self._set_groups(None)
 
-    async def coordinate_weight_sync_setup(self, timeout: float | None = None) -> None:
+    async def coordinate_weight_sync_setup(self, timeout: float | None = None, *, member: str = "") -> None:
         """Sets up one weight sync group for each trainer, with its share of the explorers; all join at the same time.
 
-        Repeat it after a member was lost, or for new members.
+        Repeat it after a member was lost, or for new members. A call during a set-up waits for the same one.
 
         Args:
             timeout: Seconds for the set-up, and later for the transfer of a tensor; at most `sync_timeout` and 5
                 minutes if None.
+            member: The member that calls, if it is one. Groups of others that have lost no member are left alone then.
 
         Raises:
-            WeightGroupError: A member failed or was late, or there is no trainer or explorer. No group is left.
+            WeightGroupError: A member failed or was late, or there is no trainer or explorer. None of these members is
+                in a group then.
         """
         self._check()
-        limit = timeout or min(self.config.sync_timeout, GROUP_SECONDS)
-        self._state.set_groups([])
+        setting_up = self._setting_up
+        if setting_up is None or setting_up.done():
+            limit = timeout or min(self.config.sync_timeout, GROUP_SECONDS)
+            setting_up = asyncio.get_running_loop().create_task(self._set_up_groups(limit, member))
+            setting_up.add_done_callback(_retrieve)  # all who wait for it may be cancelled
+            self._setting_up = setting_up
+        try:
+            await asyncio.shield(setting_up)
+        except asyncio.CancelledError:
+            if setting_up.cancelled():
+                raise WeightGroupError("the set-up of the weight sync groups was given up") from None
+            raise
+
+    async def _set_up_groups(self, limit: float, member: str) -> None:
+        trainers, explorers = self._modules.senders(), self._modules.receivers()
+        kept = groups.groups_to_keep(self._state.intact_groups(), member, trainers, explorers)
+        self._set_groups(kept, complete=False)
+        found: list[Group] = []
+        try:
+            found = await groups.set_up(*groups.free_of(kept, trainers, explorers), self.config.group_name, limit)
+        finally:
+            self._set_groups([*kept, *found])
+        logger.info("%d weight sync groups are set up, %d were kept", len(found), len(kept))
+
+    def _set_groups(self, found: list[Group] | None, *, complete: bool = True) -> None:
+        self._state.set_groups(found, complete=complete)
         self._release()
-        found = await groups.set_up(self._modules.senders(), self._modules.receivers(), self.config.group_name, limit)
-        self._state.set_groups(found)
-        self._release()
-        logger.info("%d weight sync groups are set up", len(found))
 
     async def coordinate_weight_sync_teardown(self) -> None:
-        """Lets all members leave their groups: first the explorers, then the trainers. Dead ones are left out."""
+        """Lets all members leave their groups: first the explorers, then the trainers. Dead ones are left out.
+
+        A set-up in progress is given up.
+        """
         self._check()
-        self._state.set_groups(None)
-        self._release()
+        await self._give_up_set_up()
+        self._set_groups(None)
         await groups.tear_down(self._modules.senders(), self._modules.receivers())
+
+    async def _give_up_set_up(self) -> None:
+        setting_up, self._setting_up = self._setting_up, None
+        if setting_up is not None and not setting_up.done():
+            setting_up.cancel()
+            await asyncio.wait([setting_up])
 
     async def ready_to_nccl_sync(self, module: Role, trainer_step: int, *, member: str = "") -> int | None:
         """Says that a side is ready to transfer weights, and waits until the other one is.
@@ -623,6 +655,11 @@ class Synchronizer:
 
 _actors: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Synchronizer]] = WeakKeyDictionary()
 """The synchronizers of this process by namespace, for each event loop."""
+
+
+def _retrieve(task: asyncio.Task[None]) -> None:
+    if not task.cancelled():
+        task.exception()
 
 
 def _present(peer: Peer | None) -> dict[str, Synchronizer]:

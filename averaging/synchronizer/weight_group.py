@@ -101,7 +101,7 @@ class _Member:
             return c10d.ProcessGroupNCCL(prefixed, rank, world_size, options)
 
         try:
-            self._group = await in_thread(join, lambda: _give_up(leaving))
+            self._group = await _interruptible(join, leaving)
         except (RuntimeError, ValueError) as error:
             raise WeightGroupError(f"the weight sync group at {master_address}:{master_port}: {error}") from None
 
@@ -133,7 +133,7 @@ class _Member:
                 raw.copy_(travelling)
 
         try:
-            return await in_thread(lambda: action(broadcast), lambda: _give_up(leaving))
+            return await _interruptible(lambda: action(broadcast), leaving)
         except RuntimeError as error:
             raise WeightGroupError(f"a member of the weight sync group was lost: {error}") from None
 
@@ -247,9 +247,23 @@ class WeightReceiver(_Member):
         return await self._in_group(receive)
 
 
-def _give_up(leaving: threading.Event) -> bool:
-    leaving.set()
-    return False  # the thread ends by itself
+async def _interruptible(action: Callable[[], T], leaving: threading.Event) -> T:
+    """Runs `action` in a thread; a cancellation sets `leaving`, which makes it raise soon."""
+
+    def run() -> tuple[T] | Exception:
+        try:
+            return (action(),)
+        except Exception as error:
+            return error  # after a cancellation nobody would see it raised
+
+    def give_up() -> bool:
+        leaving.set()
+        return False
+
+    result = await in_thread(run, give_up)
+    if isinstance(result, Exception):
+        raise result
+    return result[0]
 
 
 def _is_listening(host: str, port: int) -> bool:

@@ -242,6 +242,9 @@ class MemoryTransport:
     def prepare_lane(self, endpoint: str) -> None:
         """See `transport.base.Transport`."""
 
+    async def check_lane(self, endpoint: str) -> None:
+        """See `transport.base.Transport`."""
+
     def lane(self, endpoint: str) -> None:
         """See `transport.base.Transport`."""
 

@@ -26,6 +26,7 @@ from averaging.state.packing import State, pack, seal
 from averaging.transport import virtual_time
 from tests.fuzz.material import ENDPOINTS, averaging_data, packed, states
 from tests.selection import examples
+from tests.simulation.fake_transport import OneLane
 from tests.simulation.rounds import STALL_TIMEOUT, Simulation
 from tests.simulation.swarm import Swarm
 
@@ -255,7 +256,7 @@ def test_hostile_donors(given: list[tuple[list[DownloadData], list[float], Excep
 
     script = Script([(list(zip(times, messages, strict=False)), error) for messages, times, error in given])
 
-    class Donor:
+    class Donor(OneLane):
         def download_state(self, endpoint: str, resume: Resume | None = None) -> AsyncGenerator[DownloadData, None]:
             return script.play()
 

@@ -18,6 +18,7 @@ FORKED = {
     "tests.integration.worker": "tests.integration.worker",
     "tests.integration.strategy_worker": "tests.integration.strategy_worker",
     "tests.integration.feed_rank": "tests.integration.feed_rank",
+    "tests.integration.synchronizer_worker": "tests.integration.synchronizer_worker",
     "tests.integration.weights_worker": "tests.integration.weights_worker",
     "tests.integration.site_worker": "tests.integration.site_worker",
 }

@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from averaging import Outcome, Peer, Receipt
 from averaging.errors import CallRefusedError, PeerUnreachableError, ProtocolViolationError
 from averaging.protocol.messages import AveragingData, MessageCode
 from averaging.security.credentials import Credentials
+from averaging.transport.base import is_alive
 from averaging.transport.direct import lanes, opening, quotas, tickets
 from averaging.transport.direct import serving as direct_serving
 from averaging.transport.direct.buffers import Buffers
@@ -44,7 +45,7 @@ from tests.integration.grpc_fakes import (
     read_all,
     serving,
 )
-from tests.integration.listening import listening
+from tests.integration.listening import closed, listening
 from tests.integration.peers import average, swarm
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind", "direct")
@@ -255,6 +256,79 @@ async def test_closing_waits_for_streams_and_not_for_idle_connections() -> None:
             assert number_of(await anext(replies)) == 9
             assert await anext(replies, None) is None
             await closing
+
+
+# Signs of life
+
+
+@pytest.mark.asyncio
+async def test_a_callee_that_reads_nothing_is_alive(credentials: Credentials | None) -> None:
+    """Its sign of life does not wait behind the parts that fill the connection, and comes between two replies."""
+
+    async def reads_nothing(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
+        yield await anext(messages)
+        await may_go_on.wait()
+        for number in range(5):
+            yield replace(part(number, MIB), endpoint="")
+
+    async def nameless() -> AsyncGenerator[AveragingData, None]:
+        while True:
+            yield replace(part(7, MIB), endpoint="")
+
+    may_go_on = asyncio.Event()
+    service = FakePeer(aggregate=reads_nothing)
+    async with (
+        serving(service, credentials=credentials) as (_, endpoint),
+        client(credentials=credentials) as caller,
+        aclosing(caller.aggregate_part(endpoint, nameless())) as replies,
+        asyncio.timeout(PATIENCE),
+    ):
+        assert number_of(await anext(replies)) == 7
+        for _ in range(3):
+            assert await is_alive(caller, endpoint)
+        may_go_on.set()
+        checks = [asyncio.create_task(is_alive(caller, endpoint)) for _ in range(5)]
+        assert [number_of(await anext(replies)) for _ in range(5)] == list(range(5))
+        assert all([await check for check in checks])
+
+
+@pytest.mark.asyncio
+async def test_a_connection_that_stalls_gives_no_sign_of_life_although_grpc_does() -> None:
+    async def passes_the_greeting(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", port)
+        back.write(await reader.readexactly(HELLO_BYTES + len(READY)))
+        writer.write(await there.readexactly(len(WELCOME)))
+        with suppress(OSError):
+            while await reader.read(1 << 16):
+                pass
+        await closed(back)
+
+    async with serving(FakePeer()) as (callee, endpoint), client() as caller:
+        port = transport_of(callee).direct_port
+        async with listening(passes_the_greeting) as relay:
+            transport_of(callee)._direct_advertise = int(relay.rpartition(":")[2])
+            async with aclosing(caller.aggregate_part(endpoint, endless(asyncio.Event()))) as replies:
+                reply = asyncio.create_task(anext(replies))
+                await until(lambda: transport_of(caller)._lanes.in_use(endpoint) is not None)
+                await caller.get_schema(endpoint)
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(is_alive(caller, endpoint), 0.3)
+                reply.cancel()
+                await asyncio.gather(reply, return_exceptions=True)
+
+
+@pytest.mark.asyncio
+async def test_a_connection_that_the_callee_has_lost_is_not_alive() -> None:
+    async with (
+        serving(FakePeer()) as (callee, endpoint),
+        client() as caller,
+        aclosing(caller.aggregate_part(endpoint, endless(asyncio.Event()))) as replies,
+    ):
+        await anext(replies)
+        listener = transport_of(callee)._listener
+        assert listener is not None
+        listener._links.clear()
+        assert not await asyncio.wait_for(is_alive(caller, endpoint), PATIENCE)
 
 
 # Tickets

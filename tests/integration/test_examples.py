@@ -13,11 +13,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import psutil
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from examples import ddp, digits, diloco, three_lines
+from examples import ddp, digits, diloco, explorers, three_lines
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,6 +57,10 @@ class Example:
         assert self._process.wait() == code, self.printed
         assert "Traceback" not in self.printed
         return self.printed
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def interrupt(self) -> None:
         """As Ctrl+C does."""
@@ -113,6 +118,33 @@ def test_two_peers_make_the_same_outer_steps_and_tensorboard_shows_the_rounds(tm
         assert [event.value for event in events.Scalars("averaging/local_step")] == [20, 40, 60]
         assert [event.step for event in events.Scalars("loss/own text")] == list(range(1, 61))
         assert [event.step for event in events.Scalars("loss/held-out text")] == [20, 40, 60]
+
+
+def test_explorers_follow_a_trainer_and_one_is_killed_and_comes_back(tmp_path: Path) -> None:
+    plot = tmp_path / "folder" / "plot.png"
+    with Example("explorers", "--steps=6", f"--plot={plot}") as example:
+        printed = example.end(0)
+    assert re.search(r"killed.*step   3: .*started again.*step   6: reward +\d", printed, re.DOTALL)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.long
+def test_the_reward_of_the_explorers_rises(tmp_path: Path) -> None:
+    with Example("explorers", "--steps=30", f"--plot={tmp_path / 'plot.png'}") as example:
+        [(first, last)] = re.findall(r"The mean reward rose from (\d+) to (\d+)", example.end(0))
+    assert int(first) < 60
+    assert int(last) > 2 * int(first)
+
+
+@pytest.mark.long
+def test_ctrl_c_ends_the_trainer_and_its_explorers() -> None:
+    with Example("explorers") as example:
+        example.read_until("step   6")
+        children = psutil.Process(example.pid).children()
+        assert len(children) == 4
+        example.interrupt()
+        assert example.end(130).endswith("Stopped.\n")
+    assert not [child for child in children if child.is_running()]
 
 
 @pytest.mark.long
@@ -247,7 +279,8 @@ def test_a_folder_for_tensorboard_that_cannot_be_made_is_reported(
 
 
 def test_the_commands_of_the_page_are_understood(capsys: pytest.CaptureFixture[str]) -> None:
-    mains = {"ddp": ddp.main, "digits": digits.main, "diloco": diloco.main, "three_lines": three_lines.main}
+    modules = (ddp, digits, diloco, explorers, three_lines)
+    mains: dict[str, Main] = {module.__name__.partition(".")[2]: module.main for module in modules}
     pages = "".join((ROOT / "docs" / "how-to" / page).read_text() for page in ("examples.md", "gpus.md"))
     commands = re.findall(r"^(?:python|torchrun .*) -m examples\.(\w+)(.*)$", pages, re.MULTILINE)
     assert {name for name, _ in commands} == set(mains)
@@ -255,4 +288,4 @@ def test_the_commands_of_the_page_are_understood(capsys: pytest.CaptureFixture[s
         with pytest.raises(SystemExit) as ended:
             mains[name]([*arguments.split(), "--help"])  # an option before it that is not known is an error
         assert ended.value.code == 0
-        assert "--join HOST:PORT" in capsys.readouterr().out
+        assert f"python -m examples.{name}" in capsys.readouterr().out

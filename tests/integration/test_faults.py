@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -46,19 +48,45 @@ def reset(processes: list[JsonProcess]) -> None:
         process.expect("reset")
 
 
-def next_round(processes: list[JsonProcess]) -> None:
-    """All three take part again."""
+@pytest.fixture(params=["grpc", "direct"])
+def lane(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def using(lane: str) -> dict[str, Any]:
+    """Options of a worker for a lane."""
+    return {"direct_listen": "127.0.0.1:0"} if lane == "direct" else {}
+
+
+@contextmanager
+def proxies(lane: str, rate: float | None = None) -> Iterator[tuple[list[FaultProxy], dict[str, Any]]]:
+    """Proxies before one peer, the last of which the parts pass, and the options of the peer."""
+    with FaultProxy(rate) as proxy, FaultProxy(rate) as beside:
+        behind: dict[str, Any] = {
+            "listen": f"127.0.0.1:{proxy.target}",
+            "advertise": f"127.0.0.1:{proxy.port}",
+        }
+        if lane == "grpc":
+            yield [proxy], behind
+        else:
+            behind |= {"direct_listen": f"127.0.0.1:{beside.target}", "direct_advertise": beside.port}
+            yield [proxy, beside], behind
+
+
+def next_round(processes: list[JsonProcess], lane: str | None = None) -> None:
+    """All three take part again, over `lane` if it is given; in the first round a direct one may come too late."""
     for receipt in average(*processes):
         assert receipt["outcome"] == "averaged", receipt
         assert len(receipt["members"]) == 3, receipt
         assert receipt["dropped"] == [], receipt
+        assert lane is None or set(receipt["lanes"]) == {lane}, receipt
 
 
-def test_a_process_that_is_stopped_and_continues(workers: Workers) -> None:
+def test_a_process_that_is_stopped_and_continues(workers: Workers, lane: str) -> None:
     stops = FAULTY | {"fatal_step": "sending", "after": PARTS_OF_USUAL_ROUNDS, "sends": "SIGSTOP"}
-    processes = workers.start(*({"value": n, **OPTIONS, **(stops if n == 2 else {})} for n in range(3)))
-    for _ in range(MIN_WAITS):
-        next_round(processes)
+    processes = workers.start(*({"value": n, **OPTIONS, **using(lane), **(stops if n == 2 else {})} for n in range(3)))
+    for number in range(MIN_WAITS):
+        next_round(processes, lane if number else None)
     before = [Held.by(process) for process in processes]
     reset(processes)
     for process in processes:
@@ -75,13 +103,14 @@ def test_a_process_that_is_stopped_and_continues(workers: Workers) -> None:
 
 
 @pytest.mark.parametrize("fault", [Fault.STALL, Fault.CUT, Fault.HALF_OPEN, Fault.CORRUPT])
-def test_a_connection_that_fails_in_the_round(workers: Workers, fault: Fault) -> None:
-    with FaultProxy() as proxy:
-        behind = FAULTY | {"listen": f"127.0.0.1:{proxy.target}", "advertise": f"127.0.0.1:{proxy.port}"}
-        processes = workers.start(*({"value": n, **OPTIONS, **(behind if n == 2 else {})} for n in range(3)))
+def test_a_connection_that_fails_in_the_round(workers: Workers, fault: Fault, lane: str) -> None:
+    with proxies(lane) as (before_it, behind):
+        proxy, behind = before_it[-1], FAULTY | behind
+        common = OPTIONS | using(lane)
+        processes = workers.start(*({"value": n, **common, **(behind if n == 2 else {})} for n in range(3)))
         assert workers.endpoints[2] == behind["advertise"]
-        for _ in range(MIN_WAITS):
-            next_round(processes)
+        for number in range(MIN_WAITS):
+            next_round(processes, lane if number else None)
         before = [Held.by(process) for process in processes]
         reset(processes)
         proxy.arm(fault, after=400_000)
@@ -93,9 +122,9 @@ def test_a_connection_that_fails_in_the_round(workers: Workers, fault: Fault) ->
         wait_until_given_back(processes, before)
 
 
-def test_no_member_is_dropped_over_a_slow_link(workers: Workers) -> None:
-    with FaultProxy(rate=1e6) as proxy:
-        behind = {"listen": f"127.0.0.1:{proxy.target}", "advertise": f"127.0.0.1:{proxy.port}"}
-        processes = workers.start(*({"value": n, **OPTIONS, **(behind if n == 2 else {})} for n in range(3)))
-        for _ in range(MIN_WAITS + 1):
-            next_round(processes)
+def test_no_member_is_dropped_over_a_slow_link(workers: Workers, lane: str) -> None:
+    with proxies(lane, rate=1e6) as (_, behind):
+        common = OPTIONS | using(lane)
+        processes = workers.start(*({"value": n, **common, **(behind if n == 2 else {})} for n in range(3)))
+        for number in range(MIN_WAITS + 1):
+            next_round(processes, lane if number else None)

@@ -19,10 +19,12 @@ from typing import Any, TypeVar
 import torch
 
 from averaging import AveragingError, CompressionType, Mode, Peer, ReplyForm
+from averaging.config import AUTO
 from averaging.discovery.gossip.gossip_discovery import peers_key
 from averaging.protocol.group import donors_key
 from averaging.protocol.messages import AveragingData, DownloadData, JoinRequest, MessageFromLeader, Resume
 from averaging.transport.base import AveragingService, GossipService
+from averaging.transport.direct import DirectTransport
 from averaging.transport.grpc import GrpcTransport
 
 T = TypeVar("T")
@@ -31,12 +33,31 @@ SIZE = 600_000
 """Elements of the tensor: 2.3 MiB, so that every shard has parts enough to die in the middle of."""
 
 
-class FatalTransport(GrpcTransport):
-    """Kills its own process, as a power cut would, once `fatal_step` has happened `after` times; or stops it."""
+class FatalTransport(DirectTransport):
+    """Kills its own process, as a power cut would, once `fatal_step` has happened `after` times; or stops it.
 
-    def __init__(self, *args: Any, fatal_step: str, after: int, sends: str = "SIGKILL", **options: Any) -> None:
-        super().__init__(*args, **options)
+    Without `direct_listen` it has no direct lane.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        fatal_step: str,
+        after: int,
+        sends: str = "SIGKILL",
+        direct_listen: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(*args, direct_listen=direct_listen or AUTO, **options)
+        self._has_lane = direct_listen is not None
         self._fatal_step, self._left, self._signal = fatal_step, after, signal.Signals[sends]
+
+    async def bind(self) -> str:
+        return await (super().bind() if self._has_lane else GrpcTransport.bind(self))
+
+    def prepare_lane(self, endpoint: str) -> None:
+        if self._has_lane:
+            super().prepare_lane(endpoint)
 
     def _step(self, step: str) -> None:
         if step == self._fatal_step:
@@ -120,6 +141,9 @@ async def main(options: dict[str, Any]) -> None:
         fatal_step=step,
         after=after,
         sends=sends,
+        direct_listen=options.pop("direct_listen", None),
+        direct_advertise=options.pop("direct_advertise", None),
+        max_part_bytes=1 << 17,
     )
     commands: asyncio.Queue[str] = asyncio.Queue()
     loop = asyncio.get_running_loop()
@@ -138,6 +162,7 @@ async def main(options: dict[str, Any]) -> None:
                         outcome=receipt.outcome,
                         reason=receipt.reason,
                         members=receipt.members,
+                        lanes=[account.lane for account in receipt.accounts if account.endpoint != receipt.endpoint],
                         dropped=[dropped.endpoint for dropped in receipt.dropped],
                         reasons=[dropped.reason for dropped in receipt.dropped],
                         allreduce_seconds=receipt.allreduce_seconds,

@@ -20,6 +20,7 @@ from averaging.protocol.schema import Schema, TensorSpec
 from averaging.transport import virtual_time
 from averaging.transport.base import Transport
 from averaging.transport.memory import MemoryNetwork
+from tests.simulation.fake_transport import OneLane
 
 LEADER, ME = "192.0.2.1:1", "192.0.2.3:1"
 TIMEOUT, STEP = 10.0, 1800.0
@@ -111,7 +112,7 @@ def test_a_search_ends_in_time_if_it_is_set_forward(mode: Mode) -> None:
     assert TIMEOUT - CLOCK_TOLERANCE - 0.1 < receipt.seconds < TIMEOUT + 0.1
 
 
-class SilentLeader:
+class SilentLeader(OneLane):
     """The network: the leader accepts, the clock is set back, and the leader sends nothing more."""
 
     def __init__(self, clock: Clock) -> None:

@@ -18,9 +18,10 @@ from averaging.protocol.messages import JoinRequest, MessageCode, MessageFromLea
 from averaging.protocol.schema import describe
 from averaging.transport import virtual_time
 from averaging.transport.base import Transport
+from tests.simulation.fake_transport import OneLane
 
 
-class WillingLeaders:
+class WillingLeaders(OneLane):
     """A transport to peers that accept and begin without delay.
 
     Attributes:

@@ -22,6 +22,7 @@ from averaging.protocol.schema import Schema, TensorSpec
 from averaging.transport import virtual_time
 from averaging.transport.base import Transport
 from tests.selection import rest_is_long
+from tests.simulation.fake_transport import OneLane
 from tests.simulation.rounds import SilentLeader
 from tests.simulation.swarm import Swarm, scalars
 
@@ -153,7 +154,7 @@ SCHEMA = Schema((TensorSpec("w", "float32", (3,), CompressionType.NONE),), 1024)
 GATHER = pack_gather(1.0, None, Mode.NODE)
 
 
-class Leaders:
+class Leaders(OneLane):
     """The network: each of two leaders accepts after a time of its own, and then begins or disbands.
 
     Attributes:

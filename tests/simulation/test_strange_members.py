@@ -20,6 +20,7 @@ from averaging.protocol.messages import CompressionType, JoinRequest, MessageCod
 from averaging.protocol.schema import Schema, TensorSpec
 from averaging.transport import virtual_time
 from averaging.transport.base import Transport
+from tests.simulation.fake_transport import OneLane
 from tests.simulation.rounds import SilentLeader
 from tests.simulation.swarm import Swarm, scalars
 
@@ -29,7 +30,7 @@ GATHER = pack_gather(1.0, None, Mode.NODE)
 CLIENT = "client::0b5e6ff2-6a0f-4a3e-9c1b-2f8f6f0d8d11"
 
 
-class OneLeader:
+class OneLeader(OneLane):
     """The network: every peer that is asked to lead begins a group with these members."""
 
     def __init__(self, *members: str) -> None:

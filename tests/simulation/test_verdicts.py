@@ -21,6 +21,7 @@ from averaging.protocol.messages import CompressionType, JoinRequest, MessageCod
 from averaging.protocol.schema import Schema, TensorSpec
 from averaging.transport import virtual_time
 from averaging.transport.base import Transport
+from tests.simulation.fake_transport import OneLane
 from tests.simulation.swarm import Swarm, scalars
 
 ME, DEAD, GOOD, MUTE = "192.0.2.1:1", "192.0.2.2:1", "192.0.2.3:1", "192.0.2.4:1"
@@ -31,7 +32,7 @@ LOWER = 0.5
 
 
 @dataclass
-class Leaders:
+class Leaders(OneLane):
     """The network: DEAD never answers, MUTE accepts and then sends nothing, GOOD begins later."""
 
     begins_after: float = 0.0
@@ -142,7 +143,7 @@ def test_a_full_group_waits_for_the_answer_to_its_leader_s_own_request(verdict: 
     """Otherwise it could be in two groups at once."""
     asked, answer = asyncio.Event(), asyncio.Event()
 
-    class Undecided:
+    class Undecided(OneLane):
         async def join_group(self, endpoint: str, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
             asked.set()
             await answer.wait()

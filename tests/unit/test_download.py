@@ -24,6 +24,7 @@ from averaging.state.download import MAX_COMPARED, TRIES_PER_DONOR, choose, down
 from averaging.state.manifest import BASE_ITEMS, read_manifest
 from averaging.state.packing import State, check_state, pack, seal
 from averaging.transport import virtual_time
+from tests.simulation.fake_transport import OneLane
 
 NAMES = ("a", "b", "c", "d")
 
@@ -291,7 +292,7 @@ def test_the_choice_is_that_of_the_most(versions: Sequence[int], wanted: int) ->
 
 
 @dataclass
-class Slow:
+class Slow(OneLane):
     """A transport whose donors begin to send only after so many seconds, call by call; the last number holds."""
 
     seconds: dict[str, list[float]]

@@ -246,7 +246,7 @@ def test_a_group_that_has_lost_a_member_is_not_ready_until_it_is_set_up_again(lo
         left = {E, F} - {lost}
         state.set_groups([Group(frozenset([T]), frozenset(left))])
         sending = state.trainer_ready(5, T, 10.0)
-        assert answer(state.explorer_ready(*left, 10.0)) == answer(sending) == 5
+        assert answer(state.explorer_ready(left.pop(), 10.0)) == answer(sending) == 5
 
 
 def test_members_outside_the_groups_are_never_ready() -> None:

@@ -208,7 +208,7 @@ async def test_the_version_does_not_go_back_over_restarts(tmp_path: Path) -> Non
         await synchronizer.set_trainer_status(RUNNING)
         await synchronizer.set_explorer_status(RUNNING)
         ready = (synchronizer.ready_to_nccl_sync("trainer", 83), synchronizer.ready_to_nccl_sync("explorer", 0))
-        assert await asyncio.gather(*ready) == [103, 103]
+        assert list(await asyncio.gather(*ready)) == [103, 103]
     async with Synchronizer(config=config) as synchronizer:
         assert await synchronizer.get_latest_model_version() == 103
     (tmp_path / NAME).write_text("nonsense")
@@ -261,6 +261,6 @@ async def test_bad_input_is_refused_by_name() -> None:
         ({"group_name": ""}, "group_name"),
     ):
         with pytest.raises(ConfigError, match=named):
-            SynchronizerConfig(**options)  # type: ignore[arg-type]
+            SynchronizerConfig(**options)
     with pytest.raises(ClosedError, match="not running"):
         await Synchronizer().add_module(Module())

@@ -44,6 +44,8 @@ class Kind(IntEnum):
     """The sender of this frame has sent all messages of this stream."""
     ERROR = 5
     """The callee ends the stream with an error; the head is a `DirectError`."""
+    ALIVE = 6
+    """From the callee, when the caller asks with `Echo`; between any two other frames."""
 
 
 _BODIES = frozenset({Kind.PART})
@@ -81,7 +83,7 @@ def read_header(raw: bytes | bytearray | memoryview, max_body: int) -> Sizes:
         ProtocolViolationError: it is malformed, or the frame is larger than any that a peer sends.
     """
     kind, zero, head, body = HEADER.unpack(raw)
-    if zero or not Kind.READY <= kind <= Kind.ERROR:
+    if zero or not Kind.READY <= kind <= Kind.ALIVE:
         raise ProtocolViolationError("something on the direct connection that is not a frame")
     if head > MAX_HEAD_BYTES or body > (max_body if kind in _BODIES else 0):
         raise ProtocolViolationError(

@@ -41,6 +41,7 @@ class Link:
         hang_ups: tells of the end of the connection while nothing is read; None if that does not matter.
 
     Attributes:
+        ticket: with which the connection was made.
         lost: why the connection has ended; empty while it is open.
         ahead: how many frames may wait to be read; with 0 one arrives when it is asked for.
         on_lost: called once when the connection ends, except by `close`.
@@ -62,6 +63,7 @@ class Link:
         self._loop = asyncio.get_running_loop()
         self._max_body, self._buffers, self._ciphers = max_body, buffers, ciphers
         self._hang_ups = hang_ups
+        self.ticket = b""
         self.lost = ""
         self.ahead = FRAMES_AHEAD
         self.on_lost: Callable[[], object] | None = None
@@ -79,6 +81,9 @@ class Link:
         self._writer: asyncio.Future[None] | None = None
         self._reading = False
         self._sealed = bytearray()
+        self._sending = False
+        self._alive_wanted = False
+        self._alive_waiters: list[asyncio.Future[None]] = []
         set_options(sock)
         self._resume()
 
@@ -138,6 +143,45 @@ class Link:
         Raises:
             PeerUnreachableError: the connection was lost or closed.
         """
+        self._sending = True
+        await self._send(kind, head, body)
+        self._sending = False
+        if self._alive_wanted:
+            self.tell_alive()
+
+    def tell_alive(self) -> None:
+        """Sends an ALIVE frame as soon as no other frame is being sent."""
+        self._alive_wanted = self._sending
+        if self._sending or self.lost:
+            return
+        header = pack_header(Kind.ALIVE, 0, 0)
+        payload = b"" if self._ciphers is None else self._seal(self._ciphers.sending, header, b"", b"")
+        frame = header + payload
+        try:
+            complete = self._socket.send(frame) == len(frame)
+        except OSError:
+            complete = False
+        if not complete:  # the other side takes nothing, not even this
+            self._lose()
+
+    async def alive(self) -> None:
+        """Returns when an ALIVE frame arrives after this call.
+
+        Raises:
+            PeerUnreachableError: the connection was lost or closed.
+        """
+        if not self.lost:
+            waiter: asyncio.Future[None] = self._loop.create_future()
+            self._alive_waiters.append(waiter)
+            try:
+                await waiter
+            finally:
+                if waiter in self._alive_waiters:
+                    self._alive_waiters.remove(waiter)
+        if self.lost:
+            raise PeerUnreachableError(self.name, self.lost)
+
+    async def _send(self, kind: Kind, head: bytes, body: Buffer) -> None:
         header = pack_header(kind, len(head), len(body))
         if self._ciphers is not None:
             pieces = [memoryview(header), self._seal(self._ciphers.sending, header, head, body)]
@@ -256,6 +300,9 @@ class Link:
                     return
             body = room[: sizes.body]
             head = bytes(room[behind : behind + sizes.head])
+        if sizes.kind is Kind.ALIVE:
+            self._tell_waiters()
+            return
         self._frames.append(Frame(sizes.kind, head, body))
         self._wake(self._reader)
         if len(self._frames) >= self.ahead:
@@ -283,6 +330,11 @@ class Link:
                 alarm.cancel()
             if not self.lost:
                 self._loop.remove_writer(self._socket)
+
+    def _tell_waiters(self) -> None:
+        for waiter in self._alive_waiters:
+            self._wake(waiter)
+        self._alive_waiters.clear()
 
     @staticmethod
     def _wake(waiter: asyncio.Future[None] | None) -> None:
@@ -312,6 +364,7 @@ class Link:
         self._missing = 0
         self._wake(self._reader)
         self._wake(self._writer)
+        self._tell_waiters()
 
 
 def set_options(sock: socket.socket) -> None:

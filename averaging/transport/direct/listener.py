@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from averaging.common.addresses import parse_address
-from averaging.errors import AveragingError, ListenError, ProtocolViolationError
+from averaging.errors import AveragingError, ListenError, PeerUnreachableError, ProtocolViolationError
 from averaging.transport.base import AveragingService
 from averaging.transport.direct.buffers import Buffers
 from averaging.transport.direct.frames import HELLO_BYTES, Kind, read_hello
@@ -74,6 +74,7 @@ class Listener:
         self._newcomers = Places(MAX_NEWCOMERS, MAX_NEWCOMERS_PER_HOST)
         self._admitted = Places(MAX_CONNECTIONS, MAX_CONNECTIONS_PER_HOST)
         self._heads, self._held = Heads(), Held(limits)
+        self._links: dict[bytes, Link] = {}  # by their tickets
         self._connections: set[asyncio.Task[None]] = set()
         self._busy: set[asyncio.Task[None]] = set()  # those with a stream in progress
 
@@ -83,6 +84,17 @@ class Listener:
         for listening in self._sockets:
             listening.listen(BACKLOG)
             self._loop.add_reader(listening, self._accept, listening)
+
+    def echo(self, ticket: bytes) -> None:
+        """Sends an ALIVE frame over the connection that was made with a ticket.
+
+        Raises:
+            TransportError: there is none.
+        """
+        link = self._links.get(ticket)
+        if link is None or link.lost:
+            raise PeerUnreachableError("this peer", "there is no direct connection with this ticket")
+        link.tell_alive()
 
     async def stop(self, grace: float) -> None:
         """Frees the port, and ends all connections after at most `grace` seconds for streams in progress."""
@@ -152,6 +164,7 @@ class Listener:
             if admission is not None:
                 self._admitted.leave(admission.host)
             if link is not None:
+                self._links.pop(link.ticket, None)
                 link.close()
             connection.close()
 
@@ -159,6 +172,7 @@ class Listener:
         task, service = asyncio.current_task(), self._service
         if task is None or service is None:
             return
+        self._links[link.ticket] = link
         link.on_lost = task.cancel
         link.write_seconds = write_seconds
         while self._sockets:
@@ -184,7 +198,7 @@ class Listener:
         return self.tickets.redeem(read_hello(raw), self._clock())
 
     def _link(self, connection: socket.socket, name: str, admission: Admission) -> Link:
-        return Link(
+        link = Link(
             connection,
             name,
             max_body=self._max_body,
@@ -192,6 +206,8 @@ class Listener:
             ciphers=admission.ciphers,
             hang_ups=self._hang_ups,
         )
+        link.ticket = admission.ticket
+        return link
 
     async def _greet(self, link: Link) -> None:
         if (await link.read()).kind is not Kind.READY:

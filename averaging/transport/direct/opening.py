@@ -22,10 +22,10 @@ from averaging.transport.direct.tickets import VALID_SECONDS, Admission, Tickets
 from averaging.transport.grpc import message_limits
 from averaging.transport.grpc.authentication import Callers, host_of
 from averaging.transport.grpc.channel_options import CONNECT_SECONDS
-from averaging.transport.grpc.conversion import parse
+from averaging.transport.grpc.conversion import decode_nothing, encode_nothing, parse
 from averaging.transport.grpc.dialling import Dialling
 from averaging.transport.grpc.methods import Method
-from averaging.transport.grpc.server import Context, write_all
+from averaging.transport.grpc.server import Context, unary, write_all
 from averaging.wire import direct_pb2
 
 SERVICE = "averaging.v1.Direct"
@@ -81,6 +81,26 @@ OPEN: Method[bytes, Grant] = Method(
 )
 
 
+ECHO: Method[bytes, None] = Method(
+    SERVICE,
+    "Echo",
+    lambda ticket: direct_pb2.EchoRequest(ticket=ticket).SerializeToString(),
+    lambda raw: parse(direct_pb2.EchoRequest(), raw).ticket,
+    encode_nothing,
+    decode_nothing,
+    max_reply_bytes=message_limits.SMALL_BYTES,
+)
+
+
+def echo_handler(echo: Callable[[bytes], None], callers: Callers) -> grpc.RpcMethodHandler[bytes, bytes]:
+    """The callee's side of `Echo`; `echo` sends an ALIVE frame over the connection with a ticket."""
+
+    async def answer(ticket: bytes) -> None:
+        echo(ticket)
+
+    return unary(ECHO, callers, answer)
+
+
 def open_handler(
     tickets: Tickets, port: Callable[[], int], callers: Callers, clock: Callable[[], float], *, sealed: bool
 ) -> grpc.RpcMethodHandler[bytes, bytes]:
@@ -101,7 +121,7 @@ def open_handler(
             own = X25519PrivateKey.generate()
             public_key = _public_bytes(own)
             ciphers = Ciphers.of_callee(derive_keys(own, caller_key, caller_key, public_key, ticket))
-        tickets.grant(ticket, Admission(host_of(context), callers.checker(context), ciphers), clock())
+        tickets.grant(Admission(host_of(context), ticket, callers.checker(context), ciphers), clock())
 
         async def reply() -> Any:
             yield Grant(port(), ticket, public_key)
@@ -158,6 +178,7 @@ async def open_link(
             except BaseException:
                 link.close()
                 raise
+            link.ticket = grant.ticket
             return link
     except TimeoutError:
         reason = f"no answer at its direct port {grant.port} within {CONNECT_SECONDS:g} s"

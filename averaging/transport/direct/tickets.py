@@ -22,11 +22,13 @@ class Admission:
 
     Attributes:
         host: from which the ticket was requested.
+        ticket: the ticket itself.
         check: raises a ForeignEndpointError if the holder may not use an endpoint as its own.
         ciphers: of the connection; None for a plain one.
     """
 
     host: str
+    ticket: bytes
     check: Callable[[str], None]
     ciphers: Ciphers | None
 
@@ -38,12 +40,11 @@ class Tickets:
         self._granted: dict[bytes, tuple[float, Admission]] = {}  # with the end of its time, earliest first
         self._hosts: Counter[str] = Counter()
 
-    def grant(self, ticket: bytes, admission: Admission, now: float) -> None:
+    def grant(self, admission: Admission, now: float) -> None:
         """Adds a ticket.
 
         Args:
-            ticket: random bytes.
-            admission: what it is for.
+            admission: the ticket, and what it is for.
             now: seconds of a monotonic clock.
 
         Raises:
@@ -52,7 +53,7 @@ class Tickets:
         self._forget_old(now)
         if self._hosts[admission.host] >= MAX_PER_HOST or len(self._granted) >= MAX_IN_ALL:
             raise BusyError("too many direct connections were requested and not made")
-        self._granted[ticket] = now + VALID_SECONDS, admission
+        self._granted[admission.ticket] = now + VALID_SECONDS, admission
         self._hosts[admission.host] += 1
 
     def redeem(self, ticket: bytes, now: float) -> Admission | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from averaging.common.addresses import parse_address
 from averaging.config import AUTO
-from averaging.errors import ConfigError, PeerUnreachableError
+from averaging.errors import AveragingError, ConfigError, PeerUnreachableError
 from averaging.protocol.messages import AveragingData
 from averaging.transport.base import AveragingService, GossipService, Lane
 from averaging.transport.direct.buffers import Buffers
@@ -20,7 +20,7 @@ from averaging.transport.direct.heads import Heads
 from averaging.transport.direct.lanes import MAX_KNOWN, Lanes
 from averaging.transport.direct.link import Link
 from averaging.transport.direct.listener import Listener
-from averaging.transport.direct.opening import OPEN, Grant, open_handler, open_link
+from averaging.transport.direct.opening import ECHO, OPEN, Grant, echo_handler, open_handler, open_link
 from averaging.transport.direct.quotas import HeldLimits
 from averaging.transport.grpc import GrpcTransport
 from averaging.transport.grpc.authentication import Callers
@@ -109,9 +109,10 @@ class DirectTransport(GrpcTransport):
 
         def handlers(callers: Callers) -> Handlers:
             return {
+                ECHO: echo_handler(listener.echo, callers),
                 OPEN: open_handler(
                     listener.tickets, lambda: self.direct_port, callers, time.monotonic, sealed=self._sealed
-                )
+                ),
             }
 
         await self._start(averaging, gossip, handlers)
@@ -131,6 +132,18 @@ class DirectTransport(GrpcTransport):
         """Begins to open a direct connection to `endpoint`, if there is none."""
         if SUPPORTED:
             self._lanes.prepare(endpoint)
+
+    async def check_lane(self, endpoint: str) -> None:
+        """See `transport.base.Transport`. It asks for a sign of life over a connection that carries a stream."""
+        link = self._lanes.in_use(endpoint)
+        if link is None:
+            return
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(link.alive())
+                tasks.create_task(call_unary(self._channels, endpoint, ECHO, link.ticket))
+        except* AveragingError:
+            raise PeerUnreachableError(endpoint, "the direct connection is lost") from None
 
     def lane(self, endpoint: str) -> Lane | None:
         """How the last stream of parts to `endpoint` travelled."""

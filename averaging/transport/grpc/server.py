@@ -180,8 +180,8 @@ def _averaging_handlers(service: AveragingService, callers: Callers) -> Handlers
         methods.JOIN_GROUP: _join(service, callers),
         methods.AGGREGATE_PART: _parts(service, callers),
         methods.DOWNLOAD_STATE: _download(service, callers),
-        methods.GET_STATUS: _unary(methods.GET_STATUS, callers, get_status),
-        methods.GET_SCHEMA: _unary(methods.GET_SCHEMA, callers, get_schema),
+        methods.GET_STATUS: unary(methods.GET_STATUS, callers, get_status),
+        methods.GET_SCHEMA: unary(methods.GET_SCHEMA, callers, get_schema),
         methods.WATCH_ROUNDS: _stream(methods.WATCH_ROUNDS, callers, service.watch_rounds),
     }
 
@@ -192,9 +192,9 @@ def _gossip_handlers(service: GossipService, callers: Callers) -> Handlers:
 
     return {
         methods.EXCHANGE: _stream(methods.EXCHANGE, callers, service.exchange),
-        methods.PUSH: _unary(methods.PUSH, callers, lambda request: service.push(*request)),
+        methods.PUSH: unary(methods.PUSH, callers, lambda request: service.push(*request)),
         methods.SUBSCRIBE: _stream(methods.SUBSCRIBE, callers, service.subscribe),
-        methods.LIST_RECORDS: _unary(methods.LIST_RECORDS, callers, list_records),
+        methods.LIST_RECORDS: unary(methods.LIST_RECORDS, callers, list_records),
     }
 
 
@@ -207,14 +207,16 @@ def _rpc_handlers(rpcs: Sequence[RpcHandler], callers: Callers) -> Handlers:
 
         if rpc.method.requests_stream:
             return method, _both_ways(method, callers, answer if rpc.method.replies_stream else one_reply)
-        return method, (_stream if rpc.method.replies_stream else _unary)(method, callers, answer)
+        return method, (_stream if rpc.method.replies_stream else unary)(method, callers, answer)
 
     return dict(map(handler, rpcs))
 
 
-def _unary(
+def unary(
     method: Method[Request, Reply], callers: Callers, answer: Callable[[Request], Awaitable[Reply]]
 ) -> grpc.RpcMethodHandler[bytes, bytes]:
+    """A handler of one request with one reply."""
+
     async def handle(raw: bytes, context: Context) -> None:
         # Written and not returned, so that the server sees when the caller has read the reply.
         await write_all(context, method, callers, one(callers.read(method, context)(raw)))

@@ -1,0 +1,16 @@
+"""What fakes of a transport have in common."""
+
+from __future__ import annotations
+
+
+class OneLane:
+    """A transport with one way for parts."""
+
+    def prepare_lane(self, endpoint: str) -> None:
+        """See `Transport`."""
+
+    async def check_lane(self, endpoint: str) -> None:
+        """See `Transport`."""
+
+    def lane(self, endpoint: str) -> None:
+        """See `Transport`."""

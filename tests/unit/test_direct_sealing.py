@@ -1,0 +1,137 @@
+"""The encryption of direct connections: test vectors, and bytes that are changed, repeated, moved or left out."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+from averaging.errors import ProtocolViolationError
+from averaging.transport.direct.frames import TAG_BYTES, Kind, pack_header
+from averaging.transport.direct.sealing import Cipher, Ciphers, Keys, derive_keys
+
+CALLER = X25519PrivateKey.from_private_bytes(bytes(range(32)))
+CALLEE = X25519PrivateKey.from_private_bytes(bytes(range(32, 64)))
+TICKET = bytes(range(64, 96))
+HEADER = pack_header(Kind.PART, 4, 8)
+
+
+def public(key: X25519PrivateKey) -> bytes:
+    return key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
+
+
+def keys() -> Keys:
+    return derive_keys(CALLER, public(CALLEE), public(CALLER), public(CALLEE), TICKET)
+
+
+def sealed(cipher: Cipher, data: bytes, header: bytes = HEADER) -> bytes:
+    room = bytearray(len(data) + TAG_BYTES)
+    cipher.seal(data, header, memoryview(room))
+    return bytes(room)
+
+
+def opened(cipher: Cipher, raw: bytes, header: bytes = HEADER) -> bytes:
+    room = bytearray(raw)
+    cipher.open(memoryview(room), header)
+    return bytes(room[:-TAG_BYTES])
+
+
+def test_vectors_of_the_keys() -> None:
+    """SECURITY.md gives the same figures; another implementation must get them too."""
+    assert public(CALLER).hex() == VECTORS["caller's public key"]
+    assert public(CALLEE).hex() == VECTORS["callee's public key"]
+    assert keys().to_callee.hex() == VECTORS["key to the callee"]
+    assert keys().to_caller.hex() == VECTORS["key to the caller"]
+    assert derive_keys(CALLEE, public(CALLER), public(CALLER), public(CALLEE), TICKET) == keys()
+
+
+def test_vectors_of_a_frame() -> None:
+    """The body is sealed first, with nonce 1, then the head with nonce 2; both with the header as additional data."""
+    assert HEADER.hex() == VECTORS["header"]
+    cipher = Ciphers.of_caller(keys()).sending
+    body, head = sealed(cipher, b"the body"), sealed(cipher, b"head")
+    assert body.hex() == VECTORS["sealed body"]
+    assert head.hex() == VECTORS["sealed head"]
+    plain = AESGCM(keys().to_callee)
+    assert plain.decrypt((1).to_bytes(12, "big"), body, HEADER) == b"the body"
+    assert plain.decrypt((2).to_bytes(12, "big"), head, HEADER) == b"head"
+    receiving = Ciphers.of_callee(keys()).receiving
+    assert opened(receiving, body) == b"the body"
+    assert opened(receiving, head) == b"head"
+
+
+@pytest.mark.parametrize("changed", ["ticket", "caller", "callee", "role"])
+def test_other_inputs_give_other_keys(changed: str) -> None:
+    other = {
+        "ticket": lambda: derive_keys(CALLER, public(CALLEE), public(CALLER), public(CALLEE), bytes(32)),
+        "caller": lambda: derive_keys(CALLER, public(CALLEE), bytes(32), public(CALLEE), TICKET),
+        "callee": lambda: derive_keys(CALLER, public(CALLEE), public(CALLER), bytes(32), TICKET),
+        "role": lambda: derive_keys(CALLER, public(CALLEE), public(CALLEE), public(CALLER), TICKET),
+    }[changed]()
+    assert not {other.to_callee, other.to_caller} & {keys().to_callee, keys().to_caller}
+
+
+def test_the_directions_have_keys_of_their_own() -> None:
+    assert keys().to_callee != keys().to_caller
+    caller, callee = Ciphers.of_caller(keys()), Ciphers.of_callee(keys())
+    own = sealed(caller.sending, b"from the caller")
+    with pytest.raises(ProtocolViolationError, match="changed on its way"):
+        opened(caller.receiving, own)  # sent back to its sender
+    assert opened(callee.receiving, own) == b"from the caller"
+
+
+@pytest.mark.parametrize("place", range(len(b"part") + TAG_BYTES))
+def test_no_bit_can_be_changed(place: int) -> None:
+    raw = bytearray(sealed(Ciphers.of_caller(keys()).sending, b"part"))
+    raw[place] ^= 1
+    with pytest.raises(ProtocolViolationError):
+        opened(Ciphers.of_callee(keys()).receiving, bytes(raw))
+
+
+@pytest.mark.parametrize("place", range(len(HEADER)))
+def test_no_bit_of_the_header_can_be_changed(place: int) -> None:
+    raw = sealed(Ciphers.of_caller(keys()).sending, b"part")
+    header = bytearray(HEADER)
+    header[place] ^= 1
+    with pytest.raises(ProtocolViolationError):
+        opened(Ciphers.of_callee(keys()).receiving, raw, bytes(header))
+
+
+def test_nothing_can_be_left_out_repeated_or_moved() -> None:
+    cipher = Ciphers.of_caller(keys()).sending
+    pieces = [sealed(cipher, bytes([number])) for number in range(3)]
+    for order in itertools.product(range(3), repeat=2):
+        receiving = Ciphers.of_callee(keys()).receiving
+        if order == (0, 1):
+            assert [opened(receiving, pieces[number]) for number in order] == [b"\0", b"\1"]
+            continue
+        with pytest.raises(ProtocolViolationError):
+            _ = [opened(receiving, pieces[number]) for number in order]
+
+
+def test_the_bytes_of_both_directions_are_counted() -> None:
+    ciphers = Ciphers.of_caller(keys())
+    sealed(ciphers.sending, bytes(100))
+    sealed(ciphers.sending, bytes(100))
+    assert ciphers.nbytes == 200
+
+
+def test_keys_do_not_appear_in_texts() -> None:
+    assert "key" not in repr(keys()).replace("Keys", "")
+    assert keys().to_callee.hex() not in repr(keys())
+
+
+VECTORS = {
+    "caller's public key": "8f40c5adb68f25624ae5b214ea767a6ec94d829d3d7b5e1ad1ba6f3e2138285f",
+    "callee's public key": "358072d6365880d1aeea329adf9121383851ed21a28e3b75e965d0d2cd166254",
+    "key to the callee": "303591900e5183fecd29fd8a23c1d20befd8cdab02e86183abb49769e4b7b588",
+    "key to the caller": "6e1dd4a7b468b07e2322da15f54aa895b286366d00846546592116fbb4300122",
+    "header": "0300040008000000",
+    "sealed body": "00dd890773703ee7ecca4dfbd32280280404f21f36e9b641",
+    "sealed head": "7f18fed450190081d14e69d3abdc921a4c72567a",
+}
+"""The private keys are the bytes 0 to 31 and 32 to 63, the ticket the bytes 64 to 95; a frame PART with the body `the
+body` and the head `head`, sent by the caller."""

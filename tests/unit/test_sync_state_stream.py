@@ -1,0 +1,151 @@
+"""A state as messages: what arrives is what was sent, and anything else is an error."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from averaging.errors import ProtocolViolationError
+from averaging.synchronizer.state_stream import (
+    DTYPES,
+    PIECE_BYTES,
+    ModelState,
+    Received,
+    StateAssembler,
+    StateDict,
+    copy_of,
+    meta_from,
+    meta_of,
+    parts_of,
+    tensors_of,
+)
+from averaging.wire.synchronizer_pb2 import SyncStateHead, SyncStatePart, SyncTensor
+
+LIMIT = 1 << 26
+
+
+def received(parts: list[SyncStatePart], limit: int = LIMIT) -> Received:
+    assembler = StateAssembler(limit)
+    for part in parts:
+        assembler.add(SyncStatePart.FromString(part.SerializeToString()))
+    return assembler.result()
+
+
+def bits(state: ModelState) -> object:
+    if not isinstance(state, dict):
+        return state
+    return [
+        (meta, bytes(tensor.reshape(-1).view(torch.uint8).numpy()))
+        for meta, tensor in zip(meta_of(state), state.values(), strict=True)
+    ]
+
+
+def drawn(seed: int) -> StateDict:
+    rng = random.Random(seed)
+    state = {}
+    for number in range(rng.randrange(6)):
+        shape = [rng.randrange(5) for _ in range(rng.randrange(4))]
+        dtype = DTYPES[rng.choice(sorted(DTYPES))]
+        size = torch.Size(shape).numel() * dtype.itemsize
+        raw = torch.tensor([rng.randrange(2 if dtype is torch.bool else 256) for _ in range(size)], dtype=torch.uint8)
+        state[f"t{number}"] = raw.view(dtype).reshape(shape)
+    return state
+
+
+@given(st.integers(0, 10**6), st.integers(0, 10**12))
+def test_all_dtypes_and_shapes_arrive_bit_for_bit(seed: int, version: int) -> None:
+    state = copy_of(drawn(seed))
+    found = received(list(parts_of(state, version)))
+    assert bits(found.state) == bits(state)
+    assert found.version == version
+
+
+@pytest.mark.parametrize("state", [None, "s3://weights", {}])
+def test_states_without_tensors(state: ModelState) -> None:
+    assert received(list(parts_of(state, 3))) == Received(state, 3)
+
+
+def test_a_large_tensor_comes_in_pieces_and_a_strided_one_is_copied() -> None:
+    large = torch.arange(3 * PIECE_BYTES // 4, dtype=torch.float32).reshape(3, -1).T
+    state = copy_of({"w": large})
+    parts = list(parts_of(state))
+    assert [len(part.data) for part in parts[1:-1]] == [PIECE_BYTES] * 3
+    found = received(parts).state
+    assert isinstance(found, dict)
+    assert torch.equal(found["w"], large)
+    large.zero_()
+    assert isinstance(state, dict)
+    assert state["w"].any(), "the trainer's own tensor may change"
+
+
+@given(st.integers(0, 10**6), st.data())
+def test_one_changed_message_is_an_error(seed: int, data: st.DataObject) -> None:
+    state: StateDict = {"a": torch.ones(3), **drawn(seed), "z": torch.ones(2, dtype=torch.int16)}
+    parts = list(parts_of(copy_of(state)))
+    place = data.draw(st.integers(0, len(parts) - 1))
+    match data.draw(st.sampled_from(["missing", "twice", "cut", "flipped", "other"])):
+        case "missing":
+            del parts[place]
+        case "twice":
+            parts.insert(place, parts[place])
+        case "cut" if parts[place].data:
+            parts[place] = SyncStatePart(data=parts[place].data[:-1])
+        case "flipped" if parts[place].data:
+            raw = bytearray(parts[place].data)
+            raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+            parts[place] = SyncStatePart(data=bytes(raw))
+        case _:
+            parts[place] = SyncStatePart(digest=bytes(32))
+    with pytest.raises(ProtocolViolationError):
+        received(parts)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_state_or_an_error(raw: bytes) -> None:
+    try:
+        part = SyncStatePart.FromString(raw)
+    except Exception:
+        return  # of protobuf, which the service maps
+    try:
+        received([part])
+    except ProtocolViolationError:
+        return
+
+
+@pytest.mark.parametrize(
+    ("tensors", "reason"),
+    [
+        ([SyncTensor(name="w", dtype="float32", shape=[1 << 30])], "at most 67108864 are accepted"),
+        ([SyncTensor(name="w", dtype="float32", shape=[1 << 47] * 64)], "at most 67108864 are accepted"),
+        ([SyncTensor(name="w", dtype="float32", shape=[1 << 48])], "invalid shape"),
+        ([SyncTensor(name="w", dtype="float32", shape=[1] * 65)], "invalid shape"),
+        ([SyncTensor(name="w", dtype="qint8")], "dtype 'qint8'"),
+        ([SyncTensor(name="", dtype="float32")], "a name of 0"),
+        ([SyncTensor(name="w" * 2000, dtype="float32")], "a name of 2000"),
+        ([SyncTensor(name="w", dtype="int8")] * 2, "same name"),
+        ([SyncTensor(name="w", dtype="int8")] * 100_001, "100001 tensors"),
+    ],
+)
+def test_layouts_that_are_refused_before_memory_is_taken(tensors: list[SyncTensor], reason: str) -> None:
+    head = SyncStateHead(has_tensors=True, tensors=tensors)
+    with pytest.raises(ProtocolViolationError, match=reason):
+        StateAssembler(LIMIT).add(SyncStatePart(head=head))
+
+
+def test_a_head_that_contradicts_itself_is_refused() -> None:
+    for head in (
+        SyncStateHead(has_tensors=True, path="x"),
+        SyncStateHead(path="x" * 5000),
+        SyncStateHead(tensors=[SyncTensor(name="w", dtype="int8")]),
+    ):
+        with pytest.raises(ProtocolViolationError, match="invalid path"):
+            StateAssembler(LIMIT).add(SyncStatePart(head=head))
+
+
+def test_meta_travels() -> None:
+    meta = meta_of({"w": torch.ones(2, 3), "s": torch.tensor(1.0, dtype=torch.bfloat16)})
+    assert meta_from(tensors_of(meta)) == meta == [("w", "float32", (2, 3)), ("s", "bfloat16", ())]
