@@ -29,9 +29,8 @@ MAX_FOLLOWERS = 4096
 """Followers of one publisher at once."""
 
 FAN_OUT, FAN_OUT_OF_DIFFERENCES = 1, 4
-"""Followers that get a version from one other follower. A link carries a whole version once in a chain; followers that
-share one link get uneven parts of it, and those behind them wait. A difference is short, and takes long to pass through
-many followers."""
+"""Followers that get a version from one other follower. In a chain, each link carries a whole version once. For a
+difference, which is short, the number of followers that it passes through counts."""
 
 MAX_FAILED = 64
 """Endpoints that a request may name as failed."""
