@@ -28,6 +28,10 @@ logger = logging.getLogger("averaging.synchronizer")
 MAX_FOLLOWERS = 4096
 """Followers of one publisher at once."""
 
+FAN_OUT, FAN_OUT_OF_DIFFERENCES = 1, 4
+"""Followers that get a version from one other follower. In a chain, each link carries a whole version once. For a
+difference, which is short, the number of followers that it passes through counts."""
+
 MAX_FAILED = 64
 """Endpoints that a request may name as failed."""
 
@@ -64,7 +68,8 @@ class WeightPublisher:
         bases: Earlier versions that are kept.
         max_bytes: Earlier versions are dropped while all versions together take more memory than this.
         copies: Followers that get a version from here. Failures of followers can add to it.
-        fan_out: Followers that get a version from one other follower.
+        fan_out: Followers that get a version from one other follower. If None, 1 for whole versions and 4 for
+            differences.
 
     Raises:
         ConfigError: An argument is invalid.
@@ -79,11 +84,15 @@ class WeightPublisher:
         bases: int = 2,
         max_bytes: int | None = None,
         copies: int = 2,
-        fan_out: int = 2,
+        fan_out: int | None = None,
     ) -> None:
         if dtype is not None and not dtype.is_floating_point:
             raise ConfigError(f"dtype must be a floating-point dtype, not {dtype}")
-        for name, value, least in (("bases", bases, 0), ("copies", copies, 1), ("fan_out", fan_out, 1)):
+        for name, value, least in (
+            ("bases", bases, 0),
+            ("copies", copies, 1),
+            ("fan_out", 1 if fan_out is None else fan_out, 1),
+        ):
             if not is_count(value) or value < least:
                 raise ConfigError(f"{name} must be a whole number, at least {least}, not {value!r}")
         self._model, self._run_id, self._dtype = model, run_id, dtype
@@ -225,7 +234,7 @@ class WeightPublisher:
         if not self._store.holds(digest):
             raise StateError(f"no version with the digest {digest.hex()[:8]} is kept here; ask for the newest one")
         self._trees = {known: tree for known, tree in self._trees.items() if self._store.holds(known)}
-        tree = self._trees.setdefault(digest, Tree(self._copies, self._fan_out))
+        tree = self._trees.setdefault(digest, Tree(self._copies))
         failed = set(request.failed[:MAX_FAILED])
         able = {
             name: endpoint
@@ -235,7 +244,8 @@ class WeightPublisher:
         names = {name for name, endpoint in self._followers.items() if endpoint in failed}
         if request.follower not in self._followers:  # it follows no versions and hands on nothing
             return ""
-        chosen = tree.source_of(request.follower, able, names)
+        usual = FAN_OUT_OF_DIFFERENCES if self._store.holds(request.base) else FAN_OUT
+        chosen = tree.source_of(request.follower, able, names, self._fan_out or usual)
         return "" if chosen == PUBLISHER else able[chosen]
 
 

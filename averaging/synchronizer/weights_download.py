@@ -21,6 +21,19 @@ logger = logging.getLogger("averaging.synchronizer")
 WAITING_FACTOR = 4
 """A source that waits for pieces itself is left after this many times `stall_timeout`."""
 
+LANES = 4
+"""Connections on which one version is received. The system lets one connection have a few MiB under way, which carries
+450 Mbit/s over 50 ms."""
+
+BYTES_PER_LANE = 8 << 20
+"""A further connection is opened for so many bytes, as to open one takes several round trips."""
+
+SHORTER = 16
+"""Differences are expected to be this many times shorter than the pieces."""
+
+STRIPE = 2
+"""Successive pieces on one connection, so that the pieces arrive about in their order, for those who wait for them."""
+
 MAX_SOURCES = 32
 """Sources that are tried for one version before an error is reported."""
 
@@ -72,13 +85,13 @@ class Downloads:
         Raises:
             StateError: neither the publisher nor a follower delivered them. What was received stays in `incoming`.
         """
-        failed = dict(self.liars)
+        failed, at_publisher = dict(self.liars), publisher.channel.endpoint
         for _ in range(MAX_SOURCES):
             if incoming.complete:
                 return
-            at_publisher = publisher.channel.endpoint
+            itself = _Source(publisher, list(failed), lambda: self._channel(at_publisher))
             try:
-                source = await self._receive_from(publisher.channel, publisher, incoming, list(failed), arrived)
+                source = await self._receive_from(publisher.channel, itself, incoming, arrived)
                 if source:
                     self._check(source, failed)
             except (AveragingError, TimeoutError) as error:
@@ -99,10 +112,13 @@ class Downloads:
 
     async def _try(self, source: str, publisher: Publisher, incoming: Incoming, arrived: Callable[[], None]) -> str:
         """Receives from a follower. Returns why it did not deliver all, or an empty string."""
-        channel = RpcChannel(source, credentials=self._credentials, named_by_peer=True, loopback=publisher.is_local)
+
+        def channel() -> RpcChannel:
+            return RpcChannel(source, credentials=self._credentials, named_by_peer=True, loopback=publisher.is_local)
+
         try:
-            async with channel:
-                await self._receive_from(channel, publisher, incoming, [], arrived)
+            async with channel() as first:
+                await self._receive_from(first, _Source(publisher, [], channel), incoming, arrived)
         except ProtocolViolationError as error:
             self.liars[source] = str(error)
             logger.warning("%s sent something wrong and is not asked again: %s", source, error)
@@ -119,26 +135,50 @@ class Downloads:
             raise ProtocolViolationError(f"it names {source} again, which failed: {failed[source]}")
 
     async def _receive_from(
+        self, channel: RpcChannel, source: _Source, incoming: Incoming, arrived: Callable[[], None]
+    ) -> str:
+        """Receives all missing pieces from one source. Returns another source if it names one, else an empty string."""
+        expected = incoming.left // (1 if incoming.differs_from is None else SHORTER)
+        shares = _shares(incoming.missing(), max(1, min(LANES, expected // BYTES_PER_LANE)))
+
+        async def further(share: list[int]) -> None:
+            async with source.open_channel() as lane:
+                if await self._receive_share(lane, source, incoming, share, arrived):
+                    raise StateError("it sends some of the pieces only")
+
+        try:
+            async with asyncio.TaskGroup() as lanes:
+
+                def begin() -> None:
+                    for share in shares[1:]:
+                        lanes.create_task(further(share))
+
+                return await self._receive_share(channel, source, incoming, shares[0], arrived, begin)
+        except BaseExceptionGroup as group:
+            raise _worst(group) from None
+
+    async def _receive_share(
         self,
         channel: RpcChannel,
-        publisher: Publisher,
+        source: _Source,
         incoming: Incoming,
-        failed: list[str],
+        share: list[int],
         arrived: Callable[[], None],
+        begin: Callable[[], None] = lambda: None,
     ) -> str:
-        """Receives pieces until the source ends. Returns another source if it names one, else an empty string."""
+        """Receives some pieces. `begin` is called when the source has begun to send, or to wait for pieces itself."""
         base = incoming.differs_from
         request = WeightsFetchRequest(
             run_id=self._run_id,
-            follower=publisher.follower,
+            follower=source.publisher.follower,
             digest=incoming.manifest.digest,
             base=b"" if base is None else base.manifest.digest,
-            pieces=[WeightsRange(first=first, count=count) for first, count in ranges_of(incoming.missing())],
-            failed=failed,
-            local=publisher.is_local,
+            pieces=[WeightsRange(first=first, count=count) for first, count in ranges_of(share)],
+            failed=source.failed,
+            local=source.publisher.is_local,
         )
         clock = asyncio.get_running_loop().time
-        last = clock()
+        last, begun = clock(), False
         async with aclosing(channel.stream(FETCH, request)) as replies:
             while True:
                 try:
@@ -150,6 +190,9 @@ class Downloads:
                     return ""
                 if reply.source:
                     return str(reply.source)
+                if not begun:
+                    begun = True
+                    begin()
                 for piece in reply.pieces:
                     incoming.add(piece.index, piece.coding, piece.data)
                 if reply.pieces:
@@ -157,3 +200,32 @@ class Downloads:
                     arrived()
                 elif clock() - last > WAITING_FACTOR * self._stall_timeout:
                     raise TimeoutError(f"it has waited for pieces itself for {clock() - last:.0f} s")
+
+    def _channel(self, endpoint: str) -> RpcChannel:
+        return RpcChannel(endpoint, credentials=self._credentials)
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A source of pieces.
+
+    Attributes:
+        publisher: who announced the version.
+        failed: endpoints that the publisher should not name.
+        open_channel: makes a further connection.
+    """
+
+    publisher: Publisher
+    failed: list[str]
+    open_channel: Callable[[], RpcChannel]
+
+
+def _shares(missing: list[int], lanes: int) -> list[list[int]]:
+    """Divides pieces over connections in stripes."""
+    return [[index for place, index in enumerate(missing) if place // STRIPE % lanes == lane] for lane in range(lanes)]
+
+
+def _worst(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """One error of a group: what was wrong counts more than what did not arrive."""
+    errors = [_worst(each) if isinstance(each, BaseExceptionGroup) else each for each in group.exceptions]
+    return next((error for error in errors if isinstance(error, ProtocolViolationError)), errors[0])

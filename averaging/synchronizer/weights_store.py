@@ -24,8 +24,8 @@ MESSAGE_BYTES = 1 << 20
 WAITING_SECONDS = 1.0
 """A caller that waits for pieces that are still on their way here gets an empty message after this time."""
 
-MAX_SENDING = 16
-"""Callers that are served at once."""
+MAX_SENDING = 64
+"""Calls that are served at once; a follower makes up to four."""
 
 Encoded = tuple[Coding, bytes]
 

@@ -21,29 +21,34 @@ class Tree:
 
     Args:
         copies: followers that get it from the publisher.
-        fan_out: followers that get it from one other follower.
     """
 
-    def __init__(self, copies: int, fan_out: int) -> None:
-        self._copies, self._fan_out = copies, fan_out
+    def __init__(self, copies: int) -> None:
+        self._copies = copies
         self._source: dict[Follower, Follower] = {}
         self._failures: Counter[Follower] = Counter()
 
-    def source_of(self, follower: Follower, able: Collection[Follower], failed: Collection[Follower]) -> Follower:
+    def source_of(
+        self, follower: Follower, able: Collection[Follower], failed: Collection[Follower], fan_out: int
+    ) -> Follower:
         """Returns the source for a follower that asks for one, for the first time or again.
 
         Args:
             follower: who asks.
             able: the followers that hand on, and that `follower` can reach.
             failed: those that have not delivered to it.
+            fan_out: followers that may get it from one other follower.
 
         Returns:
-            The follower with the shortest way to the publisher that has room, or the publisher if it has room or if
-            there is none.
+            The same source as before, if there is one that has not failed. Otherwise the publisher if it has room, else
+            the follower with the shortest way to the publisher that has room, or the publisher if there is none.
         """
-        before = self._source.pop(follower, None)
-        if before is not None and before in failed:
-            self._failures[before] += 1
+        before = self._source.get(follower)
+        if before is not None:
+            if before not in failed and (before == PUBLISHER or before in able):
+                return before
+            self._failures[before] += before in failed
+            del self._source[follower]
         children = Counter(self._source.values())
         if children[PUBLISHER] < self._copies:
             chosen = PUBLISHER
@@ -52,7 +57,7 @@ class Tree:
             possible = [
                 each
                 for each in self._source
-                if each in able and each not in failed and each not in below and children[each] < self._fan_out
+                if each in able and each not in failed and each not in below and children[each] < fan_out
             ]
             chosen = min(possible, key=lambda each: (self._failures[each], self._depth(each)), default=PUBLISHER)
         self._source[follower] = chosen

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,44 +25,45 @@ def depth(tree: Tree, follower: bytes) -> int:
     return steps
 
 
-def test_32_followers_cost_two_copies_and_five_hops() -> None:
-    tree, followers = Tree(copies=2, fan_out=2), names(32)
+@pytest.mark.parametrize(("fan_out", "hops"), [(1, 16), (2, 5), (4, 3)])
+def test_32_followers_cost_two_copies(fan_out: int, hops: int) -> None:
+    tree, followers = Tree(copies=2), names(32)
     for follower in followers:
-        tree.source_of(follower, followers, ())
+        tree.source_of(follower, followers, (), fan_out)
     children = Counter(tree.sources.values())
-    assert children[PUBLISHER] == 2
-    assert max(children.values()) == 2
-    assert max(depth(tree, follower) for follower in followers) == 5
+    assert children.pop(PUBLISHER) == 2
+    assert max(children.values()) == fan_out
+    assert max(depth(tree, follower) for follower in followers) == hops
 
 
 def test_followers_that_do_not_hand_on_get_it_from_those_that_do() -> None:
-    tree, followers = Tree(copies=1, fan_out=8), names(8)
+    tree, followers = Tree(copies=1), names(8)
     for follower in followers:
-        tree.source_of(follower, followers[:1], ())
+        tree.source_of(follower, followers[:1], (), 8)
     assert Counter(tree.sources.values()) == {PUBLISHER: 1, followers[0]: 7}
 
 
 def test_a_follower_whose_source_failed_gets_another_one_and_others_avoid_it() -> None:
-    tree, (a, b, c, d, e) = Tree(copies=2, fan_out=2), names(5)
+    tree, (a, b, c, d, e) = Tree(copies=2), names(5)
     able = [a, b, c, d, e]
-    assert [tree.source_of(each, able, ()) for each in (a, b, c)] == [PUBLISHER, PUBLISHER, a]
-    assert tree.source_of(c, able, {a}) == b
-    assert tree.source_of(d, able, ()) == b, "a has failed once"
-    assert tree.source_of(e, able, ()) == c, "even if the way is longer"
+    assert [tree.source_of(each, able, (), 2) for each in (a, b, c)] == [PUBLISHER, PUBLISHER, a]
+    assert tree.source_of(c, able, {a}, 2) == b
+    assert tree.source_of(d, able, (), 2) == b, "a has failed once"
+    assert tree.source_of(e, able, (), 2) == c, "even if the way is longer"
 
 
 def test_without_another_source_the_publisher_sends_a_further_copy() -> None:
-    tree, (a, b, c) = Tree(copies=1, fan_out=2), names(3)
-    assert tree.source_of(a, [a, b, c], ()) == PUBLISHER
-    assert tree.source_of(b, [a, b, c], ()) == a
-    assert tree.source_of(b, [a, b, c], {a}) == PUBLISHER
+    tree, (a, b, c) = Tree(copies=1), names(3)
+    assert tree.source_of(a, [a, b, c], (), 2) == PUBLISHER
+    assert tree.source_of(b, [a, b, c], (), 2) == a
+    assert tree.source_of(b, [a, b, c], {a}, 2) == PUBLISHER
     tree.leave(a)
-    assert tree.source_of(c, [b, c], ()) == b
+    assert tree.source_of(c, [b, c], (), 2) == b
 
 
 @given(seed=st.integers(0, 1 << 32), copies=st.integers(1, 3), fan_out=st.integers(1, 3))
 def test_no_sequence_of_failures_makes_a_circle(seed: int, copies: int, fan_out: int) -> None:
-    rng, tree, followers = random.Random(seed), Tree(copies, fan_out), names(12)
+    rng, tree, followers = random.Random(seed), Tree(copies), names(12)
     failed: dict[bytes, set[bytes]] = {follower: set() for follower in followers}
     for _ in range(80):
         follower = rng.choice(followers)
@@ -71,7 +73,7 @@ def test_no_sequence_of_failures_makes_a_circle(seed: int, copies: int, fan_out:
         if follower in tree.sources:
             failed[follower].add(tree.sources[follower])
         able = {each for each in followers if rng.random() < 0.8}
-        source = tree.source_of(follower, able, failed[follower])
+        source = tree.source_of(follower, able, failed[follower], fan_out)
         assert source == PUBLISHER or (source in able and source not in failed[follower] | {follower})
         for each in tree.sources:
             place, seen = each, set()
