@@ -115,7 +115,7 @@ class DiLoCo(LockstepStrategy):
     def start(self, training: Training) -> None:
         """Divides the model into fragments and creates an outer optimizer for each."""
         self._fragments = []  # `start` may have failed for another averager
-        pieces = cut({name: tensor.numel() for name, tensor in training.parameters.items()}, self.fragments)
+        pieces = cut(training.sizes(), self.fragments)
         for number, names in enumerate(pieces):
             parameters = {name: training.parameters[name] for name in names}
             anchors = {

@@ -167,6 +167,10 @@ class Training:
             and key != "step"
         }
 
+    def sizes(self) -> dict[str, int]:
+        """Number of elements of each parameter, at all ranks together."""
+        return {name: parameter.numel() for name, parameter in self._trained.items()}
+
     def gradient(self, name: str) -> torch.Tensor | None:
         """What this rank holds of the gradient of a parameter."""
         gradient = self._trained[name].grad

@@ -12,7 +12,9 @@ import json
 import os
 import signal
 import sys
-from typing import Any
+from functools import partial
+from itertools import count
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -23,7 +25,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from averaging import DecentralizedAverager, DiLoCo, GradientAveraging, LocalSGD, Strategy
+from averaging.strategies import gradient_averaging
+from averaging.training.event_loop_thread import EventLoopThread
+from averaging.training.history import Others
+from averaging.training.pending_round import PendingRound
+from averaging.training.training_state import TrainingState
 from tests.integration.training import batch_of
+from tests.integration.worker import FatalTransport
+
+gradient_averaging.WAITED_BATCHES = 1e12
 
 SAMPLES = 4
 """Samples in the batch of one rank."""
@@ -31,6 +41,17 @@ SAMPLES = 4
 
 def report(event: str, **values: Any) -> None:
     print(json.dumps({"event": event, **values}), flush=True)
+
+
+class PatientGradients(GradientAveraging):
+    """Waits for the other sites in each step, so that every batch is made of the same parts whoever is faster."""
+
+    def __init__(self, target_batch_size: int) -> None:
+        super().__init__(target_batch_size)
+        self._batch_began = 0.0
+
+    def _is_worth_waiting(self, others: Others) -> bool:
+        return not self._is_complete(others)
 
 
 def model_of(seed: int) -> nn.Sequential:
@@ -48,7 +69,7 @@ def strategy_of(name: str, ranks: int, sites: int) -> Strategy:
         "local": lambda: LocalSGD(2),
         "statistics": lambda: LocalSGD(2, statistics=True),
         "overlap": lambda: LocalSGD(2, overlap=True),
-        "gradients": lambda: GradientAveraging(ranks * sites * SAMPLES),
+        "gradients": lambda: PatientGradients(ranks * sites * SAMPLES),
     }[name]()
 
 
@@ -59,7 +80,8 @@ def divided(model: nn.Module, inside: str) -> nn.Module:
             return DistributedDataParallel(model)  # type: ignore[no-untyped-call]
         case "fsdp" | "hsdp":
             size = dist.get_world_size()
-            mesh = init_device_mesh("cpu", (2, size // 2) if inside == "hsdp" else (size,))
+            shape, names = ((2, size // 2), ("replicate", "shard")) if inside == "hsdp" else ((size,), ("shard",))
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
             for layer in model.children():
                 if isinstance(layer, nn.Linear):
                     fully_shard(layer, mesh=mesh)
@@ -79,6 +101,38 @@ def local_digest(model: nn.Module) -> str:
     return found.hexdigest()[:16]
 
 
+def contains(endpoint: str, announcements: dict[str, bytes]) -> bool:
+    return endpoint in announcements
+
+
+def die(*_: Any) -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("a killed process goes on")
+
+
+def doomed(death: str, at: int) -> dict[str, Any]:
+    """Prepares the death of this rank; returns options of its averager."""
+    match death:
+        case "in the round":
+            return {
+                "transport": FatalTransport(
+                    "127.0.0.1:0", None, max_message_bytes=64 << 20, fatal_step="sending", after=at // 3
+                )
+            }
+        case "before adopting":
+            decide, rounds = PendingRound.decide, count()
+
+            def decide_or_die(pending: PendingRound, thread: EventLoopThread, reason: str) -> None:
+                if next(rounds) == at // 2:
+                    die()
+                decide(pending, thread, reason)
+
+            PendingRound.decide = decide_or_die  # type: ignore[method-assign]
+        case "in the download":
+            TrainingState.check = die  # type: ignore[method-assign, assignment]
+    return {}
+
+
 def main(options: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     rank, ranks = int(os.environ.get("RANK", 0)), options.get("ranks", int(os.environ.get("WORLD_SIZE", 1)))
@@ -91,6 +145,8 @@ def main(options: dict[str, Any]) -> None:
     model = divided(plain, inside)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     seen: list[str] = []
+    if options.get("dies") == rank:
+        grouped |= doomed(options["death"], options["at"])
     opt = DecentralizedAverager(
         optimizer,
         run_id="run",
@@ -98,23 +154,32 @@ def main(options: dict[str, Any]) -> None:
         join=options.get("join", []),
         group_wait=options.get("group_wait", 30.0),
         stall_timeout=5.0,
-        on_round=lambda receipt: seen.append(f"{receipt.outcome.value} {receipt.group_id.hex()[:8]}"),
+        on_round=lambda receipt: seen.append(f"{receipt.outcome.value} {receipt.group_id.hex()[:8]} {receipt.reason}"),
         **grouped,
         **options.get("options", {}),
     )
     report("ready", rank=rank, endpoint=opt.endpoint, local_step=opt.local_step, global_step=opt.global_step)
     if sites > 1:
         assert opt.wait_for_peers(sites, 100.0)
-    for step in range(opt.local_step, options["steps"]):
+    rounds = 0
+    while (step := opt.local_step) < options["steps"]:
         if options.get("death") == "before the round" and rank == options["dies"] and step == options["at"]:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
+        if step == options.get("hold"):
+            report("held")
+            joined = opt._training.agreed(lambda: sys.stdin.readline().strip())
+            assert joined in opt._training.wait_for_announcements(partial(contains, joined), 100.0)
+            opt._training.refresh()
+            options["hold"] = None
         model.zero_grad()
         mine = [rank] if inside else range(ranks)
         batches = [batch_of(options["number"] * 1000 + 100 * step + one, SAMPLES, torch.float64) for one in mine]
         inputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
         (model(inputs) - targets).pow(2).mean().backward()
         opt.step(batch_size=len(inputs))
-        report("step", rank=rank, step=opt.local_step, global_step=opt.global_step, digest=local_digest(model))
+        averaged = seen[-1] if len(seen) > rounds and seen[-1].startswith("averaged") else ""
+        rounds = len(seen)
+        report("step", rank=rank, step=opt.local_step, averaged=averaged, digest=local_digest(model))
     finish = opt.finish(30.0) if options.get("finish", True) else None
     status = str(opt.status.peers), opt.status.local_step, opt.status.peer.rounds, opt.model_version
     weights = [whole(parameter).flatten().tolist() for parameter in model.parameters()]

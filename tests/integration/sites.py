@@ -48,7 +48,7 @@ class Site:
         """Where others join the site, once it is ready."""
         endpoints = {found["endpoint"] for found in self.expect("ready")}
         assert len(endpoints) == 1, "the ranks tell different addresses"
-        return endpoints.pop()
+        return str(endpoints.pop())
 
     def end(self) -> list[int]:
         """The exit codes of all ranks."""
