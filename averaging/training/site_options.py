@@ -5,13 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from typing import overload
 
 from averaging.common.addresses import parse_address
-from averaging.config import PeerConfig
+from averaging.config import AUTO, PeerConfig
 from averaging.errors import ConfigError
 from averaging.training.site import Site
 
-OF_ONE_RANK = frozenset({"listen", "advertise", "tls", "tls_ca", "tls_cert", "tls_key", "token_file", "receipts"})
+OF_ONE_RANK = frozenset(
+    {
+        *("listen", "advertise", "direct_listen", "direct_advertise"),
+        *("tls", "tls_ca", "tls_cert", "tls_key", "token_file", "receipts"),
+    }
+)
 """Options that may differ between ranks, since these may be on different machines."""
 
 
@@ -19,7 +25,8 @@ def of_rank(config: PeerConfig, site: Site, leader: str) -> PeerConfig:
     """The options of this rank's peer.
 
     A rank that leads no site, but owns a peer, joins through the leader as well. It listens at the port of `listen`
-    plus the number of its shard, unless that is 0, and keeps a file of receipts of its own.
+    plus the number of its shard, unless that is 0, and keeps a file of receipts of its own. The direct port is chosen
+    likewise.
 
     Args:
         config: as given.
@@ -35,7 +42,9 @@ def of_rank(config: PeerConfig, site: Site, leader: str) -> PeerConfig:
         config,
         join=[*config.join, leader],
         listen=_shifted(config.listen, site.shard),
-        advertise=None if config.advertise is None else _shifted(config.advertise, site.shard),
+        advertise=_shifted(config.advertise, site.shard),
+        direct_listen=_shifted(config.direct_listen, site.shard),
+        direct_advertise=None if config.direct_advertise is None else config.direct_advertise + site.shard,
         receipts=receipts,
     )
 
@@ -64,7 +73,15 @@ def check_alike(descriptions: Sequence[Mapping[str, str]]) -> None:
                 )
 
 
-def _shifted(address: str, by: int) -> str:
+@overload
+def _shifted(address: str, by: int) -> str: ...
+@overload
+def _shifted(address: str | None, by: int) -> str | None: ...
+
+
+def _shifted(address: str | None, by: int) -> str | None:
     """The address with a higher port, unless that is 0."""
+    if address is None or address == AUTO:
+        return address
     host, port = parse_address(address)
     return f"{host}:{port + by if port else 0}"

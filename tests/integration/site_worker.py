@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 from typing import Any, NoReturn
@@ -62,7 +63,7 @@ def model_of(seed: int) -> nn.Sequential:
 
 def strategy_of(name: str, ranks: int, sites: int) -> Strategy:
     """The strategies, with two steps between the rounds of those that make local steps."""
-    return {
+    made: dict[str, Callable[[], Strategy]] = {
         "diloco": lambda: DiLoCo(2),
         "streaming": lambda: DiLoCo(4, fragments=2, delay=1, alpha=0.5),
         "clipped": lambda: DiLoCo(2, max_norm=0.05),
@@ -70,14 +71,15 @@ def strategy_of(name: str, ranks: int, sites: int) -> Strategy:
         "statistics": lambda: LocalSGD(2, statistics=True),
         "overlap": lambda: LocalSGD(2, overlap=True),
         "gradients": lambda: PatientGradients(ranks * sites * SAMPLES),
-    }[name]()
+    }
+    return made[name]()
 
 
 def divided(model: nn.Module, inside: str) -> nn.Module:
     """The model as the ranks train it."""
     match inside:
         case "ddp":
-            return DistributedDataParallel(model)  # type: ignore[no-untyped-call]
+            return DistributedDataParallel(model)
         case "fsdp" | "hsdp":
             size = dist.get_world_size()
             shape, names = ((2, size // 2), ("replicate", "shard")) if inside == "hsdp" else ((size,), ("shard",))
@@ -127,7 +129,7 @@ def doomed(death: str, at: int) -> dict[str, Any]:
                     die()
                 decide(pending, thread, reason)
 
-            PendingRound.decide = decide_or_die  # type: ignore[method-assign]
+            PendingRound.decide = decide_or_die  # type: ignore[method-assign, assignment]
         case "in the download":
             TrainingState.check = die  # type: ignore[method-assign, assignment]
     return {}
