@@ -46,9 +46,10 @@ class FatalTransport(DirectTransport):
         after: int,
         sends: str = "SIGKILL",
         direct_listen: str | None = None,
+        max_part_bytes: int = 1 << 20,
         **options: Any,
     ) -> None:
-        super().__init__(*args, direct_listen=direct_listen or AUTO, **options)
+        super().__init__(*args, direct_listen=direct_listen or AUTO, max_part_bytes=max_part_bytes, **options)
         self._has_lane = direct_listen is not None
         self._fatal_step, self._left, self._signal = fatal_step, after, signal.Signals[sends]
 
