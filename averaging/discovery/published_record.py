@@ -57,9 +57,10 @@ class PublishedRecord:
             self._changed.clear()
             self._urgent.clear()
             await self.store()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._pause):
-                    await self._urgent.wait()
+            if self._pause:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._pause):
+                        await self._urgent.wait()
 
     async def store(self) -> None:
         """Stores the record once. A failure is logged only, since `keep` tries again."""
