@@ -194,6 +194,7 @@ def threads_as_they_were() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("threads_as_they_were")
 def test_a_peer_that_is_alone_comes_to_the_end_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     digits.main(["--steps=3", "--batch-size=32", "--target-batch-size=64", f"--save={tmp_path / 'model'}"])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.integration.processes import JsonProcess, Workers, average
+from tests.selection import rest_is_long
 
 
 def quit_in_order(*processes: JsonProcess) -> None:
@@ -45,10 +46,10 @@ def test_clients_and_auxiliaries_in_processes(workers: Workers) -> None:
     assert len({receipt["digest"] for receipt in receipts[:4]}) == 1
 
 
-STEPS = [("sending", 0), ("sending", 1), ("sending", 5), ("reducing", 0), ("reducing", 3), ("reducing", 12)]
+STEPS = [("sending", 1), ("reducing", 3), ("sending", 0), ("sending", 5), ("reducing", 0), ("reducing", 12)]
 
 
-@pytest.mark.parametrize(("step", "after"), STEPS)
+@pytest.mark.parametrize(("step", "after"), rest_is_long(STEPS, 2))
 def test_a_follower_killed_in_the_round_costs_only_its_own(workers: Workers, step: str, after: int) -> None:
     processes, receipts = average_with_a_victim(workers, step, after, group_wait=8.0)
     for number, receipt in enumerate(receipts):
@@ -57,7 +58,7 @@ def test_a_follower_killed_in_the_round_costs_only_its_own(workers: Workers, ste
     assert {receipt["outcome"] for receipt in average(*processes[:3])} == {"averaged"}
 
 
-@pytest.mark.parametrize(("step", "after"), STEPS)
+@pytest.mark.parametrize(("step", "after"), rest_is_long(STEPS, 2))
 def test_a_leader_killed_in_the_round_costs_only_its_own(workers: Workers, step: str, after: int) -> None:
     """It may die before all of its followers have been told that the group begins; the others go on without those."""
     processes, receipts = average_with_a_victim(workers, step, after, group_wait=4.0)

@@ -480,6 +480,7 @@ def test_all_survivors_end_whichever_peers_die_and_calls_break(seed: int) -> Non
             assert receipt.reason or receipt.averaged
 
 
+@pytest.mark.long
 def test_a_hundred_peers_keep_the_mean_to_1e6_when_none_dies() -> None:
     swarm = Swarm(0, latency=(0.001, 0.3), delay=0.2)
     tensors = scalars(100, 0)

@@ -11,6 +11,9 @@ from averaging.transport.direct.frames import Frame, Kind
 from averaging.transport.direct.heads import Heads, decode_error, encode_head
 from averaging.transport.direct.link import Link
 
+FRAMES_AT_ONCE = 16
+"""Frames that are sent before other tasks of the event loop get a chance."""
+
 
 async def call(
     link: Link, endpoint: str, messages: AsyncIterator[AveragingData], heads: Heads
@@ -74,9 +77,13 @@ class _Upload:
     async def _run(self, messages: AsyncIterator[AveragingData]) -> None:
         link = self._link
         try:
+            sent = 0
             async for message in messages:
                 body = b"" if message.tensor_part is None else message.tensor_part.buffer
                 await link.send(Kind.PART, encode_head(message), body)
+                sent += 1
+                if sent % FRAMES_AT_ONCE == 0:
+                    await asyncio.sleep(0)  # small frames may never have to wait for the socket
             await link.send(Kind.END)
             self.ended = True
         except PeerUnreachableError:
