@@ -14,7 +14,8 @@ THOROUGH = bool(os.environ.get("AVERAGING_TEST_LONG"))
 def rest_is_long(values: Iterable[Any], everyday: int = 1) -> list[Any]:
     """Arguments of `parametrize`: all after the first `everyday` ones are marked as long."""
     listed = list(values)
-    return listed[:everyday] + [pytest.param(value, marks=pytest.mark.long) for value in listed[everyday:]]
+    rest = [value if isinstance(value, tuple) else (value,) for value in listed[everyday:]]
+    return listed[:everyday] + [pytest.param(*value, marks=pytest.mark.long) for value in rest]
 
 
 def examples(count: int) -> int:

@@ -268,7 +268,11 @@ class Peer:
                 version += 1
             finally:
                 self._snapshots.commit(version)
-        running.loop.call_soon_threadsafe(running.donors.declaration.changed)
+        try:
+            running.loop.call_soon_threadsafe(running.donors.declaration.changed)
+        except RuntimeError:
+            if not running.loop.is_closed():  # else the peer has left meanwhile, for example in a signal handler
+                raise
 
     async def commit(self, version: int | None = None) -> None:
         """Makes the present values of the tensors the state that newcomers download.
