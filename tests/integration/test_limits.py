@@ -34,7 +34,7 @@ from tests.integration.grpc_fakes import (
     parts,
     serving,
 )
-from tests.integration.listening import closed, listening
+from tests.integration.listening import listening
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 
@@ -372,10 +372,10 @@ async def called_from(host: str, endpoint: str) -> AsyncIterator[str]:
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            back.transport.abort()  # at once: another cancellation may come at the next await
             for way in ways:
                 way.cancel()
             await asyncio.gather(*ways, return_exceptions=True)
-            await closed(back)
 
     async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(1 << 16):
