@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -53,3 +54,8 @@ def test_docstrings_name_pages_that_are_there() -> None:
     ]
     named = {page for source in sources for page in re.findall(r"docs/[\w/-]+\.md", source.read_text())}
     assert {page for page in named if not (ROOT / page).exists()} == set()
+
+
+def test_the_citation_is_of_this_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"\nversion: {project['version']}\n" in (ROOT / "CITATION.cff").read_text()
