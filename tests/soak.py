@@ -53,10 +53,12 @@ class Judge:
         finished: number of averaged rounds, counted at every member.
         lost: number of other rounds.
         dropped: number of dropped members in averaged rounds.
+        lanes: how often parts went to a member on each lane.
     """
 
     def __init__(self, now: float) -> None:
         self.finished = self.lost = self.dropped = 0
+        self.lanes: Counter[str] = Counter()
         self._last = now
         self._digests: dict[str, set[str]] = {}
         self._rounds: Counter[str] = Counter()
@@ -80,6 +82,7 @@ class Judge:
         self._digests[event["group"]] = digests
         self._last, self.finished, self.dropped = now, self.finished + 1, self.dropped + len(event["dropped"])
         self._rounds[endpoint] += 1
+        self.lanes.update(event["lanes"])
         if self._rounds[endpoint] == WARM_ROUNDS:
             self._first_rss[endpoint] = event["rss"]
         first = self._first_rss.get(endpoint, event["rss"])
@@ -93,16 +96,18 @@ class Judge:
 
 
 class PeerProcess:
-    """The process of one peer, and the proxy in front of it."""
+    """The process of one peer, and the proxies in front of its gRPC port and of its port for direct connections."""
 
     def __init__(self, stack: ExitStack, seed: int, join: Sequence[str], *, spoilt: bool = False) -> None:
         self._stack = stack.enter_context(ExitStack())
-        self.proxy = self._stack.enter_context(FaultProxy())
+        self.proxy, self.direct = (self._stack.enter_context(FaultProxy()) for _ in range(2))
         self.endpoint = f"127.0.0.1:{self.proxy.port}"
         options = {
             "run_id": "soak",
             "listen": f"127.0.0.1:{self.proxy.target}",
             "advertise": self.endpoint,
+            "direct_listen": f"127.0.0.1:{self.direct.target}",
+            "direct_advertise": self.direct.port,
             "join": list(join),
             "group_size": PEERS,
             "group_wait": 2.0,
@@ -149,11 +154,13 @@ def soak(minutes: float, seed: int, *, count: int = PEERS, spoil: bool = False) 
         judge = Judge(began)
         change, heal, killed, struck = began + CHANGE_SECONDS, 0.0, 0, 0
         victim: PeerProcess | None = None
+        spoilt: list[FaultProxy] = []
 
         def summary(now: float) -> str:
             return (
                 f"{(now - began) / 60:.1f} min: {judge.finished} rounds finished at {count} peers, {judge.lost} lost, "
-                f"{killed} killed, {struck} links spoilt, {judge.dropped} times a member was dropped"
+                f"{killed} killed, {struck} links spoilt, {judge.dropped} times a member was dropped; lanes: "
+                + (", ".join(f"{lane} {count}" for lane, count in sorted(judge.lanes.items())) or "none")
             )
 
         report = began + REPORT_SECONDS
@@ -167,7 +174,8 @@ def soak(minutes: float, seed: int, *, count: int = PEERS, spoil: bool = False) 
                 report += REPORT_SECONDS
                 print(summary(now), flush=True)
             if victim is not None and now >= heal:
-                victim.proxy.heal()
+                for proxy in spoilt:
+                    proxy.heal()
                 victim = None
             if now >= change:
                 change = now + CHANGE_SECONDS
@@ -181,11 +189,15 @@ def soak(minutes: float, seed: int, *, count: int = PEERS, spoil: bool = False) 
                 )
                 if victim is None:
                     victim, heal = rng.choice(peers[:-1]), now + FAULT_SECONDS
-                    victim.proxy.arm(rng.choice([Fault.STALL, Fault.CUT, Fault.HALF_OPEN]), rng.randrange(200_000))
+                    spoilt = rng.choice([[victim.proxy], [victim.direct], [victim.proxy, victim.direct]])
+                    for proxy in spoilt:
+                        proxy.arm(rng.choice([Fault.STALL, Fault.CUT, Fault.HALF_OPEN]), rng.randrange(200_000))
                     struck += 1
         print(f"{summary(now)} (seed {seed})")
         if not judge.finished:
             raise SoakError("no round was finished")
+        if not judge.lanes["direct"]:
+            raise SoakError("no part travelled on a direct connection")
 
 
 if __name__ == "__main__":

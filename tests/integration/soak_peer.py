@@ -45,6 +45,7 @@ async def main(options: dict[str, Any], seed: int, *, spoilt: bool) -> None:
                 group=receipt.group_id.hex(),
                 values=found,
                 gathered=dict(receipt.gathered),
+                lanes=[one.lane for one in receipt.accounts if one.lane],
                 dropped=[f"{lost.endpoint}: {lost.reason}" for lost in receipt.dropped],
                 kept_local=receipt.kept_local,
                 digest=receipt.digest,

@@ -28,7 +28,7 @@ def test_only_averages_of_members_are_sound(values: list[float], kept_local: int
 
 def report(**changes: Any) -> dict[str, Any]:
     event = {"outcome": "averaged", "group": "aa" * 8, "values": [4.0], "gathered": GATHERED, "kept_local": 0}
-    return event | {"dropped": [], "digest": "12345678", "rss": 100 << 20} | changes
+    return event | {"dropped": [], "digest": "12345678", "lanes": ["direct"], "rss": 100 << 20} | changes
 
 
 def test_sound_rounds_are_counted() -> None:
