@@ -11,7 +11,7 @@ TORCH ?= torch==2.13.0
 # One worker more than cores, because tests with processes are idle much of the time.
 WORKERS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 1 )))
 
-.PHONY: help demo test test-long test-etcd test-integrations test-feed test-synchronizer check lint docs reference dist bench bench-hivemind proto soak clean
+.PHONY: help demo test test-long test-examples test-etcd test-integrations test-feed test-synchronizer check lint docs reference dist bench bench-hivemind proto soak clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -19,12 +19,17 @@ help: ## list the targets
 demo: $(VENV)/installed ## train in four processes that average, and kill one of them
 	$(BIN)/python -m examples.demo
 
-test: $(VENV)/installed ## all tests except those of the next five targets
+test: $(VENV)/installed ## all tests except those of the next six targets
 	$(BIN)/python -m pytest -m "not long and not interop and not etcd" --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
-test-long: $(VENV)/installed ## the long tests, and the fuzz tests with four times as many examples; about 20 minutes
+test-long: $(VENV)/installed ## the long tests, and the fuzz tests with eight times as many examples; about 20 minutes
 	AVERAGING_TEST_LONG=1 $(BIN)/python -m pytest -m long --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 	AVERAGING_TEST_LONG=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) tests/fuzz tests/unit/test_compression.py
+
+test-examples: $(VENV)/installed ## the demo, the examples and the quickstarts of the pages from end to end, about 3 minutes
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal \
+		tests/integration/test_demo.py::test_the_demo_keeps_its_promises tests/integration/test_examples.py \
+		tests/integration/test_feed_page.py tests/integration/test_workers_page.py $(PYTEST_ARGS)
 
 test-etcd: $(VENV)/installed ## the tests with a real etcd server (apt-get install etcd-server), about 2 minutes
 	$(BIN)/python -m pytest -m etcd tests/etcd $(PYTEST_ARGS)
@@ -58,7 +63,7 @@ dist: $(VENV)/installed ## build and check a wheel and an sdist in dist/
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m build --no-isolation
 	$(BIN)/python -m twine check --strict dist/*
 
-check: lint docs dist test test-integrations ## run everything that CI runs
+check: lint docs dist test test-examples test-integrations ## run everything that CI runs
 
 bench: $(VENV)/installed ## benchmarks: averaging and Gloo, codecs, discovery, training during rounds
 	$(BIN)/python -m benchmarks.allreduce --peers 2 4 --mib 64 --tensors 4 --codecs none --output runs/benchmarks

@@ -439,6 +439,7 @@ def test_an_interrupt_in_a_round_leaves_the_run_in_order() -> None:
         assert process.stderr == ""
 
 
+@pytest.mark.long
 def test_the_end_of_the_interpreter_closes_averagers_silently() -> None:
     with worker("not_closed") as process:
         process.expect("trained")
@@ -446,6 +447,7 @@ def test_the_end_of_the_interpreter_closes_averagers_silently() -> None:
         assert process.stderr == ""
 
 
+@pytest.mark.long
 def test_a_forked_process_has_no_threads_of_grpcs() -> None:
     with worker("forked") as process:
         assert process.expect("forked")["threads"] == 1
@@ -453,6 +455,7 @@ def test_a_forked_process_has_no_threads_of_grpcs() -> None:
         assert process.stderr == ""
 
 
+@pytest.mark.long
 def test_data_loaders_fork_workers_silently() -> None:
     with worker("loaders") as process:
         trained = process.expect("trained")

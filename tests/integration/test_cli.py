@@ -19,6 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests.integration.processes import DEADLINE, JsonProcess, averaging_command, averaging_process
+from tests.selection import rest_is_long
 
 Start = Callable[..., JsonProcess]
 PAIR = ("--run-id", "demo", "--group-size", "2")
@@ -319,7 +320,9 @@ def test_a_terminal_shows_progress(start: Start, files: list[Path]) -> None:
     assert b"Traceback" not in shown
 
 
-@pytest.mark.parametrize("odd", [{"TERM": "dumb"}, {"TERM": "xterm", "PYTHONIOENCODING": "latin-1"}], ids=str)
+@pytest.mark.parametrize(
+    "odd", rest_is_long([{"TERM": "dumb"}, {"TERM": "xterm", "PYTHONIOENCODING": "latin-1"}]), ids=str
+)
 def test_a_terminal_of_few_means_shows_what_is_waited_for(start: Start, files: list[Path], odd: dict[str, str]) -> None:
     join = start("peer", files[0], *PAIR, "--serve").expect("ready")["join"]
     master, slave = pty.openpty()

@@ -74,6 +74,7 @@ def demo(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Demo]:
     running.end()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(DEADLINE + 30)
 @pytest.mark.parametrize("demo", [46021], indirect=True)
 def test_the_demo_keeps_its_promises(demo: Demo, tmp_path: Path) -> None:

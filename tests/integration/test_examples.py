@@ -77,6 +77,7 @@ class Example:
             self._process.kill()
 
 
+@pytest.mark.long
 def test_unequal_peers_one_of_them_a_client_learn_the_digits_and_end_with_the_same_bytes() -> None:
     with Example("digits", "--peers", "3", "--steps", "20") as example:
         printed = example.end(0)
@@ -95,6 +96,7 @@ def test_unequal_peers_one_of_them_a_client_learn_the_digits_and_end_with_the_sa
         assert re.search(rf"peer {peer}: Global step 20: \d+ samples", printed)
 
 
+@pytest.mark.long
 def test_two_peers_make_the_same_outer_steps_and_tensorboard_shows_the_rounds(tmp_path: Path) -> None:
     arguments = ["--wait-for=2", "--steps=60", "--every=20", f"--tensorboard={tmp_path}"]
     with Example("diloco", *arguments) as founder:

@@ -69,6 +69,7 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
+@pytest.mark.long
 def test_the_quickstart(tmp_path: Path, stack: ExitStack) -> None:
     server = stack.enter_context(Serving(SERVERS[0], tmp_path))
     assert agrees(expected(SERVERS[0]), server.output)
@@ -89,6 +90,7 @@ def test_a_server_in_a_script(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+\n", capsys.readouterr().out)
 
 
+@pytest.mark.long
 def test_tls_and_a_token(tmp_path: Path, stack: ExitStack) -> None:
     start = BLOCKS.index(SERVERS[1])
     for block in BLOCKS[start - 3 : start]:

@@ -340,6 +340,7 @@ def test_an_invalid_address_is_refused(url: str) -> None:
         BatchFeed(url, registration())
 
 
+@pytest.mark.long
 def test_the_command_and_its_exit_codes(tmp_path: Path) -> None:
     with Feed(tmp_path / "store") as feed:
         with BatchFeed(feed.url, registration(), poll=0.05) as batches:

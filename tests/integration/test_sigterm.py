@@ -47,7 +47,7 @@ def slowest_after(survivors: list[JsonProcess], number: int) -> float:
     return max(seconds)
 
 
-@pytest.mark.parametrize("strategy", rest_is_long(("gradients", "diloco", "local")))
+@pytest.mark.parametrize("strategy", rest_is_long(("diloco", "gradients", "local")))
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
 def test_nobody_waits_for_a_peer_whose_process_was_ended(strategy: str, number: signal.Signals) -> None:
     with ExitStack() as stack:
@@ -59,7 +59,7 @@ def test_nobody_waits_for_a_peer_whose_process_was_ended(strategy: str, number: 
             assert "the averager of run 'run' has left on SIGTERM" in ended.stderr
 
 
-@pytest.mark.parametrize("strategy", rest_is_long(("gradients", "diloco", "local")))
+@pytest.mark.parametrize("strategy", rest_is_long(("local", "gradients", "diloco")))
 def test_a_script_that_handles_sigterm_goes_on_and_ends_as_it_wants(strategy: str) -> None:
     """After its peer has left, local steps still work."""
     with ExitStack() as stack:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.long
 def test_a_peer_with_a_wrong_value_is_found() -> None:
     command = [sys.executable, "-m", "tests.soak", "--minutes", "1", "--peers", "2", "--spoil"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -8,6 +8,8 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
+
 from tests.integration.fault_proxy import free_port
 from tests.integration.pages import ROOT, blocks_of
 from tests.integration.processes import DEADLINE
@@ -16,6 +18,7 @@ BLOCKS = blocks_of((ROOT / "docs" / "how-to" / "workers.md").read_text())
 PYTHON = [block.text for block in BLOCKS if block.language == "python"]
 
 
+@pytest.mark.long
 def test_the_quickstart(tmp_path: Path) -> None:
     ports = {"7001": str(free_port()), "7002": str(free_port())}
 

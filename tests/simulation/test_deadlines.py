@@ -18,7 +18,7 @@ from averaging.protocol.group import Member, Mode
 from averaging.protocol.messages import AveragingData, MessageCode
 from averaging.protocol.schema import Schema
 from averaging.transport import virtual_time
-from tests.selection import rest_is_long
+from tests.selection import one_in, rest_is_long
 from tests.simulation.rounds import STALL_TIMEOUT, Simulation, nodes
 
 LOWER, UPPER = 0.2, 20.0
@@ -127,7 +127,7 @@ def dead_leader(simulation: Simulation) -> object:
 
 
 @pytest.mark.parametrize("client", [False, True])
-@pytest.mark.parametrize("when", SILENT)
+@pytest.mark.parametrize("when", one_in(2, SILENT))
 def test_a_silent_member_costs_about_one_more_round(when: str, client: bool) -> None:
     async def main() -> None:
         rounds = Rounds(1, client=client)
@@ -148,7 +148,7 @@ def test_a_silent_member_costs_about_one_more_round(when: str, client: bool) -> 
 
 
 @pytest.mark.parametrize("client", [False, True])
-@pytest.mark.parametrize("when", SILENT)
+@pytest.mark.parametrize("when", one_in(2, SILENT))
 def test_a_newcomer_that_is_silent_in_its_first_round_costs_about_one_more_round(when: str, client: bool) -> None:
     async def main() -> None:
         rounds = Rounds(6, client=client)
@@ -238,6 +238,7 @@ def slowly(ask: Callable[[str], Awaitable[Schema]], seconds: float) -> Callable[
     return asked
 
 
+@pytest.mark.long
 def test_a_client_that_cannot_reach_one_reducer_delays_the_others_only_rarely() -> None:
     async def main() -> None:
         rounds = Rounds(12, client=True)

@@ -20,6 +20,7 @@ from averaging.protocol.schema import Schema
 from averaging.training.history import History, Origin, Progress, Rank
 from averaging.transport import virtual_time
 from averaging.transport.base import AveragingService
+from tests.selection import rest_is_long
 from tests.simulation.training_run import Run, Site, agree
 
 SECONDS = 20.0
@@ -100,7 +101,7 @@ def undisturbed_steps(strategy: str) -> int:
     return min(site.global_step or 0 for site in three(1, strategy).simulate())
 
 
-@pytest.mark.parametrize("strategy", ["gradients", "diloco"])
+@pytest.mark.parametrize("strategy", rest_is_long(["diloco", "gradients"]))
 @pytest.mark.parametrize(
     ("name_of", "pause", "serves"),
     [

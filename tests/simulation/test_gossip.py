@@ -13,6 +13,7 @@ from averaging.discovery.gossip.settings import GossipSettings
 from averaging.errors import ClosedError
 from averaging.protocol.messages import Rumour
 from averaging.transport import virtual_time
+from tests.selection import rest_is_long
 from tests.simulation.gossip_swarm import (
     KEY,
     PEERS,
@@ -28,7 +29,7 @@ from tests.simulation.gossip_swarm import (
 # Spreading
 
 
-@pytest.mark.parametrize("count", [2, 8, 64])
+@pytest.mark.parametrize("count", [2, 8, pytest.param(64, marks=pytest.mark.long)])
 def test_a_new_record_reaches_every_peer_with_one_message_each(count: int) -> None:
     swarm = GossipSwarm(1, settings=GossipSettings(exchange_interval=1e6))
 
@@ -59,6 +60,7 @@ def test_records_of_one_tick_travel_in_one_message() -> None:
     swarm.simulate(main())
 
 
+@pytest.mark.long
 def test_all_peers_read_what_all_store_at_once() -> None:
     swarm = GossipSwarm(2)
 
@@ -93,7 +95,7 @@ def test_exchanges_bring_what_rumours_missed() -> None:
     swarm.simulate(main())
 
 
-@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("signed", rest_is_long([False, True]))
 def test_sixty_four_peers_converge_although_a_fifth_of_the_messages_is_lost(signed: bool) -> None:
     swarm = GossipSwarm(4, loss=0.2, settings=GossipSettings(tick=1.0))  # fewer messages, so that it is fast
 

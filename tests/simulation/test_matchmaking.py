@@ -21,11 +21,12 @@ from averaging.peer.round_options import all_of
 from averaging.protocol.group import pack_gather
 from averaging.protocol.messages import JoinRequest, MessageCode
 from averaging.transport import virtual_time
+from tests.selection import rest_is_long
 from tests.simulation import leaks
 from tests.simulation.swarm import Swarm, groups_of, scalars, spread
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", rest_is_long(range(20), 4))
 def test_sixteen_peers_fill_groups_of_four_within_seconds(seed: int) -> None:
     swarm = Swarm(seed)
     tensors = scalars(16, seed)
@@ -54,7 +55,7 @@ def test_mutual_requests_end_without_a_deadlock(seeds: range) -> None:
             assert receipt.seconds < 2.0, f"seed {seed}: {receipt}"  # by the rule, not by a declaration running out
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", rest_is_long(range(10), 3))
 def test_a_group_that_is_not_full_begins_when_its_leader_s_declaration_expires(seed: int) -> None:
     swarm = Swarm(seed)
     tensors = scalars(3, seed)
@@ -435,7 +436,7 @@ def test_a_dropped_bit_is_back_at_the_next_search() -> None:
     assert found[4:] == [whole, shorter]
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", rest_is_long(range(30), 8))
 def test_all_survivors_end_whichever_peers_die_and_calls_break(seed: int) -> None:
     """Peers die and calls break at random; every round of a survivor ends in bounded time with a receipt."""
     rng = random.Random(seed)

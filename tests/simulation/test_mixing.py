@@ -13,6 +13,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from tests.selection import rest_is_long
 from tests.simulation.mixing import (
     Failure,
     GroupBits,
@@ -63,7 +64,7 @@ def test_the_authors_grid_gives_the_published_rounds(side: int, axes: int, proba
     assert abs(mean(rounds) - PUBLISHED[side, axes, probability]) < 2 * noise(rounds)
 
 
-@pytest.mark.parametrize(("side", "axes", "probability"), PUBLISHED)
+@pytest.mark.parametrize(("side", "axes", "probability"), rest_is_long(PUBLISHED, 2))
 def test_lost_contributions_cost_no_more_rounds_than_published(side: int, axes: int, probability: float) -> None:
     """The published mean is one of 10 runs, which others like them miss by their standard error."""
     rounds = [bits_rounds(side, axes, seed, probability) for seed in SEEDS]
@@ -72,7 +73,7 @@ def test_lost_contributions_cost_no_more_rounds_than_published(side: int, axes: 
 
 
 @pytest.mark.parametrize("failure", [Failure.SHARD, Failure.PLACE])
-@pytest.mark.parametrize(("side", "axes"), [(8, 3), (32, 2)])
+@pytest.mark.parametrize(("side", "axes"), rest_is_long([(8, 3), (32, 2)]))
 def test_no_failure_costs_what_a_group_spoiled_by_it_would(side: int, axes: int, failure: Failure) -> None:
     """With its shard or its place a failure costs more rounds than its contribution alone, but fewer than that."""
     rounds = [bits_rounds(side, axes, seed, 0.01, failure) for seed in SEEDS]

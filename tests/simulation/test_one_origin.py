@@ -76,7 +76,7 @@ def _is_connected(sites: Sequence[Site]) -> bool:
     return reached == names and all(not site.join or names.intersection(site.join) - {site.name} for site in sites)
 
 
-SOME, ALL = range(24), range(24, 1000)
+SOME, ALL = range(8), range(8, 1000)
 """Seeds of the usual tests, and of the long ones besides."""
 
 

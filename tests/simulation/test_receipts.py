@@ -35,6 +35,7 @@ from averaging.protocol.messages import CompressionType
 from averaging.protocol.schema import ReplyForm
 from averaging.state.snapshots import Extras
 from averaging.transport import virtual_time
+from tests.selection import rest_is_long
 from tests.simulation.rounds import STALL_TIMEOUT, Simulation, nodes
 from tests.simulation.swarm import Swarm, scalars
 
@@ -106,7 +107,7 @@ def test_other_averages_have_other_digests() -> None:
     assert len(digests) == 3
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", rest_is_long(range(20), 6))
 def test_the_accounts_fit_together_though_a_member_dies(seed: int) -> None:
     simulation = Simulation(seed, nodes(4), [(400,)])
 
@@ -197,7 +198,7 @@ def test_a_slow_sender_is_the_straggler(count: int, elements: int) -> None:
             assert result.straggler is None  # it sees that all is slow, not why
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", rest_is_long(range(10), 3))
 def test_nobody_stands_out_among_equals(seed: int) -> None:
     simulation = Simulation(seed, nodes(4), [(4000,)])
     virtual_time.run(simulation.run())

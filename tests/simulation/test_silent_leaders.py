@@ -105,6 +105,7 @@ def test_twenty_silent_leaders_cost_a_few_seconds_once(seed: int) -> None:
     assert per_minute(found, since=20.0) > 0.9 * usual
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", SEEDS)
 def test_new_names_in_each_search_cost_a_bounded_time(seed: int) -> None:
     """Each of 50 new names a second would cost a head start if it were asked alone."""
@@ -116,6 +117,7 @@ def test_new_names_in_each_search_cost_a_bounded_time(seed: int) -> None:
         assert receipt.seconds < 1.0 or moment < 30.0, receipt  # once the honest peers know each other
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", SEEDS)
 def test_deserters_are_not_asked_once_they_are_known(seed: int) -> None:
     found = rounds(seed, 100.0, 4, accept=True)
