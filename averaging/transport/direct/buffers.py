@@ -11,6 +11,9 @@ _UNUSED = 2
 """References to a kept buffer that nobody uses: that of the list, and that of the question."""
 
 
+_KEPT_FROM = 64 << 10
+"""Smaller buffers are not kept: memory for them is not fresh, and to search among many would cost more."""
+
 _STEP = 4096
 """Sizes are multiples of it, so that parts with heads of different lengths share buffers."""
 
@@ -29,12 +32,17 @@ class Buffers:
         self._limit = limit
         self._kept: list[bytearray] = []
         self._nbytes = 0
+        self._next = 0  # where the search begins: buffers mostly become free in the order in which they were taken
 
     def take(self, nbytes: int) -> bytearray:
         """Returns a buffer of at least `nbytes` bytes; its content is arbitrary."""
+        if nbytes < _KEPT_FROM:
+            return bytearray(nbytes)
         kept = self._kept
-        for index in range(len(kept)):
+        for place in range(self._next, self._next + len(kept)):
+            index = place % len(kept)
             if nbytes <= len(kept[index]) <= 2 * nbytes and sys.getrefcount(kept[index]) == _UNUSED:
+                self._next = index + 1
                 return kept[index]
         buffer = bytearray(-(-nbytes // _STEP) * _STEP)
         if self._make_room(len(buffer)):
