@@ -60,6 +60,11 @@ class RunProgress:
             name: entry.value for name, entry in entries.items() if name != self._endpoint and name not in self._gone
         }
 
+    @property
+    def announcers(self) -> frozenset[str]:
+        """The other peers whose announcement has not expired, also those marked as gone."""
+        return frozenset(self._discovery.get(self._key).keys() - {self._endpoint})
+
     def step_rates(self, names: Collection[str]) -> dict[str, float]:
         """The step rates that these peers announced last, this one included; without those that are unknown."""
         entries = self._discovery.get(self._key)

@@ -27,6 +27,7 @@ from averaging.state.snapshots import Extras
 from averaging.training.cached_queries import CachedQueries
 from averaging.training.event_loop_thread import EventLoopThread, on_loop
 from averaging.training.fetch import Fetch
+from averaging.training.history import still_training
 from averaging.training.layout import as_divided, local
 from averaging.training.pending_round import PendingRound, end_of, wrapped
 from averaging.training.site import Site
@@ -398,15 +399,20 @@ class Training:
             expected_peers = names.translated(expected_peers)
 
         async def average() -> Receipt:
-            alone = len(self._peer.peers) == 1
-            announcements = self._peer.progress.announcements
+            progress = self._peer.progress
+            announcements = progress.announcements
+            expected = expected_peers(announcements)
+            # Those whose training has ended, or that refuse connections, make no group any more.
+            may_come = self._peer.peers - {self._peer.endpoint}
+            if not expected and not still_training(announcements):
+                may_come -= progress.announcers
             chosen: RoundOptions = {
                 "weight": weight,
                 "start_size": all_of(expected_peers, announcements),
                 "expected_peers": expected_peers,
-                "search_timeout": 0.0 if alone else search_timeout,
+                "search_timeout": search_timeout if may_come else 0.0,
             }
-            if expected_peers(announcements) and ("expected_peers" in options or "search_timeout" not in options):
+            if expected and ("expected_peers" in options or "search_timeout" not in options):
                 chosen["stop_search"] = lambda seen: not expected_peers(seen)  # all of them have left
             chosen.update(options)
             if names is not None and pending is not None:

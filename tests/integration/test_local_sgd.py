@@ -373,3 +373,21 @@ def test_nobody_hears_a_complaint_of_a_peer_that_averages(start: Start, caplog: 
     with caplog.at_level(logging.WARNING, "averaging"):
         run.each(lambda number: steps(run, number, range(8)))
     assert [record.getMessage() for record in caplog.records if record.name.startswith("averaging")] == []
+
+
+def test_a_peer_whose_partners_have_ended_their_training_waits_for_nobody(start: Start) -> None:
+    run = start()
+    for number in range(2):
+        run.add(LocalSGD(2), SGD, model_of(number), group_wait=PATIENCE / 4)
+    run.meet()
+    run.each(lambda number: steps(run, number, range(4)))
+
+    def finish_late(number: int) -> float:
+        began = time.monotonic()
+        if number == 1:
+            steps(run, 1, range(4, 16))
+        run.averagers[number].finish(PATIENCE)
+        return time.monotonic() - began
+
+    assert max(run.each(finish_late)) < PATIENCE / 4
+    assert equal(*run.parameters())
