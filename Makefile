@@ -11,13 +11,16 @@ TORCH ?= torch==2.13.0
 # One worker more than cores, because tests with processes are idle much of the time.
 WORKERS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 1 )))
 
-.PHONY: help demo test test-long test-examples test-etcd test-integrations test-feed test-synchronizer check lint docs reference dist bench bench-hivemind proto soak clean
+.PHONY: help demo posttrain test test-long test-examples test-etcd test-integrations test-feed test-synchronizer check lint docs reference dist bench bench-hivemind proto soak clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
 demo: $(VENV)/installed ## train in four processes that average, and kill one of them
 	$(BIN)/python -m examples.demo
+
+posttrain: $(VENV)/installed ## reinforcement learning at two elastic sites, of which parts are killed; about 6 minutes
+	$(BIN)/python -m examples.posttrain
 
 test: $(VENV)/installed ## all tests except those of the next six targets
 	$(BIN)/python -m pytest -m "not long and not interop and not etcd" --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
