@@ -60,7 +60,7 @@ def test_the_loss_makes_a_better_answer_more_likely() -> None:
     with torch.no_grad():
         for parameter in policy.parameters():
             if parameter.grad is not None:
-                parameter -= 0.01 * parameter.grad
+                parameter.sub_(0.01 * parameter.grad)
         new = logprobs_of(policy, sequences)
     assert new[0].sum() > old[0].sum()
     assert new[1].sum() < old[1].sum()
