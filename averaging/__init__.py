@@ -171,6 +171,7 @@ _HOMES = {
     "DataLostError": "errors",
     "DecentralizedAverager": "averager",
     "DiLoCo": "strategies",
+    "DistributedCheckpoint": "checkpoint",
     "DiscoveryError": "errors",
     "DropCode": "observe.receipts",
     "Dropped": "observe.receipts",

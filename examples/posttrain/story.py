@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import socket
 import time
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from examples.ports import free_ports
 
 GROUP_SIZE = 8
 """Answers to one prompt, which are compared with each other."""
@@ -101,22 +101,6 @@ def local(port: int) -> str:
 
 
 def free_sites(count: int) -> tuple[Site, ...]:
-    """Sites with ports that are free now; two in a row for the shards of the averager."""
-    with ExitStack() as stack:
-
-        def free() -> int:
-            one = stack.enter_context(socket.socket())
-            one.bind(("127.0.0.1", 0))
-            return int(one.getsockname()[1])
-
-        def two_free() -> int:
-            while True:
-                first = free()
-                second = stack.enter_context(socket.socket())
-                try:
-                    second.bind(("127.0.0.1", first + 1))
-                except OSError:
-                    continue
-                return first
-
-        return tuple(Site(free(), two_free(), free(), free(), free(), free()) for _ in range(count))
+    """Sites whose ports are free now."""
+    ports = iter(free_ports(6 * count))
+    return tuple(Site(*(next(ports) for _ in range(6))) for _ in range(count))

@@ -18,7 +18,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from examples import ddp, digits, diloco, explorers, three_lines
+from examples import digits, diloco, explorers, sites, three_lines
 
 ROOT = Path(__file__).parents[2]
 
@@ -162,17 +162,16 @@ def test_three_lines_find_each_other_and_leave_in_order_after_ctrl_c() -> None:
                 assert example.end(130).endswith("Stopped.\n")
 
 
-def test_machines_of_one_process_each_average(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    for name, value in told.items():  # as torchrun tells it
-        monkeypatch.setenv(name, value)
-    with Example("ddp", "--steps=100", "--wait-for=2") as founder:
-        endpoint = founder.read_until("--join ").split("--join ")[1]
-        with Example("ddp", "--steps=100", "--wait-for=2", "--join", endpoint) as newcomer:
-            for printed in (newcomer.end(0), founder.end(0)):
-                assert re.search(
-                    r"step 100: loss 0\.\d+, averaged 2 times, [01] other machines", printed
-                )  # one ends first
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_two_sites_learn_together_and_one_loses_a_node_and_takes_it_back(tmp_path: Path) -> None:
+    with Example("sites", "--steps=500", f"--directory={tmp_path / 'sites'}") as example:
+        printed = example.end(0)
+    assert "BROKEN" not in printed
+    assert "node 2 of site 1 is killed without warning" in printed
+    assert re.search(r"both sites hold the same model: all 2 peers hold the same weights", printed)
+    assert re.search(r"accuracy 9\d\.\d%, alone [45]\d\.\d%", printed)
+    assert (tmp_path / "sites" / "sites.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.long
@@ -231,7 +230,6 @@ Main = Callable[[list[str]], None]
         (diloco.main, "--alpha 2", "alpha must be from 0 to 1"),
         (diloco.main, "--compression zip", "invalid choice: 'zip'"),
         (diloco.main, "--run-id a.b", "without a dot"),
-        (ddp.main, "", "start it with torchrun"),
         (three_lines.main, "--join nowhere", "'nowhere' is not an address; give HOST:PORT"),
     ],
 )
@@ -283,7 +281,7 @@ def test_a_folder_for_tensorboard_that_cannot_be_made_is_reported(
 
 
 def test_the_commands_of_the_page_are_understood(capsys: pytest.CaptureFixture[str]) -> None:
-    modules = (ddp, digits, diloco, explorers, three_lines)
+    modules = (digits, diloco, explorers, sites, three_lines)
     mains: dict[str, Main] = {module.__name__.partition(".")[2]: module.main for module in modules}
     pages = "".join((ROOT / "docs" / "how-to" / page).read_text() for page in ("examples.md", "gpus.md"))
     commands = re.findall(r"^(?:python|torchrun .*) -m examples\.(\w+)(.*)$", pages, re.MULTILINE)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 PAGE = (Path(__file__).parents[2] / "docs/how-to/sites.md").read_text()
-[SCRIPT] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+SCRIPT = re.findall(r"^```python\n(.*?)```", PAGE, re.DOTALL | re.MULTILINE)[0]
 
 WAIT = """)
 import json
