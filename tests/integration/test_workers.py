@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from averaging import CallRefusedError, Peer, RpcChannel, UnauthenticatedError
+from averaging import CallRefusedError, Peer, RpcChannel, TLSFiles, UnauthenticatedError
 from averaging.errors import ConfigError, MasterRefusedError, WorkerError, WorkerLostError
 from averaging.rpc import Credentials, EventLoopThread, read_credentials
 from averaging.wire.workers_pb2 import Attach, FetchDataRequest, MasterMessage
@@ -32,7 +32,7 @@ from averaging.workers import (
 from averaging.workers.methods import FETCH_DATA, REQUEST_REPLY_STREAM
 from averaging.workers.plan import Model
 from averaging.workers.wire_messages import encode_payload
-from tests.integration.certificates import TOKEN
+from tests.integration.certificates import TOKEN, write
 from tests.integration.worker_backends import Actor, Log, Recorded, Reward, dataset, ppo
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
@@ -241,6 +241,25 @@ def test_tokens(site: Site, tmp_path: Path) -> None:
         assert len(list(master.run(2))) == 2
     with pytest.raises(WorkerLostError, match="a0 cannot be reached: .* requires a token"):
         MasterWorker(site.plan(), attach_timeout=1000.0)
+
+
+def test_tls(site: Site, tmp_path: Path) -> None:
+    """The tensors between workers are encrypted too: they have the same channels."""
+    mine, others = (tmp_path / name for name in ("mine", "others"))
+    for directory, authority in ((mine, "run"), (others, "other")):
+        directory.mkdir()
+        files = write(directory, "127.0.0.1", of=authority)
+        tls = TLSFiles(files["tls_ca"], files["tls_cert"], files["tls_key"])
+        if authority == "run":
+            known = read_credentials(tls=tls)
+        else:
+            strange = read_credentials(tls=tls)
+    site.start_ppo(known)
+    with site.master(credentials=known) as master:
+        assert len(list(master.run(2))) == 2
+    for wrong in (None, strange):
+        with pytest.raises(WorkerLostError, match="cannot be reached within 5 s"):
+            MasterWorker(site.plan(), credentials=wrong, attach_timeout=5.0)
 
 
 async def stream(channel: RpcChannel, *messages: MasterMessage) -> list[Any]:
