@@ -258,7 +258,7 @@ def test_tls(site: Site, tmp_path: Path) -> None:
     with site.master(credentials=known) as master:
         assert len(list(master.run(2))) == 2
     for wrong in (None, strange):
-        with pytest.raises(WorkerLostError, match="cannot be reached within 5 s"):
+        with pytest.raises(WorkerLostError, match="cannot be reached"):
             MasterWorker(site.plan(), credentials=wrong, attach_timeout=5.0)
 
 
