@@ -210,7 +210,9 @@ class DecentralizedAverager(OptimizerWrapper):
                 {name: local(one) for name, one in parameters.items()} | averaged,
                 config=of_rank(self._config, site, leader),
                 extra_state=lambda: self._training_state.shared(),
-                services=services if site.leads else (),
+                services=[
+                    one for one in services if site.leads or (site.owns and getattr(one, "of_each_shard", False))
+                ],
                 transport=transport,
                 discovery=discovery,
                 shard=shard,
@@ -369,6 +371,11 @@ class DecentralizedAverager(OptimizerWrapper):
         """The address at which other peers `join` this one; in a site that of its rank 0."""
         self._thread.check()
         return self._endpoint
+
+    @property
+    def own_endpoint(self) -> str:
+        """The address of this rank's own peer; empty if it has none. `endpoint` is that of rank 0."""
+        return self._peer.endpoint if self._site.owns else ""
 
     @property
     def peers(self) -> frozenset[str]:

@@ -17,10 +17,11 @@ from averaging.common.threads import in_thread
 from averaging.config import FilePath, TLSFiles, check_tls_files
 from averaging.errors import ClosedError, ConfigError, TensorError
 from averaging.rpc import EventLoopThread, read_credentials
+from averaging.synchronizer.follower_shards import Received, ShardTasks
 from averaging.synchronizer.follower_staleness import Staleness, StalenessWatch
-from averaging.synchronizer.follower_tasks import FollowerOptions, FollowerTasks
-from averaging.synchronizer.weights_layout import Manifest, first_difference, spec_of
-from averaging.synchronizer.weights_snapshot import Snapshot
+from averaging.synchronizer.follower_tasks import FollowerOptions
+from averaging.synchronizer.weights_layout import Manifest, WeightSpec, first_difference
+from averaging.synchronizer.weights_shards import is_wanted, missing_part, part_of, whole_of, write_part
 
 logger = logging.getLogger("averaging.synchronizer")
 
@@ -57,7 +58,8 @@ class Follower:
     version never goes back.
 
     Args:
-        model: A module, or tensors by name. They are overwritten in place, on any device.
+        model: A module, or tensors by name. They are overwritten in place, on any device. If it is divided by
+            `fully_shard`, each rank follows for itself and receives only the parts that it holds.
         join: Addresses HOST:PORT of publishers of one model. They are tried in this order.
         run_id: The run whose weights are followed; empty for any.
         listen: `host:port` at which this follower hands on versions; None if it does not. One that listens on loopback
@@ -116,7 +118,7 @@ class Follower:
             join_timeout=join_timeout,
             stall_timeout=stall_timeout,
         )
-        self._tasks = FollowerTasks(options, self._check)
+        self._tasks = ShardTasks(options, self._check, self._wants, self._check_parts)
         self._watch = StalenessWatch(max_staleness)
         self._on_stale = on_stale
         self._staleness = Staleness()
@@ -179,7 +181,7 @@ class Follower:
     @property
     def bytes_sent(self) -> int:
         """Bytes of weights handed on to other followers so far."""
-        return self._tasks.store.sent
+        return self._tasks.bytes_sent
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -224,7 +226,7 @@ class Follower:
         self._thread.check()
         return self._thread
 
-    def _pending(self) -> Snapshot | None:
+    def _pending(self) -> Received | None:
         newest = self._tasks.newest
         if newest is None or (self.version is not None and newest.manifest.version <= self.version):
             return None
@@ -232,28 +234,49 @@ class Follower:
 
     def _apply(self) -> bool:
         with self._lock, torch.no_grad():
-            snapshot = self._pending()
-            if snapshot is None:
+            received = self._pending()
+            if received is None:
                 if self._tasks.failure is not None:
                     raise self._tasks.failure
                 return False
-            self._check(snapshot.manifest)  # before anything is written, since the application may have changed it
-            state = self._state()
-            for name, tensor in snapshot.tensors().items():
-                state[name].copy_(tensor)
-            self.version = snapshot.manifest.version
+            # Before anything is written, since the application may have changed the model.
+            for snapshot in received.snapshots:
+                self._check(snapshot.manifest)
+            own = {spec.name: (spec, tensor) for spec, tensor in self._own()}
+            for spec, part in received.parts():
+                if spec.name in own:
+                    mine, tensor = own[spec.name]
+                    write_part(tensor, mine, part, spec)
+            self.version = received.manifest.version
         self._look()
         return True
 
-    def _state(self) -> dict[str, torch.Tensor]:
+    def _own(self) -> list[tuple[WeightSpec, torch.Tensor]]:
+        """What the model holds here: whole tensors, or parts of divided ones."""
         state = self._model.state_dict() if isinstance(self._model, torch.nn.Module) else self._model
-        return {name: tensor.detach() for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+        return [part_of(name, tensor) for name, tensor in state.items() if isinstance(tensor, torch.Tensor)]
 
     def _check(self, manifest: Manifest) -> None:
-        specs = [spec_of(name, tensor) for name, tensor in self._state().items()]
-        difference = first_difference(specs, manifest.layout.tensors)
+        own = [spec for spec, _ in self._own()]
+        divided = bool(manifest.shards) or any(spec.whole for spec in (*own, *manifest.layout.tensors))
+        if divided:
+            wholes = {spec.name: whole_of(spec) for spec in own}
+            of_it = [whole_of(spec) for spec in manifest.layout.tensors]
+            difference = first_difference([wholes[spec.name] for spec in of_it if spec.name in wholes], of_it)
+        else:
+            difference = first_difference(own, manifest.layout.tensors)
         if difference is not None:
             raise TensorError(f"the publisher publishes another model: {difference}; follow with the same model")
+
+    def _check_parts(self, manifests: Sequence[Manifest]) -> None:
+        difference = missing_part([spec for spec, _ in self._own()], [one.layout for one in manifests])
+        if difference is not None:
+            raise TensorError(f"the publishers publish another model: {difference}; follow with the same model")
+
+    def _wants(self, manifest: Manifest) -> bool:
+        if not manifest.shards and not any(spec.whole for spec in manifest.layout.tensors):
+            return True
+        return is_wanted([spec for spec, _ in self._own()], manifest.layout)
 
     def _look(self) -> None:
         with self._lock:

@@ -26,7 +26,7 @@ from averaging.synchronizer.weights_download import Downloads, Publisher
 from averaging.synchronizer.weights_layout import Layout, Manifest
 from averaging.synchronizer.weights_messages import FETCH, FOLLOW, read_version
 from averaging.synchronizer.weights_snapshot import Incoming, Snapshot
-from averaging.synchronizer.weights_store import Store
+from averaging.synchronizer.weights_store import Changes, Store
 from averaging.wire.weights_pb2 import WeightsFollowRequest
 
 logger = logging.getLogger("averaging.synchronizer")
@@ -87,6 +87,8 @@ class FollowerTasks:
         check: called with the manifest of each version before it is received; raises TensorError to refuse it.
         base: weights that are here already.
         on_progress: called with received and expected bytes, before they are encoded.
+        wanted: whether a version is received; one that is not is only known by its manifest.
+        changes: shared with other tasks; None for its own.
 
     Attributes:
         announced: the newest version that a publisher has announced.
@@ -103,10 +105,13 @@ class FollowerTasks:
         check: Callable[[Manifest], None] = lambda _: None,
         base: Snapshot | None = None,
         on_progress: Callable[[int, int], None] = lambda received, total: None,
+        *,
+        wanted: Callable[[Manifest], bool] = lambda _: True,
+        changes: Changes | None = None,
     ) -> None:
-        self._options, self._check, self._on_progress = options, check, on_progress
+        self._options, self._check, self._on_progress, self._wanted = options, check, on_progress, wanted
         self._stack = AsyncExitStack()
-        self.store = Store(bases=1)
+        self.store = Store(bases=1, changes=changes)
         if base is not None:
             self.store.add(base)
         self.announced: Manifest | None = None if base is None else base.manifest
@@ -328,6 +333,7 @@ class FollowerTasks:
             announced is not None
             and self._publisher is not None
             and announced.version >= self._options.min_version
+            and self._wanted(announced)
             and (newest is None or newest.manifest.version < announced.version)
         )
 

@@ -6,7 +6,8 @@ import logging
 import threading
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
-from typing import Protocol
+from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
 
@@ -16,8 +17,10 @@ from averaging.common.threads import in_thread
 from averaging.common.validation import is_count
 from averaging.errors import AveragingError, BusyError, ConfigError, StateError, TensorError, WrongRunError
 from averaging.rpc import RpcHandler
+from averaging.synchronizer.publisher_ranks import Ranks
 from averaging.synchronizer.weights_layout import first_difference
 from averaging.synchronizer.weights_messages import FETCH, FOLLOW, NOTHING_YET, version_message
+from averaging.synchronizer.weights_shards import is_divided
 from averaging.synchronizer.weights_snapshot import Snapshot, StateCopy, copy_state, seal
 from averaging.synchronizer.weights_store import Store
 from averaging.synchronizer.weights_tree import PUBLISHER, Tree
@@ -70,6 +73,10 @@ class WeightPublisher:
         copies: Followers that get a version from here. Failures of followers can add to it.
         fan_out: Followers that get a version from one other follower. If None, 1 for whole versions and 4 for
             differences.
+        process_group: If `fully_shard` divides the model, the group of its ranks. Each rank then publishes what it
+            holds, and `commit_now` is called by all of them at the same time. Followers join the publisher of rank 0,
+            which names the others.
+        endpoint: With `process_group` and without an averager, `host:port` of the server of this rank's publisher.
 
     Raises:
         ConfigError: An argument is invalid.
@@ -85,6 +92,8 @@ class WeightPublisher:
         max_bytes: int | None = None,
         copies: int = 2,
         fan_out: int | None = None,
+        process_group: Any = None,
+        endpoint: str = "",
     ) -> None:
         if dtype is not None and not dtype.is_floating_point:
             raise ConfigError(f"dtype must be a floating-point dtype, not {dtype}")
@@ -102,6 +111,12 @@ class WeightPublisher:
         self._followers: dict[bytes, str] = {}  # endpoints of those that follow now
         self._trees: dict[bytes, Tree] = {}  # by the digest of the version
         self._background = _Background(self._seal)
+        self._ranks = None if process_group is None else Ranks(process_group, endpoint)
+
+    @property
+    def of_each_shard(self) -> bool:
+        """Whether the averager of each shard serves it, and not only that of rank 0."""
+        return self._ranks is not None
 
     @property
     def version(self) -> int | None:
@@ -152,7 +167,11 @@ class WeightPublisher:
             raise ConfigError("give the model to the publisher: services=[WeightPublisher(model)]")
         self._run_id = self._run_id or averager.run_id
         step = averager.local_step if averager.global_step is None else averager.global_step
-        self._background.do(self._copy(None), step)
+        if self._ranks is None:
+            self._background.do(self._copy(None), step)
+        else:  # in step with the other ranks
+            self._ranks.endpoint = averager.own_endpoint
+            self._seal(self._copy(None), step, at_least=True)
 
     def rpc_handlers(self) -> Iterable[RpcHandler]:
         """See `RpcService`."""
@@ -163,6 +182,8 @@ class WeightPublisher:
             if self._model is None:
                 raise ConfigError("there is nothing to publish; give a state dict, or a model to the publisher")
             state = self._model.state_dict()
+        if self._ranks is not None and not self._ranks.leads:  # tensors that are not divided are those of rank 0
+            state = {name: tensor for name, tensor in state.items() if is_divided(tensor)}
         return copy_state(state, self._dtype)
 
     def _seal(self, copy: StateCopy, version: int | None, *, at_least: bool = False) -> int:
@@ -176,6 +197,8 @@ class WeightPublisher:
             if newest is not None:
                 _check_same_layout(newest, copy)
             snapshot = seal(copy, version, newest)
+            if self._ranks is not None:
+                return self._publish_part(self._ranks, snapshot, last, at_least=at_least)
             if newest is not None and version <= last:
                 if snapshot.manifest.digest == newest.manifest.digest and (at_least or version == last):
                     return last
@@ -187,6 +210,23 @@ class WeightPublisher:
             self._store.add(snapshot)
         version = snapshot.manifest.version
         logger.info("published version %d, digest %s", version, snapshot.manifest.digest.hex()[:8])
+        return version
+
+    def _publish_part(self, ranks: Ranks, snapshot: Snapshot, last: int, *, at_least: bool) -> int:
+        """Publishes this rank's part of a version, as all ranks have agreed."""
+        newest = self._store.newest
+        changed = newest is None or snapshot.manifest.digest != newest.manifest.digest
+        agreed = ranks.agree(snapshot.manifest.digest, snapshot.manifest.version, last, changed=changed)
+        if not agreed.changed and (at_least or agreed.version <= agreed.last):
+            return last
+        version = agreed.version
+        if version <= agreed.last:
+            if not at_least:
+                raise ConfigError(f"version {version} is not above {agreed.last}, which is published at some rank")
+            version = agreed.last + 1
+        manifest = replace(snapshot.manifest, version=version, shards=agreed.shards if ranks.leads else ())
+        self._store.add(Snapshot(manifest, snapshot.buffers))
+        logger.info("published a part of version %d, digest %s", version, manifest.digest.hex()[:8])
         return version
 
     def _check_run(self, run_id: str) -> None:

@@ -23,6 +23,8 @@ MIN_PIECE_BYTES, MAX_PIECE_BYTES = 1 << 12, 1 << 23
 
 MAX_TENSORS = 100_000
 
+MAX_SHARDS = 4096
+
 DIGEST_BYTES = 32
 
 DTYPES: dict[str, torch.dtype] = {
@@ -144,6 +146,14 @@ class Layout:
         return packed
 
 
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A part of a version: the endpoint of its publisher, and the digest of the part's manifest."""
+
+    endpoint: str
+    digest: bytes
+
+
 @dataclass(frozen=True)
 class Manifest:
     """What identifies one version.
@@ -152,11 +162,13 @@ class Manifest:
         version: its number.
         layout: the tensors.
         piece_digests: SHA-256 of each piece.
+        shards: if this is a part of a divided model, all parts, this one first; not in the digest.
     """
 
     version: int
     layout: Layout
     piece_digests: tuple[bytes, ...]
+    shards: tuple[Shard, ...] = ()
 
     @cached_property
     def digest(self) -> bytes:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from averaging.common.addresses import CLIENT_PREFIX, is_endpoint
 from averaging.common.validation import is_count
 from averaging.errors import ProtocolViolationError
 from averaging.rpc import RpcMethod
-from averaging.synchronizer.weights_layout import DIGEST_BYTES, Layout, Manifest, WeightSpec, check_layout
+from averaging.synchronizer.weights_layout import (
+    DIGEST_BYTES,
+    MAX_SHARDS,
+    Layout,
+    Manifest,
+    Shard,
+    WeightSpec,
+    check_layout,
+)
 from averaging.wire.weights_pb2 import (
     WeightsFetchRequest,
     WeightsFollowRequest,
     WeightsReply,
+    WeightsShard,
     WeightsTensor,
     WeightsVersion,
 )
@@ -36,6 +46,7 @@ def version_message(manifest: Manifest) -> WeightsVersion:
             for spec in manifest.layout.tensors
         ],
         piece_digests=b"".join(manifest.piece_digests),
+        shards=[WeightsShard(endpoint=shard.endpoint, digest=shard.digest) for shard in manifest.shards],
     )
 
 
@@ -68,7 +79,21 @@ def read_version(message: WeightsVersion, max_bytes: int, known: Layout | None =
     if len(joined) != DIGEST_BYTES * layout.count:
         raise ProtocolViolationError(f"{len(joined)} bytes of digests for {layout.count} pieces")
     digests = tuple(joined[start : start + DIGEST_BYTES] for start in range(0, len(joined), DIGEST_BYTES))
-    manifest = Manifest(message.version, layout, digests)
+    manifest = Manifest(message.version, layout, digests, _read_shards(message))
+    if manifest.shards and manifest.shards[0].digest != manifest.digest:
+        raise ProtocolViolationError(f"version {message.version}, which is not the first of its own parts")
     if manifest.digest != message.digest:
         raise ProtocolViolationError(f"the digest of version {message.version} does not match its pieces")
     return manifest
+
+
+def _read_shards(message: WeightsVersion) -> tuple[Shard, ...]:
+    if len(message.shards) > MAX_SHARDS:
+        raise ProtocolViolationError(f"{len(message.shards)} parts; at most {MAX_SHARDS} are accepted")
+    shards = tuple(Shard(each.endpoint, each.digest) for each in message.shards)
+    if any(len(shard.digest) != DIGEST_BYTES for shard in shards):
+        raise ProtocolViolationError(f"version {message.version} with a part without a digest")
+    for number, shard in enumerate(shards):
+        if (number or shard.endpoint) and (not is_endpoint(shard.endpoint) or shard.endpoint.startswith(CLIENT_PREFIX)):
+            raise ProtocolViolationError(f"part {number} at {shard.endpoint[:80]!r}, which is no address")
+    return shards

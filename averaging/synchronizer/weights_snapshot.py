@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,7 +11,8 @@ import torch
 
 from averaging.errors import ProtocolViolationError
 from averaging.synchronizer.differences import Bytes, Coding, decode
-from averaging.synchronizer.weights_layout import Layout, Manifest, WeightSpec, spec_of
+from averaging.synchronizer.weights_layout import Layout, Manifest, WeightSpec
+from averaging.synchronizer.weights_shards import part_of
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,17 @@ class Snapshot:
         if not same or any(own.tensors[place] != spec for place, spec in zip(order, layout.tensors, strict=True)):
             return self
         digests = (self.manifest.piece_digests[index] for place in order for index in own.of_tensor(place))
-        manifest = Manifest(self.manifest.version, layout, tuple(digests))
+        manifest = Manifest(self.manifest.version, layout, tuple(digests), self.manifest.shards)
         return Snapshot(manifest, tuple(self.buffers[place] for place in order))
 
     def piece(self, index: int) -> Bytes:
         """The bytes of a piece, as a view."""
         return _piece(self.manifest.layout, self.buffers, index)
+
+    def parts(self) -> Iterator[tuple[WeightSpec, torch.Tensor]]:
+        """Each tensor or part of one with its description; not to be written, as with `tensors`."""
+        for spec, buffer in zip(self.manifest.layout.tensors, self.buffers, strict=True):
+            yield spec, _tensor(spec, buffer)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors by name, on the CPU. They share the memory of this snapshot and must not be written."""
@@ -64,7 +70,8 @@ def copy_state(state: Mapping[str, torch.Tensor], dtype: torch.dtype | None = No
     """Copies a state dict to the CPU.
 
     Args:
-        state: tensors by name, on any device; values that are no tensors are left out.
+        state: tensors by name, on any device; values that are no tensors are left out. Of a divided tensor, this rank's
+            part is copied.
         dtype: floating-point tensors are converted to it; None keeps their dtype.
 
     Raises:
@@ -74,9 +81,10 @@ def copy_state(state: Mapping[str, torch.Tensor], dtype: torch.dtype | None = No
     for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor):
             continue
-        spec = spec_of(name, tensor, dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype)
+        wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        spec, part = part_of(name, tensor, wanted)
         copy = torch.empty(spec.shape, dtype=spec.torch_dtype, device="cpu")
-        copy.copy_(tensor.detach())
+        copy.copy_(part)
         specs.append(spec)
         buffers.append(copy.reshape(-1).view(torch.uint8).numpy())
     return StateCopy(tuple(specs), tuple(buffers))

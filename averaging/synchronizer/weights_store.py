@@ -79,20 +79,21 @@ class Store:
     Args:
         bases: number of versions before the newest one that are kept.
         max_bytes: earlier versions are dropped if all together have more; None for no limit.
+        changes: shared with other stores; None for its own.
 
     Attributes:
         changes: happen when a version is added, and when pieces have arrived.
         sent: bytes of encoded pieces sent so far.
     """
 
-    def __init__(self, bases: int, max_bytes: int | None = None) -> None:
+    def __init__(self, bases: int, max_bytes: int | None = None, changes: Changes | None = None) -> None:
         self._bases, self._max_bytes = bases, max_bytes
         self._kept: tuple[Snapshot, ...] = ()  # newest first; replaced, never changed
         self._incoming: Incoming | None = None
         self._encoded: dict[tuple[bytes, bytes], dict[int, Encoded]] = {}
         self._encoding = asyncio.Lock()
         self._sending = 0
-        self.changes = Changes()
+        self.changes = changes or Changes()
         self.sent = 0
 
     @property
@@ -103,6 +104,10 @@ class Store:
     def holds(self, digest: bytes) -> bool:
         """Whether a version is here, completely or in part."""
         return self._find(digest) is not None
+
+    def complete(self, digest: bytes) -> Snapshot | None:
+        """The complete version with that digest, if it is here."""
+        return next((snapshot for snapshot in self._kept if snapshot.manifest.digest == digest), None)
 
     def add(self, snapshot: Snapshot) -> None:
         """Makes a version the newest one."""

@@ -1,0 +1,97 @@
+"""One rank of a model that FSDP2 divides: it publishes its part, or follows its part.
+
+Run as `python -m tests.integration.shard_worker '{"role": "publish"}'` with the variables that torchrun sets. It obeys
+lines on stdin: the number of a version, or `die`. It prints JSON lines: `ready`, `published`, `has`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from averaging import Follower, WeightPublisher
+from averaging.rpc import EventLoopThread, RpcServer
+from tests.integration.worker import tell
+
+
+def model_of(seed: int) -> nn.Sequential:
+    """With tensors whose rows 2 and 3 ranks divide unevenly, one of a single row, and a buffer."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 7), nn.BatchNorm1d(7), nn.Linear(7, 1))
+
+
+def divided(seed: int) -> nn.Sequential:
+    """The model of this rank."""
+    model = model_of(seed)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    return model
+
+
+def whole(model: nn.Module) -> dict[str, Any]:
+    state = model.state_dict()
+    return {name: (one.full_tensor() if isinstance(one, DTensor) else one).tolist() for name, one in state.items()}
+
+
+def load(model: nn.Module, seed: int) -> None:
+    """Gives the model the values of `model_of(seed)`."""
+    values = model_of(seed).state_dict()
+    with torch.no_grad():
+        for name, one in model.state_dict().items():
+            if isinstance(one, DTensor):
+                rows = values[name].chunk(dist.get_world_size())
+                rank = dist.get_rank()
+                if rank < len(rows):
+                    one.to_local().copy_(rows[rank])
+            else:
+                one.copy_(values[name])
+
+
+def publish() -> None:
+    model = divided(0)
+    server = RpcServer("127.0.0.1:0", [])
+    thread = EventLoopThread(server, "a server that tells its port")
+    endpoint = server.endpoint
+    thread.close()
+    publisher = WeightPublisher(model, process_group=dist.group.WORLD, endpoint=endpoint)
+    serving = EventLoopThread(RpcServer(endpoint, [publisher]), "the publisher")
+    tell("ready", endpoint=endpoint)
+    for line in sys.stdin:
+        if line.strip() == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        load(model, int(line))
+        tell("published", version=publisher.commit_now(version=int(line)), sent=publisher.bytes_sent)
+    serving.close()
+
+
+def follow(join: str) -> None:
+    model = divided(0)
+    with Follower(model, join=[join], join_timeout=60.0) as weights:
+        tell("ready")
+        for line in sys.stdin:
+            while weights.version != int(line):
+                weights.update(timeout=60.0)
+            tell("has", version=weights.version, weights=whole(model), received=weights.bytes_received)
+
+
+def main(options: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    if options["role"] == "publish":
+        publish()
+    else:
+        follow(options["join"])
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

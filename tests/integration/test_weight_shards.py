@@ -1,0 +1,119 @@
+"""Ranks of FSDP2 publish their parts; followers put them together, or take their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+
+from averaging import Follower, TensorError
+from tests.integration.fault_proxy import free_port
+from tests.integration.processes import JsonProcess
+from tests.integration.shard_worker import model_of
+
+PATIENCE = 60.0
+
+
+class Ranks:
+    """Processes of one group."""
+
+    def __init__(self, stack: ExitStack, count: int, **options: Any) -> None:
+        port = str(free_port())
+        self.processes: list[JsonProcess] = []
+        for rank in range(count):
+            env = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_PORT": port}
+            env |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+            command = ("python", "-m", "tests.integration.shard_worker", json.dumps(options))
+            self.processes.append(stack.enter_context(JsonProcess(*command, env=env)))
+
+    def expect(self, event: str) -> list[dict[str, Any]]:
+        return [process.expect(event, PATIENCE) for process in self.processes]
+
+    def send(self, line: str) -> None:
+        for process in self.processes:
+            process.send(line)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def has(weights: Follower, version: int) -> None:
+    end = time.monotonic() + PATIENCE
+    while weights.version != version:
+        assert time.monotonic() < end
+        weights.update(timeout=1.0)
+
+
+def equal(model: torch.nn.Module, seed: int) -> bool:
+    ours, theirs = model.state_dict(), model_of(seed).state_dict()
+    return all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_follower_puts_the_parts_together_and_never_has_parts_of_two_versions(stack: ExitStack) -> None:
+    publishers = Ranks(stack, 2, role="publish")
+    join = publishers.expect("ready")[0]["endpoint"]
+    publishers.send("1")
+    publishers.expect("published")
+    model = model_of(0)
+    weights = stack.enter_context(Follower(model, join=[join], join_timeout=PATIENCE))
+    has(weights, 1)
+    assert equal(model, 1)
+    # Rank 1 dies before it publishes version 2, so that version does not exist.
+    publishers.processes[1].send("die")
+    publishers.processes[0].send("2")
+    publishers.processes[1].wait(PATIENCE)
+    assert not weights.update(timeout=1.0)
+    assert weights.version == 1
+    assert equal(model, 1)
+
+
+@pytest.mark.long
+def test_versions_follow_each_other_bit_for_bit(stack: ExitStack) -> None:
+    publishers = Ranks(stack, 3, role="publish")
+    join = publishers.expect("ready")[0]["endpoint"]
+    model = model_of(0)
+    weights = stack.enter_context(Follower(model, join=[join], join_timeout=PATIENCE))
+    for version in (1, 2, 5):
+        publishers.send(str(version))
+        publishers.expect("published")
+        has(weights, version)
+        assert equal(model, version)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("count", [2, 3])
+def test_ranks_follow_what_they_hold(stack: ExitStack, count: int) -> None:
+    publishers = Ranks(stack, 2, role="publish")
+    join = publishers.expect("ready")[0]["endpoint"]
+    publishers.send("3")
+    publishers.expect("published")
+    followers = Ranks(stack, count, role="follow", join=join)
+    followers.expect("ready")
+    followers.send("3")
+    told = followers.expect("has")
+    expected = {name: one.tolist() for name, one in model_of(3).state_dict().items()}
+    assert all(one["weights"] == expected for one in told)
+    nbytes = sum(one.nbytes for one in model_of(3).state_dict().values())
+    if count == 2:  # it has got its own part only; the part of rank 0 has what is not divided, which both need
+        assert told[0]["received"] < nbytes
+
+
+def test_another_model_is_named(stack: ExitStack) -> None:
+    publishers = Ranks(stack, 2, role="publish")
+    join = publishers.expect("ready")[0]["endpoint"]
+    publishers.send("1")
+    publishers.expect("published")
+    with (
+        pytest.raises(TensorError, match=r"'0\.weight' is float32\[6, 6\] here and float32\[7, 6\] there"),
+        Follower({"0.weight": torch.zeros(6, 6)}, join=[join], join_timeout=PATIENCE) as weights,
+    ):
+        weights.update(timeout=PATIENCE)

@@ -1,0 +1,76 @@
+"""Parts of tensors are put together as a dumb reference does, whatever the layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from averaging.synchronizer.weights_layout import Layout, WeightSpec
+from averaging.synchronizer.weights_shards import (
+    box_of,
+    common,
+    elements,
+    is_wanted,
+    missing_part,
+    whole_of,
+    write_part,
+)
+
+
+def rows(name: str, shape: tuple[int, ...], parts: int) -> list[WeightSpec]:
+    """As FSDP2 divides: like torch.chunk, and later ranks hold nothing."""
+    specs, first = [], 0
+    for part in range(parts):
+        size = -(-shape[0] // parts)
+        count = max(0, min(size, shape[0] - part * size))
+        specs.append(WeightSpec(name, "float32", (count, *shape[1:]), shape, (first, *[0] * (len(shape) - 1))))
+        first += count
+    return specs
+
+
+SHAPES = st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple)
+
+
+@given(SHAPES, st.integers(1, 5), st.integers(1, 5))
+def test_any_parts_make_the_parts_of_any_other_division(shape: tuple[int, ...], there: int, here: int) -> None:
+    whole = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+    sent = rows("w", shape, there)
+    for own in rows("w", shape, here):
+        assert missing_part([own], [Layout((spec,)) for spec in sent]) is None
+        target = torch.full(own.shape, -1.0)
+        for spec in sent:
+            part = whole[tuple(slice(start, stop) for start, stop in box_of(spec))]
+            if is_wanted([own], Layout((spec,))):
+                write_part(target, own, part, spec)
+        assert torch.equal(target, whole[tuple(slice(start, stop) for start, stop in box_of(own))])
+
+
+@given(SHAPES, st.integers(1, 5))
+def test_the_common_elements_of_two_boxes(shape: tuple[int, ...], parts: int) -> None:
+    for one in rows("w", shape, parts):
+        for other in rows("w", shape, 3):
+            counts = torch.zeros(shape)
+            for spec in (one, other):
+                counts[tuple(slice(start, stop) for start, stop in box_of(spec))] += 1
+            shared = common(box_of(one), box_of(other))
+            assert (0 if shared is None else elements(shared)) == int((counts == 2).sum())
+
+
+def test_missing_doubled_and_strange_parts_are_named() -> None:
+    first, second = rows("w", (4, 2), 2)
+    own = [whole_of(first)]
+    assert missing_part(own, [Layout((first, second))]) is None
+    assert missing_part(own, [Layout((first,)), Layout((first, second))]) is None  # the same part twice is one
+    assert "not all" in (missing_part(own, [Layout((first,))]) or "")
+    overlapping = replace(second, shape=(3, 2), offset=(1, 0))
+    assert "twice" in (missing_part(own, [Layout((first, second, overlapping))]) or "")
+    other = replace(second, whole=(5, 2))
+    assert "[4, 2] here and float32[5, 2] there" in (missing_part(own, [Layout((first, other))]) or "")
+    extra = WeightSpec("v", "float32", (1,))
+    assert "'v' (float32[1]) is only there" in (missing_part(own, [Layout((first, second, extra))]) or "")
+    assert "not all" in (missing_part([*own, extra], [Layout((first, second))]) or "")
+    scalar = WeightSpec("n", "int64", ())
+    assert missing_part([scalar], [Layout((scalar,))]) is None
