@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from averaging.averager import DecentralizedAverager, close_all
+    from averaging.checkpoint import DistributedCheckpoint
     from averaging.common.malloc import keep_freed_memory
     from averaging.config import Inspection, NonFinite, PeerConfig, TLSFiles
     from averaging.errors import (
@@ -86,6 +87,7 @@ __all__ = [
     "DecentralizedAverager",
     "DiLoCo",
     "DiscoveryError",
+    "DistributedCheckpoint",
     "DropCode",
     "Dropped",
     "Extras",
