@@ -195,7 +195,7 @@ class DecentralizedAverager(OptimizerWrapper):
         self._in_on_round = False  # the strategy may not have applied the result of that round yet
         self._left = False
         self._state_services = [service for service in services if isinstance(service, StateService)]
-        self._told: tuple[int, Receipt | None] | None = None
+        self._told: tuple[int, int | None, Receipt | None] | None = None
         self._started: EventLoopThread | None = None
 
         def start(leader: str) -> str:
@@ -335,8 +335,10 @@ class DecentralizedAverager(OptimizerWrapper):
         return loss
 
     def _tell_services(self) -> None:
-        if self._state_services and (self.model_version, self.last_receipt) != self._told:
-            self._told = self.model_version, self.last_receipt
+        # In a site the ranks know the version of rank 0's peer a step later.
+        now = self.model_version, self.global_step, self.last_receipt
+        if self._state_services and now != self._told:
+            self._told = now
             for service in self._state_services:
                 service.averaged(self)
 

@@ -14,7 +14,9 @@ from averaging.cli.error_reporting import CommandError
 from averaging.cli.state import VERSION_KEY
 from averaging.cli.tensor_files import NotWrittenError, Output, read
 from averaging.common.threads import in_thread
+from averaging.errors import TensorError
 from averaging.synchronizer.follower_tasks import FollowerOptions, FollowerTasks
+from averaging.synchronizer.weights_layout import Manifest
 from averaging.synchronizer.weights_snapshot import Snapshot, copy_state, seal
 
 DIGEST_KEY, LAYOUT_KEY = "averaging.digest", "averaging.order"
@@ -67,7 +69,7 @@ class FollowSession:
         given: dict[str, Any],
         report: CommandOutput,
     ) -> None:
-        self._tasks = FollowerTasks(options, base=base, on_progress=self._advance)
+        self._tasks = FollowerTasks(options, _check_whole, base=base, on_progress=self._advance)
         self._options, self._output, self._report = options, output, report
         self._command: str | None = given["command"]
         self._once: bool = given["once"]
@@ -205,3 +207,11 @@ class FollowSession:
             received, total = map(console_text.size, self._progress)
             return f"receiving version {announced.version}: {received} of {total}"
         return "waiting for the next version"
+
+
+def _check_whole(manifest: Manifest) -> None:
+    if manifest.shards or any(spec.whole for spec in manifest.layout.tensors):
+        raise TensorError(
+            f"the model is published in parts by {max(1, len(manifest.shards))} ranks, and a file of all of it is not "
+            "written; follow it with averaging.Follower in a script, and save the model there"
+        )

@@ -1,7 +1,8 @@
 """One rank of a model that FSDP2 divides: it publishes its part, or follows its part.
 
 Run as `python -m tests.integration.shard_worker '{"role": "publish"}'` with the variables that torchrun sets. It obeys
-lines on stdin: the number of a version, or `die`. It prints JSON lines: `ready`, `published`, `has`.
+lines on stdin: the number of a version, or `die`. With the role `train` it trains until the global step of that number.
+It prints JSON lines: `ready`, `published`, `has`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from averaging import Follower, WeightPublisher
+from averaging import DecentralizedAverager, DiLoCo, Follower, WeightPublisher
 from averaging.rpc import EventLoopThread, RpcServer
 from tests.integration.worker import tell
 
@@ -84,11 +85,30 @@ def follow(join: str) -> None:
             tell("has", version=weights.version, weights=whole(model), received=weights.bytes_received)
 
 
+def train() -> None:
+    model = divided(0)
+    publisher = WeightPublisher(model, process_group=dist.group.WORLD)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with DecentralizedAverager(
+        optimizer, run_id="run", strategy=DiLoCo(every=1), process_group=dist.group.WORLD, services=[publisher]
+    ) as opt:
+        tell("ready", endpoint=opt.endpoint)
+        for line in sys.stdin:
+            while (opt.global_step or 0) < int(line):
+                torch.manual_seed(opt.local_step)
+                opt.zero_grad()
+                torch.autograd.backward(model(torch.randn(4, 6)).square().mean())
+                opt.step()
+            tell("published", version=publisher.version, weights=whole(model))
+
+
 def main(options: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     if options["role"] == "publish":
         publish()
+    elif options["role"] == "train":
+        train()
     else:
         follow(options["join"])
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,6 +108,35 @@ def test_ranks_follow_what_they_hold(stack: ExitStack, count: int) -> None:
     nbytes = sum(one.nbytes for one in model_of(3).state_dict().values())
     if count == 2:  # it has got its own part only; the part of rank 0 has what is not divided, which both need
         assert told[0]["received"] < nbytes
+
+
+@pytest.mark.long
+def test_a_site_that_trains_publishes_each_global_step(stack: ExitStack) -> None:
+    trainers = Ranks(stack, 2, role="train")
+    join = trainers.expect("ready")[0]["endpoint"]
+    model = model_of(0)
+    weights = stack.enter_context(Follower(model, join=[join], run_id="run", join_timeout=PATIENCE))
+    for step in (1, 2, 4):
+        trainers.send(str(step))
+        told = trainers.expect("published")
+        assert [one["version"] for one in told] == [step, step]
+        has(weights, step)
+        ours = {name: one.tolist() for name, one in model.state_dict().items() if "running" not in name}
+        assert {name: told[0]["weights"][name] for name in ours if "num" not in name} == {
+            name: values for name, values in ours.items() if "num" not in name
+        }
+
+
+def test_the_command_names_what_it_cannot_write(stack: ExitStack, tmp_path: Path) -> None:
+    publishers = Ranks(stack, 2, role="publish")
+    join = publishers.expect("ready")[0]["endpoint"]
+    publishers.send("1")
+    publishers.expect("published")
+    command = (sys.executable, "-m", "averaging", "follow", join, "--output", str(tmp_path / "w.safetensors"), "--once")
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert ended.returncode != 0
+    assert "is published in parts by 2 ranks" in ended.stderr
+    assert not (tmp_path / "w.safetensors").exists()
 
 
 def test_another_model_is_named(stack: ExitStack) -> None:
