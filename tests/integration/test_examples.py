@@ -163,18 +163,6 @@ def test_three_lines_find_each_other_and_leave_in_order_after_ctrl_c() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
-def test_two_sites_learn_together_and_one_loses_a_node_and_takes_it_back(tmp_path: Path) -> None:
-    with Example("sites", "--steps=500", f"--directory={tmp_path / 'sites'}") as example:
-        printed = example.end(0)
-    assert "BROKEN" not in printed
-    assert "node 2 of site 1 is killed without warning" in printed
-    assert re.search(r"both sites hold the same model: all 2 peers hold the same weights", printed)
-    assert re.search(r"accuracy 9\d\.\d%, alone [45]\d\.\d%", printed)
-    assert (tmp_path / "sites" / "sites.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.long
 def test_ctrl_c_ends_all_peers_that_were_started() -> None:
     with Example("digits", "--peers=2", "--steps=1000000") as example:
         example.read_until("Global step")
