@@ -25,11 +25,13 @@ from benchmarks import (
     convergence,
     convergence_tuning,
     feed,
+    following,
     gossip,
     output,
     overlap,
     recovery,
     scale,
+    site_memory,
     wan,
 )
 from benchmarks.allreduce_worker import Usage, process_tree
@@ -58,6 +60,9 @@ from benchmarks.workers import ROOT, without_interrupts
         (feed, ["--environments", "8", "0"], "at least 1 environment"),
         (feed, ["--seconds", "nan"], "--seconds above 0"),
         (feed, ["--atropos", "/none/python"], "/none/python: there is no such program"),
+        (following, ["--followers", "0"], "at least 1 follower"),
+        (site_memory, ["--ranks", "4", "0"], "at least 1 MiB, 1 rank"),
+        (site_memory, ["--mib", "0"], "at least 1 MiB, 1 rank"),
         (allreduce, ["--peers", "1"], "at least 2 peers"),
         (allreduce, ["--hivemind", "/none/python"], "/none/python: there is no such program"),
     ],
@@ -82,7 +87,7 @@ def test_a_wrong_argument_is_reported(
     assert told in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("benchmark", [allreduce, codecs, convergence, overlap, recovery, scale, wan])
+@pytest.mark.parametrize("benchmark", [allreduce, codecs, convergence, overlap, recovery, scale, site_memory, wan])
 def test_a_folder_that_cannot_be_made_is_reported_before_anything_is_measured(
     benchmark: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -119,7 +124,7 @@ def test_results_that_cannot_be_written_spoil_nothing_that_was_there(
     assert list(tmp_path.iterdir()) == [results]
 
 
-@pytest.mark.parametrize("benchmark", [allreduce, codecs, convergence, overlap, recovery, scale, wan])
+@pytest.mark.parametrize("benchmark", [allreduce, codecs, convergence, overlap, recovery, scale, site_memory, wan])
 def test_recorded_results_are_overwritten_only_on_purpose(benchmark: object, monkeypatch: pytest.MonkeyPatch) -> None:
     class ParsedError(Exception):
         pass

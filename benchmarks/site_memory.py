@@ -1,0 +1,148 @@
+"""Measures the memory of one rank of a site whose model FSDP2 divides: two sites, with 1, 2 or 4 ranks each.
+
+Every rank trains a part of the model with AdamW. DiLoCo averages its shards with the same rank of the other site.
+The peak is the largest resident memory from before the model is made until after some rounds, less what a process with
+torch and this library has anyway. It is compared with the tensors that a rank must hold: parameters, gradients, the two
+statistics of AdamW, the anchor and the momentum of DiLoCo, each divided by the number of ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from averaging import DecentralizedAverager, DiLoCo
+from benchmarks.output import make_folder, write
+
+ROOT = Path(__file__).parents[1]
+
+LAYERS, EVERY = 8, 2
+
+KINDS = 6
+"""Tensors as large as the parameters, see above."""
+
+
+def memory(name: str) -> float:
+    """A line of /proc/self/status in MiB: `VmRSS`, or `VmHWM`, the peak."""
+    found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) / 1024
+
+
+def train(mib: int, rounds: int, listen: str, join: str) -> None:
+    """One rank. Prints what it has measured."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    width = int((mib * 2**20 / 4 / LAYERS) ** 0.5)
+    base = memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    with torch.device("meta"):  # no rank ever holds the whole model
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(LAYERS)))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.02)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    with DecentralizedAverager(
+        optimizer,
+        run_id="memory",
+        listen=listen,
+        join=[listen, join],
+        strategy=DiLoCo(every=EVERY),
+        process_group=dist.group.WORLD,
+        group_wait=60.0,
+    ) as opt:
+        opt.wait_for_peers(2, 120.0)
+        averaged = 0
+        while averaged < rounds:
+            opt.zero_grad()
+            torch.autograd.backward(model(torch.randn(4, width)).square().mean())
+            opt.step()
+            receipt = opt.last_receipt
+            if opt.local_step % EVERY == 0:
+                averaged += receipt is not None and receipt.averaged and len(receipt.members) == 2
+                assert opt.local_step < 100 * rounds, "the sites do not average"
+        print(json.dumps({"rank": dist.get_rank(), "base": base, "peak": memory("VmHWM") - base}), flush=True)
+        opt.finish(60.0)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(mib: int, ranks: int, rounds: int) -> list[float]:
+    """The peaks of all ranks of two sites, in MiB."""
+    ports: list[int] = []
+    while len(ports) < 2:
+        with socket.socket() as one:
+            one.bind(("127.0.0.1", 0))
+            ports.append(one.getsockname()[1])
+        time.sleep(0.01)
+    sites = []
+    for number in range(2):
+        listen, join = (f"127.0.0.1:{ports[one]}" for one in (number, 1 - number))
+        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        module = ["-m", "benchmarks.site_memory", "--train", listen, join, f"--mib={mib}", f"--rounds={rounds}"]
+        env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "MALLOC_ARENA_MAX": "2"}
+        sites.append(
+            subprocess.Popen([sys.executable, *launch, *module], stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env)
+        )
+    told: list[dict[str, Any]] = []
+    for site in sites:
+        printed, _ = site.communicate(timeout=900)
+        if site.returncode:
+            sys.exit(f"a site of {ranks} ranks has failed; its message is above")
+        told += [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    return [one["peak"] for one in told]
+
+
+def main() -> None:
+    """Measures and prints a table."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.site_memory",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--mib", type=int, default=256, help="MiB of parameters of the whole model (256)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="ranks of each site (1 2 4)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds before the peak is read (3)")
+    parser.add_argument("--output", type=Path, default=Path("runs/benchmarks"), help="folder of the result")
+    parser.add_argument("--train", nargs=2, metavar="HOST:PORT", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.train:
+        train(options.mib, options.rounds, *options.train)
+        return
+    if min(options.mib, options.rounds, *options.ranks) < 1:
+        parser.error("needs at least 1 MiB, 1 rank and 1 round")
+    make_folder(parser, options.output)
+    rows = []
+    print(f"{options.mib} MiB of parameters in {LAYERS} layers; all figures in MiB")
+    for ranks in options.ranks:
+        peak = max(measure(options.mib, ranks, options.rounds))
+        must = KINDS * options.mib / ranks
+        rows.append({"ranks": ranks, "peak": peak, "tensors": must, "beyond": peak - must})
+        print(
+            f"{ranks} ranks: peak {peak:.0f}, of which {must:.0f} are tensors that it must hold; beyond them "
+            f"{peak - must:.0f}, which is {(peak - must) / (options.mib / ranks):.2f} of its shard",
+            flush=True,
+        )
+    write(options.output / "site_memory.json", {"mib": options.mib, "layers": LAYERS, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
