@@ -1,9 +1,10 @@
-"""Measures the memory of one rank of a site whose model FSDP2 divides: two sites, with 1, 2 or 4 ranks each.
+"""Measures the memory that averaging adds to a rank of a site whose model FSDP2 divides, with 1, 2 or 4 ranks.
 
-Every rank trains a part of the model with AdamW. DiLoCo averages its shards with the same rank of the other site.
-The peak is the largest resident memory from before the model is made until after some rounds, less what a process with
-torch and this library has anyway. It is compared with the tensors that a rank must hold: parameters, gradients, the two
-statistics of AdamW, the anchor and the momentum of DiLoCo, each divided by the number of ranks.
+Two sites train with AdamW. DiLoCo averages the shards of each rank with the same rank of the other site. The peak is
+the largest resident memory from before the model is made until after some rounds, less what a process has before.
+FSDP2 needs much memory on the CPU, so the same training is measured without an averager. The difference is what it
+adds: the anchor and the momentum of DiLoCo, the copy of the state that newcomers download, and a round. `alone` is
+without that copy (`share_state=False`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from averaging import DecentralizedAverager, DiLoCo
 from benchmarks.output import make_folder, write
@@ -31,8 +33,7 @@ ROOT = Path(__file__).parents[1]
 
 LAYERS, EVERY = 8, 2
 
-KINDS = 6
-"""Tensors as large as the parameters, see above."""
+KINDS = ("plain", "averaging", "alone")
 
 
 def memory(name: str) -> float:
@@ -42,7 +43,7 @@ def memory(name: str) -> float:
     return int(found[1]) / 1024
 
 
-def train(mib: int, rounds: int, listen: str, join: str) -> None:
+def train(mib: int, rounds: int, kind: str, listen: str, join: str) -> None:
     """One rank. Prints what it has measured."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -58,8 +59,22 @@ def train(mib: int, rounds: int, listen: str, join: str) -> None:
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.normal_(0, 0.02)
+            assert isinstance(parameter, DTensor)
+            parameter.to_local().normal_(0, 0.02)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step(of: torch.optim.Optimizer) -> None:
+        of.zero_grad()
+        torch.autograd.backward(model(torch.randn(4, width)).square().mean())
+        of.step()
+
+    if kind == "plain":
+        for _ in range(EVERY * rounds):
+            step(optimizer)
+        report(base)
+        dist.barrier()
+        dist.destroy_process_group()
+        return
     with DecentralizedAverager(
         optimizer,
         run_id="memory",
@@ -68,24 +83,28 @@ def train(mib: int, rounds: int, listen: str, join: str) -> None:
         strategy=DiLoCo(every=EVERY),
         process_group=dist.group.WORLD,
         group_wait=60.0,
+        share_state=kind == "averaging",
     ) as opt:
         opt.wait_for_peers(2, 120.0)
         averaged = 0
         while averaged < rounds:
-            opt.zero_grad()
-            torch.autograd.backward(model(torch.randn(4, width)).square().mean())
-            opt.step()
+            step(opt)
             receipt = opt.last_receipt
             if opt.local_step % EVERY == 0:
                 averaged += receipt is not None and receipt.averaged and len(receipt.members) == 2
                 assert opt.local_step < 100 * rounds, "the sites do not average"
-        print(json.dumps({"rank": dist.get_rank(), "base": base, "peak": memory("VmHWM") - base}), flush=True)
+        report(base)
         opt.finish(60.0)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def measure(mib: int, ranks: int, rounds: int) -> list[float]:
+def report(base: float) -> None:
+    line = json.dumps({"rank": dist.get_rank(), "peak": memory("VmHWM") - base})
+    os.write(1, f"\n{line}\n".encode())  # at once, since all ranks of a site share the pipe
+
+
+def measure(mib: int, ranks: int, rounds: int, kind: str) -> list[float]:
     """The peaks of all ranks of two sites, in MiB."""
     ports: list[int] = []
     while len(ports) < 2:
@@ -97,7 +116,7 @@ def measure(mib: int, ranks: int, rounds: int) -> list[float]:
     for number in range(2):
         listen, join = (f"127.0.0.1:{ports[one]}" for one in (number, 1 - number))
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        module = ["-m", "benchmarks.site_memory", "--train", listen, join, f"--mib={mib}", f"--rounds={rounds}"]
+        module = ["-m", "benchmarks.site_memory", "--train", kind, listen, join, f"--mib={mib}", f"--rounds={rounds}"]
         env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "MALLOC_ARENA_MAX": "2"}
         sites.append(
             subprocess.Popen([sys.executable, *launch, *module], stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env)
@@ -122,7 +141,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="ranks of each site (1 2 4)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds before the peak is read (3)")
     parser.add_argument("--output", type=Path, default=Path("runs/benchmarks"), help="folder of the result")
-    parser.add_argument("--train", nargs=2, metavar="HOST:PORT", help=argparse.SUPPRESS)
+    parser.add_argument("--train", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.train:
         train(options.mib, options.rounds, *options.train)
@@ -133,12 +152,14 @@ def main() -> None:
     rows = []
     print(f"{options.mib} MiB of parameters in {LAYERS} layers; all figures in MiB")
     for ranks in options.ranks:
-        peak = max(measure(options.mib, ranks, options.rounds))
-        must = KINDS * options.mib / ranks
-        rows.append({"ranks": ranks, "peak": peak, "tensors": must, "beyond": peak - must})
+        peaks = {kind: max(measure(options.mib, ranks, options.rounds, kind)) for kind in KINDS}
+        shard = options.mib / ranks
+        added = {kind: peaks[kind] - peaks["plain"] for kind in KINDS[1:]}
+        rows.append({"ranks": ranks, "shard": shard, "peaks": peaks})
         print(
-            f"{ranks} ranks: peak {peak:.0f}, of which {must:.0f} are tensors that it must hold; beyond them "
-            f"{peak - must:.0f}, which is {(peak - must) / (options.mib / ranks):.2f} of its shard",
+            f"{ranks} ranks, shards of {shard:.0f}: peak {peaks['plain']:.0f} without averaging; it adds "
+            f"{added['averaging']:.0f} ({added['averaging'] / shard:.1f} shards), and {added['alone']:.0f} "
+            f"({added['alone'] / shard:.1f} shards) without the copy for newcomers",
             flush=True,
         )
     write(options.output / "site_memory.json", {"mib": options.mib, "layers": LAYERS, "rows": rows})
