@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Self
 
 from averaging.allreduce.wait_monitor import WaitMonitor
+from averaging.common.timeouts import expire
 from averaging.deadlines.learned_deadlines import Deadline, Phase
 from averaging.transport.base import Transport, is_alive
 
@@ -67,12 +68,12 @@ class ReducerLiveness:
 
     def answered_all(self) -> None:
         """Waits only for the end of the stream from now on, and no longer than the shortest deadline."""
-        self._monitor.begin(self._name, Phase.REPLY, lambda *_: _expire(self._limit), self._monitor.deadlines.shortest)
+        self._monitor.begin(self._name, Phase.REPLY, lambda *_: expire(self._limit), self._monitor.deadlines.shortest)
 
     def give_up(self, reason: str) -> None:
         """Gives up a reducer that replies in time, but holds the round up."""
         self.hold_up = reason
-        _expire(self._limit)
+        expire(self._limit)
 
     def _wait(self, deadline: Deadline) -> None:
         """Starts or continues a wait. What is learned from it is the whole time without progress, pings included."""
@@ -106,19 +107,15 @@ class ReducerLiveness:
             again = min(self.seconds + self._until_ping.seconds, longest.seconds)
             self._wait(Deadline(again, longest.basis))
         self._monitor.record_miss(self._name, Phase.REPLY)
-        _expire(self._limit)
+        expire(self._limit)
 
     async def _is_alive(self) -> bool:
         """Whether the reducer answers a ping in time."""
         try:
             async with asyncio.timeout(None) as limit:
-                self._monitor.begin(self._name, Phase.ANSWER, lambda *_: _expire(limit), self._ping_deadline)
+                self._monitor.begin(self._name, Phase.ANSWER, lambda *_: expire(limit), self._ping_deadline)
                 return await is_alive(self._transport, self._name)
         except TimeoutError:
             return False
         finally:
             self._monitor.forget(self._name, Phase.ANSWER)
-
-
-def _expire(limit: asyncio.Timeout) -> None:
-    limit.reschedule(asyncio.get_running_loop().time())

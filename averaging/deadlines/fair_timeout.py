@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Self
 
+from averaging.common.timeouts import expire
 from averaging.deadlines.fair_clock import FairClock, interval_of
 from averaging.deadlines.learned_deadlines import Deadline, Deadlines, Phase
 
@@ -70,7 +71,7 @@ class FairTimeout:
         now = self._loop.time()
         left = self.deadline.seconds - (self._clock.tick(now) - self._since)
         if left <= 0:
-            self._limit.reschedule(now)
+            expire(self._limit)
         else:
             self._ticking = self._loop.call_later(min(self._interval, max(left, MIN_TICK)), self._tick)
 

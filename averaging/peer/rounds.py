@@ -18,6 +18,7 @@ from averaging.allreduce import AllReduce, RoundResult
 from averaging.common.addresses import CLIENT_PREFIX
 from averaging.common.sanitize import counted
 from averaging.common.threads import offload
+from averaging.common.timeouts import expire
 from averaging.config import NonFinite, PeerConfig
 from averaging.discovery.base import Discovery
 from averaging.errors import AveragingError, LyingLeaderError, RoundError, SchemaMismatchError
@@ -318,7 +319,6 @@ class Rounds:
             SchemaMismatchError: all other peers average other tensors.
             Exception: raised by `stop_search` or `missing`.
         """
-        loop = asyncio.get_running_loop()
         watching: list[asyncio.Task[None]] = []
         failures: list[Exception] = []
         try:
@@ -326,9 +326,7 @@ class Rounds:
                 if stop_search is not None:
                     sources = (self._progress.watch(), self._without_gone(missing))
                     watching = [
-                        asyncio.create_task(
-                            self._watch(source, stop_search, failures, lambda: limit.reschedule(loop.time()))
-                        )
+                        asyncio.create_task(self._watch(source, stop_search, failures, lambda: expire(limit)))
                         for source in sources
                     ]
                 group = round_.group = await search

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from averaging.common.timeouts import expire
 from averaging.errors import ClosedError, RoundError
 
 
@@ -48,5 +49,5 @@ class SingleAverage:
     async def close(self) -> None:
         """Ends the `average` in progress and waits for its end."""
         if self._timeout is not None:
-            self._timeout.reschedule(asyncio.get_running_loop().time())
+            expire(self._timeout)
         await self._idle.wait()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.certificates import write
-from tests.integration.fault_proxy import free_port
+from tests.integration.ports import free_port
 
 
 def pytest_ignore_collect(config: pytest.Config) -> bool | None:

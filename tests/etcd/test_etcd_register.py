@@ -18,7 +18,8 @@ from averaging.elastic.register import Register, Written
 from averaging.rpc import Credentials, read_credentials
 from tests.etcd.conftest import Etcd
 from tests.integration.elastic_jobs import Job
-from tests.integration.fault_proxy import FaultProxy, free_port
+from tests.integration.fault_proxy import FaultProxy
+from tests.integration.ports import free_port
 from tests.linearizability import Recorder, is_linearizable, periodic_faults
 
 pytestmark = [pytest.mark.etcd, pytest.mark.timeout(300)]

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from tests.integration.fault_proxy import free_port
+from tests.integration.ports import free_address
 from tests.integration.processes import JsonProcess
 
 SOON = {"last_call_timeout": 2, "keep_alive_interval": 1, "keep_alive_max_attempt": 4, "join_timeout": 150}
@@ -76,7 +76,7 @@ class Job:
         max_restarts: int = 3,
     ) -> None:
         self._stack = stack
-        self.endpoint = endpoint or f"127.0.0.1:{free_port()}"
+        self.endpoint = endpoint or free_address()
         self.checkpoint = directory / "checkpoint"
         told = ",".join(f"{name}={value}" for name, value in (SOON | (conf or {})).items())
         self.options = [

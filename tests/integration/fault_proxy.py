@@ -10,6 +10,8 @@ from enum import Enum
 from types import TracebackType
 from typing import Self
 
+from tests.integration.ports import free_port
+
 CHUNK_BYTES = 1 << 16
 
 
@@ -35,7 +37,7 @@ class FaultProxy:
 
     Attributes:
         port: to be advertised.
-        target: port of the peer behind it, which was free a moment ago.
+        target: port of the peer behind it, which is free when this starts.
         struck: set when the fault has begun.
     """
 
@@ -170,10 +172,3 @@ class FaultProxy:
                 return b""
             case _:
                 return b"\xff" * len(data)
-
-
-def free_port() -> int:
-    """A port on which nothing listens at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -9,22 +9,22 @@ from pathlib import Path
 from typing import Any, Self
 
 from averaging.feed import Batch, RegisterEnv, Registration, ScoredData
+from tests.integration.ports import free_address
 from tests.integration.processes import DEADLINE, JsonProcess, averaging_process
 
 
 class Feed:
     """`averaging feed` as a context manager. It can be killed, and started again at the same address."""
 
-    def __init__(self, store: Path, *options: str, listen: str = "127.0.0.1:0") -> None:
+    def __init__(self, store: Path, *options: str, listen: str | None = None) -> None:
         self._arguments = ["feed", "--store", str(store), *options]
-        self._listen = listen
+        self._listen = listen or free_address()
         self._stack = ExitStack()
         self.start()
 
     def start(self) -> None:
         self.process = self._stack.enter_context(averaging_process(*self._arguments, "--listen", self._listen))
         self.url = str(self.process.expect("ready")["url"])
-        self._listen = self.url.partition("//")[2]
 
     def kill(self) -> None:
         self.process.kill()

@@ -31,6 +31,7 @@ from averaging.protocol.schema import ReplyForm, Schema, TensorSpec
 from averaging.security.credentials import Credentials
 from averaging.transport.direct import DirectTransport
 from averaging.transport.grpc import GrpcTransport
+from tests.integration.ports import free_address
 
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_PART_BYTES = 2 << 20
@@ -236,12 +237,12 @@ def make_transport(listen: str | None, limit: int, credentials: Credentials | No
 async def serving(
     service: FakePeer,
     gossip: FakeGossip | None = None,
-    listen: str = "127.0.0.1:0",
+    listen: str | None = None,
     limit: int = MAX_MESSAGE_BYTES,
     credentials: Credentials | None = None,
 ) -> AsyncIterator[tuple[GrpcTransport, str]]:
-    """A transport that serves, and its endpoint."""
-    transport = make_transport(listen, limit, credentials)
+    """A transport that serves, and its endpoint, at which another may serve later."""
+    transport = make_transport(listen or free_address(), limit, credentials)
     endpoint = await transport.bind()
     SERVING[endpoint] = transport
     try:

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from tests.integration.fault_proxy import free_port
 from tests.integration.forking import ForkedProcess
+from tests.integration.ports import free_port
 from tests.integration.processes import DEADLINE
 
 ROOT = Path(__file__).parents[2]

@@ -1,8 +1,8 @@
 """One rank of a model that FSDP2 divides: it publishes its part, or follows its part.
 
-Run as `python -m tests.integration.shard_worker '{"role": "publish"}'` with the variables that torchrun sets. It obeys
-lines on stdin: the number of a version, or `die`. With the role `train` it trains until the global step of that number.
-It prints JSON lines: `ready`, `published`, `has`.
+Run as `python -m tests.integration.shard_worker '{"role": "publish", "endpoint": "127.0.0.1:7000"}'` with the variables
+that torchrun sets. It obeys lines on stdin: the number of a version, or `die`. With the role `train` it trains until
+the global step of that number. It prints JSON lines: `ready`, `published`, `has`.
 """
 
 from __future__ import annotations
@@ -58,12 +58,8 @@ def load(model: nn.Module, seed: int) -> None:
                 one.copy_(values[name])
 
 
-def publish() -> None:
+def publish(endpoint: str) -> None:
     model = divided(0)
-    server = RpcServer("127.0.0.1:0", [])
-    thread = EventLoopThread(server, "a server that tells its port")
-    endpoint = server.endpoint
-    thread.close()
     publisher = WeightPublisher(model, process_group=dist.group.WORLD, endpoint=endpoint)
     serving = EventLoopThread(RpcServer(endpoint, [publisher]), "the publisher")
     tell("ready", endpoint=endpoint)
@@ -106,7 +102,7 @@ def main(options: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     if options["role"] == "publish":
-        publish()
+        publish(options["endpoint"])
     elif options["role"] == "train":
         train()
     else:

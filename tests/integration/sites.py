@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.integration.fault_proxy import free_port
+from tests.integration.ports import free_port
 from tests.integration.processes import JsonProcess
 from tests.integration.site_worker import SAMPLES, model_of, strategy_of
 from tests.integration.training import Run, batch_of

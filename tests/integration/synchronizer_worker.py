@@ -87,12 +87,20 @@ async def explore(synchronizer: RemoteSynchronizer, options: dict[str, Any]) -> 
             with suppress(WeightGroupError, StateError):
                 report("version", version=found, value=value_of(await receiver.receive(found)))
         else:
-            newest = await synchronizer.wait_new_model_state_dict(version)
-            if newest > version:
-                state, version = await synchronizer.get_model_state_dict()
-                assert isinstance(state, dict)
-                report("version", version=version, value=value_of(state))
+            await synchronizer.wait_new_model_state_dict(version)
+            version = await get_newer(synchronizer, version)
+    if not options["collective"]:  # the trainer may stop just after it has set its last version
+        await get_newer(synchronizer, version)
     await synchronizer.set_explorer_status(RunningStatus.STOPPED, RunningStatus.RUNNING)
+
+
+async def get_newer(synchronizer: RemoteSynchronizer, version: int) -> int:
+    """Reports the newest version if it is newer than `version`; returns it."""
+    if await synchronizer.get_latest_model_version() > version:
+        state, version = await synchronizer.get_model_state_dict()
+        assert isinstance(state, dict)
+        report("version", version=version, value=value_of(state))
+    return version
 
 
 async def main(options: dict[str, Any]) -> None:

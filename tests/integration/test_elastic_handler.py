@@ -27,7 +27,7 @@ from averaging.elastic.handler import AveragingRendezvousHandler, create_handler
 from averaging.elastic.register import MemoryRegister
 from averaging.rpc import EventLoopThread
 from tests.integration.certificates import TOKEN, write
-from tests.integration.fault_proxy import free_port
+from tests.integration.ports import free_address
 
 QUICK = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 3, "join_timeout": 30}
 
@@ -38,7 +38,7 @@ class Nodes:
     """Handlers, shut down at the end."""
 
     def __init__(self, stack: ExitStack) -> None:
-        self.endpoint = f"127.0.0.1:{free_port()}"
+        self.endpoint = free_address()
         self._stack = stack
         self._pool = stack.enter_context(ThreadPoolExecutor())
 

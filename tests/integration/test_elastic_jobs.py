@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.elastic_jobs import PATIENCE, Job, Node
-from tests.integration.fault_proxy import free_port
+from tests.integration.ports import free_address
 from tests.integration.processes import JsonProcess, averaging_process
 
 pytestmark = pytest.mark.timeout(600)
@@ -38,7 +38,7 @@ def end(*nodes: Node) -> None:
 
 
 def test_the_register_alone(stack: ExitStack) -> None:
-    process = register(stack, f"127.0.0.1:{free_port()}")
+    process = register(stack, free_address())
     process.signal(signal.SIGTERM)
     assert process.wait() == 0, process.stderr
 
@@ -215,7 +215,7 @@ def test_a_job_id_in_use_by_another_world(stack: ExitStack, tmp_path: Path) -> N
 
 @long
 def test_a_register_that_nobody_answers_for(stack: ExitStack, tmp_path: Path) -> None:
-    endpoint = f"127.0.0.1:{free_port()}"
+    endpoint = free_address()
     node = Job(stack, tmp_path, "2", endpoint=endpoint, conf={"is_host": "false", "join_timeout": 3}).node()
     assert node.wait(PATIENCE) != 0
     assert f"no register answers at {endpoint}" in node.stderr

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from averaging import RemoteSynchronizer, Synchronizer
-from tests.integration.fault_proxy import free_port
 from tests.integration.pages import ROOT, blocks_of, run_page
+from tests.integration.ports import free_address
 from tests.integration.processes import DEADLINE
 from tests.integration.test_grpcurl_page import ADDRESS, PROGRAMS, agrees, cases_of
 
@@ -40,7 +40,7 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The page's synchronizer, at a free port."""
     folder = tmp_path_factory.mktemp("page")
     [script] = [block for block in blocks_of(GRPCURL) if block.language == "python"]
-    endpoint = f"127.0.0.1:{free_port()}"
+    endpoint = free_address()
     (folder / script.title).write_text(script.text.replace(ADDRESS, endpoint))
     assert SERVE[0] == f"python {script.title}"
     command = [sys.executable, script.title]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from averaging import Peer, WeightPublisher
 from averaging.rpc import EventLoopThread
-from tests.integration.fault_proxy import free_port
+from tests.integration.ports import free_address
 from tests.integration.processes import JsonProcess, averaging_command, averaging_process
 from tests.integration.test_weights import Publishing, same, state, stepped
 
@@ -151,7 +151,7 @@ def test_what_cannot_work_is_told(
     path = tmp_path / "now.safetensors"
     write(path)
     before = path.read_bytes() if path.is_file() else None
-    process = averaging_command("follow", f"127.0.0.1:{free_port()}", "--output", str(path), *arguments)
+    process = averaging_command("follow", free_address(), "--output", str(path), *arguments)
     assert process.returncode == code
     assert told in process.stderr
     assert (path.read_bytes() if path.is_file() else None) == before

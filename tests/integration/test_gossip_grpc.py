@@ -17,6 +17,7 @@ from averaging.protocol.messages import Digest, Record, Rumour
 from averaging.transport.grpc import GrpcTransport
 from tests.integration.grpc_fakes import MAX_MESSAGE_BYTES, FakePeer
 from tests.integration.listening import listening
+from tests.integration.ports import free_address
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 
@@ -35,12 +36,12 @@ class Host:
         self,
         join: Sequence[str] = (),
         *,
-        listen: str | None = "127.0.0.1:0",
+        listen: str | None = "",
         run_id: str = RUN,
         settings: GossipSettings | None = None,
         join_timeout: float = 20.0,
     ) -> None:
-        self.transport = GrpcTransport(listen, max_message_bytes=MAX_MESSAGE_BYTES)
+        self.transport = GrpcTransport(free_address() if listen == "" else listen, max_message_bytes=MAX_MESSAGE_BYTES)
         self._options = (run_id, join, settings, join_timeout)
         self._leave = asyncio.Event()
         self._bound = asyncio.Event()
@@ -150,9 +151,7 @@ async def test_what_all_store_all_read_and_what_leaves_is_gone() -> None:
 @pytest.mark.asyncio
 async def test_two_peers_that_know_only_each_other_find_each_other() -> None:
     async with hosts() as started:
-        placeholder = GrpcTransport("127.0.0.1:0", max_message_bytes=MAX_MESSAGE_BYTES)
-        second = await placeholder.bind()
-        await placeholder.close()
+        second = free_address()
         started.append(one := Host([second]))
         first = await one.bound()
         started.append(other := Host([first], listen=second))

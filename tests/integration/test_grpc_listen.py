@@ -29,6 +29,7 @@ from averaging.transport.grpc.dialling import resolve
 from averaging.transport.grpc.listen_check import check_listen, warn_of_loopback
 from averaging.transport.grpc.server import Server
 from tests.integration.grpc_fakes import ACCEPTED, MAX_MESSAGE_BYTES, REQUEST, FakeGossip, FakePeer, client, serving
+from tests.integration.ports import free_address
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 
@@ -244,7 +245,7 @@ async def test_a_port_taken_after_the_probe() -> None:
 
 @pytest.mark.asyncio
 async def test_closing_gives_the_port_back_whether_or_not_it_was_served() -> None:
-    endpoint = await bound("127.0.0.1:0")
+    endpoint = await bound(free_address())
     async with serving(FakePeer(), listen=endpoint), client() as caller:
         await caller.get_schema(endpoint)
     assert await bound(endpoint) == endpoint

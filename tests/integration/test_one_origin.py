@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import json
-import socket
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from tests.integration.ports import free_address
 from tests.integration.processes import JsonProcess, all_expect, averaging_command
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [one.getsockname()[1] for one in sockets]
 
 
 @pytest.mark.parametrize("strategy", ["gradients", "diloco", "local"])
 def test_three_processes_with_the_same_arguments_hold_the_same_parameters(strategy: str, tmp_path: Path) -> None:
     """Each peer joins all of them, itself included, and has its own parameters."""
-    addresses = [f"127.0.0.1:{port}" for port in free_ports(3)]
+    addresses = [free_address() for _ in range(3)]
     files = [tmp_path / f"{number}.jsonl" for number in range(3)]
     with ExitStack() as stack:
         processes = []

@@ -32,8 +32,8 @@ from averaging.protocol.group import donors_key, group_key
 from averaging.state.packing import State
 from averaging.state.snapshots import Snapshots
 from tests.integration.certificates import write
-from tests.integration.fault_proxy import free_port
 from tests.integration.peers import average, enter, swarm, told
+from tests.integration.ports import free_address, free_port
 
 
 @pytest.mark.asyncio
@@ -414,7 +414,7 @@ async def test_a_peer_that_has_the_address_of_another_and_joins_it_is_notified(m
     monkeypatch.setattr(
         "averaging.discovery.gossip.bootstrap.logger.warning", lambda words, *given: warned.put_nowait(words % given)
     )
-    own = f"127.0.0.1:{free_port()}"
+    own = free_address()
     async with AsyncExitStack() as stack:
         await enter(stack, {"w": torch.zeros(1)}, listen=own, join=[own])  # the first of a list, say
         await enter(stack, {"w": torch.zeros(1)}, advertise=own, join=[own])

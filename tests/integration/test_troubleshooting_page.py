@@ -18,9 +18,9 @@ from averaging.errors import AveragingError, JoinRefusedError, NoSeedAnsweredErr
 from averaging.matchmaking.no_group_reasons import explain_absence
 from averaging.security.ca import issue, make_authority
 from tests.integration.certificates import NOW, stored, write
-from tests.integration.fault_proxy import free_port
 from tests.integration.pages import ROOT
 from tests.integration.peers import enter
+from tests.integration.ports import free_address
 
 PAGE = (ROOT / "docs" / "operate" / "troubleshooting.md").read_text()
 ENTRIES = dict(
@@ -98,7 +98,7 @@ async def test_a_join_fails_as_the_page_says(entry: str, tmp_path: Path) -> None
 @asynccontextmanager
 async def failing(tmp_path: Path, entry: str) -> AsyncGenerator[dict[str, Any], None]:
     """Options with which a peer does not join or start."""
-    own = f"127.0.0.1:{free_port()}"
+    own = free_address()
     async with AsyncExitStack() as stack:
         match entry:
             case "Nobody answers":

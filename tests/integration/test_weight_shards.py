@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from averaging import Follower, TensorError
-from tests.integration.fault_proxy import free_port
+from tests.integration.ports import free_address, free_port
 from tests.integration.processes import JsonProcess
 from tests.integration.shard_worker import model_of
 
@@ -32,7 +32,8 @@ class Ranks:
         for rank in range(count):
             env = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_PORT": port}
             env |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-            command = ("python", "-m", "tests.integration.shard_worker", json.dumps(options))
+            told = json.dumps(options | {"endpoint": free_address()})
+            command = ("python", "-m", "tests.integration.shard_worker", told)
             self.processes.append(stack.enter_context(JsonProcess(*command, env=env)))
 
     def expect(self, event: str) -> list[dict[str, Any]]:

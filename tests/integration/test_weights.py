@@ -40,7 +40,7 @@ from averaging.synchronizer.follower_tasks import FollowerOptions, FollowerTasks
 from averaging.synchronizer.weights_messages import FETCH
 from averaging.wire.weights_pb2 import WeightsFetchRequest, WeightsPiece, WeightsReply
 from tests.integration.certificates import TOKEN, write
-from tests.integration.fault_proxy import free_port
+from tests.integration.ports import free_address, free_port
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 
@@ -386,7 +386,7 @@ async def test_a_peer_that_publishes_nothing_is_named() -> None:
 async def test_nobody_answers() -> None:
     async with AsyncExitStack() as stack:
         with pytest.raises(StateError, match=r"no publisher answered within 0.5 s \(.*connection refused"):
-            await follow(stack, f"127.0.0.1:{free_port()}", join_timeout=0.5)
+            await follow(stack, free_address(), join_timeout=0.5)
         for join in ("127.0.0.1:1", list[str]()):
             with pytest.raises(ConfigError, match="join must be a list"):
                 FollowerOptions(join=join, run_id="")

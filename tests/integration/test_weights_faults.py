@@ -91,6 +91,7 @@ async def test_the_publisher_is_killed(share: float, first: bool) -> None:
                 assert follower.newest is None
             else:
                 assert holds(follower, weights_of(1))
+            await asyncio.to_thread(trainer.wait)
             # It starts again from its checkpoint, with the version that was being published.
             with worker(proxy.target, version) as restarted:
                 await tell(restarted, "published")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.fault_proxy import free_port
 from tests.integration.pages import ROOT, blocks_of
+from tests.integration.ports import free_port
 from tests.integration.processes import DEADLINE
 
 BLOCKS = blocks_of((ROOT / "docs" / "how-to" / "workers.md").read_text())

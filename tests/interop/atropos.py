@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import socket
 import subprocess
 import time
 from functools import cache
@@ -17,6 +16,7 @@ from typing import Any, Self
 
 import httpx
 
+from tests.integration.ports import free_port
 from tests.integration.processes import DEADLINE
 
 ROOT = Path(__file__).parents[2]
@@ -40,11 +40,6 @@ def library() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 class RunApi:

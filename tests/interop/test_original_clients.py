@@ -12,7 +12,8 @@ import pytest
 from averaging.feed import BatchFeed
 from tests.integration.certificates import TOKEN
 from tests.integration.feeds import Feed, registration
-from tests.interop.atropos import ENVIRONMENT, PYTHON, free_port, program, site_packages
+from tests.integration.ports import free_port
+from tests.interop.atropos import ENVIRONMENT, PYTHON, program, site_packages
 
 pytestmark = pytest.mark.interop
 

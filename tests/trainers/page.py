@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 from functools import partial
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from torch.optim.lr_scheduler import LinearLR
 
 from averaging import DecentralizedAverager, LocalSGD, Receipt
+from tests.integration.ports import free_port
 from tests.trainers.forked import tell
 
 _PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "trainers.md").read_text()
@@ -77,8 +77,7 @@ def check_what_two_told(told: list[dict[str, Any]]) -> None:
 def as_rank(number: int, ports: SimpleQueue[str]) -> None:
     """Makes this process one of two of a single trainer, as torchrun does."""
     if number == 0:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = str(server.getsockname()[1])
+        port = str(free_port())
         ports.put(port)
     else:
         port = ports.get()

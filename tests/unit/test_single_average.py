@@ -25,8 +25,11 @@ def test_closing_waits_until_what_it_ends_has_ended() -> None:
         averaging = asyncio.create_task(average(one, ended))
         await asyncio.sleep(0)
         assert one.in_progress
+        closing = asyncio.create_task(one.close())
+        await asyncio.sleep(0.5)  # it is ending
         await one.close()
         assert ended.is_set()
+        await closing
         assert not one.in_progress
         with pytest.raises(ClosedError, match="a:1 was closed"):
             await averaging

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 
+from averaging.common.timeouts import expire
 from averaging.errors import BusyError
 from averaging.transport.grpc import accepted_sockets
 from averaging.transport.grpc.accepted_sockets import SEARCH, Found, Handle, Remote, parse_peer
@@ -156,7 +157,7 @@ class UnfinishedCall:
     def hang_up(self) -> None:
         """Ends `until_hung_up`."""
         if self._limit is not None:
-            self._limit.reschedule(0.0)
+            expire(self._limit)
 
 
 class UnfinishedCalls:
