@@ -82,8 +82,9 @@ if TYPE_CHECKING:
 def follow_command(addresses: tuple[str, ...], output: Path, *, as_json: bool, verbose: int, **given: Any) -> None:
     r"""Keeps --output at the newest version of the weights that the peer at HOST:PORT publishes.
 
-    The peer must publish weights: its averager has services=[WeightPublisher(model)]. With several addresses, the next
-    one is followed if one is lost. Each version is verified, and replaces the file in one step, so that a reader finds
+    The peer must publish weights: its averager has services=[WeightPublisher(model)]. If ranks of fully_shard publish
+    their parts, give the address of rank 0; the file has the whole tensors. With several addresses, the next one is
+    followed if one is lost. Each version is verified, and replaces the file in one step, so that a reader finds
     the old version or the new one. If the disk is full, the old file stays.
 
     Only what changed since the last version is received, also if this command is started again. Versions that come
@@ -143,8 +144,7 @@ def _run(addresses: list[str], path: Path, given: dict[str, Any], report: Comman
             max_bytes=given["max_bytes"],
             min_version=given["min_version"],
         )
-        output, base = open_output(path, overwrite=given["overwrite"])
-        session = FollowSession(options, output, base, given, report)
+        session = FollowSession(options, open_output(path, overwrite=given["overwrite"]), given, report)
 
         async def follow(_: Stop) -> None:
             await session.run()

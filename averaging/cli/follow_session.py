@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +17,63 @@ from averaging.cli.state import VERSION_KEY
 from averaging.cli.tensor_files import NotWrittenError, Output, read
 from averaging.common.threads import in_thread
 from averaging.errors import TensorError
-from averaging.synchronizer.follower_tasks import FollowerOptions, FollowerTasks
-from averaging.synchronizer.weights_layout import Manifest
-from averaging.synchronizer.weights_snapshot import Snapshot, copy_state, seal
+from averaging.synchronizer.follower_shards import Received, ShardTasks
+from averaging.synchronizer.follower_tasks import FollowerOptions
+from averaging.synchronizer.weights_layout import Layout, Manifest
+from averaging.synchronizer.weights_shards import missing_part, put_together, whole_of
+from averaging.synchronizer.weights_snapshot import Snapshot, copy_state, seal, share_state
 
 DIGEST_KEY, LAYOUT_KEY = "averaging.digest", "averaging.order"
-"""Keys in the file's metadata: the digest of the weights, and the digest of them in the order of the file."""
+"""Keys in the file's metadata: the digest of the weights as published, and the digest of them in the order of the file.
+
+Of a model in parts, which has no digest of its own, both are that of the whole tensors in the order of the file.
+"""
 
 END_SECONDS = 5.0
 """Seconds that a command has to end after SIGTERM."""
 
 
-def open_output(path: Path, *, overwrite: bool) -> tuple[Output, Snapshot | None]:
-    """Checks that the file can be written.
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The weights in the file.
 
-    Returns:
-        The output, and the weights in the file if this command has written it before.
+    Attributes:
+        version: their version.
+        digest: see `DIGEST_KEY`.
+        nbytes: bytes of all tensors.
+    """
+
+    version: int
+    digest: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A file that can be written.
+
+    Attributes:
+        output: where to write.
+        base: the weights in the file; None if this command has not written it.
+        written: what is known of them.
+    """
+
+    output: Output
+    base: Snapshot | None
+    written: Written | None
+
+
+def open_output(path: Path, *, overwrite: bool) -> Opened:
+    """Checks that the file can be written, and reads it back if this command has written it.
 
     Raises:
         CommandError: exit code 2: another file is there, or it cannot be written.
     """
-    base = _read_back(path) if path.is_file() else None
-    return Output(path, overwrite=overwrite or base is not None), base
+    base, written = (_read_back(path) if path.is_file() else None) or (None, None)
+    return Opened(Output(path, overwrite=overwrite or base is not None), base, written)
 
 
-def _read_back(path: Path) -> Snapshot | None:
+def _read_back(path: Path) -> tuple[Snapshot, Written] | None:
     try:
         document = read(path)
         metadata = document.metadata or {}
@@ -47,7 +81,10 @@ def _read_back(path: Path) -> Snapshot | None:
         base = seal(copy_state(document.tensors), version, None)
     except (CommandError, KeyError, ValueError):
         return None
-    return base if metadata.get(LAYOUT_KEY) == base.manifest.digest.hex() else None
+    digest = base.manifest.digest.hex()
+    if metadata.get(LAYOUT_KEY) != digest:
+        return None
+    return base, Written(version, metadata.get(DIGEST_KEY, digest), base.manifest.layout.nbytes)
 
 
 class FollowSession:
@@ -55,8 +92,7 @@ class FollowSession:
 
     Args:
         options: of the follower.
-        output: the file to keep.
-        base: the weights that are in the file.
+        opened: the file to keep.
         given: the options of the command line.
         report: where events go.
     """
@@ -64,18 +100,24 @@ class FollowSession:
     def __init__(
         self,
         options: FollowerOptions,
-        output: Output,
-        base: Snapshot | None,
+        opened: Opened,
         given: dict[str, Any],
         report: CommandOutput,
     ) -> None:
-        self._tasks = FollowerTasks(options, _check_whole, base=base, on_progress=self._advance)
-        self._options, self._output, self._report = options, output, report
+        self._tasks = ShardTasks(
+            options,
+            check=lambda _: None,
+            wanted=lambda _: True,
+            complete=_check_parts,
+            base=opened.base,
+            on_progress=self._advance,
+        )
+        self._options, self._output, self._report = options, opened.output, report
         self._command: str | None = given["command"]
         self._once: bool = given["once"]
         self._wait: float | None = given["wait"]
         self._min_version: int = given["min_version"]
-        self._written = None if base is None else base.manifest.version
+        self._written = opened.written
         self._progress: tuple[int, int] | None = None
         self._received = 0  # bytes of the versions written so far
 
@@ -97,34 +139,34 @@ class FollowSession:
                 await self._follow()
 
     async def _follow(self) -> None:
-        if self._once and not self._is_behind() and self._written is not None and self._written >= self._min_version:
-            self._emit_written(self._tasks.newest)
+        written = self._written
+        if self._once and written is not None and not self._is_behind() and written.version >= self._min_version:
+            self._emit_written(written)
             return
         try:
             async with asyncio.timeout(self._wait):
-                await self._tasks.wait_newer(self._written, None)
+                await self._tasks.wait_newer(None if written is None else written.version, None)
         except TimeoutError:
             raise self._never_published() from None
         while True:
             if self._tasks.failure is not None:
                 raise self._tasks.failure
-            snapshot = self._tasks.newest
-            if snapshot is not None:
-                await self._take(snapshot)
+            received = self._tasks.newest
+            if received is not None:
+                await self._take(received)
                 if self._once:
                     return
-                await self._tasks.wait_newer(snapshot.manifest.version, None)
+                await self._tasks.wait_newer(received.manifest.version, None)
 
     def _is_behind(self) -> bool:
         """Whether a version is announced that the file does not have."""
         announced = self._tasks.announced
-        return announced is not None and announced.version > (-1 if self._written is None else self._written)
+        return announced is not None and announced.version > (-1 if self._written is None else self._written.version)
 
-    async def _take(self, snapshot: Snapshot) -> None:
-        version = snapshot.manifest.version
-        metadata = {VERSION_KEY: str(version), DIGEST_KEY: snapshot.manifest.digest.hex()}
+    async def _take(self, received: Received) -> None:
+        version = received.manifest.version
         try:
-            await in_thread(lambda: self._write(snapshot, metadata))
+            written = await in_thread(lambda: self._write(received))
         except NotWrittenError as error:
             if self._once:
                 raise
@@ -132,36 +174,44 @@ class FollowSession:
             text = f"{error.message}; the next version is tried again"
             self._report.emit({**event, "message": error.message}, text)
             return
-        self._written = version
-        self._emit_written(snapshot)
+        self._written = written
+        self._emit_written(written)
         if self._command is not None:
             await self._execute(self._command, version)
 
-    def _write(self, snapshot: Snapshot, metadata: dict[str, str]) -> None:
-        tensors = snapshot.tensors()
-        # A safetensors file has no order; this digest is compared when the file is read back.
-        by_name = sorted(snapshot.manifest.layout.tensors, key=lambda spec: spec.name)
-        layout = type(snapshot.manifest.layout)(tuple(by_name), snapshot.manifest.layout.piece_bytes)
-        arranged = snapshot.arranged(layout)
-        self._output.write(tensors, {**metadata, LAYOUT_KEY: arranged.manifest.digest.hex()})
+    def _write(self, received: Received) -> Written:
+        # A safetensors file has no order; the digest of the tensors by name is compared when the file is read back.
+        version, parts = received.manifest.version, list(received.parts())
+        if any(spec.whole for spec, _ in parts):
+            tensors = dict(sorted(put_together(parts).items()))
+            by_name = seal(share_state(tensors), version, None)
+            digest = by_name.manifest.digest.hex()
+        else:
+            (snapshot,) = received.snapshots
+            tensors = snapshot.tensors()
+            specs = sorted(snapshot.manifest.layout.tensors, key=lambda spec: spec.name)
+            by_name = snapshot.arranged(Layout(tuple(specs), snapshot.manifest.layout.piece_bytes))
+            digest = received.manifest.digest.hex()
+        self._output.write(
+            tensors,
+            {VERSION_KEY: str(version), DIGEST_KEY: digest, LAYOUT_KEY: by_name.manifest.digest.hex()},
+        )
+        return Written(version, digest, by_name.manifest.layout.nbytes)
 
-    def _emit_written(self, snapshot: Snapshot | None) -> None:
-        if snapshot is None:
-            return
-        manifest, path, nbytes = snapshot.manifest, self._output.path, snapshot.manifest.layout.nbytes
-        size = console_text.size
+    def _emit_written(self, written: Written) -> None:
+        path, size = self._output.path, console_text.size
         received = self._tasks.bytes_received - self._received
         self._received += received
         self._report.emit(
             {
                 "event": "written",
-                "version": manifest.version,
-                "digest": manifest.digest.hex(),
-                "bytes": nbytes,
+                "version": written.version,
+                "digest": written.digest,
+                "bytes": written.nbytes,
                 "received": received,
                 "output": str(path),
             },
-            f"version {manifest.version}: {size(nbytes)}, received {size(received)}, wrote {path}",
+            f"version {written.version}: {size(written.nbytes)}, received {size(received)}, wrote {path}",
         )
 
     async def _execute(self, command: str, version: int) -> None:
@@ -209,9 +259,8 @@ class FollowSession:
         return "waiting for the next version"
 
 
-def _check_whole(manifest: Manifest) -> None:
-    if manifest.shards or any(spec.whole for spec in manifest.layout.tensors):
-        raise TensorError(
-            f"the model is published in parts by {max(1, len(manifest.shards))} ranks, and a file of all of it is not "
-            "written; follow it with averaging.Follower in a script, and save the model there"
-        )
+def _check_parts(manifests: Sequence[Manifest]) -> None:
+    wholes = {spec.name: whole_of(spec) for manifest in manifests for spec in manifest.layout.tensors}
+    difference = missing_part(list(wholes.values()), [manifest.layout for manifest in manifests])
+    if difference is not None:
+        raise TensorError(f"the published parts are not one model: {difference}; see that all ranks publish the same")

@@ -8,12 +8,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Self
 
 import torch
 
 from averaging.common.addresses import parse_address
-from averaging.errors import AveragingError
+from averaging.errors import AveragingError, ProtocolViolationError
 from averaging.synchronizer.follower_tasks import MAX_PAUSE, MIN_PAUSE, FollowerOptions, FollowerTasks
 from averaging.synchronizer.weights_layout import Manifest, Shard, WeightSpec
 from averaging.synchronizer.weights_snapshot import Snapshot
@@ -53,6 +54,8 @@ class ShardTasks:
         check: called with each manifest; raises TensorError if it belongs to another model.
         wanted: whether a part is received.
         complete: called with the manifests of all parts of a version; raises TensorError if they lack something.
+        base: weights that are here already, of which each part uses what it has.
+        on_progress: called with received and expected bytes of all parts, before they are encoded.
     """
 
     def __init__(
@@ -61,14 +64,20 @@ class ShardTasks:
         check: Callable[[Manifest], None],
         wanted: Callable[[Manifest], bool],
         complete: Callable[[Sequence[Manifest]], None],
+        *,
+        base: Snapshot | None = None,
+        on_progress: Callable[[int, int], None] = lambda received, total: None,
     ) -> None:
         self._options, self._check, self._wanted, self._complete = options, check, wanted, complete
         self._announced: deque[Manifest] = deque(maxlen=REMEMBERED)  # the newest last
-        self._root = FollowerTasks(options, self._note, wanted=wanted)
+        self._base, self._on_progress = base, on_progress
+        self._progress: dict[str, tuple[int, int]] = {}  # by the endpoint of the part; that of the root is ""
+        self._root = FollowerTasks(options, self._note, base, partial(self._advance, ""), wanted=wanted)
         self.store = self._root.store
         self._parts: dict[str, FollowerTasks] = {}  # of the other parts, by endpoint
         self._manifests: dict[bytes, Manifest] = {}  # of all parts, by digest
         self._newest: Received | None = None
+        self._former_bytes = 0  # received by parts that are followed no more
         self._stack = AsyncExitStack()
 
     @property
@@ -94,12 +103,18 @@ class ShardTasks:
     @property
     def bytes_received(self) -> int:
         """See `FollowerTasks`."""
-        return self._root.bytes_received + sum(part.bytes_received for part in self._parts.values())
+        parts = tuple(self._parts.values())
+        return self._root.bytes_received + self._former_bytes + sum(part.bytes_received for part in parts)
 
     @property
     def bytes_sent(self) -> int:
         """Bytes handed on."""
-        return self.store.sent + sum(part.store.sent for part in self._parts.values())
+        return self.store.sent + sum(part.store.sent for part in tuple(self._parts.values()))
+
+    @property
+    def endpoint(self) -> str:
+        """See `FollowerTasks`; of the joined publisher's part."""
+        return self._root.endpoint
 
     @property
     def newest(self) -> Received | None:
@@ -108,7 +123,7 @@ class ShardTasks:
             if self._newest is not None and manifest.version <= self._newest.manifest.version:
                 break
             if (found := self._put_together(manifest)) is not None:
-                self._newest = found
+                self._newest, self._base = found, None
                 break
         return self._newest
 
@@ -146,13 +161,32 @@ class ShardTasks:
         self._check(manifest)
         self._announced.append(manifest)
         self._manifests[manifest.digest] = manifest
+        self._check_size()
 
     def _note_part(self, manifest: Manifest) -> None:
         self._check(manifest)
         self._manifests[manifest.digest] = manifest
+        self._check_size()
         if len(self._manifests) > REMEMBERED * (2 + 2 * len(self._parts)):
             named = {shard.digest for one in self._announced for shard in one.shards} | {manifest.digest}
             self._manifests = {digest: one for digest, one in self._manifests.items() if digest in named}
+
+    def _check_size(self) -> None:
+        """Each part is within `max_bytes` if it was announced; this is about all of them."""
+        parts = [self._manifests.get(shard.digest) for shard in self._announced[-1].shards] if self._announced else []
+        total = sum(part.layout.nbytes for part in parts if part is not None)
+        if total > self._options.max_bytes:
+            raise ProtocolViolationError(
+                f"{self._options.join[0]} announces {total} bytes of weights in {len(parts)} parts, more than the "
+                f"{self._options.max_bytes} of max_bytes"
+            )
+
+    def _advance(self, endpoint: str, received: int, total: int) -> None:
+        self._progress[endpoint] = received, total
+        counts = self._progress.values()
+        self._on_progress(sum(one for one, _ in counts), sum(one for _, one in counts))
+        if all(one == of_all for one, of_all in counts):
+            self._progress.clear()
 
     def _put_together(self, manifest: Manifest) -> Received | None:
         if not manifest.shards:
@@ -200,7 +234,14 @@ class ShardTasks:
             listen = None  # the port is that of the first part; so this one is not handed on
         options = replace(self._options, join=[endpoint], listen=listen, advertise=None)
         while True:
-            part = FollowerTasks(options, self._note_part, wanted=self._wanted, changes=self.store.changes)
+            part = FollowerTasks(
+                options,
+                self._note_part,
+                self._base,
+                partial(self._advance, endpoint),
+                wanted=self._wanted,
+                changes=self.store.changes,
+            )
             self._parts[endpoint] = part
             try:
                 async with part:
@@ -211,5 +252,7 @@ class ShardTasks:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, MAX_PAUSE)
             finally:
+                self._progress.pop(endpoint, None)
                 if self._parts.get(endpoint) is part and part.failure is None:
+                    self._former_bytes += part.bytes_received
                     del self._parts[endpoint]

@@ -104,6 +104,25 @@ def _meet(box: Box, spec: WeightSpec) -> bool:
     return len(box) == len(there) and common(box, there) is not None
 
 
+def cut(whole: torch.Tensor, spec: WeightSpec) -> torch.Tensor:
+    """A copy of the part of a tensor that a description is about."""
+    return whole[tuple(slice(start, stop) for start, stop in box_of(spec))].clone(memory_format=torch.contiguous_format)
+
+
+def put_together(parts: Iterable[tuple[WeightSpec, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The whole tensors by name. Those that are not divided share the memory of what is given."""
+    wholes: dict[str, torch.Tensor] = {}
+    for spec, part in parts:
+        if not spec.whole:
+            wholes[spec.name] = part
+            continue
+        whole = whole_of(spec)
+        if spec.name not in wholes:
+            wholes[spec.name] = torch.empty(whole.shape, dtype=whole.torch_dtype, device="cpu")
+        write_part(wholes[spec.name], whole, part, spec)
+    return wholes
+
+
 def write_part(target: torch.Tensor, own: WeightSpec, part: torch.Tensor, spec: WeightSpec) -> None:
     """Copies those elements of `part` that `target`, what the follower holds as `own`, has."""
     if not own.shape:

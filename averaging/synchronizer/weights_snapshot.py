@@ -11,8 +11,8 @@ import torch
 
 from averaging.errors import ProtocolViolationError
 from averaging.synchronizer.differences import Bytes, Coding, decode
-from averaging.synchronizer.weights_layout import Layout, Manifest, WeightSpec
-from averaging.synchronizer.weights_shards import part_of
+from averaging.synchronizer.weights_layout import Layout, Manifest, WeightSpec, spec_of
+from averaging.synchronizer.weights_shards import cut, part_of, whole_of
 
 
 @dataclass(frozen=True)
@@ -32,16 +32,32 @@ class Snapshot:
         return Snapshot(replace(self.manifest, version=version), self.buffers)
 
     def arranged(self, layout: Layout) -> Snapshot:
-        """The same weights in the order of another layout; unchanged if that has other tensors."""
+        """The same weights in the order of another layout, and only the parts that it has of them.
+
+        They are unchanged if the layout has other tensors.
+        """
         own = self.manifest.layout
         places = {(spec.name, spec.offset): number for number, spec in enumerate(own.tensors)}
-        order = [places.get((spec.name, spec.offset), -1) for spec in layout.tensors]
-        same = len(order) == len(places) and -1 not in order and own.piece_bytes == layout.piece_bytes
-        if not same or any(own.tensors[place] != spec for place, spec in zip(order, layout.tensors, strict=True)):
+        divided = any(spec.whole for spec in layout.tensors)
+        if own.piece_bytes != layout.piece_bytes or (len(layout.tensors) != len(places) and not divided):
             return self
-        digests = (self.manifest.piece_digests[index] for place in order for index in own.of_tensor(place))
+        buffers: list[Bytes] = []
+        digests: list[bytes] = []
+        for number, spec in enumerate(layout.tensors):
+            place = places.get((spec.name, spec.offset))
+            if place is not None and own.tensors[place] == spec:
+                buffers.append(self.buffers[place])
+                digests.extend(self.manifest.piece_digests[index] for index in own.of_tensor(place))
+                continue
+            place = places.get((spec.name, ()))
+            if place is None or own.tensors[place] != whole_of(spec):
+                return self
+            part = _bytes(cut(_tensor(own.tensors[place], self.buffers[place]), spec))
+            pieces = (layout.pieces[index] for index in layout.of_tensor(number))
+            buffers.append(part)
+            digests.extend(_sha256(part[piece.start : piece.stop]) for piece in pieces)
         manifest = Manifest(self.manifest.version, layout, tuple(digests), self.manifest.shards)
-        return Snapshot(manifest, tuple(self.buffers[place] for place in order))
+        return Snapshot(manifest, tuple(buffers))
 
     def piece(self, index: int) -> Bytes:
         """The bytes of a piece, as a view."""
@@ -86,8 +102,14 @@ def copy_state(state: Mapping[str, torch.Tensor], dtype: torch.dtype | None = No
         copy = torch.empty(spec.shape, dtype=spec.torch_dtype, device="cpu")
         copy.copy_(part)
         specs.append(spec)
-        buffers.append(copy.reshape(-1).view(torch.uint8).numpy())
+        buffers.append(_bytes(copy))
     return StateCopy(tuple(specs), tuple(buffers))
+
+
+def share_state(state: Mapping[str, torch.Tensor]) -> StateCopy:
+    """Like `copy_state`, of contiguous tensors on the CPU that nobody changes; it shares their memory."""
+    specs = tuple(spec_of(name, tensor) for name, tensor in state.items())
+    return StateCopy(specs, tuple(map(_bytes, state.values())))
 
 
 def seal(copy: StateCopy, version: int, before: Snapshot | None) -> Snapshot:
@@ -222,6 +244,11 @@ class Incoming:
 
 def _sha256(piece: Bytes) -> bytes:
     return hashlib.sha256(piece.data).digest()
+
+
+def _bytes(tensor: torch.Tensor) -> Bytes:
+    """The bytes of a contiguous tensor on the CPU, as a view."""
+    return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
 def _piece(layout: Layout, buffers: Sequence[Bytes], index: int) -> Bytes:

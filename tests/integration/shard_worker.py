@@ -1,8 +1,9 @@
 """One rank of a model that FSDP2 divides: it publishes its part, or follows its part.
 
 Run as `python -m tests.integration.shard_worker '{"role": "publish", "endpoint": "127.0.0.1:7000"}'` with the variables
-that torchrun sets. It obeys lines on stdin: the number of a version, or `die`. With the role `train` it trains until
-the global step of that number. It prints JSON lines: `ready`, `published`, `has`.
+that torchrun sets. It obeys lines on stdin: the number of a version, `bias` and that number, or `die`. After `bias`
+only the last layer's bias has changed. With the role `train` it trains until the global step of that number. It prints
+JSON lines: `ready`, `published`, `has`.
 """
 
 from __future__ import annotations
@@ -44,11 +45,13 @@ def whole(model: nn.Module) -> dict[str, Any]:
     return {name: (one.full_tensor() if isinstance(one, DTensor) else one).tolist() for name, one in state.items()}
 
 
-def load(model: nn.Module, seed: int) -> None:
-    """Gives the model the values of `model_of(seed)`."""
+def load(model: nn.Module, seed: int, only: str) -> None:
+    """Gives the model the values of `model_of(seed)`; with `only` just those of its last tensor of that name."""
     values = model_of(seed).state_dict()
     with torch.no_grad():
         for name, one in model.state_dict().items():
+            if only and name != f"2.{only}":
+                continue
             if isinstance(one, DTensor):
                 rows = values[name].chunk(dist.get_world_size())
                 rank = dist.get_rank()
@@ -66,8 +69,9 @@ def publish(endpoint: str) -> None:
     for line in sys.stdin:
         if line.strip() == "die":
             os.kill(os.getpid(), signal.SIGKILL)
-        load(model, int(line))
-        tell("published", version=publisher.commit_now(version=int(line)), sent=publisher.bytes_sent)
+        *only, version = line.split()
+        load(model, int(version), only[0] if only else "")
+        tell("published", version=publisher.commit_now(version=int(version)), sent=publisher.bytes_sent)
     serving.close()
 
 

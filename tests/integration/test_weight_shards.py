@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -14,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from averaging import Follower, TensorError
 from tests.integration.ports import free_address, free_port
-from tests.integration.processes import JsonProcess
+from tests.integration.processes import JsonProcess, averaging_command, averaging_process
 from tests.integration.shard_worker import model_of
 
 PATIENCE = 60.0
@@ -55,6 +55,11 @@ def has(weights: Follower, version: int) -> None:
     while weights.version != version:
         assert time.monotonic() < end
         weights.update(timeout=1.0)
+
+
+def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def equal(model: torch.nn.Module, seed: int) -> bool:
@@ -128,16 +133,64 @@ def test_a_site_that_trains_publishes_each_global_step(stack: ExitStack) -> None
         }
 
 
-def test_the_command_names_what_it_cannot_write(stack: ExitStack, tmp_path: Path) -> None:
+def test_the_command_writes_the_whole_model_and_receives_only_what_changed(stack: ExitStack, tmp_path: Path) -> None:
+    publishers = Ranks(stack, 3, role="publish")
+    join = publishers.expect("ready")[0]["endpoint"]
+    path = tmp_path / "now.safetensors"
+
+    def written(version: int, *options: str) -> dict[str, Any]:
+        command = ("follow", join, "--output", str(path), "--once", "--min-version", str(version), *options)
+        with averaging_process(*command) as process:
+            told = process.expect("written", PATIENCE)
+            assert process.wait(PATIENCE) == 0
+        assert told["version"] == version
+        return told
+
+    publishers.send("1")
+    publishers.expect("published")
+    expected = model_of(1).state_dict()
+    first = written(1)
+    assert first["received"] == first["bytes"] == sum(one.nbytes for one in expected.values())
+    assert_same(load_file(path), expected)
+    assert written(1) == first | {"received": 0}
+    # Also of a version with other parts: only the bias of the last layer is received.
+    publishers.send("bias 2")
+    publishers.expect("published")
+    expected["2.bias"] = model_of(2).state_dict()["2.bias"]
+    assert written(2)["received"] <= expected["2.bias"].nbytes
+    assert_same(load_file(path), expected)
+
+
+def test_the_command_follows_the_parts_and_hands_them_on(stack: ExitStack, tmp_path: Path) -> None:
+    publishers = Ranks(stack, 2, role="publish")
+    join = publishers.expect("ready")[0]["endpoint"]
+    path = tmp_path / "now.safetensors"
+    process = stack.enter_context(averaging_process("follow", join, "--output", str(path)))
+    process.expect("ready", PATIENCE)
+    for version in (1, 2, 5):
+        publishers.send(str(version))
+        publishers.expect("published")
+        assert process.expect("written", PATIENCE)["version"] == version
+        assert_same(load_file(path), model_of(version).state_dict())
+    # Rank 1 dies before it publishes version 6, so the file keeps version 5.
+    publishers.processes[1].send("die")
+    publishers.processes[0].send("6")
+    publishers.processes[1].wait(PATIENCE)
+    process.signal(signal.SIGINT)
+    assert process.wait(PATIENCE) == 0
+    assert_same(load_file(path), model_of(5).state_dict())
+
+
+def test_the_command_refuses_parts_that_are_too_large_together(stack: ExitStack, tmp_path: Path) -> None:
     publishers = Ranks(stack, 2, role="publish")
     join = publishers.expect("ready")[0]["endpoint"]
     publishers.send("1")
     publishers.expect("published")
-    command = (sys.executable, "-m", "averaging", "follow", join, "--output", str(tmp_path / "w.safetensors"), "--once")
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
-    assert ended.returncode != 0
-    assert "is published in parts by 2 ranks" in ended.stderr
-    assert not (tmp_path / "w.safetensors").exists()
+    path, most = tmp_path / "now.safetensors", sum(one.nbytes for one in model_of(1).state_dict().values()) - 1
+    ended = averaging_command("follow", join, "--output", str(path), "--once", "--max-bytes", str(most))
+    assert ended.returncode == 1
+    assert f"{most + 1} bytes of weights in 2 parts, more than the {most} of max_bytes" in ended.stderr
+    assert not path.exists()
 
 
 def test_another_model_is_named(stack: ExitStack) -> None:

@@ -15,9 +15,11 @@ from averaging.synchronizer.weights_shards import (
     elements,
     is_wanted,
     missing_part,
+    put_together,
     whole_of,
     write_part,
 )
+from averaging.synchronizer.weights_snapshot import seal, share_state
 
 
 def rows(name: str, shape: tuple[int, ...], parts: int) -> list[WeightSpec]:
@@ -46,6 +48,34 @@ def test_any_parts_make_the_parts_of_any_other_division(shape: tuple[int, ...], 
             if is_wanted([own], Layout((spec,))):
                 write_part(target, own, part, spec)
         assert torch.equal(target, whole[tuple(slice(start, stop) for start, stop in box_of(own))])
+
+
+@given(SHAPES, st.integers(1, 5))
+def test_whole_tensors_are_cut_into_parts_and_put_together(shape: tuple[int, ...], parts: int) -> None:
+    state = {"w": torch.arange(float(torch.Size(shape).numel())).reshape(shape), "n": torch.tensor(3)}
+    whole = seal(share_state(state), 1, None)
+    found: list[tuple[WeightSpec, torch.Tensor]] = []
+    for number, spec in enumerate(rows("w", shape, parts)):
+        one = state["w"][tuple(slice(start, stop) for start, stop in box_of(spec))]
+        specs, tensors = [spec], {"w": one.contiguous()}
+        if number == 0:
+            specs.append(WeightSpec("n", "int64", ()))
+            tensors["n"] = state["n"]
+        # What the rank of this part would publish.
+        published = seal(replace(share_state(tensors), specs=tuple(specs)), 1, None)
+        part = whole.arranged(published.manifest.layout)
+        assert part.manifest == published.manifest
+        assert all(torch.equal(ours, tensors[spec.name]) for spec, ours in part.parts())
+        found.extend(part.parts())
+    together = put_together(found)
+    assert together.keys() == state.keys()
+    assert all(torch.equal(together[name], state[name]) for name in state)
+
+
+def test_parts_of_another_tensor_are_not_cut() -> None:
+    whole = seal(share_state({"w": torch.zeros(4, 2)}), 1, None)
+    for spec in (*rows("w", (5, 2), 2), *rows("v", (4, 2), 2), replace(rows("w", (4, 2), 2)[0], dtype="float16")):
+        assert whole.arranged(Layout((spec,))) is whole
 
 
 @given(SHAPES, st.integers(1, 5))
