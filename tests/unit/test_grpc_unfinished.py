@@ -180,7 +180,7 @@ class Account:
 
     def held(self) -> int:
         self.unfinished.look()
-        return self.unfinished._connections[self.connection.remote].held
+        return self.unfinished._connections[self.connection.remote].held(self.clock())
 
 
 @pytest.fixture
@@ -218,6 +218,51 @@ async def test_what_came_before_a_call_is_not_held_for_it(account: Account) -> N
         assert account.held() == 0
         account.connection.arrives(10)
         assert account.held() == 10
+
+
+@pytest.mark.asyncio
+async def test_what_calls_left_before_the_socket_was_found_is_held_for_another_one_only_if_that_stays(
+    connection: Connection,
+) -> None:
+    now, found = 0.0, Found()
+    unfinished = UnfinishedCalls(Limits(100, 100, 100), lambda: found, lambda: now)
+    unfinished.start(connection.port)
+    peer = f"ipv4:{connection.remote.address}:{connection.remote.port}"
+
+    def is_open() -> bool:
+        unfinished.look()
+        return received(connection.handles) is not None
+
+    for _ in range(3):
+        with unfinished.call(peer):
+            connection.arrives(100)
+            assert is_open()
+    with unfinished.call(peer):
+        connection.arrives(60)
+        now, found = 1.0, Found(1.0, search())
+        assert is_open()
+        connection.arrives(100)  # as much as one that nobody doubts
+        assert is_open()
+        now = 2.0
+        assert not is_open()
+    unfinished.stop()
+
+
+@pytest.mark.asyncio
+async def test_what_arrives_after_the_socket_was_found_is_held_at_once(connection: Connection) -> None:
+    now, found = 0.0, Found()
+    unfinished = UnfinishedCalls(Limits(100, 100, 100), lambda: found, lambda: now)
+    unfinished.start(connection.port)
+    peer = f"ipv4:{connection.remote.address}:{connection.remote.port}"
+    with unfinished.call(peer):
+        connection.arrives(100)
+    with unfinished.call(peer):
+        now, found = 1.0, Found(1.0, search())
+        unfinished.look()
+        connection.arrives(101)
+        unfinished.look()
+        assert received(connection.handles) is None
+    unfinished.stop()
 
 
 @pytest.mark.asyncio
@@ -359,7 +404,7 @@ async def test_where_no_socket_is_found_nothing_is_counted_and_nothing_closed(
             unfinished.look()
             call.took(10)
             unfinished.look()
-            assert not any(one.held for one in unfinished._connections.values())
+            assert not any(one.held(0.0) for one in unfinished._connections.values())
     with unfinished.call("ipv4:192.0.2.8:1"):
         unfinished.look()
         assert len(unfinished._connections) == 1

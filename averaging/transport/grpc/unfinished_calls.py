@@ -30,6 +30,12 @@ _PAUSE = 10
 """Minimum pause between two counts, as a multiple of the duration of the last one (0.02 ms per connection)."""
 
 
+DOUBT_SECONDS = 1.0
+"""Time for which bytes that may belong to calls that have ended are not held for another call.
+
+They arrived before the socket was found, so nobody knows when. They count for a call that is still unfinished then."""
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Bytes that unfinished calls may hold.
@@ -85,6 +91,9 @@ class _Connection:
         calls: the unfinished calls, each with the `level` when it began: earlier bytes belong to other calls.
         taken: bytes of messages that were read.
         level: bytes that have arrived, less `taken`, at the last count.
+        ended_unseen: whether a call ended before its sockets were found.
+        doubtful: the level when they were found, if one had.
+        doubted_until: end of `DOUBT_SECONDS`.
     """
 
     remote: Remote
@@ -93,6 +102,15 @@ class _Connection:
     calls: dict[UnfinishedCall, int] = field(default_factory=dict)
     taken: int = 0
     level: int = 0
+    ended_unseen: bool = False
+    doubtful: int = 0
+    doubted_until: float = 0.0
+
+    def found(self, handles: tuple[Handle, ...], now: float) -> None:
+        """Records its sockets."""
+        self.handles = handles
+        if self.ended_unseen and self.count():
+            self.doubtful, self.doubted_until = self.level, now + DOUBT_SECONDS
 
     def count(self) -> bool:
         """Counts the bytes that have arrived; False if the connection is closed."""
@@ -105,10 +123,12 @@ class _Connection:
             self.level = arrived - self.taken
         return True
 
-    @property
-    def held(self) -> int:
+    def held(self, now: float) -> int:
         """Bytes that its unfinished calls may hold."""
-        return self.level - min(self.calls.values(), default=self.level)
+        since = min(self.calls.values(), default=self.level)
+        if now < self.doubted_until:
+            since = min(max(since, self.doubtful), self.level)
+        return self.level - since
 
 
 class UnfinishedCall:
@@ -135,6 +155,7 @@ class UnfinishedCall:
         """Ends the count of this call. The service that reads it bounds what the caller sends from now on."""
         self.release()
         self._connection.calls.pop(self, None)
+        self._connection.ended_unseen |= not self._connection.handles
 
     @asynccontextmanager
     async def until_hung_up(self) -> AsyncIterator[None]:
@@ -206,11 +227,12 @@ class UnfinishedCalls:
         if self._has_work():
             self._find_sockets()
         held: dict[Remote, int] = {}
+        now = self._clock()
         for remote, one in list(self._connections.items()):
             if not one.calls:
                 continue
             if one.count():
-                held[remote] = one.held
+                held[remote] = one.held(now)
             else:
                 self._end(one)
         for remote in excess(held, self._limits):
@@ -255,9 +277,9 @@ class UnfinishedCalls:
             handles = found.sockets.get((self._port, one.remote), ())
             if one.handles and handles and handles != one.handles:
                 self._end(one)  # a later connection from the same address and port
-            elif handles or one.calls:
-                one.handles = one.handles or handles
-            else:
+            elif handles and not one.handles:
+                one.found(handles, self._clock())
+            elif not handles and not one.calls:
                 del self._connections[one.remote]
 
     def _end(self, one: _Connection) -> None:
