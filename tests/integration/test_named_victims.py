@@ -18,6 +18,7 @@ from averaging.protocol.group import make_group_id, pack_gather
 from averaging.protocol.messages import MessageFromLeader
 from tests.integration.listening import listening
 from tests.integration.peers import average, enter
+from tests.selection import rest_is_long
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 
@@ -62,7 +63,7 @@ def let_name(monkeypatch: pytest.MonkeyPatch, leader: Peer, victim: str) -> None
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("victim", ["a web server", "a peer of another run", "a metadata service"])
+@pytest.mark.parametrize("victim", rest_is_long(["a web server", "a peer of another run", "a metadata service"], 2))
 async def test_a_peer_that_is_named_gets_no_data_and_the_others_average(
     victim: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
