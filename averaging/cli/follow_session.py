@@ -19,9 +19,9 @@ from averaging.common.threads import in_thread
 from averaging.errors import TensorError
 from averaging.synchronizer.follower_shards import Received, ShardTasks
 from averaging.synchronizer.follower_tasks import FollowerOptions
-from averaging.synchronizer.weights_layout import Layout, Manifest
-from averaging.synchronizer.weights_shards import missing_part, put_together, whole_of
-from averaging.synchronizer.weights_snapshot import Snapshot, copy_state, seal, share_state
+from averaging.synchronizer.weights_layout import Manifest
+from averaging.synchronizer.weights_shards import missing_part, whole_of
+from averaging.synchronizer.weights_snapshot import Snapshot, seal, view_state
 
 DIGEST_KEY, LAYOUT_KEY = "averaging.digest", "averaging.order"
 """Keys in the file's metadata: the digest of the weights as published, and the digest of them in the order of the file.
@@ -69,8 +69,9 @@ def open_output(path: Path, *, overwrite: bool) -> Opened:
     Raises:
         CommandError: exit code 2: another file is there, or it cannot be written.
     """
-    base, written = (_read_back(path) if path.is_file() else None) or (None, None)
-    return Opened(Output(path, overwrite=overwrite or base is not None), base, written)
+    there = _read_back(path) if path.is_file() else None
+    output = Output(path, overwrite=overwrite or there is not None)
+    return Opened(output, None, None) if there is None else Opened(output, *there)
 
 
 def _read_back(path: Path) -> tuple[Snapshot, Written] | None:
@@ -78,7 +79,7 @@ def _read_back(path: Path) -> tuple[Snapshot, Written] | None:
         document = read(path)
         metadata = document.metadata or {}
         version = int(metadata[VERSION_KEY])
-        base = seal(copy_state(document.tensors), version, None)
+        base = seal(view_state(document.tensors), version, None)
     except (CommandError, KeyError, ValueError):
         return None
     digest = base.manifest.digest.hex()
@@ -180,23 +181,12 @@ class FollowSession:
             await self._execute(self._command, version)
 
     def _write(self, received: Received) -> Written:
+        version, whole = received.manifest.version, received.whole()
+        digest = (whole if received.divided else received).manifest.digest.hex()
         # A safetensors file has no order; the digest of the tensors by name is compared when the file is read back.
-        version, parts = received.manifest.version, list(received.parts())
-        if any(spec.whole for spec, _ in parts):
-            tensors = dict(sorted(put_together(parts).items()))
-            by_name = seal(share_state(tensors), version, None)
-            digest = by_name.manifest.digest.hex()
-        else:
-            (snapshot,) = received.snapshots
-            tensors = snapshot.tensors()
-            specs = sorted(snapshot.manifest.layout.tensors, key=lambda spec: spec.name)
-            by_name = snapshot.arranged(Layout(tuple(specs), snapshot.manifest.layout.piece_bytes))
-            digest = received.manifest.digest.hex()
-        self._output.write(
-            tensors,
-            {VERSION_KEY: str(version), DIGEST_KEY: digest, LAYOUT_KEY: by_name.manifest.digest.hex()},
-        )
-        return Written(version, digest, by_name.manifest.layout.nbytes)
+        metadata = {VERSION_KEY: str(version), DIGEST_KEY: digest, LAYOUT_KEY: whole.manifest.digest.hex()}
+        self._output.write(whole.tensors(), metadata)
+        return Written(version, digest, whole.manifest.layout.nbytes)
 
     def _emit_written(self, written: Written) -> None:
         path, size = self._output.path, console_text.size

@@ -14,10 +14,11 @@ from typing import Self
 import torch
 
 from averaging.common.addresses import parse_address
-from averaging.errors import AveragingError, ProtocolViolationError
+from averaging.errors import AveragingError, ProtocolViolationError, TensorError
 from averaging.synchronizer.follower_tasks import MAX_PAUSE, MIN_PAUSE, FollowerOptions, FollowerTasks
 from averaging.synchronizer.weights_layout import Manifest, Shard, WeightSpec
-from averaging.synchronizer.weights_snapshot import Snapshot
+from averaging.synchronizer.weights_shards import put_together
+from averaging.synchronizer.weights_snapshot import Snapshot, seal, view_state
 
 logger = logging.getLogger("averaging.synchronizer")
 
@@ -41,6 +42,19 @@ class Received:
         """Each tensor or part of one. They share the memory of the snapshots and must not be written."""
         for snapshot in self.snapshots:
             yield from snapshot.parts()
+
+    def whole(self) -> Snapshot:
+        """All tensors of the model, sorted by name, if no part is left out. Those of a divided one are put together."""
+        if self.divided:
+            return seal(view_state(dict(sorted(put_together(self.parts()).items()))), self.manifest.version, None)
+        (snapshot,) = self.snapshots
+        layout = snapshot.manifest.layout
+        return snapshot.arranged(replace(layout, tensors=tuple(sorted(layout.tensors, key=lambda spec: spec.name))))
+
+    @property
+    def divided(self) -> bool:
+        """Whether it comes in parts, so that the manifest is that of one of them."""
+        return len(self.manifest.shards) > 1 or _has_parts(self.manifest)
 
 
 class ShardTasks:
@@ -158,6 +172,11 @@ class ShardTasks:
         return is_newer()
 
     def _note(self, manifest: Manifest) -> None:
+        if not manifest.shards and _has_parts(manifest):
+            raise TensorError(
+                f"{', '.join(self._options.join)} publishes a part of a model, and names no others; join the publisher "
+                "of rank 0"
+            )
         self._check(manifest)
         self._announced.append(manifest)
         self._manifests[manifest.digest] = manifest
@@ -177,8 +196,7 @@ class ShardTasks:
         total = sum(part.layout.nbytes for part in parts if part is not None)
         if total > self._options.max_bytes:
             raise ProtocolViolationError(
-                f"{self._options.join[0]} announces {total} bytes of weights in {len(parts)} parts, more than the "
-                f"{self._options.max_bytes} of max_bytes"
+                f"{total} bytes of weights in {len(parts)} parts, more than the {self._options.max_bytes} of max_bytes"
             )
 
     def _advance(self, endpoint: str, received: int, total: int) -> None:
@@ -189,11 +207,8 @@ class ShardTasks:
             self._progress.clear()
 
     def _put_together(self, manifest: Manifest) -> Received | None:
-        if not manifest.shards:
-            snapshot = self.store.complete(manifest.digest)
-            return None if snapshot is None else Received(manifest, (snapshot,))
         manifests, snapshots = [], []
-        for number, shard in enumerate(manifest.shards):
+        for number, shard in enumerate(manifest.shards or (Shard("", manifest.digest),)):
             part = self._manifests.get(shard.digest)
             if part is None:
                 return None
@@ -256,3 +271,7 @@ class ShardTasks:
                 if self._parts.get(endpoint) is part and part.failure is None:
                     self._former_bytes += part.bytes_received
                     del self._parts[endpoint]
+
+
+def _has_parts(manifest: Manifest) -> bool:
+    return any(spec.whole for spec in manifest.layout.tensors)

@@ -106,7 +106,7 @@ def copy_state(state: Mapping[str, torch.Tensor], dtype: torch.dtype | None = No
     return StateCopy(tuple(specs), tuple(buffers))
 
 
-def share_state(state: Mapping[str, torch.Tensor]) -> StateCopy:
+def view_state(state: Mapping[str, torch.Tensor]) -> StateCopy:
     """Like `copy_state`, of contiguous tensors on the CPU that nobody changes; it shares their memory."""
     specs = tuple(spec_of(name, tensor) for name, tensor in state.items())
     return StateCopy(specs, tuple(map(_bytes, state.values())))

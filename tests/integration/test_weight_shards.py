@@ -138,8 +138,8 @@ def test_the_command_writes_the_whole_model_and_receives_only_what_changed(stack
     join = publishers.expect("ready")[0]["endpoint"]
     path = tmp_path / "now.safetensors"
 
-    def written(version: int, *options: str) -> dict[str, Any]:
-        command = ("follow", join, "--output", str(path), "--once", "--min-version", str(version), *options)
+    def written(version: int) -> dict[str, Any]:
+        command = ("follow", join, "--output", str(path), "--once", "--min-version", str(version))
         with averaging_process(*command) as process:
             told = process.expect("written", PATIENCE)
             assert process.wait(PATIENCE) == 0
@@ -153,7 +153,7 @@ def test_the_command_writes_the_whole_model_and_receives_only_what_changed(stack
     assert first["received"] == first["bytes"] == sum(one.nbytes for one in expected.values())
     assert_same(load_file(path), expected)
     assert written(1) == first | {"received": 0}
-    # Also of a version with other parts: only the bias of the last layer is received.
+    # It has cut the parts out of the file, so only the bias of the last layer is received.
     publishers.send("bias 2")
     publishers.expect("published")
     expected["2.bias"] = model_of(2).state_dict()["2.bias"]
@@ -161,7 +161,7 @@ def test_the_command_writes_the_whole_model_and_receives_only_what_changed(stack
     assert_same(load_file(path), expected)
 
 
-def test_the_command_follows_the_parts_and_hands_them_on(stack: ExitStack, tmp_path: Path) -> None:
+def test_the_command_follows_the_parts_and_never_writes_parts_of_two_versions(stack: ExitStack, tmp_path: Path) -> None:
     publishers = Ranks(stack, 2, role="publish")
     join = publishers.expect("ready")[0]["endpoint"]
     path = tmp_path / "now.safetensors"
@@ -175,7 +175,8 @@ def test_the_command_follows_the_parts_and_hands_them_on(stack: ExitStack, tmp_p
     # Rank 1 dies before it publishes version 6, so the file keeps version 5.
     publishers.processes[1].send("die")
     publishers.processes[0].send("6")
-    publishers.processes[1].wait(PATIENCE)
+    for publisher in publishers.processes:
+        publisher.wait(PATIENCE)
     process.signal(signal.SIGINT)
     assert process.wait(PATIENCE) == 0
     assert_same(load_file(path), model_of(5).state_dict())
@@ -190,6 +191,22 @@ def test_the_command_refuses_parts_that_are_too_large_together(stack: ExitStack,
     ended = averaging_command("follow", join, "--output", str(path), "--once", "--max-bytes", str(most))
     assert ended.returncode == 1
     assert f"{most + 1} bytes of weights in 2 parts, more than the {most} of max_bytes" in ended.stderr
+    assert not path.exists()
+
+
+def test_who_joins_another_rank_than_the_first_is_told_so(stack: ExitStack, tmp_path: Path) -> None:
+    publishers = Ranks(stack, 2, role="publish")
+    join = publishers.expect("ready")[1]["endpoint"]
+    publishers.send("1")
+    publishers.expect("published")
+    model = model_of(0)
+    with pytest.raises(TensorError, match="publishes a part of a model"), Follower(model, join=[join]) as weights:
+        weights.update(timeout=PATIENCE)
+    assert equal(model, 0)
+    path = tmp_path / "now.safetensors"
+    ended = averaging_command("follow", join, "--output", str(path), "--once")
+    assert ended.returncode == 2
+    assert f"{join} publishes a part of a model, and names no others; join the publisher of rank 0" in ended.stderr
     assert not path.exists()
 
 

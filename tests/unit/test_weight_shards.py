@@ -19,7 +19,7 @@ from averaging.synchronizer.weights_shards import (
     whole_of,
     write_part,
 )
-from averaging.synchronizer.weights_snapshot import seal, share_state
+from averaging.synchronizer.weights_snapshot import seal, view_state
 
 
 def rows(name: str, shape: tuple[int, ...], parts: int) -> list[WeightSpec]:
@@ -53,7 +53,7 @@ def test_any_parts_make_the_parts_of_any_other_division(shape: tuple[int, ...], 
 @given(SHAPES, st.integers(1, 5))
 def test_whole_tensors_are_cut_into_parts_and_put_together(shape: tuple[int, ...], parts: int) -> None:
     state = {"w": torch.arange(float(torch.Size(shape).numel())).reshape(shape), "n": torch.tensor(3)}
-    whole = seal(share_state(state), 1, None)
+    whole = seal(view_state(state), 1, None)
     found: list[tuple[WeightSpec, torch.Tensor]] = []
     for number, spec in enumerate(rows("w", shape, parts)):
         one = state["w"][tuple(slice(start, stop) for start, stop in box_of(spec))]
@@ -62,7 +62,7 @@ def test_whole_tensors_are_cut_into_parts_and_put_together(shape: tuple[int, ...
             specs.append(WeightSpec("n", "int64", ()))
             tensors["n"] = state["n"]
         # What the rank of this part would publish.
-        published = seal(replace(share_state(tensors), specs=tuple(specs)), 1, None)
+        published = seal(replace(view_state(tensors), specs=tuple(specs)), 1, None)
         part = whole.arranged(published.manifest.layout)
         assert part.manifest == published.manifest
         assert all(torch.equal(ours, tensors[spec.name]) for spec, ours in part.parts())
@@ -73,7 +73,7 @@ def test_whole_tensors_are_cut_into_parts_and_put_together(shape: tuple[int, ...
 
 
 def test_parts_of_another_tensor_are_not_cut() -> None:
-    whole = seal(share_state({"w": torch.zeros(4, 2)}), 1, None)
+    whole = seal(view_state({"w": torch.zeros(4, 2)}), 1, None)
     for spec in (*rows("w", (5, 2), 2), *rows("v", (4, 2), 2), replace(rows("w", (4, 2), 2)[0], dtype="float16")):
         assert whole.arranged(Layout((spec,))) is whole
 
