@@ -11,7 +11,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from itertools import count
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from averaging.transport.grpc.accepted_sockets import (
     received,
     search,
 )
-from averaging.transport.grpc.unfinished_calls import Limits, UnfinishedCalls, excess
+from averaging.transport.grpc.unfinished_calls import Limits, UnfinishedCall, UnfinishedCalls, excess
 
 LIMITS = Limits(per_connection=10, per_host=15, in_all=30)
 
@@ -183,6 +183,33 @@ class Account:
         return self.unfinished._connections[self.connection.remote].held(self.clock())
 
 
+class LateSearch:
+    """A server that accepts `connection`, of which calls may hold 100 bytes. Its sockets are found late."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.now = 0.0
+        self._connection, self._found = connection, Found()
+        self._unfinished = UnfinishedCalls(Limits(100, 100, 100), lambda: self._found, lambda: self.now)
+
+    def __enter__(self) -> LateSearch:
+        self._unfinished.start(self._connection.port)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._unfinished.stop()
+
+    def call(self) -> AbstractContextManager[UnfinishedCall]:
+        remote = self._connection.remote
+        return self._unfinished.call(f"ipv4:{remote.address}:{remote.port}")
+
+    def finds_at(self, now: float) -> None:
+        self.now, self._found = now, Found(now, search())
+
+    def is_open(self) -> bool:
+        self._unfinished.look()
+        return received(self._connection.handles) is not None
+
+
 @pytest.fixture
 def account() -> Iterator[Account]:
     with ExitStack() as stack:
@@ -224,45 +251,31 @@ async def test_what_came_before_a_call_is_not_held_for_it(account: Account) -> N
 async def test_what_calls_left_before_the_socket_was_found_is_held_for_another_one_only_if_that_stays(
     connection: Connection,
 ) -> None:
-    now, found = 0.0, Found()
-    unfinished = UnfinishedCalls(Limits(100, 100, 100), lambda: found, lambda: now)
-    unfinished.start(connection.port)
-    peer = f"ipv4:{connection.remote.address}:{connection.remote.port}"
-
-    def is_open() -> bool:
-        unfinished.look()
-        return received(connection.handles) is not None
-
-    for _ in range(3):
-        with unfinished.call(peer):
-            connection.arrives(100)
-            assert is_open()
-    with unfinished.call(peer):
-        connection.arrives(60)
-        now, found = 1.0, Found(1.0, search())
-        assert is_open()
-        connection.arrives(100)  # as much as one that nobody doubts
-        assert is_open()
-        now = 2.0
-        assert not is_open()
-    unfinished.stop()
+    with LateSearch(connection) as late:
+        for _ in range(3):
+            with late.call():
+                connection.arrives(100)
+                assert late.is_open()
+        with late.call():
+            connection.arrives(60)
+            late.finds_at(1.0)
+            assert late.is_open()
+            connection.arrives(100)  # as much as one that nobody doubts
+            assert late.is_open()
+            late.now = 2.0
+            assert not late.is_open()
 
 
 @pytest.mark.asyncio
 async def test_what_arrives_after_the_socket_was_found_is_held_at_once(connection: Connection) -> None:
-    now, found = 0.0, Found()
-    unfinished = UnfinishedCalls(Limits(100, 100, 100), lambda: found, lambda: now)
-    unfinished.start(connection.port)
-    peer = f"ipv4:{connection.remote.address}:{connection.remote.port}"
-    with unfinished.call(peer):
-        connection.arrives(100)
-    with unfinished.call(peer):
-        now, found = 1.0, Found(1.0, search())
-        unfinished.look()
-        connection.arrives(101)
-        unfinished.look()
-        assert received(connection.handles) is None
-    unfinished.stop()
+    with LateSearch(connection) as late:
+        with late.call():
+            connection.arrives(100)
+        with late.call():
+            late.finds_at(1.0)
+            assert late.is_open()
+            connection.arrives(101)
+            assert not late.is_open()
 
 
 @pytest.mark.asyncio
