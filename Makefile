@@ -26,8 +26,8 @@ test: $(VENV)/installed ## all tests except those of the next six targets
 	$(BIN)/python -m pytest -m "not long and not interop and not etcd" --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 test-long: $(VENV)/installed ## the long tests, and the fuzz tests with eight times as many examples; about 20 minutes
-	AVERAGING_TEST_LONG=1 $(BIN)/python -m pytest -m long --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
-	AVERAGING_TEST_LONG=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) tests/fuzz tests/unit/test_compression.py
+	LONG_TESTS=1 $(BIN)/python -m pytest -m long --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+	LONG_TESTS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) tests/fuzz tests/unit/test_compression.py
 
 test-examples: $(VENV)/installed ## the demo, the examples and the quickstarts of the pages from end to end, about 3 minutes
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal \

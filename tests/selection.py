@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-THOROUGH = bool(os.environ.get("AVERAGING_TEST_LONG"))
+THOROUGH = bool(os.environ.get("LONG_TESTS"))
 
 
 def rest_is_long(values: Iterable[Any], everyday: int = 1) -> list[Any]:

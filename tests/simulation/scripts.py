@@ -44,13 +44,17 @@ async def run_script(script: Callable[[], T]) -> T:
     child = greenlet.greenlet(script)
     child.gr_context = contextvars.copy_context()
     result = child.switch()
-    while not child.dead:
-        try:
-            value = await result
-        except Exception as error:
-            result = child.throw(error)
-        else:
-            result = child.switch(value)
+    try:
+        while not child.dead:
+            try:
+                value = await result
+            except Exception as error:
+                result = child.throw(error)
+            else:
+                result = child.switch(value)
+    finally:
+        if not child.dead:  # it was cancelled; else it would end in a garbage collection, when no loop is running
+            child.throw(greenlet.GreenletExit)
     ended: T = result
     return ended
 
