@@ -1,7 +1,7 @@
 """Builds the site of the documentation: `make docs`.
 
-Copies the pages of `docs/` and some files of the root to `build/docs` and adapts their links. Zensical then builds the
-site in `build/site`. A broken link or anchor is an error.
+Copies the pages of `docs/` and some files of the root to `build/docs` and adapts their links and lists. Zensical then
+builds the site in `build/site`. A broken link or anchor is an error, and so is a list or table that is shown as text.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from markdown_it import MarkdownIt
+
 ROOT = Path(__file__).parents[1]
 STAGE = ROOT / "build" / "docs"
+SITE = ROOT / "build" / "site"
 
 FROM_ROOT = {
     "CHANGELOG.md": "reference/changelog.md",
@@ -26,15 +29,23 @@ FROM_ROOT = {
 
 LINK = re.compile(r"(?<!`)(\[[^\]\n]*(?:\n[^\]\n]*)?\])\(([^)\s]+)\)")
 
+LIST_AFTER_TEXT = re.compile(r"^(?!\s*(?:[-*+]|\d+[.)]) )(\S.*\n)(?=(?:[-*+]|1[.)]) )", re.MULTILINE)
+"""A line of text that a list follows directly, as CommonMark and GitHub allow."""
+
+FENCED = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
+
+COUNTED = ("li", "table", "tr", "blockquote", "h2", "h3")
+"""Elements that a page of the site has as often as CommonMark finds them in its source."""
+
 
 def main() -> None:
-    """Builds the site; exits with 1 if a link is broken."""
+    """Builds the site; exits with 1 if a link is broken, or a list or table is shown as text."""
     shutil.rmtree(STAGE, ignore_errors=True)
     shutil.copytree(ROOT / "docs", STAGE)
     for source, place in FROM_ROOT.items():
         shutil.copyfile(ROOT / source, STAGE / place)
     for page in STAGE.rglob("*.md"):
-        page.write_text(LINK.sub(partial(moved, page), page.read_text()))
+        page.write_text(with_separate_lists(LINK.sub(partial(moved, page), page.read_text())))
     built = subprocess.run(
         [Path(sys.executable).with_name("zensical"), "build", "--strict", "--clean"],
         cwd=ROOT,
@@ -47,7 +58,44 @@ def main() -> None:
     if built.returncode:
         report = built.stdout.partition("Traceback (most recent call last)")[0]
         sys.exit(re.sub(r"\x1b\[[\d;]*m", "", report))
-    print(f"built {(ROOT / 'build' / 'site' / 'index.html').relative_to(ROOT)}")
+    if differences := shown_otherwise():
+        sys.exit("\n".join(differences))
+    print(f"built {(SITE / 'index.html').relative_to(ROOT)}")
+
+
+def with_separate_lists(text: str) -> str:
+    """The text of a page with a blank line before each list, without which Zensical shows a list as one line."""
+    pieces = FENCED.split(text)
+    return "".join(
+        piece if FENCED.fullmatch(piece) else LIST_AFTER_TEXT.sub(lambda line: line[1] + "\n", piece)
+        for piece in pieces
+    )
+
+
+def shown_otherwise() -> list[str]:
+    """A line for each page whose lists, tables or headings the site does not show as CommonMark does."""
+    commonmark = MarkdownIt("commonmark").enable("table")
+    differences = []
+    for page in sorted(STAGE.rglob("*.md")):
+        source = page.read_text()
+        if re.search("^::: ", source, re.MULTILINE):  # the API reference is made from docstrings
+            continue
+        place = page.relative_to(STAGE).with_suffix("")
+        built = SITE / (place.parent if place.name == "index" else place) / "index.html"
+        article = re.search(r"<article.*</article>", built.read_text(), re.DOTALL)
+        there = counts(article[0] if article else "")
+        meant = counts(commonmark.render(source))
+        differences += [
+            f"{page.relative_to(ROOT)}: {meant[tag]} <{tag}> in the source, {there[tag]} on the site"
+            for tag in COUNTED
+            if meant[tag] != there[tag]
+        ]
+    return differences
+
+
+def counts(html: str) -> dict[str, int]:
+    """Number of elements of each kind in `COUNTED`."""
+    return {tag: len(re.findall(f"<{tag}[ >]", html)) for tag in COUNTED}
 
 
 def moved(page: Path, link: re.Match[str]) -> str:
