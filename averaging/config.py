@@ -160,8 +160,8 @@ class PeerConfig:
             minority of false contributions can do (docs/operate/robust.md). The same at all peers.
         reply_form: Whether reducers answer with the average, or with the difference to what was sent (`delta`). The
             same at all peers.
-        non_finite: What happens to NaN and infinity. Set it to the same value at all peers, since a peer that refuses
-            them drops the peers that send them.
+        non_finite: What happens to NaN and infinity in contributions and in a downloaded state. Set it to the same
+            value at all peers, since a peer that refuses them drops the peers that send them.
         part_size_bytes: Size of a part on the wire. The same at all peers.
         bandwidth: Bandwidth of this peer's link in bytes/s, so that its shard has a size to match. Set it on every peer
             or on none: an unset peer counts as the median of the others.

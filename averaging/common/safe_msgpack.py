@@ -92,6 +92,20 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def all_numbers_finite(*values: object) -> bool:
+    """Whether no number in `values`, at any depth of their lists and maps, is NaN or infinite."""
+    left = list(values)
+    while left:
+        value = left.pop()
+        if isinstance(value, float) and not math.isfinite(value):
+            return False
+        if isinstance(value, dict):
+            left.extend(value.values())
+        elif isinstance(value, list | tuple):
+            left.extend(value)
+    return True
+
+
 def _check(packed: bytes, max_items: int) -> None:
     """Checks the items without creating them."""
     place, items = 0, 1

@@ -14,7 +14,7 @@ import torch
 
 from averaging.common.shared_tensors import SharedTensors
 from averaging.common.validation import check_weight
-from averaging.config import PeerConfig, PeerOptions, configure
+from averaging.config import NonFinite, PeerConfig, PeerOptions, configure
 from averaging.discovery.base import Discovery
 from averaging.discovery.gossip.bootstrap import Waiting
 from averaging.discovery.shard_of_run import ShardOfRun, shards_key
@@ -404,7 +404,8 @@ class Peer:
     ) -> State:
         """Downloads the state of the donor with the highest priority, verifies it, and takes it over.
 
-        With `verify_donors` above 1, that many donors must first announce the same version and digests.
+        A state with NaN or infinity is refused unless `non_finite` allows them. With `verify_donors` above 1, that many
+        donors must first announce the same version and digests.
 
         Args:
             apply: called with the verified state, in any thread and with the tensors locked, before they are
@@ -444,6 +445,7 @@ class Peer:
             declared={name: version for version, name in self.donors},
             verify_donors=self.config.verify_donors,
             check=check,
+            finite=self.config.non_finite is NonFinite.REFUSE,
         )
         return FetchedState(state, donor)
 

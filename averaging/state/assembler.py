@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from averaging.common.shared_tensors import all_finite
 from averaging.errors import StateError
 from averaging.protocol.messages import Buffer, DownloadData, Resume, WireTensor
 from averaging.protocol.schema import Schema
@@ -141,6 +142,7 @@ class StateAssembler:
         expected: any other state is refused.
         min_version: a state with a lower version is refused.
         check: see `Check`.
+        finite: whether a state with NaN or infinity in a tensor is refused.
 
     Attributes:
         started: whether the metadata was received.
@@ -163,8 +165,9 @@ class StateAssembler:
         expected: Fingerprint | None = None,
         min_version: float = 0.0,
         check: Check = accept_all,
+        finite: bool = False,
     ) -> None:
-        self._schema, self._check = schema, check
+        self._schema, self._check, self._finite = schema, check, finite
         self._before, self._expected, self._min_version = held or ReceivedState(), expected, min_version
         own_bytes = schema.nbytes if schema else 0
         self._max_bytes = MAX_GROWTH * own_bytes + (64 << 20) if max_bytes is None else max_bytes
@@ -311,4 +314,6 @@ class StateAssembler:
                 if buffer
                 else torch.empty(0, dtype=tensor.dtype, device="cpu")
             )
+            if self._finite and tensor.dtype.is_floating_point and not all_finite(flat):
+                raise StateError(f"its tensor {tensor.name!r} holds NaN or infinity; non_finite='allow' takes it over")
             self._done.append(flat.reshape(tensor.shape))

@@ -47,6 +47,7 @@ async def download(
     max_bytes: int | None = None,
     verify_donors: int = 1,
     check: Check = accept_all,
+    finite: bool = False,
     on_progress: Callable[[StateAssembler], object] = lambda _: None,
 ) -> tuple[State, str]:
     """Downloads the state from the first of `donors` that delivers it completely.
@@ -68,6 +69,7 @@ async def download(
         verify_donors: number of donors that must announce the same version and digests of the averaged tensors (of all
             tensors, if there is no schema) before one of them is trusted.
         check: see `Check`.
+        finite: see `StateAssembler`.
         on_progress: called after each message.
 
     Returns:
@@ -78,7 +80,7 @@ async def download(
     """
     if deadlines is None:
         deadlines = Deadlines(silence, silence, "timeout")
-    this_download = _Download(transport, schema, deadlines, declared or {}, max_bytes, check, on_progress)
+    this_download = _Download(transport, schema, deadlines, declared or {}, max_bytes, check, finite, on_progress)
     if verify_donors <= 1:
         return await this_download.load(donors)
     for _ in range(MAX_COMPARISONS - 1):
@@ -112,9 +114,11 @@ class _Download:
         declared: Mapping[str, float],
         max_bytes: int | None,
         check: Check,
+        finite: bool,
         on_progress: Callable[[StateAssembler], object],
     ) -> None:
-        self._transport, self._schema, self._max_bytes, self._check = transport, schema, max_bytes, check
+        self._transport, self._schema, self._max_bytes = transport, schema, max_bytes
+        self._check, self._finite = check, finite
         self._declared = declared
         self._donor_deadlines = DonorDeadlines(deadlines)
         self._on_progress = on_progress
@@ -130,7 +134,9 @@ class _Download:
         while queue or (queue := await self._preparing()):
             donor = queue.pop(0)
             min_version = declared.pop(donor, 0.0)
-            assembler = StateAssembler(self._schema, self._max_bytes, self._held, expected, min_version, self._check)
+            assembler = StateAssembler(
+                *(self._schema, self._max_bytes, self._held, expected, min_version, self._check, self._finite)
+            )
             before = self._held.nbytes
             tries[donor] += 1
             interrupted = False

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from averaging.common.safe_msgpack import all_numbers_finite
 from averaging.common.validation import is_count
 from averaging.errors import ConfigError, StateError
 from averaging.state.packing import State
@@ -97,7 +98,8 @@ class TrainingState:
         """Checks what a state holds besides its tensors, before these are downloaded.
 
         Raises:
-            StateError: it is malformed, belongs to another strategy, or claims more than `max_steps`.
+            StateError: it is malformed, belongs to another strategy, claims more than `max_steps`, or has a number that
+                is NaN or infinite.
         """
         if "optimizer" not in user:
             return
@@ -108,6 +110,8 @@ class TrainingState:
             raise StateError(f"its strategy is {strategy!r:.100}")
         self._check_kind(strategy)
         steps = max(local_step, History.unpack(strategy["history"]).step if "history" in strategy else 0)
+        if not (self._training.allows_non_finite or all_numbers_finite(user["optimizer"], strategy)):
+            raise StateError("a number in it is NaN or infinite; non_finite='allow' takes it over")
         if steps > self._max_steps:
             raise StateError(
                 f"it claims {steps} steps, but max_steps is {self._max_steps}; raise max_steps if the claim is true"

@@ -516,3 +516,25 @@ def test_two_tensors_of_one_name_are_refused() -> None:
 def test_what_cannot_be_packed_is_named(tensors: dict[str, torch.Tensor], user: dict[str, Any], words: str) -> None:
     with pytest.raises(StateError, match=words):
         check_state(["w"], tensors, user)
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["averaged", "of the application"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_state_that_is_not_finite_is_refused_and_the_next_donor_asked(value: float, place: int) -> None:
+    poisoned = [torch.ones(5), torch.ones(5)]
+    poisoned[place][3] = value
+    states = {"x:1": poisoned, "y:1": [torch.ones(5), torch.ones(5)]}
+
+    class Donors:
+        async def download_state(self, endpoint: str, resume: Resume | None) -> AsyncGenerator[DownloadData, None]:
+            for message in pack(seal(State(1, dict(zip("ab", states[endpoint], strict=True))))):
+                yield message
+
+    schema = describe(["a"], [torch.ones(5)], part_size_bytes=1024)
+
+    async def main(finite: bool) -> str:
+        _, donor = await download(cast(Any, Donors()), ["x:1", "y:1"], schema, silence=5.0, finite=finite)
+        return donor
+
+    assert virtual_time.run(main(True)) == "y:1"
+    assert virtual_time.run(main(False)) == "x:1"

@@ -26,7 +26,7 @@ class Newcomer:
         weight = torch.nn.Parameter(torch.ones(2))
         self.optimizer = torch.optim.SGD([weight], lr=0.1)
         self.training = SimpleNamespace(
-            optimizer=self.optimizer, local_step=3, tensors={"weight": weight}, donates=True
+            optimizer=self.optimizer, local_step=3, tensors={"weight": weight}, donates=True, allows_non_finite=False
         )
         self.buffer = torch.zeros(2, dtype=torch.int64)
         self.strategy = LocalSGD(5)
@@ -57,6 +57,8 @@ def test_a_sound_state_is_taken_over() -> None:
         ({"strategy": {"history": History(1001).pack()}}, "it claims 1001 steps"),
         ({"strategy": {"history": 5}}, "'5' is not the history of a run"),
         ({"strategy": [5]}, r"its strategy is \[5\]"),
+        ({"strategy": {"since": float("nan")}}, "a number in it is NaN or infinite"),
+        ({"optimizer": {"class": "SGD", "state": {"dict": [[0, float("inf")]]}}}, "a number in it is NaN or infinite"),
         ({"strategy": {"kind": "DiLoCo"}}, "its strategy is DiLoCo, but this peer's is LocalSGD"),
         ({"strategy": {"since": "2"}}, "'2' under 'since', not a number of steps"),
         ({"strategy": {"since": 2**64 - 1}}, "18446744073709551615 under 'since', not a number of steps"),
