@@ -283,7 +283,7 @@ class DiLoCo(LockstepStrategy):
         outer = []
         for fragment in self._fragments:
             tensors |= {f"anchor/{name}": anchor.detach() for name, anchor in fragment.anchors.items()}
-            found, packed = pack_optimizer(fragment.outer, f"outer{fragment.number}")
+            found, packed = pack_optimizer(fragment.outer, fragment.progress, f"outer{fragment.number}")
             tensors |= found
             outer.append(packed)
         return Extras(tensors, {"outer": outer, "since": self._schedule.steps})
@@ -311,7 +311,7 @@ class DiLoCo(LockstepStrategy):
         with ExitStack() as all_or_none:
             for fragment, packed in zip(self._fragments, outer, strict=True):
                 all_or_none.enter_context(restored_on_error(fragment.outer))
-                load_optimizer(fragment.outer, tensors, packed, f"outer{fragment.number}")
+                load_optimizer(fragment.outer, tensors, packed, fragment.progress, f"outer{fragment.number}")
         with torch.no_grad():
             for fragment, anchors in zip(self._fragments, found, strict=True):
                 for name, anchor in anchors.items():

@@ -189,7 +189,7 @@ class GradientAveraging(LockstepStrategy):
             # Like in one process, the optimizer skips a parameter for which no peer has a gradient.
             training.set_gradient(name, None if number in lacking else mean)
         with training.replacing():
-            training.optimizer.step()
+            training.optimizer_step()
             self._advance(training, receipt, self._gathered)
             self._drop_gradients()
 

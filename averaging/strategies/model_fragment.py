@@ -9,6 +9,7 @@ import torch
 from averaging.common.shared_tensors import sharing_memory
 from averaging.errors import ConfigError
 from averaging.peer.topics import Topic
+from averaging.training.group_progress import GroupProgress
 
 
 class Fragment:
@@ -18,6 +19,7 @@ class Fragment:
         parameters: parameters of the model, trained by the inner optimizer.
         anchors: the parameters after the last global step, on the CPU.
         changes: the pseudo-gradient, anchors minus parameters; after a round its average.
+        progress: what the outer optimizer changes in its parameter groups.
         buffers: pairs of a model's buffer and its copy; after a round the copy holds the average.
     """
 
@@ -33,7 +35,7 @@ class Fragment:
     ) -> None:
         self.number = number
         self.parameters, self.anchors, self.changes, self.buffers = parameters, anchors, changes, buffers
-        self.topic, self.outer = topic, outer
+        self.topic, self.outer, self.progress = topic, outer, GroupProgress(outer)
         tied = sharing_memory(list(parameters.values()))
         self._tied = [name for place, name in enumerate(parameters) if place in tied]
 
@@ -55,7 +57,8 @@ class Fragment:
         """Makes the outer step and writes its result and the averaged buffers to the model."""
         for name, anchor in self.anchors.items():
             anchor.grad = self.changes[name]
-        self.outer.step()
+        with self.progress.observed():
+            self.outer.step()
         with torch.no_grad():
             # Copies of parameters that share memory, made before any of them is written.
             was = {name: self.parameters[name].clone() for name in self._tied} if alpha else {}

@@ -14,6 +14,7 @@ import torch
 
 from averaging.common.safe_msgpack import MAX_INTEGER_KEYS
 from averaging.errors import StateError
+from averaging.training.group_progress import GroupProgress, merged
 from averaging.training.layout import as_divided, is_divided, local
 
 OPTIONAL: Mapping[type[torch.optim.Optimizer], Mapping[str, str]] = {
@@ -31,9 +32,9 @@ PREFIX = "optimizer"
 
 
 def pack_optimizer(
-    optimizer: torch.optim.Optimizer, prefix: str = PREFIX
+    optimizer: torch.optim.Optimizer, progress: GroupProgress | None = None, prefix: str = PREFIX
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Packs an optimizer's state without its hyperparameters.
+    """Packs an optimizer's state and the progress in its parameter groups, without its hyperparameters.
 
     Returns:
         The tensors (not copied) by names that start with `prefix` and a slash, and the rest.
@@ -43,11 +44,17 @@ def pack_optimizer(
     """
     tensors: dict[str, torch.Tensor] = {}
     packed = _pack(optimizer.state_dict()["state"], prefix, tensors)
-    return tensors, {"class": type(optimizer).__name__, "state": packed}
+    values = {} if progress is None else dict(enumerate(progress.values()))
+    groups = [_pack(values[number], f"{prefix}/group{number}", tensors) for number in values]
+    return tensors, {"class": type(optimizer).__name__, "state": packed, "progress": groups}
 
 
 def load_optimizer(
-    optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor], packed: object, prefix: str = PREFIX
+    optimizer: torch.optim.Optimizer,
+    tensors: Mapping[str, torch.Tensor],
+    packed: object,
+    progress: GroupProgress | None = None,
+    prefix: str = PREFIX,
 ) -> None:
     """Loads what `pack_optimizer` returned at another peer; the hyperparameters do not change.
 
@@ -70,14 +77,18 @@ def load_optimizer(
             raise StateError(f"the state of its optimizer has a parameter {key} that this peer's lacks")
     _check_options(optimizer, own["param_groups"], state)
     _divide(optimizer, own["param_groups"], state)
+    received = _unpack({"list": packed.get("progress", [])}, of_optimizer, 0)
+    groups = merged(own["param_groups"], received)
     with restored_on_error(optimizer):
         try:
-            optimizer.load_state_dict({"state": state, "param_groups": own["param_groups"]})
+            optimizer.load_state_dict({"state": state, "param_groups": groups})
         except Exception as error:  # optimizers differ in what they check
             what = f"{type(error).__name__}: {error}"
             raise StateError(f"{ours} cannot load the state of its optimizer: {what}") from error
         _keep_dtypes(optimizer, own["param_groups"], state)
         _lay_out(optimizer)
+    if progress is not None:
+        progress.keys.update(*received)
 
 
 def _check_options(

@@ -27,6 +27,7 @@ from averaging.state.snapshots import Extras
 from averaging.training.cached_queries import CachedQueries
 from averaging.training.event_loop_thread import EventLoopThread, on_loop
 from averaging.training.fetch import Fetch
+from averaging.training.group_progress import GroupProgress
 from averaging.training.history import still_training
 from averaging.training.layout import as_divided, local
 from averaging.training.pending_round import PendingRound, end_of, wrapped
@@ -60,6 +61,7 @@ class Training:
 
     Attributes:
         local_step: number of local steps, including those of a downloaded or loaded state.
+        progress: what the inner optimizer changes in its parameter groups.
         parameters: what this rank holds of the parameters, by name.
         site: the processes that train this copy of the model.
         donates: whether other peers can download this peer's state.
@@ -79,6 +81,7 @@ class Training:
         take_over: Callable[[State], None],
     ) -> None:
         self.optimizer = optimizer
+        self.progress = GroupProgress(optimizer)
         self._trained = parameters
         self.parameters, self.buffers = {name: local(one) for name, one in parameters.items()}, buffers
         self.site, self.donates = site, donates
@@ -256,12 +259,17 @@ class Training:
             lock.enter_context(self._peer.tensors())
             if closure is None:
                 self._clip(max_norm)
-                loss = self.optimizer.step()
+                loss = self.optimizer_step()
             else:
-                loss = self.optimizer.step(self._freeing(lock, closure, max_norm))
+                loss = self.optimizer_step(self._freeing(lock, closure, max_norm))
             self.local_step += 1
         self._rate.count(1)
         return loss
+
+    def optimizer_step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Calls the inner optimizer's `step`. The caller holds the tensors' lock."""
+        with self.progress.observed():
+            return self.optimizer.step() if closure is None else self.optimizer.step(closure)
 
     def _freeing(self, lock: ExitStack, closure: Callable[[], float], max_norm: float | None) -> Callable[[], float]:
         """Wraps a closure so that it is evaluated without the lock while no parameter has changed."""

@@ -85,7 +85,7 @@ class TrainingState:
         Raises:
             StateError: the inner optimizer has a value that cannot be packed.
         """
-        tensors, packed = pack_optimizer(self._training.optimizer)
+        tensors, packed = pack_optimizer(self._training.optimizer, self._training.progress)
         strategy = self._strategy.state()
         user = {
             "local_step": self._training.local_step,
@@ -139,7 +139,7 @@ class TrainingState:
         }
         optimizer = self._training.optimizer
         with restored_on_error(optimizer):
-            load_optimizer(optimizer, state.tensors, state.user["optimizer"])
+            load_optimizer(optimizer, state.tensors, state.user["optimizer"], self._training.progress)
             self._load_strategy(of_strategy, strategy)
         for name, tensor in kept.items():
             self.buffers[name].copy_(tensor)
@@ -155,6 +155,7 @@ class TrainingState:
         scheduler = {} if self._scheduler is None else {"scheduler": self._scheduler.state_dict()}
         return scheduler | {
             "local_step": self._training.local_step,
+            "progress": sorted(self._training.progress.keys),
             "strategy": {
                 "tensors": {name: self._divided(name, tensor) for name, tensor in strategy.tensors.items()},
                 "user": self._pack_strategy(strategy.user),
@@ -181,6 +182,7 @@ class TrainingState:
             except StateError as error:
                 raise ConfigError(f"the state dict does not fit {self._strategy!r}: {error}") from error
             self._training.local_step = saved["local_step"]
+            self._training.progress.keys.update(saved.get("progress", ()))
 
     def _divided(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of a strategy's tensor, as torch.distributed.checkpoint saves it: divided like its parameter."""

@@ -11,6 +11,7 @@ import torch
 from averaging.errors import StateError
 from averaging.state.packing import State
 from averaging.strategies import LocalSGD
+from averaging.training.group_progress import GroupProgress
 from averaging.training.history import History
 from averaging.training.optimizer_state import pack_optimizer
 from averaging.training.training import Training
@@ -26,7 +27,12 @@ class Newcomer:
         weight = torch.nn.Parameter(torch.ones(2))
         self.optimizer = torch.optim.SGD([weight], lr=0.1)
         self.training = SimpleNamespace(
-            optimizer=self.optimizer, local_step=3, tensors={"weight": weight}, donates=True, allows_non_finite=False
+            optimizer=self.optimizer,
+            progress=GroupProgress(self.optimizer),
+            local_step=3,
+            tensors={"weight": weight},
+            donates=True,
+            allows_non_finite=False,
         )
         self.buffer = torch.zeros(2, dtype=torch.int64)
         self.strategy = LocalSGD(5)
