@@ -41,6 +41,7 @@ from averaging.training.optimizer_wrapper import OptimizerWrapper
 from averaging.training.scheduler import drive, make_scheduler
 from averaging.training.site import ProcessGroupSite, Site
 from averaging.training.site_options import check_alike, described, of_rank
+from averaging.training.trained_model import TrainedModel
 from averaging.training.training import Training
 from averaging.training.training_state import TrainingState
 from averaging.transport.base import Transport
@@ -53,6 +54,11 @@ NEWS_SECONDS = 0.25
 
 NO_GROUP: object = object()
 """Value of `process_group` for a process that trains the model alone; None would be a group that is missing."""
+
+WITHOUT_MODEL = (
+    "the averager was made without model=, so it cannot check what the optimizer does not hold: peers may have other "
+    "buffers (BatchNorm) and frozen parameters, and replaced parameters go unnoticed; pass model=model"
+)
 
 MAX_STEPS = 10_000_000
 """Default maximum of the steps in a downloaded state. A scheduler takes up to two minutes for them."""
@@ -88,7 +94,10 @@ class DecentralizedAverager(OptimizerWrapper):
 
     ```python
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    with DecentralizedAverager(optimizer, run_id="gpt", join=["a.example:4222"], strategy=LocalSGD(every=50)) as opt:
+    strategy = LocalSGD(every=50)
+    with DecentralizedAverager(
+        optimizer, model=model, strategy=strategy, run_id="gpt", join=["a.example:4222"]
+    ) as opt:
         for batch in data:
             opt.zero_grad()
             loss(model, batch).backward()
@@ -110,14 +119,18 @@ class DecentralizedAverager(OptimizerWrapper):
     averager run around the averaging; those of the inner optimizer do not.
 
     Args:
-        optimizer: The inner optimizer. If it was made from `model.named_parameters()` (torch 2.6 or newer), errors name
-            the parameters.
+        optimizer: The inner optimizer.
+        model: The module whose parameters the optimizer trains, with or without wrappers such as
+            DistributedDataParallel and `torch.compile`. Its names pair the tensors of the peers, its buffers are
+            averaged, and `step` notices parameters that were replaced or added. Without it the averager sees what the
+            optimizer holds only, and a warning says what it cannot check. See docs/how-to/optimizers.md.
         strategy: What is averaged, and when.
         run_id: Peers with the same run id average together.
         config: The options as one object, for example from `PeerConfig.from_toml`; single options win over it.
         weight: This peer's weight in the averages, unless the strategy sets one. The attribute can change at any time.
-        buffers: The model's buffers by name (`dict(model.named_buffers())`). Floating-point ones, such as the running
-            statistics of BatchNorm, are averaged; newcomers get all of them. The model must write to them in place.
+        buffers: Exceptions from what `model` says of buffers: the ones to take, by name. By default these are all in
+            the model's state dict. Floating-point ones, such as the running statistics of BatchNorm, are averaged;
+            newcomers get all of them. The model must write to them in place.
         scheduler: Makes a learning rate scheduler from the inner optimizer.
         max_steps: A state that claims more steps is refused, so that no donor can make a newcomer step its scheduler
             for ever. Set it above the number of steps of your run.
@@ -154,6 +167,7 @@ class DecentralizedAverager(OptimizerWrapper):
         self,
         optimizer: torch.optim.Optimizer,
         *,
+        model: torch.nn.Module | None = None,
         strategy: Strategy,
         run_id: str | None = None,
         config: PeerConfig | None = None,
@@ -171,7 +185,8 @@ class DecentralizedAverager(OptimizerWrapper):
     ) -> None:
         if not hasattr(optimizer, "param_groups"):
             raise ConfigError(f"the first argument must be an optimizer, not {type(optimizer).__name__}")
-        parameters = named_parameters(optimizer)
+        trained = None if model is None else TrainedModel(model)
+        parameters = named_parameters(optimizer, trained)
         self._news = _News(self._tell)
         self._site = site = _site_of(process_group, parameters, self._news)
 
@@ -185,7 +200,8 @@ class DecentralizedAverager(OptimizerWrapper):
             _check_only_one(checked)
             shapes = [(name, tuple(one.shape)) for name, one in parameters.items()]
             further = {"weight": weight, "max_steps": max_steps, "optimizer": type(optimizer).__name__}
-            return described(checked, strategy=strategy, parameters=shapes, buffers=sorted(buffers or ()), **further)
+            names = sorted(buffers or ()) if trained is None else list(trained.buffers)
+            return described(checked, strategy=strategy, parameters=shapes, buffers=names, **further)
 
         check_alike(site.together(check))
         super().__init__(optimizer)
@@ -203,11 +219,9 @@ class DecentralizedAverager(OptimizerWrapper):
             shard = None
             if site.shards > 1:
                 shard = ShardOfRun(self._config.run_id, site.layout, site.shard, leader)
-            every_buffer = named_buffers({} if buffers is None else buffers)
-            averaged = {name: buffer for name, buffer in every_buffer.items() if buffer.is_floating_point()}
-            kept = {name: buffer for name, buffer in every_buffer.items() if name not in averaged}
+            found = named_buffers(buffers, trained)
             self._peer = Peer(
-                {name: local(one) for name, one in parameters.items()} | averaged,
+                {name: local(one) for name, one in parameters.items()} | found.averaged,
                 config=of_rank(self._config, site, leader),
                 extra_state=lambda: self._training_state.shared(),
                 services=[
@@ -220,8 +234,9 @@ class DecentralizedAverager(OptimizerWrapper):
             self._training = Training(
                 optimizer,
                 parameters,
-                averaged,
+                found,
                 self._peer,
+                model=trained,
                 site=site,
                 donates=self._config.share_state and self._config.mode is not Mode.CLIENT,
                 on_receipt=self._note,
@@ -230,7 +245,7 @@ class DecentralizedAverager(OptimizerWrapper):
             )
             self.weight = weight  # checked by the property
             self.scheduler = None if scheduler is None else make_scheduler(scheduler, optimizer)
-            self._training_state = TrainingState(self._training, strategy, self.scheduler, kept, max_steps)
+            self._training_state = TrainingState(self._training, strategy, self.scheduler, max_steps)
             strategy.start(self._training)
             context = self._peer if site.owns else nullcontext()
             self._started = EventLoopThread(context, f"the averager of run {self._config.run_id!r}")
@@ -254,6 +269,8 @@ class DecentralizedAverager(OptimizerWrapper):
         except BaseException:
             self.close()
             raise
+        if model is None and site.leads:
+            logger.warning("%s", WITHOUT_MODEL)
         strategy.attached = True
         _open_averagers.add(self)
         try:
@@ -283,7 +300,7 @@ class DecentralizedAverager(OptimizerWrapper):
         if self._site.size == 1:
             thread.run(beginning.begin())
         else:
-            first = [*peer.own_tensors, *self._training_state.buffers.values()]
+            first = [*peer.own_tensors, *training.shared_buffers.values()]
             SiteStart(peer, thread, self.strategy, training, beginning, lambda: self._site.copy(first)).begin()
 
     # As an optimizer

@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from averaging.common.shared_tensors import all_finite
+from averaging.common.tensor_names import without_wrappers
 from averaging.errors import ConfigError, TensorError
+from averaging.protocol.schema import DTYPES
+from averaging.state.manifest import STATE_DTYPES
+from averaging.training.trained_model import TrainedModel
+
+BUFFER = "buffer/"
+"""Prefix of the names of buffers."""
 
 
-def named_parameters(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def named_parameters(optimizer: torch.optim.Optimizer, model: TrainedModel | None = None) -> dict[str, torch.Tensor]:
     """The parameters of an optimizer by name, each once, in the order of its groups.
 
-    The names are those the optimizer was given (`AdamW(model.named_parameters())`), else `group0.param0` and so on.
+    The names are those of the model, else those the optimizer was given (`AdamW(model.named_parameters())`), else
+    `group0.param0` and so on.
 
     Raises:
+        ConfigError: the model lacks one of them.
         TensorError: a parameter is not floating-point, does not require a gradient or is not writable, or two
             parameters have the same name.
     """
     named: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
-    for number, group in enumerate(optimizer.param_groups):
-        names = group.get("param_names") or [f"group{number}.param{place}" for place in range(len(group["params"]))]
+    for names, group in zip(_names(optimizer, model), optimizer.param_groups, strict=True):
         for name, parameter in zip(names, group["params"], strict=True):
             if id(parameter) in seen:
                 continue
@@ -43,22 +53,76 @@ def named_parameters(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor
     return named
 
 
-def named_buffers(buffers: Any) -> dict[str, torch.Tensor]:
-    """Checks buffers and prefixes their names with `buffer/`, so that they differ from those of parameters.
+def _names(optimizer: torch.optim.Optimizer, model: TrainedModel | None) -> list[list[str]]:
+    """The names of an optimizer's parameters, for each of its groups."""
+    if model is not None:
+        return model.names(optimizer)
+    given = [
+        group.get("param_names") or [f"group{number}.param{place}" for place in range(len(group["params"]))]
+        for number, group in enumerate(optimizer.param_groups)
+    ]
+    plain = iter(without_wrappers(name for group in given for name in group))
+    return [[next(plain) for _ in group] for group in given]
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """The buffers of a model by name, with the prefix `buffer/`, so that they differ from parameters.
+
+    Attributes:
+        averaged: floating-point buffers.
+        shared: other buffers, which newcomers get as well.
+    """
+
+    averaged: dict[str, torch.Tensor]
+    shared: dict[str, torch.Tensor]
+
+
+def named_buffers(given: Any, model: TrainedModel | None = None) -> Buffers:
+    """The buffers that peers have in common.
+
+    Args:
+        given: the buffers by name, as the user gave them; None for all those of the model that can be averaged or sent.
+            Constants with infinity, such as masks, are not averaged then.
+        model: gives the names of its buffers.
 
     Raises:
-        ConfigError: `buffers` is not a mapping of names to tensors.
-        TensorError: a buffer is not writable.
+        ConfigError: `given` is not a mapping of names to tensors.
+        TensorError: a given buffer is not writable.
     """
-    if not isinstance(buffers, Mapping):
+    if given is None:
+        named = {} if model is None else {name: one for name, one in model.buffers.items() if _can_be_sent(one)}
+        constant = {name for name, one in named.items() if one.is_floating_point() and not all_finite(one)}
+    else:
+        named, constant = _given_buffers(given, model), set()
+    averaged = {f"{BUFFER}{name}": one for name, one in named.items() if one.is_floating_point()}
+    for name in constant:
+        del averaged[BUFFER + name]
+    return Buffers(averaged, {BUFFER + name: one for name, one in named.items() if BUFFER + name not in averaged})
+
+
+def _given_buffers(given: Any, model: TrainedModel | None) -> dict[str, torch.Tensor]:
+    if not isinstance(given, Mapping):
         raise ConfigError(
-            f"buffers must be tensors by name, such as dict(model.named_buffers()), not {type(buffers).__name__}"
+            f"buffers must be tensors by name, such as dict(model.named_buffers()), not {type(given).__name__}"
         )
-    for name, buffer in buffers.items():
+    for name, buffer in given.items():
         if not isinstance(buffer, torch.Tensor):
             raise ConfigError(f"buffer {name!r} must be a tensor, not {type(buffer).__name__}")
         _check_writable(f"buffer {name!r}", buffer)
-    return {f"buffer/{name}": buffer for name, buffer in buffers.items()}
+    known = {} if model is None else {id(buffer): name for name, buffer in model.buffers.items()}
+    plain = zip(without_wrappers(given), given.values(), strict=True)
+    return {known.get(id(buffer), name): buffer for name, buffer in plain}
+
+
+def _can_be_sent(buffer: torch.Tensor) -> bool:
+    """Whether a buffer that nobody chose can be averaged, or sent to newcomers."""
+    try:
+        _check_writable("it", buffer)
+    except TensorError:
+        return False
+    kinds = DTYPES if buffer.is_floating_point() else STATE_DTYPES
+    return buffer.layout is torch.strided and buffer.dtype in kinds.values()
 
 
 def _check_writable(what: str, tensor: torch.Tensor) -> None:

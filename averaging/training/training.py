@@ -30,10 +30,12 @@ from averaging.training.fetch import Fetch
 from averaging.training.group_progress import GroupProgress
 from averaging.training.history import still_training
 from averaging.training.layout import as_divided, local
+from averaging.training.named_tensors import BUFFER, Buffers
 from averaging.training.pending_round import PendingRound, end_of, wrapped
 from averaging.training.site import Site
 from averaging.training.site_state import SiteState
 from averaging.training.tensor_math import clip
+from averaging.training.trained_model import TrainedModel
 
 logger = logging.getLogger("averaging.training")
 
@@ -50,7 +52,8 @@ class Training:
     Args:
         optimizer: the inner optimizer.
         parameters: the parameters by name, in the optimizer's order.
-        buffers: the averaged floating-point buffers of the model, by name.
+        buffers: the buffers of the model that the peers have in common.
+        model: the model of these tensors; None if the user did not give it.
         peer: the peer of these tensors, not entered yet; at a rank that owns none it is never entered.
         site: the processes that train this copy of the model.
         donates: whether other peers can download this peer's state.
@@ -63,6 +66,8 @@ class Training:
         local_step: number of local steps, including those of a downloaded or loaded state.
         progress: what the inner optimizer changes in its parameter groups.
         parameters: what this rank holds of the parameters, by name.
+        buffers: the averaged buffers, by name.
+        shared_buffers: the buffers that newcomers get, but that are not averaged, by name.
         site: the processes that train this copy of the model.
         donates: whether other peers can download this peer's state.
     """
@@ -71,9 +76,10 @@ class Training:
         self,
         optimizer: torch.optim.Optimizer,
         parameters: dict[str, torch.Tensor],
-        buffers: dict[str, torch.Tensor],
+        buffers: Buffers,
         peer: Peer,
         *,
+        model: TrainedModel | None = None,
         site: Site,
         donates: bool,
         on_receipt: Callable[[Receipt], None],
@@ -83,7 +89,9 @@ class Training:
         self.optimizer = optimizer
         self.progress = GroupProgress(optimizer)
         self._trained = parameters
-        self.parameters, self.buffers = {name: local(one) for name, one in parameters.items()}, buffers
+        self._model = model
+        self.parameters = {name: local(one) for name, one in parameters.items()}
+        self.buffers, self.shared_buffers = buffers.averaged, buffers.shared
         self.site, self.donates = site, donates
         self.local_step = 0
         self._peer = peer
@@ -218,8 +226,10 @@ class Training:
         """Checks that the averaged tensors are still the trained ones.
 
         Raises:
-            TensorError: a tensor was moved in memory, or the inner optimizer has other parameters now.
+            TensorError: a tensor was moved in memory, or the inner optimizer or the model has other ones now.
         """
+        if self._model is not None:
+            self._model.check({name.removeprefix(BUFFER) for name in self.buffers | self.shared_buffers})
         for name, tensor in (self._trained | self.buffers).items():
             # `share_memory_()` moves both, which is harmless.
             if local(tensor).data_ptr() != self._averaged[name].data_ptr():

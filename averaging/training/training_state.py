@@ -55,14 +55,10 @@ class TrainingState:
     `shared` and `take_over` are called in the peer's thread, `shared` also in the training thread when that commits a
     state. All other methods are called in the training thread.
 
-    Attributes:
-        buffers: the model's buffers that are not averaged, by name.
-
     Args:
-        training: has the optimizer and the step counter.
+        training: has the optimizer, the buffers that are not averaged, and the step counter.
         strategy: strategy of the averager.
         scheduler: driven by the averager, if there is one. Newcomers do not get its state; they drive their own.
-        buffers: the model's buffers that are not averaged, by name.
         max_steps: a state that claims more steps is refused.
     """
 
@@ -71,11 +67,10 @@ class TrainingState:
         training: Training,
         strategy: StrategyState,
         scheduler: LRScheduler | None,
-        buffers: Mapping[str, torch.Tensor],
         max_steps: int,
     ) -> None:
         self._training, self._strategy, self._scheduler = training, strategy, scheduler
-        self.buffers, self._max_steps = buffers, max_steps
+        self._max_steps = max_steps
 
     # For newcomers
 
@@ -92,7 +87,8 @@ class TrainingState:
             "optimizer": packed,
             "strategy": self._pack_strategy(strategy.user),
         }
-        return Extras({**tensors, **self.buffers, **{f"strategy/{n}": t for n, t in strategy.tensors.items()}}, user)
+        buffers = self._training.shared_buffers
+        return Extras({**tensors, **buffers, **{f"strategy/{n}": t for n, t in strategy.tensors.items()}}, user)
 
     def check(self, user: Mapping[str, Any]) -> None:
         """Checks what a state holds besides its tensors, before these are downloaded.
@@ -130,7 +126,8 @@ class TrainingState:
             logger.warning("the state has no optimizer state; only the parameters are taken over")
             return
         strategy = state.user["strategy"]
-        kept = {name: take_tensor(state.tensors, name, buffer) for name, buffer in self.buffers.items()}
+        buffers = self._training.shared_buffers
+        shared = {name: take_tensor(state.tensors, name, buffer) for name, buffer in buffers.items()}
         self._check_averaged(state.tensors)
         of_strategy = {
             name.removeprefix("strategy/"): tensor
@@ -141,8 +138,8 @@ class TrainingState:
         with restored_on_error(optimizer):
             load_optimizer(optimizer, state.tensors, state.user["optimizer"], self._training.progress)
             self._load_strategy(of_strategy, strategy)
-        for name, tensor in kept.items():
-            self.buffers[name].copy_(tensor)
+        for name, tensor in shared.items():
+            buffers[name].copy_(tensor)
         self._training.local_step = state.user["local_step"]
         if self._training.local_step:
             set_initial_lr(optimizer)
@@ -200,6 +197,7 @@ class TrainingState:
             name
             for name, tensor in tensors.items()
             if not name.startswith((f"{PREFIX}/", "strategy/"))
+            and name not in self._training.shared_buffers
             and (tensor.is_floating_point() or not name.startswith("buffer/"))
         ]
         if len(theirs) != len(own):

@@ -23,8 +23,11 @@ def report(event: str, **fields: Any) -> None:
 
 
 def averager(every: int, **options: Any) -> DecentralizedAverager:
-    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.randn(40, 30))], lr=0.1)
-    return DecentralizedAverager(optimizer, run_id="worker", strategy=LocalSGD(every), group_size=2, **options)
+    model = torch.nn.Linear(40, 30, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return DecentralizedAverager(
+        optimizer, model=model, run_id="worker", strategy=LocalSGD(every), group_size=2, **options
+    )
 
 
 def step(opt: DecentralizedAverager, target: torch.Tensor) -> None:

@@ -251,10 +251,10 @@ def test_gradients_that_cannot_be_averaged_are_refused_and_cost_nothing(start: S
     weight = next(run.models[0].parameters())
     assert weight.grad is not None
     weight.grad[0, 0] = torch.nan
-    with pytest.raises(TensorError, match=r"gradient of 'group0.param0' holds NaN"):
+    with pytest.raises(TensorError, match=r"gradient of '0.weight' holds NaN"):
         opt.step(batch_size=4)
     weight.grad = torch.ones(7, 5).to_sparse()
-    with pytest.raises(TensorError, match=r"gradient of 'group0.param0' is torch.sparse_coo; make it dense"):
+    with pytest.raises(TensorError, match=r"gradient of '0.weight' is torch.sparse_coo; make it dense"):
         opt.step(batch_size=4)
     assert opt.status.samples == 0
     for seed in range(2):

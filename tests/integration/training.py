@@ -78,7 +78,7 @@ class Run:
         """Starts a peer; all but the first join the first."""
         model = model_of(0) if model is None else model
         join = [self.averagers[0].endpoint] if self.averagers else []
-        defaults: dict[str, Any] = {"run_id": "test", "join": join, "group_size": 8, "group_wait": 30.0}
+        defaults: dict[str, Any] = {"model": model, "run_id": "test", "join": join, "group_size": 8, "group_wait": 30.0}
         averager = DecentralizedAverager(optimizer(model.parameters()), strategy=strategy, **(defaults | options))
         self.models.append(model)
         self.averagers.append(averager)

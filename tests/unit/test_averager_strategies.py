@@ -84,4 +84,4 @@ def test_what_cannot_be_written_to_is_refused_before_anybody_tries(tensor: torch
 
 def test_a_buffer_expanded_by_nothing_is_like_any_other() -> None:
     """Language models keep positions in such buffers."""
-    assert named_buffers({"position_ids": torch.arange(4).expand(1, -1)})
+    assert named_buffers({"position_ids": torch.arange(4).expand(1, -1)}).shared

@@ -31,13 +31,13 @@ class Newcomer:
             progress=GroupProgress(self.optimizer),
             local_step=3,
             tensors={"weight": weight},
+            shared_buffers={"buffer/seen": torch.zeros(2, dtype=torch.int64)},
             donates=True,
             allows_non_finite=False,
         )
-        self.buffer = torch.zeros(2, dtype=torch.int64)
+        self.buffer = self.training.shared_buffers["buffer/seen"]
         self.strategy = LocalSGD(5)
-        buffers = {"buffer/seen": self.buffer}
-        self.state = TrainingState(cast(Training, self.training), self.strategy, None, buffers, 1000)
+        self.state = TrainingState(cast(Training, self.training), self.strategy, None, 1000)
 
     def take_over(self, version: int = 1, tensors: dict[str, torch.Tensor] | None = None, **user: Any) -> None:
         packed = pack_optimizer(self.optimizer)[1]

@@ -1,0 +1,69 @@
+"""Names of tensors: without the prefixes of wrappers, and as a digest that peers compare. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Sequence
+
+_WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"})
+# of torch.compile, FSDP, activation checkpointing, and Lightning Fabric; no module of a user has these names
+
+_PLACEHOLDER = re.compile(r"tensor_\d+|group\d+\.param\d+")
+
+
+def without_wrappers(names: Iterable[str]) -> list[str]:
+    """The names of a model's tensors without the prefixes that wrappers add, such as `_orig_mod.` and `module.`.
+
+    A user's own module may be called `module`, too. So `module` is dropped where nothing stands beside it: then all
+    names stay different, and a model has the same names with the wrapper and without it.
+
+    Args:
+        names: of all tensors of a model, with dots between modules. What stands before the last slash is kept.
+    """
+    split = [name.rpartition("/") for name in names]
+    paths = [[part for part in path.split(".") if part not in _WRAPPED] for _, _, path in split]
+    beside: dict[tuple[str, ...], set[str]] = {}
+    for path in paths:
+        for depth, part in enumerate(path):
+            beside.setdefault(tuple(path[:depth]), set()).add(part)
+    return [
+        prefix
+        + slash
+        + ".".join(
+            part
+            for depth, part in enumerate(path)
+            if part != "module" or depth == len(path) - 1 or len(beside[tuple(path[:depth])]) > 1
+        )
+        for (prefix, slash, _), path in zip(split, paths, strict=True)
+    ]
+
+
+def is_placeholder(name: str) -> bool:
+    """Whether a name only counts tensors, since the application gave none."""
+    return _PLACEHOLDER.fullmatch(name.rpartition("/")[2]) is not None
+
+
+def digest_of_names(names: Sequence[str]) -> str:
+    """What peers compare of the names of their tensors: how many have one, a dash, and a digest; empty for none.
+
+    Two of these say something about each other only if they count equally many names.
+    """
+    named = [(place, name) for place, name in enumerate(without_wrappers(names)) if not is_placeholder(name)]
+    if not named:
+        return ""
+    text = "\0".join(f"{place} {name}" for place, name in named)
+    return f"{len(named)}-{hashlib.sha256(text.encode(errors='surrogatepass')).hexdigest()[:16]}"
+
+
+def contradict(ours: str, theirs: str) -> bool:
+    """Whether two digests of names show that the names differ."""
+    return ours != theirs and bool(ours) and ours.partition("-")[0] == theirs.partition("-")[0]
+
+
+def first_other_name(ours: Sequence[str], theirs: Sequence[str]) -> tuple[str, str] | None:
+    """The first two names in the same place that differ, without wrappers' prefixes; None if there are none."""
+    for here, there in zip(without_wrappers(ours), without_wrappers(theirs), strict=False):
+        if here != there and not is_placeholder(here) and not is_placeholder(there):
+            return here, there
+    return None

@@ -1,0 +1,123 @@
+"""The model that an optimizer trains: the names of its tensors, and whether they are still the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+
+from averaging.common.tensor_names import without_wrappers
+from averaging.errors import ConfigError, TensorError
+from averaging.training.layout import is_divided
+
+
+@dataclass(frozen=True, slots=True)
+class _Contents:
+    """A module, and the identities of what it held directly."""
+
+    module: torch.nn.Module
+    parameters: tuple[int, ...]
+    children: tuple[int, ...]
+
+
+class TrainedModel:
+    """The parameters and persistent buffers of a model by name, each once, in the model's order.
+
+    The names lack the prefixes of wrappers (DistributedDataParallel, torch.compile, FSDP), see `without_wrappers`.
+
+    Args:
+        model: given by the user.
+
+    Attributes:
+        parameters: all parameters, trained and frozen.
+        buffers: the buffers that are in the model's state dict.
+
+    Raises:
+        ConfigError: it is no module.
+    """
+
+    def __init__(self, model: object) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigError(
+                f"model must be the torch.nn.Module that the optimizer trains, not {type(model).__name__}; for several "
+                "modules torch.nn.ModuleList([first, second])"
+            )
+        self.model = model
+        self.parameters, self.buffers = _named_tensors(model)
+        self._places = [
+            (module, key, buffer)
+            for module in model.modules()
+            for key, buffer in module._buffers.items()
+            if buffer is not None and key not in module._non_persistent_buffers_set
+        ]
+        self._contents = [_contents_of(module) for module in model.modules()]
+
+    def names(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+        """The names of an optimizer's parameters, for each of its groups.
+
+        Raises:
+            ConfigError: the model lacks one of them.
+        """
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        for number, group in enumerate(optimizer.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                if id(parameter) not in names:
+                    given = group.get("param_names") or [f"number {one}" for one in range(len(group["params"]))]
+                    raise ConfigError(
+                        f"the optimizer trains a parameter that `model` does not have ({given[place]} of group "
+                        f"{number}, of shape {list(parameter.shape)}); give the model whose parameters the optimizer "
+                        "got, and make the optimizer after the model was wrapped, divided or converted"
+                    )
+        return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+    def check(self, buffers: Collection[str]) -> None:
+        """Checks that the model has the same tensors as when this was made.
+
+        Args:
+            buffers: names of the buffers that must be the same; others may be replaced.
+
+        Raises:
+            TensorError: a parameter, or one of these buffers, was replaced, added or removed.
+        """
+        if all(_contents_of(one.module) == one for one in self._contents) and all(
+            module._buffers.get(key) is buffer for module, key, buffer in self._places
+        ):
+            return
+        parameters, now = _named_tensors(self.model)
+        for kind, before, after in (
+            ("parameter", self.parameters, parameters),
+            ("buffer", {name: self.buffers[name] for name in buffers if name in self.buffers}, now),
+        ):
+            for name, tensor in before.items():
+                if after.get(name) is not tensor and not is_divided(tensor):
+                    raise TensorError(_changed(kind, name, "has been replaced" if name in after else "is gone"))
+        for name in parameters:
+            if name not in self.parameters:
+                raise TensorError(_changed("parameter", name, "is new"))
+
+
+def _changed(kind: str, name: str, how: str) -> str:
+    rest = "" if kind == "parameter" else "; if the model does so in every step, leave the buffer out with `buffers`"
+    return (
+        f"{kind} {name!r} of the model {how} since the averager was made, as load_state_dict(assign=True) and "
+        "assignments to modules do; write values in place, or close this averager and make a new one with a new "
+        f"optimizer{rest}"
+    )
+
+
+def _contents_of(module: torch.nn.Module) -> _Contents:
+    # The modules of FSDP hold shards and whole parameters by turns.
+    parameters = tuple(id(one) for one in module._parameters.values() if one is not None and not is_divided(one))
+    return _Contents(module, parameters, tuple(map(id, module._modules.values())))
+
+
+def _named_tensors(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The parameters and the persistent buffers of a model by name."""
+    found: dict[str, torch.Tensor] = dict(model.named_parameters())
+    buffers = dict(model.named_buffers())
+    for prefix, module in model.named_modules():
+        for key in module._non_persistent_buffers_set:
+            buffers.pop(f"{prefix}.{key}" if prefix else key, None)
+    names = without_wrappers([*found, *buffers])
+    return dict(zip(names, found.values(), strict=False)), dict(zip(names[len(found) :], buffers.values(), strict=True))

@@ -1,0 +1,81 @@
+"""Names of tensors without the prefixes of wrappers, and their digests."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from averaging.common.tensor_names import (
+    contradict,
+    digest_of_names,
+    first_other_name,
+    is_placeholder,
+    without_wrappers,
+)
+
+PLAIN = ["0.weight", "0.bias", "1.running_mean"]
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        PLAIN,
+        [f"module.{name}" for name in PLAIN],
+        [f"_orig_mod.{name}" for name in PLAIN],
+        [f"_orig_mod.module.{name}" for name in PLAIN],
+        [f"module._orig_mod.{name}" for name in PLAIN],
+        [f"module.module.{name}" for name in PLAIN],
+        ["0._fsdp_wrapped_module.weight", "0._fsdp_wrapped_module.bias", "1.module.running_mean"],
+        ["0._checkpoint_wrapped_module.weight", "0._checkpoint_wrapped_module.bias", "_forward_module.1.running_mean"],
+    ],
+)
+def test_a_model_has_the_same_names_with_wrappers_and_without(wrapped: list[str]) -> None:
+    assert without_wrappers(wrapped) == PLAIN
+    assert digest_of_names(wrapped) == digest_of_names(PLAIN)
+
+
+def test_a_module_of_the_user_may_be_called_module() -> None:
+    names = ["module.weight", "head.weight"]
+    assert without_wrappers(names) == names
+    assert without_wrappers([f"module.{name}" for name in names]) == names
+    assert without_wrappers(["module.module.weight", "module.head.module.weight"]) == names
+
+
+def test_what_stands_before_a_slash_is_kept() -> None:
+    assert without_wrappers(["buffer/module.0.mean", "module.0.weight"]) == ["buffer/0.mean", "0.weight"]
+
+
+PARTS = st.sampled_from(["module", "a", "b", "weight"])
+TREES = st.lists(st.lists(PARTS, min_size=1, max_size=4).map(lambda parts: ".".join([*parts, "w"])), unique=True)
+
+
+@given(TREES, st.sampled_from(["module.", "_orig_mod.", "module._orig_mod."]))
+def test_names_stay_different_and_a_wrapper_changes_nothing(names: list[str], wrapper: str) -> None:
+    plain = without_wrappers(names)
+    assert len(set(plain)) == len(names)
+    assert without_wrappers(wrapper + name for name in names) == plain == without_wrappers(plain)
+
+
+def test_digests_tell_another_order_and_other_names() -> None:
+    ours = digest_of_names(["x", "y"])
+    assert contradict(ours, digest_of_names(["y", "x"]))
+    assert contradict(ours, digest_of_names(["x", "z"]))
+    assert not contradict(ours, digest_of_names(["x", "y"]))
+
+
+def test_tensors_without_names_say_nothing() -> None:
+    assert is_placeholder("tensor_3")
+    assert is_placeholder("exp_avg/group0.param12")
+    assert not is_placeholder("0.weight")
+    assert digest_of_names(["tensor_0", "tensor_1"]) == ""
+    unnamed = digest_of_names(["group0.param0", "buffer/mean", "buffer/var"])
+    assert contradict(unnamed, digest_of_names(["group0.param0", "buffer/var", "buffer/mean"]))
+    assert not contradict(unnamed, digest_of_names(["weight", "buffer/var", "buffer/mean"]))
+    assert not contradict(unnamed, "")
+    assert not contradict("", unnamed)
+
+
+def test_the_first_other_name_is_told() -> None:
+    assert first_other_name(["a", "b"], ["module.a", "module.c"]) == ("b", "c")
+    assert first_other_name(["a", "tensor_1"], ["tensor_0", "b"]) is None

@@ -1,0 +1,128 @@
+"""What the averager knows of the model: names, buffers, and whether the tensors are still the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from averaging.errors import ConfigError, TensorError
+from averaging.training.named_tensors import named_buffers, named_parameters
+from averaging.training.trained_model import TrainedModel
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+
+
+def test_parameters_get_the_names_of_the_model() -> None:
+    model = network()
+    groups = [{"params": [model[1].weight, model[1].bias]}, {"params": [model[0].weight, model[0].bias]}]
+    named = named_parameters(torch.optim.SGD(groups), TrainedModel(model))
+    assert list(named) == ["1.weight", "1.bias", "0.weight", "0.bias"]
+    assert named["0.weight"] is model[0].weight
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # of torch.compile
+def test_wrappers_change_no_name() -> None:
+    model = network()
+    plain = TrainedModel(model)
+    for wrapped in (nn.DataParallel(model), torch.compile(model), nn.DataParallel(nn.DataParallel(model))):
+        assert list(TrainedModel(wrapped).parameters) == list(plain.parameters)
+        assert list(TrainedModel(wrapped).buffers) == list(plain.buffers)
+
+
+def test_tied_parameters_are_one() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model[1].weight = model[0].weight
+    assert list(named_parameters(torch.optim.SGD(model.parameters()), TrainedModel(model))) == ["0.weight"]
+
+
+def test_a_parameter_that_the_model_lacks_is_an_error() -> None:
+    model, other = network(), nn.Linear(3, 1)
+    optimizer = torch.optim.SGD([*model.parameters(), other.weight])
+    with pytest.raises(ConfigError, match=r"does not have \(number 4 of group 0, of shape \[1, 3\]\)"):
+        named_parameters(optimizer, TrainedModel(model))
+    assert named_parameters(optimizer, TrainedModel(nn.ModuleList([model, other])))
+    with pytest.raises(ConfigError, match="model must be the torch.nn.Module that the optimizer trains, not list"):
+        TrainedModel([model, other])
+
+
+def test_buffers_are_averaged_or_shared_by_their_kind() -> None:
+    model = network()
+    model.register_buffer("scratch", torch.zeros(2), persistent=False)
+    model.register_buffer("mask", torch.full((2,), -torch.inf))
+    model.register_buffer("seen", torch.zeros(2, dtype=torch.bool))
+    model.register_buffer("shared_memory", torch.zeros(1).expand(2))
+    buffers = named_buffers(None, TrainedModel(model))
+    assert list(buffers.averaged) == ["buffer/1.running_mean", "buffer/1.running_var"]
+    assert list(buffers.shared) == ["buffer/mask", "buffer/seen", "buffer/1.num_batches_tracked"]
+
+
+def test_given_buffers_are_the_only_ones_and_get_the_names_of_the_model() -> None:
+    model = network()
+    wrapped = nn.DataParallel(model)
+    given = {"module.1.running_mean": model[1].running_mean}
+    assert list(named_buffers(given, TrainedModel(wrapped)).averaged) == ["buffer/1.running_mean"]
+    assert named_buffers({}, TrainedModel(model)).averaged == {}
+
+
+def assign(model: nn.Sequential) -> None:
+    model.load_state_dict({name: one.clone() for name, one in model.state_dict().items()}, assign=True)
+
+
+def replace(model: nn.Sequential) -> None:
+    model[0].bias = nn.Parameter(torch.zeros(2))
+
+
+def add(model: nn.Sequential) -> None:
+    model[0].register_parameter("extra", nn.Parameter(torch.zeros(1)))
+
+
+def add_module(model: nn.Sequential) -> None:
+    model.append(nn.Linear(2, 2))
+
+
+def remove(model: nn.Sequential) -> None:
+    model[0].register_parameter("bias", None)
+
+
+def replace_frozen(model: nn.Sequential) -> None:
+    model[0].weight = nn.Parameter(torch.zeros(2, 2), requires_grad=False)
+
+
+def replace_buffer(model: nn.Sequential) -> None:
+    model[1].running_mean = torch.zeros(2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (assign, "parameter '0.weight' of the model has been replaced"),
+        (replace, "parameter '0.bias' of the model has been replaced"),
+        (add, "parameter '0.extra' of the model is new"),
+        (add_module, "parameter '2.weight' of the model is new"),
+        (remove, "parameter '0.bias' of the model is gone"),
+        (replace_frozen, "parameter '0.weight' of the model has been replaced"),
+        (replace_buffer, "buffer '1.running_mean' of the model has been replaced.*leave the buffer out"),
+    ],
+)
+def test_what_is_no_longer_the_same_is_named(change: Callable[[nn.Sequential], None], message: str) -> None:
+    model = network()
+    trained = TrainedModel(model)
+    trained.check(trained.buffers)
+    change(model)
+    with pytest.raises(TensorError, match=message):
+        trained.check(trained.buffers)
+
+
+def test_writes_in_place_and_buffers_that_are_left_out_are_no_change() -> None:
+    model = network()
+    trained = TrainedModel(model)
+    model.load_state_dict({name: one + 1 for name, one in model.state_dict().items()})
+    model(torch.ones(4, 2))
+    trained.check(trained.buffers)
+    replace_buffer(model)
+    trained.check({"1.running_var"})
