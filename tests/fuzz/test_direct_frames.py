@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from averaging.protocol.messages import AveragingData
 from averaging.security.credentials import Credentials
 from averaging.transport.direct import DirectTransport
-from averaging.transport.direct.frames import TAG_BYTES, Kind, pack_header, pack_hello
+from averaging.transport.direct.frames import NONCE_BYTES, TAG_BYTES, Kind, commitment_to, pack_header, pack_hello
 from averaging.transport.direct.heads import encode_head
-from averaging.transport.direct.opening import OPEN
+from averaging.transport.direct.opening import OPEN, Request
 from averaging.transport.direct.sealing import Cipher, Ciphers, derive_keys
 from averaging.transport.grpc.client import call_unary
 from tests.integration.certificates import HERE, secure
@@ -96,13 +96,15 @@ async def attack(changes: list[tuple[str, float, bytes]], credentials: Credentia
     try:
         own = X25519PrivateKey.generate()
         public = own.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
-        grant = await call_unary(caller._channels, endpoint, OPEN, public if credentials else b"")
+        nonce = bytes(NONCE_BYTES)
+        request = Request(commitment_to(nonce), public if credentials else b"")
+        grant = await call_unary(caller._channels, endpoint, OPEN, request)
         cipher = None
         if credentials:
             keys = derive_keys(own, grant.public_key, public, grant.public_key, grant.ticket)
             cipher = Ciphers.of_caller(keys).sending
         reader, writer = await asyncio.open_connection("127.0.0.1", grant.port)
-        writer.write(pack_hello(grant.ticket) + changed(stream(cipher), changes))
+        writer.write(pack_hello(nonce, grant.ticket) + changed(stream(cipher), changes))
         writer.write_eof()
         async with asyncio.timeout(10):
             try:

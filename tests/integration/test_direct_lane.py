@@ -16,16 +16,26 @@ import pytest
 import torch
 
 from averaging import Outcome, Peer, Receipt
-from averaging.errors import CallRefusedError, PeerUnreachableError, ProtocolViolationError
+from averaging.errors import CallRefusedError, NotServedError, PeerUnreachableError, ProtocolViolationError
 from averaging.protocol.messages import AveragingData, MessageCode
 from averaging.security.credentials import Credentials
 from averaging.transport.base import is_alive
 from averaging.transport.direct import lanes, opening, quotas, tickets
 from averaging.transport.direct import serving as direct_serving
 from averaging.transport.direct.buffers import Buffers
-from averaging.transport.direct.frames import HELLO_BYTES, MAX_HEAD_BYTES, Kind, pack_header, pack_hello
+from averaging.transport.direct.frames import (
+    FROM_CALLEE,
+    FROM_CALLER,
+    HELLO_BYTES,
+    MAX_HEAD_BYTES,
+    NONCE_BYTES,
+    Kind,
+    commitment_to,
+    pack_header,
+    pack_hello,
+)
 from averaging.transport.direct.link import Link
-from averaging.transport.direct.opening import OPEN, Grant
+from averaging.transport.direct.opening import OPEN, Grant, Request
 from averaging.transport.direct.transport import DirectTransport
 from averaging.transport.grpc import GrpcTransport
 from averaging.transport.grpc.client import call_unary
@@ -336,11 +346,11 @@ async def test_a_connection_that_the_callee_has_lost_is_not_alive() -> None:
 
 @asynccontextmanager
 async def asked(credentials: Credentials | None = None) -> AsyncIterator[tuple[str, Grant, FakePeer]]:
-    """A peer that has granted a connection: its host, what it answered, and its service."""
+    """A peer that has granted a connection to `NONCE`: its host, what it answered, and its service."""
     service = FakePeer()
     async with serving(service, credentials=credentials) as (_, endpoint), client(credentials=credentials) as caller:
-        key = b"" if credentials is None else os.urandom(32)
-        yield endpoint.partition(":")[0], await call_unary(caller._channels, endpoint, OPEN, key), service
+        request = Request(commitment_to(NONCE), b"" if credentials is None else os.urandom(32))
+        yield endpoint.partition(":")[0], await call_unary(caller._channels, endpoint, OPEN, request), service
 
 
 async def greet(host: str, port: int, hello: bytes, more: bytes = b"") -> bytes:
@@ -358,6 +368,7 @@ async def greet(host: str, port: int, hello: bytes, more: bytes = b"") -> bytes:
         writer.close()
 
 
+NONCE = bytes(range(NONCE_BYTES))
 READY = pack_header(Kind.READY, 0, 0)
 WELCOME = pack_header(Kind.WELCOME, 0, 0)
 
@@ -365,27 +376,28 @@ WELCOME = pack_header(Kind.WELCOME, 0, 0)
 @pytest.mark.asyncio
 async def test_a_ticket_admits_once() -> None:
     async with asked() as (host, grant, _):
-        assert await greet(host, grant.port, pack_hello(grant.ticket), READY) == WELCOME
-        assert await greet(host, grant.port, pack_hello(grant.ticket), READY) == b""
+        assert await greet(host, grant.port, pack_hello(NONCE, grant.ticket), READY) == WELCOME
+        assert await greet(host, grant.port, pack_hello(NONCE, grant.ticket), READY) == b""
 
 
 @pytest.mark.asyncio
 async def test_a_late_ticket_admits_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tickets, "VALID_SECONDS", 0.0)
     async with asked() as (host, grant, _):
-        assert await greet(host, grant.port, pack_hello(grant.ticket), READY) == b""
+        assert await greet(host, grant.port, pack_hello(NONCE, grant.ticket), READY) == b""
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
     "hello",
     [
-        pack_hello(os.urandom(32)),
+        pack_hello(NONCE, os.urandom(32)),
+        pack_hello(os.urandom(32), os.urandom(32)),
         b"GET / HTTP/1.1\r\nHost: a.example.org\r\n\r\n",
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(64),
         bytes(HELLO_BYTES),
     ],
-    ids=["forged", "a browser", "gRPC", "zeros"],
+    ids=["another ticket", "another nonce", "a browser", "gRPC", "zeros"],
 )
 async def test_a_stranger_is_disconnected(hello: bytes) -> None:
     async with asked() as (host, grant, service):
@@ -397,7 +409,7 @@ async def test_a_stranger_is_disconnected(hello: bytes) -> None:
 async def test_a_ticket_without_the_keys_admits_nobody() -> None:
     async with asked(secure(*HERE)) as (host, grant, service):
         assert len(grant.public_key) == 32
-        assert await greet(host, grant.port, pack_hello(grant.ticket), READY + bytes(16)) == b""
+        assert await greet(host, grant.port, pack_hello(NONCE, grant.ticket), READY + bytes(16)) == b""
         assert not service.started.is_set()
 
 
@@ -407,28 +419,180 @@ async def test_a_key_that_everybody_knows_is_refused() -> None:
     async with serving(FakePeer(), credentials=credentials) as (_, endpoint), client(credentials=credentials) as caller:
         for key, reason in ((b"", "a public key of 0 bytes"), (bytes(32), "known to everybody")):
             with pytest.raises(CallRefusedError, match=reason):
-                await call_unary(caller._channels, endpoint, OPEN, key)
+                await call_unary(caller._channels, endpoint, OPEN, Request(os.urandom(32), key))
 
 
 @pytest.mark.asyncio
 async def test_who_connects_and_says_nothing_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("averaging.transport.direct.listener.HANDSHAKE_SECONDS", 0.2)
     async with asked() as (host, grant, _):
-        for first in (b"", pack_hello(grant.ticket)[:20], pack_hello(grant.ticket)):
+        hello = pack_hello(NONCE, grant.ticket)
+        for first in (b"", hello[:20], hello):
             assert await greet(host, grant.port, first) == b""
+
+
+# A callee that would have the caller speak to somebody else
+
+
+@asynccontextmanager
+async def hears(seen: bytearray) -> AsyncIterator[int]:
+    """The port of a service that keeps what it is sent."""
+
+    async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while len(seen) < HELLO_BYTES and (data := await reader.read(1024)):
+            seen.extend(data)
+
+    async with listening(listen) as address:
+        yield int(address.rpartition(":")[2])
+
+
+@pytest.mark.asyncio
+async def test_a_callee_chooses_nothing_that_the_caller_sends_to_a_port() -> None:
+    command = b"\r\nSET a 1\r\nSET b 2\r\nSAVE\r\n".ljust(32)
+    sent = []
+    for _ in range(2):
+        asked_with: list[Request] = []
+
+        async def answers(request: Request, known: list[Request] = asked_with) -> Grant:
+            known.append(request)
+            return Grant(port, command)
+
+        seen = bytearray()
+        async with hears(seen) as port:
+            with pytest.raises(PeerUnreachableError):
+                await opened_by(answers)
+        nonce = bytes(seen[5:37])
+        assert bytes(seen[:HELLO_BYTES]) == pack_hello(nonce, command)
+        assert asked_with == [Request(commitment_to(nonce))]  # all that the callee knew as it chose
+        assert b"SET" not in seen
+        sent.append(bytes(seen[5:HELLO_BYTES]))
+    assert sent[0] != sent[1]
+
+
+async def opened_by(ask: Callable[[Request], Any]) -> Link:
+    """Opens a connection to a callee at this machine that answers as `ask` does."""
+    async with client() as caller:
+        return await opening.open_link(
+            "127.0.0.1:1", ask, transport_of(caller)._dialling, sealed=False, max_body=MIB, buffers=Buffers()
+        )
+
+
+@pytest.mark.asyncio
+async def test_who_knows_the_ticket_and_not_the_nonce_is_not_admitted() -> None:
+    async with asked() as (host, grant, service):
+        for hello in (pack_hello(bytes(NONCE_BYTES), grant.ticket), pack_hello(grant.ticket, grant.ticket)):
+            assert await greet(host, grant.port, hello, READY) == b""
+        assert not service.started.is_set()
+        assert await greet(host, grant.port, pack_hello(NONCE, grant.ticket), READY) == WELCOME
+
+
+@pytest.mark.asyncio
+async def test_a_nonce_is_for_one_connection() -> None:
+    async with serving(FakePeer()) as (_, endpoint), client() as caller:
+        request = Request(commitment_to(NONCE))
+        await call_unary(caller._channels, endpoint, OPEN, request)
+        with pytest.raises(CallRefusedError, match="a nonce that was used"):
+            await call_unary(caller._channels, endpoint, OPEN, request)
+
+
+@pytest.mark.asyncio
+async def test_other_versions_have_no_lane_and_say_so() -> None:
+    async def answers(_: Request) -> Grant:
+        return Grant(1, bytes(32), version=0)
+
+    with pytest.raises(NotServedError, match="its direct lane has version 0, and this peer's 2"):
+        await opened_by(answers)
+    async with serving(FakePeer()) as (_, endpoint), client() as caller:
+        with pytest.raises(CallRefusedError, match="version 0 of the direct lane; this peer has version 2"):
+            await call_unary(caller._channels, endpoint, OPEN, Request(commitment_to(NONCE), version=0))
+
+
+# Floods
+
+
+CALLERS = 64
+
+
+@asynccontextmanager
+async def flood(caller: GrpcTransport, endpoint: str, callee: GrpcTransport, frames: bytes) -> AsyncIterator[None]:
+    """Callers that greet as they should, and then send frames as fast as they are taken."""
+    port = transport_of(callee).direct_port
+
+    async def send() -> None:
+        nonce = os.urandom(NONCE_BYTES)
+        grant = await call_unary(caller._channels, endpoint, OPEN, Request(commitment_to(nonce)))
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            writer.write(pack_hello(nonce, grant.ticket) + READY)
+            await reader.readexactly(len(WELCOME))
+            with suppress(OSError):
+                while True:
+                    writer.write(frames)
+                    await writer.drain()
+        finally:
+            await closed(writer)
+
+    async with asyncio.TaskGroup() as tasks:
+        floods = [tasks.create_task(send()) for _ in range(CALLERS)]
+        yield
+        for one in floods:
+            one.cancel()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", [Kind.ALIVE, Kind.END, Kind.READY], ids=lambda kind: kind.name)
+async def test_a_flood_of_control_frames_ends_at_once_and_leaves_nothing(kind: Kind) -> None:
+    """The kernel would take megabytes of each, and their end would be known only once all of it was read."""
+    frames = pack_header(kind, 0, 0) * 8192
+    async with serving(FakePeer()) as (callee, endpoint), client() as caller, client() as honest:
+        listener = transport_of(callee)._listener
+        assert listener is not None
+        async with flood(caller, endpoint, callee, frames):
+            await until(lambda: listener.tickets._hosts.total() >= CALLERS and not listener._connections)
+            assert await send_parts(honest, endpoint) == [0, 1, 2]
+        assert lane_of(honest, endpoint) == ("direct", "")
+        assert sum(listener._admitted._taken.values()) == len(listener._links) == 1
+
+
+@pytest.mark.asyncio
+async def test_a_stream_that_brings_no_average_is_the_last_on_its_connection(credentials: Credentials | None) -> None:
+    """Both sides know it, so no caller begins a stream that the callee will not read."""
+
+    async def refuses(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
+        async for _ in messages:
+            pass
+        yield AveragingData(MessageCode.BAD_GROUP_ID)
+
+    async def nameless() -> AsyncGenerator[AveragingData, None]:
+        yield replace(part(0), endpoint="")
+
+    service = FakePeer(aggregate=refuses)
+    async with (
+        serving(service, credentials=credentials) as (callee, endpoint),
+        client(credentials=credentials) as caller,
+    ):
+        async with aclosing(caller.aggregate_part(endpoint, nameless())) as replies, asyncio.timeout(PATIENCE):
+            assert [reply.code async for reply in replies] == [MessageCode.BAD_GROUP_ID]
+        assert not transport_of(caller)._lanes.is_ready(endpoint)
+        service.aggregate = None
+        assert await send_parts(caller, endpoint) == [0, 1, 2]
+        assert lane_of(caller, endpoint) == ("sealed" if credentials else "direct", "")
+        listener = transport_of(callee)._listener
+        assert listener is not None
+        assert len(listener._links) == 1
 
 
 # Limits per host
 
 
 @pytest.mark.asyncio
-async def test_unused_tickets_of_a_host_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tickets_of_a_host_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tickets, "MAX_PER_HOST", 2)
     async with serving(FakePeer()) as (_, endpoint), client() as caller:
         for _ in range(2):
-            await call_unary(caller._channels, endpoint, OPEN, b"")
+            await call_unary(caller._channels, endpoint, OPEN, Request(os.urandom(32)))
         with pytest.raises(CallRefusedError, match="too many direct connections were requested"):
-            await call_unary(caller._channels, endpoint, OPEN, b"")
+            await call_unary(caller._channels, endpoint, OPEN, Request(os.urandom(32)))
         assert await send_parts(caller, endpoint) == [0, 1, 2]
         assert lane_of(caller, endpoint)[0] == "grpc"
         assert "too many direct connections" in lane_of(caller, endpoint)[1]
@@ -441,7 +605,7 @@ async def test_half_open_connections_of_a_host_are_bounded(monkeypatch: pytest.M
         for _ in range(2):
             _, writer = await asyncio.open_connection(host, grant.port)
             stack.callback(writer.close)
-        assert await greet(host, grant.port, pack_hello(grant.ticket), READY) == b""
+        assert await greet(host, grant.port, pack_hello(NONCE, grant.ticket), READY) == b""
 
 
 @pytest.mark.asyncio
@@ -629,13 +793,15 @@ async def test_an_address_that_is_not_dialled_gets_no_direct_connection_either()
 # Frames
 
 
-def link_pair(*, max_body: int = MIB, **options: Any) -> tuple[Link, socket.socket]:
+def link_pair(
+    *, max_body: int = MIB, accepted: frozenset[Kind] = FROM_CALLER, **options: Any
+) -> tuple[Link, socket.socket]:
     """A link, and the other end of its connection."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         other = socket.create_connection(listener.getsockname())
         end, _ = listener.accept()
     end.setblocking(False)
-    return Link(end, "a:1", max_body=max_body, buffers=Buffers(), **options), other
+    return Link(end, "a:1", accepted=accepted, max_body=max_body, buffers=Buffers(), **options), other
 
 
 @pytest.mark.asyncio
@@ -646,11 +812,27 @@ def link_pair(*, max_body: int = MIB, **options: Any) -> tuple[Link, socket.sock
         pack_header(Kind.PART, 0, MIB + 1),
         pack_header(Kind.PART, 0, (1 << 32) - 1),
         pack_header(Kind.END, 0, 1),
+        pack_header(Kind.END, 1, 0),
+        pack_header(Kind.ALIVE, 0, 0),
+        pack_header(Kind.ERROR, 0, 0),
+        pack_header(Kind.WELCOME, 0, 0),
         pack_header(Kind.END, 0, 0).replace(b"\x04\x00", b"\x04\x01"),
         b"\xff" * 8,
         bytes(8),
     ],
-    ids=["a large head", "a large body", "4 GiB", "a body at the end", "not zero", "ones", "zeros"],
+    ids=[
+        "a large head",
+        "a large body",
+        "4 GiB",
+        "a body at the end",
+        "a head at the end",
+        "ALIVE of a caller",
+        "ERROR of a caller",
+        "WELCOME of a caller",
+        "not zero",
+        "ones",
+        "zeros",
+    ],
 )
 async def test_a_wrong_header_ends_the_connection_before_memory_is_taken(header: bytes) -> None:
     link, other = link_pair()
@@ -684,6 +866,22 @@ async def test_a_frame_may_arrive_byte_by_byte() -> None:
             await asyncio.sleep(0)
         assert tuple(await asyncio.wait_for(link.read(), PATIENCE)) == (Kind.PART, b"he", b"bod")
     link.close()
+
+
+@pytest.mark.asyncio
+async def test_a_callee_sends_alive_only_as_often_as_it_is_asked() -> None:
+    link, other = link_pair(accepted=FROM_CALLEE)
+    alive = pack_header(Kind.ALIVE, 0, 0)
+    with other:
+        questions = [asyncio.create_task(link.alive()) for _ in range(2)]
+        await asyncio.sleep(0)
+        other.sendall(alive)
+        await asyncio.wait_for(asyncio.gather(*questions), PATIENCE)
+        other.sendall(alive + pack_header(Kind.END, 0, 0))
+        assert (await asyncio.wait_for(link.read(), PATIENCE)).kind is Kind.END
+        other.sendall(alive)
+        with pytest.raises(PeerUnreachableError, match="an ALIVE that was not asked for"):
+            await asyncio.wait_for(link.read(), PATIENCE)
 
 
 # Peers

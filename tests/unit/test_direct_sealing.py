@@ -10,12 +10,13 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from averaging.errors import ProtocolViolationError
-from averaging.transport.direct.frames import TAG_BYTES, Kind, pack_header
+from averaging.transport.direct.frames import MAGIC, TAG_BYTES, Kind, commitment_to, pack_header, pack_hello
 from averaging.transport.direct.sealing import Cipher, Ciphers, Keys, derive_keys
 
 CALLER = X25519PrivateKey.from_private_bytes(bytes(range(32)))
 CALLEE = X25519PrivateKey.from_private_bytes(bytes(range(32, 64)))
 TICKET = bytes(range(64, 96))
+NONCE = bytes(range(96, 128))
 HEADER = pack_header(Kind.PART, 4, 8)
 
 
@@ -46,6 +47,12 @@ def test_vectors_of_the_keys() -> None:
     assert keys().to_callee.hex() == VECTORS["key to the callee"]
     assert keys().to_caller.hex() == VECTORS["key to the caller"]
     assert derive_keys(CALLEE, public(CALLER), public(CALLER), public(CALLEE), TICKET) == keys()
+
+
+def test_vectors_of_the_hello() -> None:
+    assert commitment_to(NONCE).hex() == VECTORS["commitment"]
+    assert pack_hello(NONCE, TICKET) == MAGIC + NONCE + bytes.fromhex(VECTORS["proof"])
+    assert MAGIC == b"AVGD\x02"
 
 
 def test_vectors_of_a_frame() -> None:
@@ -125,6 +132,8 @@ def test_keys_do_not_appear_in_texts() -> None:
 
 
 VECTORS = {
+    "commitment": "4c12305a69aeab498bdc0b1e0105e3a822f76f4799458d8c3c74813594a802c2",
+    "proof": "cdbeff31b18f567268411df324404264fc9fc06882554c8c671d22960d2122b1",
     "caller's public key": "8f40c5adb68f25624ae5b214ea767a6ec94d829d3d7b5e1ad1ba6f3e2138285f",
     "callee's public key": "358072d6365880d1aeea329adf9121383851ed21a28e3b75e965d0d2cd166254",
     "key to the callee": "303591900e5183fecd29fd8a23c1d20befd8cdab02e86183abb49769e4b7b588",
@@ -133,5 +142,5 @@ VECTORS = {
     "sealed body": "00dd890773703ee7ecca4dfbd32280280404f21f36e9b641",
     "sealed head": "7f18fed450190081d14e69d3abdc921a4c72567a",
 }
-"""The private keys are the bytes 0 to 31 and 32 to 63, the ticket the bytes 64 to 95; a frame PART with the body `the
-body` and the head `head`, sent by the caller."""
+"""The private keys are the bytes 0 to 31 and 32 to 63, the ticket the bytes 64 to 95, the nonce the bytes 96 to 127; a
+frame PART with the body `the body` and the head `head`, sent by the caller."""

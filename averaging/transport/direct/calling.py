@@ -29,7 +29,7 @@ async def call(
         Exception: of `messages`.
     """
     upload = _Upload(link, messages)
-    in_order = False
+    in_order = averaged = False
     try:
         while (frame := await _next(link, upload)).kind is Kind.PART:
             try:
@@ -37,6 +37,7 @@ async def call(
             except ProtocolViolationError as error:
                 raise ProtocolViolationError(f"{endpoint} answered with {error}") from None
             del frame  # its buffer may be used again when the reply is not needed any more
+            averaged = averaged or reply.tensor_part is not None
             yield reply
             del reply
         if frame.kind is Kind.ERROR:
@@ -46,6 +47,7 @@ async def call(
             raise ProtocolViolationError(f"{endpoint} answered with {frame.kind.name} in a stream of parts")
         in_order = True
     finally:
+        link.spent = in_order and not averaged  # see `serve_stream`
         if not in_order or not upload.ended:
             link.close(abort=True)
         await upload.close()

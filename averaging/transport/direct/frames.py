@@ -4,12 +4,17 @@ A frame is a header of 8 bytes and a payload. The header has the kind, a zero by
 that of the body (4 bytes), little-endian. The payload is the body, then the head. The body comes first, so that it is
 aligned in the receiver's buffer. If the connection is sealed, a tag of 16 bytes follows the body, unless it is empty,
 and another one follows the head.
+
+A connection begins with the hello of the caller. The callee chooses the port and the ticket, but none of these bytes:
+otherwise it could have the caller send commands to another service of its host. So the hello has a nonce of which the
+callee knew only a digest when it chose the ticket, and a digest of the nonce and the ticket.
 """
 
 from __future__ import annotations
 
 import struct
 from enum import IntEnum
+from hashlib import sha256
 from typing import NamedTuple
 
 from averaging.errors import ProtocolViolationError
@@ -23,12 +28,15 @@ MAX_HEAD_BYTES = 4096
 
 TAG_BYTES = 16
 
-MAGIC = b"AVGD\x01"
-"""First bytes of a connection: a name and the version of this layout. The ticket follows."""
+VERSION = 2
+"""Version of the opening and of this layout. Peers with different versions have no direct connection."""
 
-TICKET_BYTES = 32
+MAGIC = b"AVGD" + bytes([VERSION])
+"""First bytes of a connection. The nonce and the proof follow."""
 
-HELLO_BYTES = len(MAGIC) + TICKET_BYTES
+TICKET_BYTES = NONCE_BYTES = DIGEST_BYTES = 32
+
+HELLO_BYTES = len(MAGIC) + NONCE_BYTES + DIGEST_BYTES
 
 
 class Kind(IntEnum):
@@ -48,6 +56,10 @@ class Kind(IntEnum):
     """From the callee, when the caller asks with `Echo`; between any two other frames."""
 
 
+FROM_CALLER = frozenset({Kind.READY, Kind.PART, Kind.END})
+FROM_CALLEE = frozenset({Kind.WELCOME, Kind.PART, Kind.END, Kind.ERROR, Kind.ALIVE})
+
+_HEADS = frozenset({Kind.PART, Kind.ERROR})
 _BODIES = frozenset({Kind.PART})
 
 
@@ -76,33 +88,51 @@ def pack_header(kind: Kind, head: int, body: int) -> bytes:
     return HEADER.pack(kind, 0, head, body)
 
 
-def read_header(raw: bytes | bytearray | memoryview, max_body: int) -> Sizes:
+def read_header(raw: bytes | bytearray | memoryview, max_body: int, accepted: frozenset[Kind]) -> Sizes:
     """Reads a header.
 
+    Args:
+        raw: the header, 8 bytes.
+        max_body: bytes of the largest body that is accepted.
+        accepted: kinds that the other side may send.
+
     Raises:
-        ProtocolViolationError: it is malformed, or the frame is larger than any that a peer sends.
+        ProtocolViolationError: it is malformed, or the other side sends no such frame.
     """
     kind, zero, head, body = HEADER.unpack(raw)
     if zero or not Kind.READY <= kind <= Kind.ALIVE:
         raise ProtocolViolationError("something on the direct connection that is not a frame")
-    if head > MAX_HEAD_BYTES or body > (max_body if kind in _BODIES else 0):
+    if kind not in accepted:
+        raise ProtocolViolationError(f"a frame {Kind(kind).name}, which this side may not send")
+    if head > (MAX_HEAD_BYTES if kind in _HEADS else 0) or body > (max_body if kind in _BODIES else 0):
         raise ProtocolViolationError(
             f"a frame with {head} and {body} bytes; at most {MAX_HEAD_BYTES} and {max_body} are accepted"
         )
     return Sizes(Kind(kind), head, body)
 
 
-def pack_hello(ticket: bytes) -> bytes:
+def commitment_to(nonce: bytes) -> bytes:
+    """Returns what the caller sends with `Open` instead of the nonce, 32 bytes."""
+    return sha256(b"averaging.v1.Direct nonce" + nonce).digest()
+
+
+def proof_of(nonce: bytes, ticket: bytes) -> bytes:
+    """Returns the digest by which a connection belongs to a nonce of the caller and a ticket of the callee."""
+    return sha256(b"averaging.v1.Direct hello" + nonce + ticket).digest()
+
+
+def pack_hello(nonce: bytes, ticket: bytes) -> bytes:
     """Returns the first bytes of a connection."""
-    return MAGIC + ticket
+    return MAGIC + nonce + proof_of(nonce, ticket)
 
 
-def read_hello(raw: bytes | bytearray) -> bytes:
-    """Returns the ticket in the first bytes of a connection.
+def read_hello(raw: bytes | bytearray) -> tuple[bytes, bytes]:
+    """Returns the nonce and the proof in the first bytes of a connection.
 
     Raises:
         ProtocolViolationError: they are not those of a peer.
     """
     if len(raw) != HELLO_BYTES or not raw.startswith(MAGIC):
         raise ProtocolViolationError("something on the direct port that is not a peer")
-    return bytes(raw[len(MAGIC) :])
+    nonce_end = len(MAGIC) + NONCE_BYTES
+    return bytes(raw[len(MAGIC) : nonce_end]), bytes(raw[nonce_end:])

@@ -128,7 +128,10 @@ class Lanes:
             return
         now = asyncio.get_running_loop().time()
         lane.busy, lane.used = False, now
-        if link.lost:
+        if link.spent:
+            self._forget_link(lane, NOT_OPEN)
+            link.close()
+        elif link.lost:
             self._fail(lane, f"the direct connection had ended: {link.lost}", now)
         else:
             lane.failures = 0
@@ -152,8 +155,8 @@ class Lanes:
         lane.reason = NOT_OPEN
         try:
             link = await self._open_link(endpoint)
-        except NotServedError:
-            lane.reason, lane.retry_at = NOT_SERVED, loop.time() + FOREIGN_PAUSE_SECONDS
+        except NotServedError as error:
+            lane.reason, lane.retry_at = error.reason, loop.time() + FOREIGN_PAUSE_SECONDS
         except AveragingError as error:
             self._fail(lane, str(error).removeprefix(f"{endpoint}: ").removeprefix(f"{endpoint} "), loop.time())
             logger.info("no direct connection to %s: %s", endpoint, lane.reason)

@@ -35,6 +35,7 @@ class Link:
     Args:
         sock: connected and non-blocking; closed by this object.
         name: the other peer, for errors.
+        accepted: kinds of frames that the other side may send.
         max_body: bytes of the largest body that is accepted.
         buffers: where bodies are received.
         ciphers: of a sealed connection; None for a plain one.
@@ -43,6 +44,7 @@ class Link:
     Attributes:
         ticket: with which the connection was made.
         lost: why the connection has ended; empty while it is open.
+        spent: whether no further stream may begin on it.
         ahead: how many frames may wait to be read; with 0 one arrives when it is asked for.
         on_lost: called once when the connection ends, except by `close`.
         on_frame: called with the size of a frame before memory is allocated for it. If it raises, the connection ends.
@@ -54,6 +56,7 @@ class Link:
         sock: socket.socket,
         name: str,
         *,
+        accepted: frozenset[Kind],
         max_body: int,
         buffers: Buffers,
         ciphers: Ciphers | None = None,
@@ -61,10 +64,12 @@ class Link:
     ) -> None:
         self._socket, self.name = sock, name
         self._loop = asyncio.get_running_loop()
-        self._max_body, self._buffers, self._ciphers = max_body, buffers, ciphers
+        self._accepted, self._max_body = accepted, max_body
+        self._buffers, self._ciphers = buffers, ciphers
         self._hang_ups = hang_ups
         self.ticket = b""
         self.lost = ""
+        self.spent = False
         self.ahead = FRAMES_AHEAD
         self.on_lost: Callable[[], object] | None = None
         self.on_frame: Callable[[int], None] | None = None
@@ -84,6 +89,7 @@ class Link:
         self._sending = False
         self._alive_wanted = False
         self._alive_waiters: list[asyncio.Future[None]] = []
+        self._alive_due = 0  # ALIVE frames that the other side may send; several questions may get one answer
         set_options(sock)
         self._resume()
 
@@ -173,6 +179,7 @@ class Link:
         if not self.lost:
             waiter: asyncio.Future[None] = self._loop.create_future()
             self._alive_waiters.append(waiter)
+            self._alive_due += 1
             try:
                 await waiter
             finally:
@@ -263,7 +270,7 @@ class Link:
         """Allocates the frame whose header is complete."""
         self._header_got = 0
         try:
-            self._sizes = sizes = read_header(self._header, self._max_body)
+            self._sizes = sizes = read_header(self._header, self._max_body, self._accepted)
             payload = sizes.payload(sealed=self._ciphers is not None)
             if self.on_frame is not None:
                 self.on_frame(payload)
@@ -301,6 +308,11 @@ class Link:
             body = room[: sizes.body]
             head = bytes(room[behind : behind + sizes.head])
         if sizes.kind is Kind.ALIVE:
+            # A flood of unasked ones would keep the loop reading, and hide the end of the connection behind it.
+            if not self._alive_due:
+                self._fail(f"{LOST}: an ALIVE that was not asked for")
+                return
+            self._alive_due -= 1
             self._tell_waiters()
             return
         self._frames.append(Frame(sizes.kind, head, body))

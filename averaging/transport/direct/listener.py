@@ -12,7 +12,7 @@ from averaging.common.addresses import parse_address
 from averaging.errors import AveragingError, ListenError, PeerUnreachableError, ProtocolViolationError
 from averaging.transport.base import AveragingService
 from averaging.transport.direct.buffers import Buffers
-from averaging.transport.direct.frames import HELLO_BYTES, Kind, read_hello
+from averaging.transport.direct.frames import FROM_CALLER, HELLO_BYTES, MAGIC, Kind, read_hello
 from averaging.transport.direct.hang_ups import HangUps
 from averaging.transport.direct.heads import Heads
 from averaging.transport.direct.link import Link
@@ -185,7 +185,7 @@ class Listener:
             finally:
                 self._busy.discard(task)
                 stream.close()
-            if not stream.ended:
+            if not stream.ended or link.spent:
                 return
 
     async def _read_hello(self, connection: socket.socket) -> Admission | None:
@@ -195,12 +195,15 @@ class Listener:
             if not received:
                 return None
             raw += received
-        return self.tickets.redeem(read_hello(raw), self._clock())
+            if not raw.startswith(MAGIC[: len(raw)]):
+                return None
+        return self.tickets.redeem(*read_hello(raw), self._clock())
 
     def _link(self, connection: socket.socket, name: str, admission: Admission) -> Link:
         link = Link(
             connection,
             name,
+            accepted=FROM_CALLER,
             max_body=self._max_body,
             buffers=self._buffers,
             ciphers=admission.ciphers,

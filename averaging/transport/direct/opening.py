@@ -13,9 +13,19 @@ import grpc
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from averaging.errors import PeerUnreachableError, ProtocolViolationError
+from averaging.errors import NotServedError, PeerUnreachableError, ProtocolViolationError
 from averaging.transport.direct.buffers import Buffers
-from averaging.transport.direct.frames import TICKET_BYTES, Kind, pack_hello
+from averaging.transport.direct.frames import (
+    DIGEST_BYTES,
+    FROM_CALLEE,
+    NONCE_BYTES,
+    TICKET_BYTES,
+    VERSION,
+    Kind,
+    commitment_to,
+    pack_hello,
+)
+from averaging.transport.direct.lanes import NOT_SERVED
 from averaging.transport.direct.link import Link
 from averaging.transport.direct.sealing import KEY_BYTES, Ciphers, derive_keys
 from averaging.transport.direct.tickets import VALID_SECONDS, Admission, Tickets
@@ -35,6 +45,21 @@ MAX_ADDRESSES = 4
 
 
 @dataclass(frozen=True, slots=True)
+class Request:
+    """What the caller asks for.
+
+    Attributes:
+        commitment: digest of the nonce that it will send, 32 bytes.
+        public_key: of this connection; empty without TLS.
+        version: of the caller's lane.
+    """
+
+    commitment: bytes
+    public_key: bytes = b""
+    version: int = VERSION
+
+
+@dataclass(frozen=True, slots=True)
 class Grant:
     """What the callee answers.
 
@@ -42,24 +67,37 @@ class Grant:
         port: on the host of the callee's endpoint.
         ticket: for one connection.
         public_key: of this connection; empty without TLS.
+        version: of the callee's lane.
     """
 
     port: int
     ticket: bytes
     public_key: bytes = b""
+    version: int = VERSION
 
 
-def _encode_request(public_key: bytes) -> bytes:
-    return direct_pb2.OpenRequest(public_key=public_key).SerializeToString()
+def _encode_request(request: Request) -> bytes:
+    return direct_pb2.OpenRequest(
+        public_key=request.public_key, version=request.version, commitment=request.commitment
+    ).SerializeToString()
 
 
-def _decode_request(raw: bytes) -> bytes:
-    return parse(direct_pb2.OpenRequest(), raw).public_key
+def _decode_request(raw: bytes) -> Request:
+    wire = parse(direct_pb2.OpenRequest(), raw)
+    if wire.version != VERSION:
+        raise ProtocolViolationError(f"version {wire.version} of the direct lane; this peer has version {VERSION}")
+    if len(wire.commitment) != DIGEST_BYTES:
+        raise ProtocolViolationError(f"a commitment of {len(wire.commitment)} bytes instead of {DIGEST_BYTES}")
+    return Request(wire.commitment, wire.public_key, wire.version)
 
 
 def _encode_reply(grant: Grant) -> bytes:
     return direct_pb2.OpenReply(
-        port=grant.port, ticket=grant.ticket, seconds=VALID_SECONDS, public_key=grant.public_key
+        port=grant.port,
+        ticket=grant.ticket,
+        seconds=VALID_SECONDS,
+        public_key=grant.public_key,
+        version=grant.version,
     ).SerializeToString()
 
 
@@ -67,10 +105,10 @@ def _decode_reply(raw: bytes) -> Grant:
     wire = parse(direct_pb2.OpenReply(), raw)
     if not 0 < wire.port < 1 << 16 or len(wire.ticket) != TICKET_BYTES:
         raise ProtocolViolationError(f"port {wire.port} and a ticket of {len(wire.ticket)} bytes for a connection")
-    return Grant(wire.port, wire.ticket, wire.public_key)
+    return Grant(wire.port, wire.ticket, wire.public_key, wire.version)
 
 
-OPEN: Method[bytes, Grant] = Method(
+OPEN: Method[Request, Grant] = Method(
     SERVICE,
     "Open",
     _encode_request,
@@ -115,13 +153,15 @@ def open_handler(
     """
 
     async def handle(raw: bytes, context: Context) -> None:
-        caller_key = callers.read(OPEN, context)(raw)
+        request = callers.read(OPEN, context)(raw)
         ticket, public_key, ciphers = os.urandom(TICKET_BYTES), b"", None
         if sealed:
             own = X25519PrivateKey.generate()
             public_key = _public_bytes(own)
-            ciphers = Ciphers.of_callee(derive_keys(own, caller_key, caller_key, public_key, ticket))
-        tickets.grant(Admission(host_of(context), ticket, callers.checker(context), ciphers), clock())
+            keys = derive_keys(own, request.public_key, request.public_key, public_key, ticket)
+            ciphers = Ciphers.of_callee(keys)
+        admission = Admission(host_of(context), ticket, callers.checker(context), ciphers)
+        tickets.grant(admission, request.commitment, clock())
 
         async def reply() -> Any:
             yield Grant(port(), ticket, public_key)
@@ -133,7 +173,7 @@ def open_handler(
 
 async def open_link(
     endpoint: str,
-    ask: Callable[[bytes], Awaitable[Grant]],
+    ask: Callable[[Request], Awaitable[Grant]],
     dialling: Dialling,
     *,
     sealed: bool,
@@ -144,19 +184,26 @@ async def open_link(
 
     Args:
         endpoint: of the callee.
-        ask: calls `Open` with a public key.
+        ask: calls `Open`.
         dialling: decides which addresses are dialled.
         sealed: whether this peer has TLS, so that the connection is sealed.
         max_body: bytes of the largest body that is accepted.
         buffers: where bodies are received.
 
     Raises:
+        NotServedError: the callee has no direct lane, or one of another version.
         TransportError: the callee does not grant it, or cannot be reached at its direct port.
         ProtocolViolationError: the answer is malformed, or the address must not be dialled.
     """
     own = X25519PrivateKey.generate() if sealed else None
     public_key = b"" if own is None else _public_bytes(own)
-    grant = await ask(public_key)
+    nonce = os.urandom(NONCE_BYTES)
+    try:
+        grant = await ask(Request(commitment_to(nonce), public_key))
+    except NotServedError:
+        raise NotServedError(endpoint, NOT_SERVED) from None
+    if grant.version != VERSION:
+        raise NotServedError(endpoint, f"its direct lane has version {grant.version}, and this peer's {VERSION}")
     ciphers = None
     if own is not None:
         keys = derive_keys(own, grant.public_key, public_key, grant.public_key, grant.ticket)
@@ -166,8 +213,10 @@ async def open_link(
         async with asyncio.timeout(CONNECT_SECONDS):
             connection = await _connect(loop, await dialling.addresses(endpoint), grant.port)
             try:
-                await loop.sock_sendall(connection, pack_hello(grant.ticket))
-                link = Link(connection, endpoint, max_body=max_body, buffers=buffers, ciphers=ciphers)
+                await loop.sock_sendall(connection, pack_hello(nonce, grant.ticket))
+                link = Link(
+                    connection, endpoint, accepted=FROM_CALLEE, max_body=max_body, buffers=buffers, ciphers=ciphers
+                )
             except BaseException:
                 connection.close()
                 raise

@@ -98,7 +98,12 @@ def write_seconds(nbytes: int) -> float:
 
 
 async def serve_stream(link: Link, stream: Stream, service: AveragingService) -> None:
-    """Serves one stream to its end. The connection can carry another one if `stream.ended`."""
+    """Serves one stream to its end. The connection can carry another one if `stream.ended`, and it is not `spent`.
+
+    A stream that got no average spends the connection: streams that are empty, or that no round wants, would otherwise
+    follow each other as fast as the caller sends them, and take the event loop from the rounds.
+    """
+    link.spent = True
     with suppress(PeerUnreachableError):
         await _answer(link, stream, service)
         await stream.read_to_the_end()
@@ -109,6 +114,7 @@ async def _answer(link: Link, stream: Stream, service: AveragingService) -> None
         async with aclosing(service.aggregate_part(stream)) as replies:
             async for reply in replies:
                 body = b"" if reply.tensor_part is None else reply.tensor_part.buffer
+                link.spent = link.spent and reply.tensor_part is None
                 await link.send(Kind.PART, encode_head(reply), body)
     except PeerUnreachableError:
         raise

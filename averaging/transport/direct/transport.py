@@ -20,7 +20,7 @@ from averaging.transport.direct.heads import Heads
 from averaging.transport.direct.lanes import MAX_KNOWN, Lanes
 from averaging.transport.direct.link import Link
 from averaging.transport.direct.listener import Listener
-from averaging.transport.direct.opening import ECHO, OPEN, Grant, echo_handler, open_handler, open_link
+from averaging.transport.direct.opening import ECHO, OPEN, Grant, Request, echo_handler, open_handler, open_link
 from averaging.transport.direct.quotas import HeldLimits
 from averaging.transport.grpc import GrpcTransport
 from averaging.transport.grpc.authentication import Callers
@@ -177,8 +177,8 @@ class DirectTransport(GrpcTransport):
         return self._credentials.tls is not None
 
     async def _open(self, endpoint: str) -> Link:
-        async def ask(public_key: bytes) -> Grant:
-            return await call_unary(self._channels, endpoint, OPEN, public_key)
+        async def ask(request: Request) -> Grant:
+            return await call_unary(self._channels, endpoint, OPEN, request)
 
         return await open_link(
             endpoint,
