@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -10,6 +11,7 @@ import click
 from averaging.cli.error_reporting import WRONG_USAGE, CommandError, Stopped, failure_of, starting
 from averaging.cli.option_types import address, finite
 from averaging.cli.security_options import security_options
+from averaging.errors import printable
 
 if TYPE_CHECKING:
     from averaging.cli.console import CommandOutput
@@ -23,6 +25,11 @@ EVENT_TEXTS = {
     "batch": "step {step}: delivered {sequences} sequences in {groups} groups",
     "reset": "GET /reset_data has dropped everything",
 }
+
+
+def event_text(event: Mapping[str, Any]) -> str:
+    """Returns the line of an event. Clients choose some of the texts in it, so it has no control characters."""
+    return printable(EVENT_TEXTS[event["event"]].format_map(event))
 
 
 @click.command("feed")
@@ -42,6 +49,13 @@ EVENT_TEXTS = {
 @click.option("--fsync", is_flag=True, help="Wait for the disk before each answer, to survive a power failure too.")
 @security_options
 @click.option("--insecure", is_flag=True, help="Let other machines connect without TLS, in a network that you trust.")
+@click.option(
+    "--allow-host",
+    "hosts",
+    multiple=True,
+    metavar="NAME",
+    help="DNS name of this server, needed if clients use it without TLS and token; repeatable.",
+)
 @click.option(
     "--queue-bytes",
     default=4 << 30,
@@ -65,6 +79,13 @@ EVENT_TEXTS = {
 )
 @click.option(
     "--body-bytes", default=64 << 20, type=SIZE, metavar="BYTES", help="Maximum size of a decompressed request."
+)
+@click.option(
+    "--body-objects",
+    default=1 << 23,
+    type=click.IntRange(min=1 << 10),
+    metavar="N",
+    help="Maximum number of JSON values in a request; an array or object counts 16.",
 )
 @click.option(
     "--request-timeout",
@@ -128,13 +149,14 @@ def _run(listen: str, store: str, given: dict[str, Any], report: CommandOutput) 
 
     limits = Limits(
         body_bytes=given.pop("body_bytes"),
+        body_objects=given.pop("body_objects"),
         queue_bytes=given.pop("queue_bytes"),
         queue_groups=given.pop("queue_groups"),
         replay_bytes=given.pop("replay_bytes"),
         seconds=given.pop("request_timeout"),
     )
     settings: dict[str, Any] = {
-        "on_event": lambda event: report.emit(event, EVENT_TEXTS[event["event"]].format_map(event)),
+        "on_event": lambda event: report.emit(event, event_text(event)),
         "limits": limits,
     }
     ready = False

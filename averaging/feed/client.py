@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import os
 import random
 import ssl
 import time
+import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,7 +15,15 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 
-from averaging.errors import ConfigError, FeedBusyError, FeedError, FeedRefusedError, FeedUnreachableError
+from averaging.common.addresses import is_loopback
+from averaging.errors import (
+    ConfigError,
+    FeedBusyError,
+    FeedError,
+    FeedRefusedError,
+    FeedUnreachableError,
+    printable,
+)
 from averaging.feed.messages import decode
 from averaging.security.credentials import read_tls, read_tokens
 
@@ -27,6 +37,10 @@ MIN_PAUSE, MAX_PAUSE = 0.1, 5.0
 
 MAX_RETRY_AFTER = 60.0
 """Upper bound of the `Retry-After` that a client obeys, in seconds."""
+
+
+MAX_MESSAGE = 2000
+"""Characters of a server's message that an error quotes."""
 
 
 class Backoff:
@@ -63,7 +77,8 @@ class Connection:
     """Sends requests to the server at `url`.
 
     Args:
-        url: "http://HOST:PORT" or "https://HOST:PORT".
+        url: "http://HOST:PORT" or "https://HOST:PORT". A token may be its password, "http://any:TOKEN@HOST:PORT". The
+            proxies of variables such as HTTP_PROXY are used, except to loopback addresses and to hosts in NO_PROXY.
         token_file: the first token in it is sent.
         tls_ca, tls_cert, tls_key: files for TLS, all of them or none. With none, https trusts the system's authorities.
         timeout: seconds to connect, and between two pieces of a request or reply.
@@ -86,16 +101,22 @@ class Connection:
         retry_timeout: float = 300.0,
         max_bytes: int = 1 << 30,
     ) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"{url!r} is not the address of a feed; give http://HOST:PORT or https://HOST:PORT")
+        self.url, user = _without_user(url)
         tokens, tls = read_tokens(token_file), read_tls(tls_ca, tls_cert, tls_key, time.time)
         context = ssl.create_default_context(cadata=tls.ca_pem.decode() if tls else None)
         if tls and tls_cert and tls_key:
             context.load_cert_chain(tls_cert, tls_key)
-        self.url, self._retry_timeout = url.rstrip("/"), retry_timeout
-        self._max_bytes = max_bytes
+        self._retry_timeout, self._max_bytes = retry_timeout, max_bytes
+        self._proxy = _proxy_variable(self.url)
         headers = {"Authorization": f"Bearer {tokens[0]}"} if tokens else {}
-        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=timeout, verify=context)
+        options: dict[str, Any] = {"headers": headers, "auth": None if tokens else user, "timeout": timeout}
+        try:
+            self._client = httpx.Client(base_url=self.url, verify=context, trust_env=self._proxy is not None, **options)
+        except (ImportError, ValueError) as error:  # httpx knows the proxy's scheme not at all, or only with an extra
+            raise ConfigError(
+                f"the proxy in {self._proxy} cannot be used ({error}); correct the variable, or add the feed's host to "
+                "NO_PROXY"
+            ) from None
 
     def close(self) -> None:
         """Closes the connections to the server."""
@@ -151,13 +172,43 @@ class Connection:
                         raise FeedError(f"{self.url}{path} answers with more than {self._max_bytes} bytes")
         except (httpx.HTTPError, httpx.StreamError) as error:
             reason = str(error) or type(error).__name__
-            raise FeedBusyError(0, f"{self.url} cannot be reached ({reason}); check that the feed is up") from None
+            through = f" through the proxy in {self._proxy}" if self._proxy else ""
+            raise FeedBusyError(
+                0, f"{self.url} cannot be reached{through} ({reason}); check that the feed is up"
+            ) from None
         if response.is_success:
             return bytes(reply)
         message = f"{self.url}{path} answers {response.status_code}: {_message(bytes(reply))}"
         if response.status_code >= 500 or response.status_code in (408, 429):
             raise FeedBusyError(response.status_code, message, _seconds(response.headers.get("retry-after", "")))
         raise FeedRefusedError(response.status_code, message)
+
+
+def _without_user(url: str) -> tuple[str, tuple[str, str] | None]:
+    """Splits an address into one that errors may show, and the user and password in it.
+
+    Raises:
+        ConfigError: it is not the address of a feed.
+    """
+    try:
+        parsed = httpx.URL(url)
+        valid = parsed.scheme in ("http", "https") and bool(parsed.host)
+    except (httpx.InvalidURL, TypeError):
+        valid = False
+    if not valid:
+        shown = printable(url.rpartition("@")[2])
+        raise ConfigError(f"{shown!r} is not the address of a feed; give http://HOST:PORT or https://HOST:PORT")
+    user = (parsed.username, parsed.password) if parsed.userinfo else None
+    return str(parsed.copy_with(userinfo=b"")).rstrip("/"), user
+
+
+def _proxy_variable(url: str) -> str | None:
+    """Returns the name of the environment variable whose proxy carries requests to `url`, or None."""
+    parsed = httpx.URL(url)
+    if is_loopback(parsed.host) or urllib.request.proxy_bypass(parsed.host):
+        return None
+    names = [name for scheme in (parsed.scheme, "all") for name in (f"{scheme}_proxy", f"{scheme}_proxy".upper())]
+    return next((name for name in names if os.environ.get(name)), None)
 
 
 def decode_reply(body: bytes, kind: type[T]) -> T:
@@ -175,9 +226,9 @@ def decode_reply(body: bytes, kind: type[T]) -> T:
 def _message(body: bytes) -> str:
     try:
         error: Any = msgspec.json.decode(body)
-        return str(error.get("message") or error.get("detail"))
+        return printable(str(error.get("message") or error.get("detail")), MAX_MESSAGE)
     except (msgspec.MsgspecError, AttributeError, RecursionError):
-        return body[:200].decode(errors="replace")
+        return printable(body[:200].decode(errors="replace"))
 
 
 def _seconds(retry_after: str) -> float:

@@ -7,15 +7,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from averaging.errors import ConfigError, FeedRefusedError
 
-MAX_NAME, MAX_BATCH_SIZE = 1024, 1 << 20
+MAX_NAME, MAX_BATCH_SIZE, MAX_STEP, MAX_WEIGHT = 1024, 1 << 20, 1 << 53, 1e9
+
+MAX_TOKEN = (1 << 31) - 1
+"""The largest token id."""
+
+ENTRY_COST, CONTAINER_COST = 8, 16
+"""Memory of an entry of a JSON object, and of an array or object, relative to that of a number."""
 
 Message = TypeVar("Message")
+
+Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN)]
+Mask = Annotated[int, msgspec.Meta(ge=-100, le=MAX_TOKEN)]
 
 
 class Registration(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,17 +45,17 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     wandb_group: str
     wandb_project: str
     batch_size: int
-    max_token_len: int
+    max_token_len: Int64
     checkpoint_dir: str
-    save_checkpoint_interval: int
+    save_checkpoint_interval: Int64
     starting_step: int
-    num_steps: int
+    num_steps: Int64
 
     def __post_init__(self) -> None:
         if not 1 <= self.batch_size <= MAX_BATCH_SIZE:
             raise ConfigError(f"batch_size must be from 1 to {MAX_BATCH_SIZE}, not {self.batch_size}")
-        if self.starting_step < 0:
-            raise ConfigError(f"starting_step must be at least 0, not {self.starting_step}")
+        if not 0 <= self.starting_step <= MAX_STEP:
+            raise ConfigError(f"starting_step must be at least 0 and at most {MAX_STEP}, not {self.starting_step}")
 
 
 class RegisterEnv(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +70,7 @@ class RegisterEnv(msgspec.Struct, frozen=True, kw_only=True):
         ConfigError: a value is out of range, or desired_name is too long.
     """
 
-    max_token_length: int
+    max_token_length: Int64
     desired_name: str
     weight: float
     group_size: int
@@ -71,8 +81,8 @@ class RegisterEnv(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"group_size must be from 1 to {MAX_BATCH_SIZE}, not {self.group_size}")
         if self.min_batch_allocation is not None and not 0 <= self.min_batch_allocation <= 1:
             raise ConfigError(f"min_batch_allocation must be from 0 to 1, not {self.min_batch_allocation}")
-        if not math.isfinite(self.weight):
-            raise ConfigError(f"weight must be finite, not {self.weight}")
+        if not abs(self.weight) <= MAX_WEIGHT:
+            raise ConfigError(f"weight must be finite and at most {MAX_WEIGHT:g}, not {self.weight}")
         if len(self.desired_name) > MAX_NAME:
             raise ConfigError(f"desired_name may have {MAX_NAME} characters, not {len(self.desired_name)}")
 
@@ -87,7 +97,7 @@ class ScoredData(msgspec.Struct, kw_only=True):
     """A group: sequences that were scored together and belong into one batch.
 
     Attributes:
-        tokens: the token ids of each sequence.
+        tokens: the token ids of each sequence, from 0 to 2^31 - 1.
         masks: for each token its id, or -100 if it is not trained, for example in the prompt.
         scores: one number for each sequence.
 
@@ -95,8 +105,8 @@ class ScoredData(msgspec.Struct, kw_only=True):
         ConfigError: lengths do not match, a score is not finite, or a message has no role or content.
     """
 
-    tokens: list[list[int]]
-    masks: list[list[int]]
+    tokens: list[list[TokenId]]
+    masks: list[list[Mask]]
     scores: Sequence[float | bool]
     advantages: list[list[float]] | None = None
     ref_logprobs: list[list[float]] | None = None
@@ -106,8 +116,8 @@ class ScoredData(msgspec.Struct, kw_only=True):
     overrides: list[dict[str, Any]] | None = None
     group_overrides: dict[str, Any] | None = None
     images: Any = None
-    env_id: int | None = None
-    distill_token_ids: list[list[list[int]]] | None = None
+    env_id: Int64 | None = None
+    distill_token_ids: list[list[list[TokenId]]] | None = None
     distill_logprobs: list[list[list[float]]] | None = None
 
     def __post_init__(self) -> None:
@@ -162,6 +172,12 @@ class BatchReply(msgspec.Struct, frozen=True):
     status: str = ""
     message: str = ""
     step: int | None = None
+
+
+def object_count(body: bytes | bytearray) -> int:
+    """Returns an upper bound of the memory that decoded JSON takes, relative to that of a number."""
+    containers = body.count(b"[") + body.count(b"{")
+    return body.count(b",") + ENTRY_COST * body.count(b":") + CONTAINER_COST * containers
 
 
 def decode(body: bytes | bytearray, kind: type[Message]) -> Message:

@@ -13,7 +13,8 @@ import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -23,10 +24,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from averaging.common.addresses import is_loopback, parse_ip
 from averaging.errors import ConfigError, FeedBusyError, FeedRefusedError
 from averaging.feed.database import Database, Post
 from averaging.feed.database_thread import DatabaseThread
-from averaging.feed.messages import EnvIdentifier, RegisterEnv, Registration, ScoredData, decode
+from averaging.feed.messages import EnvIdentifier, RegisterEnv, Registration, ScoredData, decode, object_count
 from averaging.feed.run_state import NO_TRAINER, RunState
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,15 @@ COMPRESS_MIN_BYTES = 1000
 
 MAX_KEY = 200
 """Characters of an Idempotency-Key."""
+
+UNZIP_BYTES = 1 << 20
+"""Bytes that the event loop decompresses before it serves other requests."""
+
+THREAD_BYTES = 64 << 10
+"""Bodies of this size or more are decoded in a thread, one after the other, so that their objects never add up."""
+
+UNSAFE = frozenset({"/batch", "/reset_data"})
+"""Paths whose GET changes the run, so that HEAD must not answer like it."""
 
 EMPTY_EXAMPLE: Mapping[str, Sequence[object]] = {
     name: []
@@ -79,7 +90,9 @@ READS: Mapping[str, Callable[[RunState], object]] = {
 }
 
 Event: TypeAlias = Mapping[str, Any]
-Handler: TypeAlias = Callable[[Request, bytes], Awaitable[Response]]
+Handler: TypeAlias = Callable[[Request, bytearray], Awaitable[Response]]
+T = TypeVar("T")
+Message = TypeVar("Message")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +101,8 @@ class Limits:
 
     Attributes:
         body_bytes: body of a request, after decompression. All bodies at one time may have four times as many.
+        body_objects: numbers and texts in the body of a request. An entry of an object counts 8, and an array or object
+            16, because they take so many times the memory; commas and brackets inside of texts count, too.
         queue_bytes, queue_groups: groups that wait; posts to a full queue are answered with status 503.
         replay_bytes: batches kept for a trainer that resumes; the oldest are forgotten first.
         seconds: time for the header of a request, for its body, and for a client that reads nothing of its reply.
@@ -98,6 +113,7 @@ class Limits:
     """
 
     body_bytes: int = 64 << 20
+    body_objects: int = 1 << 23
     queue_bytes: int = 4 << 30
     queue_groups: int = 50_000
     replay_bytes: int = 4 << 30
@@ -116,15 +132,22 @@ class Routes:
     Args:
         database: an entered `DatabaseThread`.
         tokens: each request except GET / must carry one of them; if empty, no token is required.
+        hosts: names of this server, which the Host header must have if it is neither an address nor without a dot; None
+            allows any.
         on_event: called with each event.
     """
 
     def __init__(
-        self, database: DatabaseThread, tokens: Sequence[str], limits: Limits, on_event: Callable[[Event], None]
+        self,
+        database: DatabaseThread,
+        tokens: Sequence[str],
+        hosts: Sequence[str] | None,
+        limits: Limits,
+        on_event: Callable[[Event], None],
     ) -> None:
         self._database, self._limits, self._on_event = database, limits, on_event
-        self._tokens = [token.encode() for token in tokens]
-        self._body_bytes = 0
+        self._tokens, self._hosts = [token.encode() for token in tokens], hosts
+        self._body_bytes, self._decoding = 0, asyncio.Lock()
         self._metrics = CollectorRegistry()
         for name, (help_text, read) in GAUGES.items():
             gauge = Gauge(f"averaging_feed_{name}", help_text, registry=self._metrics)
@@ -154,12 +177,16 @@ class Routes:
             **{f"GET {path}": self._reader(read) for path, read in READS.items()},
         }
         self.application = Starlette(
-            routes=[
-                Route(path, self._endpoint(path, handler), methods=[method])
-                for (method, _, path), handler in ((name.partition(" "), handlers[name]) for name in handlers)
-            ],
+            routes=[self._route(name, handler) for name, handler in handlers.items()],
             exception_handlers={HTTPException: _no_such_route},
         )
+
+    def _route(self, name: str, handler: Handler) -> Route:
+        method, _, path = name.partition(" ")
+        route = Route(path, self._endpoint(path, handler), methods=[method])
+        if path in UNSAFE and route.methods:
+            route.methods.discard("HEAD")  # Starlette adds it to GET
+        return route
 
     def _emit(self, event: Event) -> None:
         try:
@@ -168,7 +195,7 @@ class Routes:
             logger.exception("on_event has failed")
 
     def _reader(self, read: Callable[[RunState], object]) -> Handler:
-        async def handler(request: Request, body: bytes) -> Response:
+        async def handler(request: Request, body: bytearray) -> Response:
             return _json(await self._database.run(lambda database: read(database.state)))
 
         return handler
@@ -177,8 +204,9 @@ class Routes:
         async def endpoint(request: Request) -> Response:
             began = time.perf_counter()
             try:
+                self._check_page(request)
                 if path != "/":
-                    self._check_caller(request)
+                    self._check_token(request)
                 response = await self._with_body(request, handler)
             except FeedRefusedError as error:
                 response = _error(error.status, str(error))
@@ -195,10 +223,26 @@ class Routes:
 
         return endpoint
 
-    def _check_caller(self, request: Request) -> None:
-        # Otherwise any page in a browser on this machine could drop the run.
-        if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+    def _check_page(self, request: Request) -> None:
+        """Refuses requests of web pages. Otherwise any page in a browser on this machine could drop the run.
+
+        A page whose name its owner lets point to this machine has the same origin as the server (DNS rebinding). Only
+        the Host header then has a name that is not the server's.
+        """
+        headers = request.headers
+        host = headers.get("host", "")
+        if self._hosts is not None and host and not _is_name_of_server(host, self._hosts):
+            raise FeedRefusedError(
+                403,
+                f"{host[:100]!r} is no known name of this server; use its address, start it with --allow-host NAME, or "
+                "require a token",
+            )
+        sent_by = [headers[name].lower() for name in ("origin", "referer") if name in headers]
+        own_page = all(page.split("/")[2:3] == [host.lower()] for page in sent_by)
+        if not own_page or headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
             raise FeedRefusedError(403, "requests of web pages are refused; use another HTTP client")
+
+    def _check_token(self, request: Request) -> None:
         scheme, _, value = request.headers.get("authorization", "").partition(" ")
         given = value.strip().encode()
         if scheme.lower() == "basic":  # clients without an option for a token send the password of their URL
@@ -213,44 +257,66 @@ class Routes:
 
     async def _with_body(self, request: Request, handler: Handler) -> Response:
         """Reads the body within the limits, and calls `handler`. The body counts until the handler returns."""
-        limit, counted = self._limits.body_bytes, 0
         encoding = request.headers.get("content-encoding", "").lower()
         unzip = zlib.decompressobj(wbits=31) if "gzip" in encoding else None
         body = bytearray()
         try:
             async with asyncio.timeout(self._limits.seconds):
                 async for chunk in request.stream():
-                    body += unzip.decompress(chunk, limit + 1 - len(body)) if unzip else chunk
-                    if len(body) > limit:
-                        raise FeedRefusedError(413, f"the body has more than {limit} bytes; send fewer groups at once")
-                    self._body_bytes += len(body) - counted
-                    counted = len(body)
-                    if self._body_bytes > 4 * limit:
-                        raise FeedBusyError(
-                            503, "this server reads too many bodies at present; send the same again", 1.0
-                        )
+                    if unzip is None:
+                        self._extend(body, chunk)
+                        continue
+                    while True:  # not the whole chunk at once, which may grow a thousand times
+                        piece = unzip.decompress(chunk, UNZIP_BYTES)
+                        self._extend(body, piece)
+                        if len(piece) < UNZIP_BYTES:
+                            break
+                        chunk = unzip.unconsumed_tail
+                        await asyncio.sleep(0)
             if unzip and body and (not unzip.eof or unzip.unused_data):
                 raise FeedRefusedError(400, "the body is not one whole gzip stream")
-            return await handler(request, bytes(body))
+            return await handler(request, body)
         except zlib.error:
             raise FeedRefusedError(400, "the body is not gzip, although its Content-Encoding is") from None
         except TimeoutError:
             raise FeedRefusedError(408, f"the body did not arrive within {self._limits.seconds:g} s") from None
         finally:
-            self._body_bytes -= counted
+            self._body_bytes -= len(body)
 
-    async def _root(self, request: Request, body: bytes) -> Response:
+    def _extend(self, body: bytearray, piece: bytes) -> None:
+        limit = self._limits.body_bytes
+        body += piece
+        self._body_bytes += len(piece)
+        if len(body) > limit:
+            raise FeedRefusedError(413, f"the body has more than {limit} bytes; send fewer groups at once")
+        if self._body_bytes > 4 * limit:
+            raise FeedBusyError(503, "this server reads too many bodies at present; send the same again", 1.0)
+
+    async def _decode(self, body: bytearray, kind: type[Message], then: Callable[[Message], T]) -> T:
+        """Decodes a body that may be large, and calls `then` with the result, in a thread if it is large."""
+        if len(body) < THREAD_BYTES:
+            return then(self._decode_bounded(body, kind))
+        async with self._decoding:
+            return await asyncio.to_thread(lambda: then(self._decode_bounded(body, kind)))
+
+    def _decode_bounded(self, body: bytearray, kind: type[Message]) -> Message:
+        limit = self._limits.body_objects
+        if object_count(body) > limit:
+            raise FeedRefusedError(413, f"the body has more than {limit} objects; send fewer groups at once")
+        return decode(body, kind)
+
+    async def _root(self, request: Request, body: bytearray) -> Response:
         return _json({"message": "AtroposLib API"})
 
-    async def _register(self, request: Request, body: bytes) -> Response:
-        registration = decode(body, Registration)
+    async def _register(self, request: Request, body: bytearray) -> Response:
+        registration = self._decode_bounded(body, Registration)
         if await self._database.run(lambda database: database.register(registration)):
             fields = {name: getattr(registration, name) for name in ("batch_size", "starting_step", "num_steps")}
             self._emit({"event": "registered", **fields})
         return _json({"uuid": uuid.uuid4().int})
 
-    async def _register_env(self, request: Request, body: bytes) -> Response:
-        config = decode(body, RegisterEnv)
+    async def _register_env(self, request: Request, body: bytearray) -> Response:
+        config = self._decode_bounded(body, RegisterEnv)
 
         def register(database: Database) -> dict[str, Any]:
             env_id, run = database.register_env(config), database.state.registration
@@ -271,42 +337,38 @@ class Routes:
             self._emit({"event": "environment", "env_id": reply["env_id"], "name": reply["wandb_name"]})
         return _json(reply)
 
-    async def _disconnect_env(self, request: Request, body: bytes) -> Response:
-        env_id = decode(body, EnvIdentifier).env_id
+    async def _disconnect_env(self, request: Request, body: bytearray) -> Response:
+        env_id = self._decode_bounded(body, EnvIdentifier).env_id
         try:
             await self._database.run(lambda database: database.disconnect(env_id))
         except FeedRefusedError as error:
             return _json({"status": "failure", "error": str(error)})
         return _json({"status": "success"})
 
-    async def _scored_data(self, request: Request, body: bytes) -> Response:
-        buffered = await self._post(request, [decode(body, ScoredData)])
+    async def _scored_data(self, request: Request, body: bytearray) -> Response:
+        key = _key(request)
+        post = await self._decode(body, ScoredData, lambda group: _post_of([group], key))
+        buffered = await self._post(post)
         return _json({"status": "buffered", "buffer_size": buffered[0]} if buffered else {"status": "received"})
 
-    async def _scored_data_list(self, request: Request, body: bytes) -> Response:
-        groups = decode(body, list[ScoredData])
-        buffered = await self._post(request, groups)
+    async def _scored_data_list(self, request: Request, body: bytearray) -> Response:
+        key = _key(request)
+        post = await self._decode(body, list[ScoredData], lambda groups: _post_of(groups, key))
+        buffered = await self._post(post)
         waiting = {"buffered": len(buffered), "last_buffer_size": buffered[-1]} if buffered else {}
-        return _json({"status": "received", "groups_processed": len(groups), **waiting})
+        return _json({"status": "received", "groups_processed": len(post.groups), **waiting})
 
-    async def _post(self, request: Request, groups: Sequence[ScoredData]) -> list[int]:
-        key, now = request.headers.get("idempotency-key", ""), time.time()
-        if len(key) > MAX_KEY:
-            raise FeedRefusedError(422, f"the Idempotency-Key has {len(key)} characters; the limit is {MAX_KEY}")
-        sizes = [(group.env_id, len(group.tokens)) for group in groups]
-        # Without env_id: an environment that was restarted has a new one.
-        identity = [(group.tokens, group.masks, group.scores) for group in groups] if key else []
-        digest = blake2b(msgspec.json.encode(identity), digest_size=16).digest()
-        post = Post(sizes, [msgspec.json.encode(group) for group in groups], key, digest)
+    async def _post(self, post: Post) -> list[int]:
+        now = time.time()
         buffered, repeated = await self._database.run(lambda database: database.post(post, now))
         if repeated:
             self._counters["repeated_posts_total"].inc()
         else:
-            self._counters["received_groups_total"].inc(len(groups))
-            self._counters["received_sequences_total"].inc(sum(size for _, size in sizes))
+            self._counters["received_groups_total"].inc(len(post.groups))
+            self._counters["received_sequences_total"].inc(sum(size for _, size in post.groups))
         return buffered
 
-    async def _batch(self, request: Request, body: bytes) -> Response:
+    async def _batch(self, request: Request, body: bytearray) -> Response:
         step, saved = (_number(request, name) for name in ("step", "saved"))
         try:
             found = await self._database.run(lambda database: database.batch(step, saved))
@@ -322,20 +384,22 @@ class Routes:
         self._emit({"event": "batch", "step": found_step, "groups": len(contents), "sequences": sequences})
         return await _content(request, b'{"batch":[%b],"step":%d}' % (b",".join(contents), found_step))
 
-    async def _latest_example(self, request: Request, body: bytes) -> Response:
+    async def _latest_example(self, request: Request, body: bytearray) -> Response:
         latest = await self._database.run(lambda database: database.latest)
         return await _content(request, latest or msgspec.json.encode(EMPTY_EXAMPLE))
 
-    async def _status_env(self, request: Request, body: bytes) -> Response:
-        env_id = decode(body, EnvIdentifier).env_id
+    async def _status_env(self, request: Request, body: bytearray) -> Response:
+        env_id = None if body else _number(request, "env_id")
+        if env_id is None:
+            env_id = self._decode_bounded(body, EnvIdentifier).env_id
         return _json(await self._database.run(lambda database: database.state.status_env(env_id)))
 
-    async def _reset_data(self, request: Request, body: bytes) -> Response:
+    async def _reset_data(self, request: Request, body: bytearray) -> Response:
         await self._database.run(lambda database: database.reset())
         self._emit({"event": "reset"})
         return PlainTextResponse("Reset successful")
 
-    async def _get_metrics(self, request: Request, body: bytes) -> Response:
+    async def _get_metrics(self, request: Request, body: bytearray) -> Response:
         return Response(generate_latest(self._metrics), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
@@ -362,10 +426,36 @@ async def _content(request: Request, content: bytes) -> Response:
     return Response(content, headers=headers, media_type="application/json")
 
 
+def _is_name_of_server(host_header: str, hosts: Sequence[str]) -> bool:
+    """Whether a request for that host can reach only this server: nobody else can let such a name point to it."""
+    try:
+        host = (urlsplit(f"//{host_header}").hostname or "").rstrip(".")
+    except ValueError:
+        return False
+    return "." not in host or parse_ip(host) is not None or is_loopback(host) or host in hosts
+
+
+def _key(request: Request) -> str:
+    key = request.headers.get("idempotency-key", "")
+    if len(key) > MAX_KEY:
+        raise FeedRefusedError(422, f"the Idempotency-Key has {len(key)} characters; the limit is {MAX_KEY}")
+    return key
+
+
+def _post_of(groups: Sequence[ScoredData], key: str) -> Post:
+    digest = blake2b(digest_size=16)
+    contents = []
+    for group in groups:
+        contents.append(msgspec.json.encode(group))
+        if key:  # without env_id: an environment that was restarted may have a new one
+            digest.update(msgspec.json.encode(msgspec.structs.replace(group, env_id=None)))
+    return Post([(group.env_id, len(group.tokens)) for group in groups], contents, key, digest.digest())
+
+
 def _number(request: Request, name: str) -> int | None:
     text = request.query_params.get(name)
     if text is None:
         return None
     if not (text.isascii() and text.isdecimal() and len(text) <= 18):
-        raise FeedRefusedError(422, f"{name} must be the number of a step, not {text[:20]!r}")
+        raise FeedRefusedError(422, f"{name} must be a number of at most 18 digits, not {text[:20]!r}")
     return int(text)

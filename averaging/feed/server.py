@@ -6,10 +6,11 @@ import asyncio
 import socket
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
+from socket import gethostname
 from types import TracebackType
 from typing import Any, Self
 
@@ -40,6 +41,8 @@ class FeedServer:
         token_file: tokens, one per line; each request except GET / must carry one of them.
         tls_ca, tls_cert, tls_key: files for TLS. Without `token_file` clients must show a certificate of `tls_ca`.
         insecure: whether other machines may connect without TLS.
+        hosts: DNS names of this server. Without TLS and tokens, requests for other names with a dot are refused: web
+            pages can send those.
         fsync: whether an acknowledged post also survives a power failure. It always survives the end of this process.
         limits: limits of memory, disk, time and connections.
         on_event: called with each event that `averaging feed --json` prints.
@@ -62,6 +65,7 @@ class FeedServer:
         tls_cert: str | Path | None = None,
         tls_key: str | Path | None = None,
         insecure: bool = False,
+        hosts: Sequence[str] = (),
         fsync: bool = False,
         limits: Limits | None = None,
         on_event: Callable[[Event], None] = lambda event: None,
@@ -71,6 +75,7 @@ class FeedServer:
         self._tls = read_tls(tls_ca, tls_cert, tls_key, time.time)
         self._tls_files = {"ssl_ca_certs": tls_ca, "ssl_certfile": tls_cert, "ssl_keyfile": tls_key}
         host, _ = parse_address(listen)
+        self._hosts = None if self._tls or self._tokens else [*(name.lower() for name in hosts), host, gethostname()]
         if not (self._tls or insecure or is_loopback(host)):
             raise ConfigError(
                 f"other machines can reach {listen}, and without TLS anybody in between can read and change requests; "
@@ -90,7 +95,7 @@ class FeedServer:
         async with AsyncExitStack() as stack:
             listener = stack.enter_context(_listening(self._listen))
             database = await stack.enter_async_context(DatabaseThread(self._open))
-            routes = Routes(database, self._tokens, self._limits, self._on_event)
+            routes = Routes(database, self._tokens, self._hosts, self._limits, self._on_event)
             config = self._config(routes)
             config.load()
             server = uvicorn.Server(config)  # not serve(), which would install signal handlers

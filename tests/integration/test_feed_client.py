@@ -152,3 +152,54 @@ def test_which_batches_count_as_saved(step: int, interval: int, call: int | None
 def test_invalid_times_raise(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="must be above 0 s"):
         BatchFeed("http://127.0.0.1:9", registration(), None, **wrong)
+
+
+SECRET = "token-that-nobody-may-see"
+
+
+def test_the_token_of_an_address_is_sent_and_never_shown() -> None:
+    with answering((200, {}, b"{}")) as (url, _):
+        address = url.replace("://", f"://any:{SECRET}@")
+        connection = Connection(address)
+        assert connection.send("GET", "/batch") == b"{}"
+        assert connection._client.auth is not None
+        connection.close()
+    for failing in (
+        lambda: next(BatchFeed(address, registration(), retry_timeout=0.01)),
+        lambda: FeedEnvironment(address, environment(), retry_timeout=0.01).register(),
+        lambda: Connection(address.replace("http:", "ftp:")),
+        lambda: Connection(address.replace("http:", "http:/")),
+    ):
+        with pytest.raises((FeedError, ConfigError)) as caught:
+            failing()
+        assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize("variable", ["HTTP_PROXY", "http_proxy", "ALL_PROXY"])
+def test_proxies_are_named_and_not_used_on_this_machine(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy", "NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, "http://user:secret@127.0.0.1:9")
+    with answering((200, {}, b"{}")) as (url, _):
+        connection = Connection(url)
+        assert connection.send("GET", "/batch") == b"{}"
+        connection.close()
+    with pytest.raises(FeedUnreachableError, match=f"through the proxy in {variable}") as caught:
+        Connection("http://feed.example.org", retry_timeout=0.0).request("GET", "/batch", BatchReply)
+    assert "secret" not in str(caught.value)
+    monkeypatch.setenv("NO_PROXY", "feed.example.org")
+    assert Connection("http://feed.example.org")._proxy is None
+    monkeypatch.delenv("NO_PROXY")
+    monkeypatch.setenv(variable, "socks9://127.0.0.1:9")
+    with pytest.raises(ConfigError, match=f"the proxy in {variable} cannot be used"):
+        Connection("http://feed.example.org")
+
+
+def test_what_a_server_says_is_shown_without_control_characters() -> None:
+    with answering((422, {}, b'{"message": "\\u001b[2Jgone"}')) as (url, _):
+        connection = Connection(url)
+        with pytest.raises(FeedRefusedError) as caught:
+            connection.send("GET", "/batch")
+        assert "gone" in str(caught.value)
+        assert str(caught.value).isprintable()
+        connection.close()

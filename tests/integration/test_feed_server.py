@@ -111,6 +111,15 @@ BAD = [
     ("/register", REGISTRATION | {"batch_size": 0}, "batch_size must be from 1"),
     ("/register", REGISTRATION | {"batch_size": "many"}, "Expected `int`"),
     ("/register", REGISTRATION | {"starting_step": -1}, "starting_step must be at least 0"),
+    ("/register", REGISTRATION | {"starting_step": 2**63}, "at most 9007199254740992"),
+    ("/register", REGISTRATION | {"num_steps": 2**64}, "num_steps"),
+    ("/register-env", ENVIRONMENT | {"weight": 1e300}, "weight must be finite and at most"),
+    ("/register-env", ENVIRONMENT | {"max_token_length": -(2**64)}, "max_token_length"),
+    ("/scored_data", GROUP | {"tokens": [[1, 2], [-1]]}, "Expected `int` >= 0 - at `$.tokens[1][0]`"),
+    ("/scored_data", GROUP | {"tokens": [[1, 2**31], [3]]}, "Expected `int` <= 2147483647 - at `$.tokens[0][1]`"),
+    ("/scored_data", GROUP | {"masks": [[-101, 2], [3]]}, "Expected `int` >= -100 - at `$.masks[0][0]`"),
+    ("/scored_data", GROUP | {"distill_token_ids": [[[2**40]]]}, "`$.distill_token_ids[0][0][0]`"),
+    ("/scored_data", GROUP | {"env_id": 2**70}, "env_id"),
     ("/register-env", ENVIRONMENT | {"group_size": 0}, "group_size must be from 1"),
     ("/register-env", ENVIRONMENT | {"group_size": 5}, "group_size 5 is above the run's batch_size 4"),
     ("/register-env", ENVIRONMENT | {"min_batch_allocation": 1.5}, "min_batch_allocation must be from 0 to 1"),
@@ -179,6 +188,18 @@ async def test_an_environment_that_nobody_registered_is_asked_to_register() -> N
             assert f"no environment with env_id {env_id}; register it with /register-env" in reply.json()["message"]
             assert (await client.request("GET", "/status-env", json={"env_id": env_id})).status_code == 404
         assert (await client.request("GET", "/status-env")).status_code == 422
+        assert (await client.get("/status-env?env_id=x")).status_code == 422
+        assert (await client.get("/status-env?env_id=1")).status_code == 404
+
+
+@pytest.mark.asyncio
+async def test_the_status_of_an_environment_by_body_or_query() -> None:
+    async with serving() as client:
+        await begin(client)
+        body = await client.request("GET", "/status-env", json={"env_id": 0})
+        for path, content in (("/status-env?env_id=0", None), ("/status-env?env_id=7", {"env_id": 0})):
+            reply = await client.request("GET", path, json=content)
+            assert (reply.status_code, reply.json()) == (200, body.json())
 
 
 @pytest.mark.asyncio
@@ -306,7 +327,7 @@ def becomes_closed(port: int) -> bool:
 async def test_a_client_that_stops_reading_is_disconnected() -> None:
     async with FeedServer(":memory:", limits=Limits(seconds=0.2)) as server:
         async with httpx.AsyncClient(base_url=server.url) as client:
-            tokens = [[10**12] * 500_000]
+            tokens = [[2**31 - 1] * 600_000]
             await client.post("/scored_data", json={"tokens": tokens, "masks": tokens, "scores": [0.0]})
         host, _, port = server.url.removeprefix("http://").partition(":")
         with socket.create_connection((host, int(port))) as connection:
@@ -467,7 +488,87 @@ async def test_an_internal_error_is_answered_and_logged(
 
 
 @pytest.mark.asyncio
-async def test_requests_of_web_pages_are_refused() -> None:
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Sec-Fetch-Site": "same-site"}, 403),
+        ({"Sec-Fetch-Site": "same-origin"}, 200),
+        ({"Sec-Fetch-Site": "none"}, 200),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Referer": "http://evil.example/page"}, 403),
+        ({"Referer": "http://[evil"}, 403),
+        ({"Host": "feed:8000", "Origin": "http://feed:8000"}, 200),
+        ({"Host": "evil.example:8000", "Origin": "http://evil.example:8000"}, 403),
+        ({"Host": "evil.example"}, 403),
+        ({"Host": "127.0.0.1.evil.example"}, 403),
+        ({"Host": "[evil.example"}, 403),
+        ({"Host": "Feed.example.org.:80"}, 200),
+        ({"Host": "192.0.2.7"}, 200),
+        ({"Host": "[::1]:8000"}, 200),
+        ({"Host": "run.localhost"}, 200),
+    ],
+    ids=str,
+)
+async def test_requests_of_web_pages_are_refused(method: str, headers: dict[str, str], status: int) -> None:
+    """Also of a page whose name points to this machine, so that its requests have the same origin as the server."""
+    async with serving(hosts=["feed.example.org"]) as client:
+        assert (await client.request(method, "/status", headers=headers)).status_code == status
+
+
+@pytest.mark.asyncio
+async def test_with_a_token_the_server_may_have_any_name(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    token.chmod(0o600)
+    async with serving(token_file=token) as client:
+        assert (await client.get("/status", auth=("any", TOKEN), headers={"Host": "feed.example"})).status_code == 200
+
+
+@pytest.mark.asyncio
+async def test_head_changes_nothing() -> None:
     async with serving() as client:
-        for site, status in (("cross-site", 403), ("same-site", 403), ("same-origin", 200), ("none", 200)):
-            assert (await client.get("/reset_data", headers={"Sec-Fetch-Site": site})).status_code == status
+        await begin(client)
+        await client.post("/scored_data_list", json=[GROUP, GROUP])
+        for path in ("/reset_data", "/batch"):
+            assert (await client.head(path)).status_code == 405
+        assert (await client.head("/status")).status_code == 200
+        assert (await client.get("/batch")).json()["step"] == 1, "the run is still there"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("inner", [b"[],", b"{},", b'"a":1,', b"7,"])
+async def test_the_objects_of_a_body_are_bounded(inner: bytes) -> None:
+    """60 KiB of gzip may hold 20 million lists, which take gigabytes."""
+    brackets = (b"{", b"}") if b":" in inner else (b"[", b"]")
+    images = brackets[0] + inner * 2_000_000 + b'"b"'
+    images += (b":1" if b":" in inner else b"") + brackets[1]
+    body = json.dumps(GROUP).encode()[:-1] + b',"images":' + images + b"}"
+    async with serving(limits=Limits(body_objects=1 << 20)) as client:
+        await begin(client)
+        before = psutil.Process().memory_info().rss
+        packed = await asyncio.to_thread(gzip.compress, body, 1)
+        reply = await client.post("/scored_data", content=packed, headers={"Content-Encoding": "gzip"})
+        assert (reply.status_code, reply.json()["status"]) == (413, "error"), reply.text
+        assert "more than 1048576 objects; send fewer groups at once" in reply.json()["message"]
+        assert psutil.Process().memory_info().rss - before < 4 * len(body)
+
+
+@pytest.mark.asyncio
+async def test_a_key_stands_for_all_fields_but_the_environment() -> None:
+    key = {"Idempotency-Key": "k"}
+    async with serving() as client:
+        await begin(client)
+        await client.post("/register-env", json=ENVIRONMENT)
+        for env_id in (0, 1):  # an environment that is restarted may have another env_id
+            reply = await client.post("/scored_data", json=GROUP | {"env_id": env_id}, headers=key)
+            assert reply.json() == {"status": "received"}
+        for name, value in (
+            *(("scores", [1, 2]), ("advantages", [[1.0, 2.0], [3.0]]), ("images", "other"), ("overrides", [{}, {}])),
+            *(("messages", [[{"role": "user", "content": "x"}], []]), ("generation_params", {"top_k": 3})),
+        ):
+            reply = await client.post("/scored_data", json=GROUP | {name: value}, headers=key)
+            assert (reply.status_code, "used for other data" in reply.json()["message"]) == (422, True), name
+        assert (await client.get("/status")).json()["queue_size"] == 1

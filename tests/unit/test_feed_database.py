@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from averaging.cli.feed import event_text
 from averaging.errors import ConfigError, FeedBusyError, FeedError, FeedRefusedError
 from averaging.feed.database import KEY_SECONDS, Database, Post
 from averaging.feed.database_thread import WRITE_RETRY_SECONDS, DatabaseThread
@@ -407,3 +408,9 @@ def test_the_weight_of_an_environment() -> None:
     assert state.status_env(0)["env_weight"] == 1.0
     database.disconnect(0)
     assert state.status_env(2)["env_weight"] == 0.01, "no environment with a weight is left"
+
+
+def test_the_texts_of_clients_are_escaped_on_the_console() -> None:
+    line = event_text({"event": "environment", "env_id": 3, "name": "a\x1b[2J\nb\u202e_0"})
+    assert line.isprintable()
+    assert line.startswith("environment 3 has registered: a")
