@@ -24,6 +24,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Self, TypeVar
 
 from averaging.common.addresses import parse_address
+from averaging.compression.base import check_size
 from averaging.config import FilePath, Inspection, TLSFiles
 from averaging.deadlines.fair_timeout import FairTimeout
 from averaging.deadlines.learned_deadlines import Deadline, Deadlines, Phase
@@ -58,6 +59,7 @@ __all__ = [
     "RpcService",
     "TensorMessage",
     "TensorReader",
+    "check_size",
     "read_credentials",
     "tensor_dtype_name",
     "tensor_messages",

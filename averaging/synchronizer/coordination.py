@@ -15,8 +15,11 @@ from enum import Enum, auto
 
 from averaging.errors import ConfigError
 
-MAX_VERSION = 1 << 62
-"""Highest step of a trainer. Later versions must still fit into the 64 bits of the messages."""
+MAX_STEP = 1 << 62
+"""Highest step of a trainer."""
+
+MAX_VERSION = (1 << 63) - 1
+"""Highest version. It is above `MAX_STEP`, because a lower step gets the present version plus one."""
 
 
 class RunningStatus(Enum):
@@ -94,6 +97,7 @@ class Coordination:
         self.version = version
         self.step: int | None = None
         self._publisher: str | None = None
+        self._trainer_came = False
         self._trainers: dict[str, RunningStatus] = {}
         self._explorers: dict[str, Counter[RunningStatus]] = {}
         self._waits: list[Wait] = []
@@ -105,12 +109,17 @@ class Coordination:
 
     @property
     def trainer_status(self) -> RunningStatus:
-        """REQUIRE_SYNC if a trainer is ready to send, else RUNNING if one runs, else STOPPED."""
+        """REQUIRE_SYNC if a trainer is ready to send, else RUNNING if one runs, else STOPPED, also before the first."""
         statuses = self._trainers.values()
         for status in (RunningStatus.REQUIRE_SYNC, RunningStatus.RUNNING):
             if status in statuses:
                 return status
         return RunningStatus.STOPPED
+
+    @property
+    def trainers_stopped(self) -> bool:
+        """Whether no trainer runs any more. Explorers wait for the first trainer, and not after the last."""
+        return self._trainer_came and self.trainer_status is RunningStatus.STOPPED
 
     @property
     def explorer_status_counts(self) -> dict[RunningStatus, int]:
@@ -119,7 +128,7 @@ class Coordination:
 
     def set_trainer_status(self, status: RunningStatus, member: str) -> None:
         """Sets the status of a trainer. If none is left that runs, waits for a new state end with the present one."""
-        self._trainers[member] = status
+        self._trainers[member], self._trainer_came = status, True
         if status is RunningStatus.STOPPED:
             self._trainer_stopped()
 
@@ -170,8 +179,8 @@ class Coordination:
         Raises:
             ConfigError: The step is out of range.
         """
-        if not 0 <= step <= MAX_VERSION:
-            raise ConfigError(f"the step of a trainer must be from 0 to {MAX_VERSION:.3g}, not {step}")
+        if not 0 <= step <= MAX_STEP:
+            raise ConfigError(f"the step of a trainer must be from 0 to {MAX_STEP}, not {step}")
         repeated = step == self.version and self._publisher in (None, member)
         return step if step > self.version or repeated else self.version + 1
 
@@ -209,7 +218,7 @@ class Coordination:
         if counted:
             self.set_explorer_status(RunningStatus.REQUIRE_SYNC, RunningStatus.RUNNING, member)
         wait = self._begin(Wait(member, Purpose.NEW_STATE, deadline, counted=counted))
-        if wait.end is None and (current < self.version or self.trainer_status is RunningStatus.STOPPED):
+        if wait.end is None and (current < self.version or self.trainers_stopped):
             self._answer(wait, self.version)
         return wait
 
@@ -223,7 +232,7 @@ class Coordination:
             ConfigError: The step is out of range.
         """
         self.next_version(step, member)
-        self._trainers[member] = RunningStatus.REQUIRE_SYNC
+        self._trainers[member], self._trainer_came = RunningStatus.REQUIRE_SYNC, True
         wait = self._begin(Wait(member, Purpose.TRAINER_READY, deadline, step))
         self._settle()
         return wait
@@ -231,7 +240,8 @@ class Coordination:
     def explorer_ready(self, member: str, deadline: float) -> Wait:
         """Says that an explorer is ready to receive, and waits until its trainer and the other explorers are ready.
 
-        The explorer is in REQUIRE_SYNC meanwhile. The answer is as for `trainer_ready`.
+        The explorer is in REQUIRE_SYNC meanwhile. The answer is as for `trainer_ready`. Before the first trainer has
+        come it waits for one.
 
         Raises:
             ConfigError: No explorer of this member is RUNNING.
@@ -295,10 +305,10 @@ class Coordination:
         if broken or not ready + running:
             for wait in sending:
                 self._answer(wait, None)
-        if broken or not trainers:
+        if broken or (not trainers and (fixed or self._trainer_came)):
             for wait in receiving:
                 self._answer(wait, None)
-        elif ready and not running and all(status is RunningStatus.REQUIRE_SYNC for status in trainers):
+        elif trainers and ready and not running and all(status is RunningStatus.REQUIRE_SYNC for status in trainers):
             self._transfer(group, sending, receiving)
 
     def _count(self, group: Group, status: RunningStatus) -> int:
@@ -343,7 +353,7 @@ class Coordination:
         return [wait for wait in self._waits if purpose in (None, wait.purpose) and member in (None, wait.member)]
 
     def _trainer_stopped(self) -> None:
-        if self.trainer_status is RunningStatus.STOPPED:
+        if self.trainers_stopped:
             self._answer_new_state()
         self._settle()
 

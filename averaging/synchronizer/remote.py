@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, suppress
 from typing import Self, TypeVar
 
+from averaging.common.validation import one_of
 from averaging.errors import (
     AveragingError,
     CallRefusedError,
@@ -118,8 +119,9 @@ class RemoteSynchronizer:
         session = await self._open_session()
         session.announce(module)
 
-    async def set_trainer_status(self, status: RunningStatus) -> None:
+    async def set_trainer_status(self, status: RunningStatus | str) -> None:
         """See `Synchronizer.set_trainer_status`."""
+        status = one_of(RunningStatus, status, "status")
         session = await self._open_session()
         await self._call(methods.SET_TRAINER_STATUS, self._status(session, status))
         self._trainer_status = status
@@ -129,13 +131,17 @@ class RemoteSynchronizer:
         reply = await self._call(methods.TRAINER_REQUIRES_WEIGHT_SYNC, self._request())
         return reply.required if reply.HasField("required") else None
 
-    async def set_explorer_status(self, status: RunningStatus, old_status: RunningStatus | None = None) -> None:
+    async def set_explorer_status(
+        self, status: RunningStatus | str, old_status: RunningStatus | str | None = None
+    ) -> None:
         """See `Synchronizer.set_explorer_status`."""
+        status = one_of(RunningStatus, status, "status")
+        old = None if old_status is None else one_of(RunningStatus, old_status, "old_status")
         session = await self._open_session()
-        await self._call(methods.SET_EXPLORER_STATUS, self._status(session, status, old_status))
+        await self._call(methods.SET_EXPLORER_STATUS, self._status(session, status, old))
         self._explorers[status] += 1
-        if old_status is not None:
-            self._explorers[old_status] -= 1
+        if old is not None:
+            self._explorers[old] -= 1
 
     async def explorer_requires_sync(self) -> bool:
         """See `Synchronizer.explorer_requires_sync`."""
@@ -212,7 +218,8 @@ class RemoteSynchronizer:
 
     async def notify_no_new_model_state_dict(self) -> None:
         """See `Synchronizer.notify_no_new_model_state_dict`."""
-        await self._call(methods.NOTIFY_NO_NEW_MODEL_STATE_DICT, self._request())
+        session = await self._open_session()
+        await self._call(methods.NOTIFY_NO_NEW_MODEL_STATE_DICT, self._request(session))
 
     async def get_latest_model_version(self) -> int:
         """See `Synchronizer.get_latest_model_version`."""
@@ -229,8 +236,9 @@ class RemoteSynchronizer:
         self, master_address: str, master_port: int, state_dict_meta: Meta | None = None
     ) -> None:
         """See `Synchronizer.setup_weight_sync_group`."""
+        session = await self._open_session()
         request = wire.SyncGroupRequest(
-            namespace=self._namespace, master_address=master_address, master_port=master_port
+            namespace=self._namespace, session=session.number, master_address=master_address, master_port=master_port
         )
         if state_dict_meta is not None:
             request.meta.CopyFrom(wire.SyncMeta(has_tensors=True, tensors=tensors_of(state_dict_meta)))
@@ -244,7 +252,8 @@ class RemoteSynchronizer:
 
     async def coordinate_weight_sync_teardown(self) -> None:
         """See `Synchronizer.coordinate_weight_sync_teardown`."""
-        await self._call(methods.COORDINATE_WEIGHT_SYNC_TEARDOWN, self._request(), waits=True)
+        session = await self._open_session()
+        await self._call(methods.COORDINATE_WEIGHT_SYNC_TEARDOWN, self._request(session), waits=True)
 
     async def ready_to_nccl_sync(self, module: str, trainer_step: int) -> int | None:
         """See `Synchronizer.ready_to_nccl_sync`."""
@@ -259,8 +268,8 @@ class RemoteSynchronizer:
 
     # Calls
 
-    def _request(self) -> wire.SyncRequest:
-        return wire.SyncRequest(namespace=self._namespace)
+    def _request(self, session: Attendance | None = None) -> wire.SyncRequest:
+        return wire.SyncRequest(namespace=self._namespace, session=b"" if session is None else session.number)
 
     def _status(
         self, session: Attendance, status: RunningStatus, old: RunningStatus | None = None

@@ -18,6 +18,7 @@ from averaging.synchronizer.sessions import Session, Sessions
 from averaging.synchronizer.state_stream import StateAssembler, meta_from, parts_of, tensors_of
 from averaging.synchronizer.synchronizer import Synchronizer
 from averaging.wire.synchronizer_pb2 import (
+    SYNC_STATUS_UNSET,
     SyncDone,
     SyncExplorerReply,
     SyncFromModule,
@@ -150,7 +151,7 @@ class SynchronizerService:
                 session.take(message.reply)
 
     def _member(self, session: bytes, namespace: str) -> str:
-        """The member of a session, which a call that changes a status needs."""
+        """The member of a session, which every call that changes something needs."""
         return self._sessions.find(session, namespace).member
 
     # Statuses
@@ -158,8 +159,10 @@ class SynchronizerService:
     async def _get_status(self, request: SyncRequest) -> SyncStatus:
         synchronizer = self._find(request.namespace)
         counts = synchronizer.explorer_status_counts
+        stopped = synchronizer.trainer_status is RunningStatus.STOPPED
+        came = not stopped or synchronizer.trainer_requires_weight_sync() is None
         return SyncStatus(
-            trainer_status=methods.STATUSES[synchronizer.trainer_status],
+            trainer_status=methods.STATUSES[synchronizer.trainer_status] if came else SYNC_STATUS_UNSET,
             explorers_running=counts[RunningStatus.RUNNING],
             explorers_require_sync=counts[RunningStatus.REQUIRE_SYNC],
             explorers_stopped=counts[RunningStatus.STOPPED],
@@ -248,6 +251,7 @@ class SynchronizerService:
         return SyncWaitReply(version=version)
 
     async def _notify_no_new_model_state_dict(self, request: SyncRequest) -> SyncDone:
+        self._member(request.session, request.namespace)
         await self._find(request.namespace).notify_no_new_model_state_dict()
         return _DONE
 
@@ -261,6 +265,7 @@ class SynchronizerService:
     # Groups
 
     async def _setup_weight_sync_group(self, request: SyncGroupRequest) -> SyncDone:
+        self._member(request.session, request.namespace)
         address, port = methods.address_from(request.master_address, request.master_port)
         meta = meta_from(request.meta.tensors) if request.HasField("meta") else None
         await self._find(request.namespace).setup_weight_sync_group(address, port, meta)
@@ -269,11 +274,12 @@ class SynchronizerService:
     async def _coordinate_weight_sync_setup(self, request: SyncTimeoutRequest) -> SyncDone:
         synchronizer = self._find(request.namespace)
         limit = min(request.timeout, synchronizer.config.sync_timeout) if request.timeout > 0 else None
-        member = self._member(request.session, request.namespace) if request.session else ""
+        member = self._member(request.session, request.namespace)
         await synchronizer.coordinate_weight_sync_setup(limit, member=member)
         return _DONE
 
     async def _coordinate_weight_sync_teardown(self, request: SyncRequest) -> SyncDone:
+        self._member(request.session, request.namespace)
         await self._find(request.namespace).coordinate_weight_sync_teardown()
         return _DONE
 

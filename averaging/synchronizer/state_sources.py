@@ -9,7 +9,7 @@ from pathlib import Path
 
 from averaging import Peer
 from averaging.common.threads import in_thread
-from averaging.errors import StateError
+from averaging.errors import ConfigError, StateError
 from averaging.synchronizer.modules import POLL_SECONDS
 from averaging.synchronizer.state_stream import StateDict
 from averaging.synchronizer.version_file import LATEST, read_number
@@ -17,22 +17,30 @@ from averaging.synchronizer.version_file import LATEST, read_number
 logger = logging.getLogger("averaging.synchronizer")
 
 
-async def find_checkpoints(folder: Path, seen: int, found: Callable[[int], Awaitable[object]]) -> None:
+async def find_checkpoints(
+    folder: Path, present: Callable[[], int | None], found: Callable[[int], Awaitable[object]]
+) -> None:
     """Calls `found` for each new checkpoint that a trainer announces in its folder.
+
+    A checkpoint of an earlier step is new too: the trainer has gone back to it.
 
     Args:
         folder: The folder.
-        seen: Only checkpoints of later steps are new.
-        found: Called with the step.
+        present: Returns the step of the present state, whose checkpoint is not new; None if there is no state.
+        found: Called with the step; again each second while it raises a StateError.
     """
+    seen, failed = None, None
     while True:
         step = await in_thread(lambda: read_number(folder / LATEST))
-        if step is not None and step > seen:
-            seen = step
+        if step is not None and step != seen:
             try:
-                await found(step)
-            except StateError as error:
-                logger.warning("%s", error)
+                if step != present():
+                    await found(step)
+                seen = step
+            except (ConfigError, StateError) as error:
+                if step != failed:
+                    logger.warning("the checkpoint of step %d is not handed out: %s", step, error)
+                failed = step
         await asyncio.sleep(POLL_SECONDS)
 
 

@@ -14,7 +14,8 @@ from typing import TypeAlias
 import torch
 
 from averaging.common.threads import offload
-from averaging.errors import ProtocolViolationError, TensorError
+from averaging.errors import BusyError, ProtocolViolationError, TensorError
+from averaging.rpc import check_size
 from averaging.wire.synchronizer_pb2 import SyncStateHead, SyncStatePart, SyncTensor
 
 StateDict: TypeAlias = "dict[str, torch.Tensor]"
@@ -30,7 +31,7 @@ PIECE_BYTES = 1 << 18
 MAX_PART_BYTES = 16 << 20
 """Maximum size of a message. The first one describes all tensors."""
 
-MAX_TENSORS, MAX_NAME, MAX_DIMENSIONS, MAX_PATH = 100_000, 1024, 64, 4096
+MAX_TENSORS, MAX_NAME, MAX_PATH = 100_000, 1024, 4096
 
 _DTYPES = (
     "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 complex64 complex128 int64 int32 int16 int8 uint8 bool"
@@ -92,8 +93,10 @@ def meta_from(tensors: Sequence[SyncTensor]) -> Meta:
     for tensor in tensors:
         if not tensor.name or len(tensor.name) > MAX_NAME or tensor.dtype not in DTYPES:
             raise ProtocolViolationError(f"a tensor of dtype {tensor.dtype[:20]!r} and a name of {len(tensor.name)}")
-        if len(tensor.shape) > MAX_DIMENSIONS or any(size >> 48 for size in tensor.shape):
-            raise ProtocolViolationError(f"tensor {tensor.name!r} has an invalid shape")
+        try:
+            check_size(tensor.shape)
+        except ProtocolViolationError as error:
+            raise ProtocolViolationError(f"tensor {tensor.name[:80]!r} has an invalid shape: {error}") from None
         meta.append((tensor.name, tensor.dtype, tuple(tensor.shape)))
     if len({name for name, _, _ in meta}) != len(meta):
         raise ProtocolViolationError("two tensors of a state have the same name")
@@ -158,6 +161,7 @@ class StateAssembler:
 
         Raises:
             ProtocolViolationError: The message is invalid, or the digest is not that of the bytes.
+            BusyError: There is no memory for the next tensor.
         """
         if self.finished:
             raise ProtocolViolationError("a state with a message after its end")
@@ -213,7 +217,10 @@ class StateAssembler:
         """Creates the tensors up to the next one that has bytes, unless the present one is incomplete."""
         while not self._raw and len(self._state) < len(self._meta):
             name, dtype, shape = self._meta[len(self._state)]
-            tensor = torch.empty(shape, dtype=DTYPES[dtype])
+            try:
+                tensor = torch.empty(shape, dtype=DTYPES[dtype], device="cpu")
+            except RuntimeError:
+                raise BusyError(f"there is no memory here for tensor {name[:80]!r} of shape {list(shape)}") from None
             self._state[name] = tensor
             self._raw = _raw(tensor)
 

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 from averaging import Peer
 from averaging.common.threads import in_thread
+from averaging.common.validation import one_of
 from averaging.config import FilePath, TLSFiles
 from averaging.errors import ClosedError, ConfigError, StateError, SyncTimeoutError
 from averaging.rpc import RpcHandler, read_credentials
@@ -72,8 +73,10 @@ class Synchronizer:
         self.config = config or SynchronizerConfig()
         folder = self.config.checkpoint_dir
         self._folder = None if folder is None else Path(folder)
-        self._reserved = 0 if self._folder is None else read_version(self._folder)
+        self._reserved, step = (0, None) if self._folder is None else read_version(self._folder)
         self._state = Coordination(self._reserved)
+        if self.config.sync_method is SyncMethod.CHECKPOINT:
+            self._state.step = step  # the checkpoint that was handed out last is still in the folder
         self._model_state: ModelState = copy_of(state_dict)
         self._waiting = Waiting(self._state)
         self._modules = Modules()
@@ -129,7 +132,7 @@ class Synchronizer:
                 jobs = [tasks.create_task(self._poll_modules())]
                 if self.config.sync_method is SyncMethod.CHECKPOINT and self._folder is not None:
                     finding = find_checkpoints(
-                        self._folder, self.model_version, lambda step: self.set_model_state_dict(None, step)
+                        self._folder, lambda: self._state.step, lambda step: self.set_model_state_dict(None, step)
                     )
                     jobs.append(tasks.create_task(finding))
                 if self._peer is not None:
@@ -215,36 +218,48 @@ class Synchronizer:
         """The number of explorers in each status."""
         return self._state.explorer_status_counts
 
-    async def set_trainer_status(self, status: RunningStatus, *, member: str = "") -> None:
-        """Sets the status of a trainer. When all have stopped, explorers that wait get the present version."""
+    async def set_trainer_status(self, status: RunningStatus | str, *, member: str = "") -> None:
+        """Sets the status of a trainer. When all have stopped, explorers that wait get the present version.
+
+        Args:
+            status: Its status, or the name of one.
+            member: The trainer.
+
+        Raises:
+            ConfigError: There is no such status.
+        """
         self._check()
-        self._state.set_trainer_status(status, member)
+        self._state.set_trainer_status(one_of(RunningStatus, status, "status"), member)
         self._waiting.release()
 
     def trainer_requires_weight_sync(self) -> bool | None:
-        """Returns whether a trainer is ready to transfer weights; None if all trainers have stopped."""
+        """Returns whether a trainer is ready to transfer weights; None if all trainers have stopped.
+
+        Before the first trainer has come, it is False.
+        """
         self._check()
-        if self.trainer_status is RunningStatus.STOPPED:
+        if self._state.trainers_stopped:
             return None
         return self.trainer_status is RunningStatus.REQUIRE_SYNC
 
     async def set_explorer_status(
-        self, status: RunningStatus, old_status: RunningStatus | None = None, *, member: str = ""
+        self, status: RunningStatus | str, old_status: RunningStatus | str | None = None, *, member: str = ""
     ) -> None:
         """Counts an explorer in `status`, and no longer in `old_status`.
 
         When an explorer stops, those that wait for a new state get the present version.
 
         Args:
-            status: Its new status.
+            status: Its new status, or the name of one.
             old_status: Its former status; None for a new explorer.
             member: Whose explorer it is.
 
         Raises:
-            ConfigError: No explorer of this member is in `old_status`. Nothing was changed.
+            ConfigError: There is no such status, or no explorer of this member is in `old_status`. Nothing was changed.
         """
         self._check()
-        self._state.set_explorer_status(status, old_status, member)
+        old = None if old_status is None else one_of(RunningStatus, old_status, "old_status")
+        self._state.set_explorer_status(one_of(RunningStatus, status, "status"), old, member)
         self._waiting.release()
 
     def explorer_requires_sync(self) -> bool:
@@ -298,7 +313,7 @@ class Synchronizer:
         return await self._publish(state, trainer_step, member)
 
     async def _publish(self, state: ModelState, step: int, member: str) -> int:
-        await self._reserve(lambda: self._state.next_version(step, member))
+        await self._reserve(lambda: self._state.next_version(step, member), step)
         self._check()
         self._model_state = state
         version = self._state.publish(step, member)
@@ -306,12 +321,12 @@ class Synchronizer:
         logger.info("version %d is set, of step %d", version, step)
         return version
 
-    async def _reserve(self, version: Callable[[], int]) -> None:
-        """Writes the version to the checkpoint folder before it is handed out."""
+    async def _reserve(self, version: Callable[[], int], step: int | None) -> None:
+        """Writes the version and its step to the checkpoint folder before it is handed out."""
         folder = self._folder
         while folder is not None and (wanted := version()) > self._reserved:
             try:
-                await in_thread(lambda wanted=wanted: write_version(folder, wanted))  # type: ignore[misc]
+                await in_thread(lambda wanted=wanted: write_version(folder, wanted, step))  # type: ignore[misc]
             except OSError as error:
                 raise StateError(f"the version cannot be kept in {folder}: {error}; the former one stays") from None
             self._reserved = max(self._reserved, wanted)
@@ -386,19 +401,26 @@ class Synchronizer:
         return self._state.version
 
     async def get_latest_model_path(self, use_huggingface: bool = False) -> str | None:
-        """Returns the path of the newest checkpoint: `<checkpoint_dir>/global_step_N/actor`.
+        """Returns the path of the newest weights: the path that was set, or `<checkpoint_dir>/global_step_N/actor`.
 
         Args:
-            use_huggingface: Whether to return the folder `huggingface` in it.
+            use_huggingface: Whether to return the folder `huggingface` in it. A path that was set and has none is
+                returned as it is.
 
         Returns:
-            The path; None if no state was set, or there is no `checkpoint_dir`.
+            The path. None if no state was set, if there is no `checkpoint_dir`, or if tensors were set and there is no
+            checkpoint of their step.
         """
         self._check()
+        state = self._model_state
+        if isinstance(state, str):
+            inner = Path(state) / "huggingface"
+            return str(inner) if use_huggingface and await in_thread(inner.is_dir) else state
         if self._folder is None or self._state.step is None:
             return None
         path = self._folder / f"global_step_{self._state.step}" / "actor"
-        return str(path / "huggingface" if use_huggingface else path)
+        path = path / "huggingface" if use_huggingface else path
+        return str(path) if state is None or await in_thread(path.is_dir) else None
 
     # Weight sync groups
 
@@ -450,7 +472,8 @@ class Synchronizer:
     async def ready_to_nccl_sync(self, module: Role, trainer_step: int, *, member: str = "") -> int | None:
         """Says that a side is ready to transfer weights, and waits until the other one is.
 
-        With several members, a trainer waits for all explorers of its group, and they for it and each other.
+        With several members, a trainer waits for all explorers of its group, and they for it and each other. An
+        explorer that comes before the first trainer waits for that.
 
         Args:
             module: `trainer` or `explorer`.
@@ -472,14 +495,14 @@ class Synchronizer:
         deadline = now() + self.config.sync_timeout
         if module == "trainer":
             self._stop_following()
-            await self._reserve(lambda: self._state.next_version(trainer_step, member))
+            await self._reserve(lambda: self._state.next_version(trainer_step, member), trainer_step)
             self._check()
             wait = self._state.trainer_ready(trainer_step, member, deadline)
         else:
             wait = self._state.explorer_ready(member, deadline)
         version = (await self._waiting.end_of(wait)).version
         if version is not None:
-            await self._reserve(lambda: version)
+            await self._reserve(lambda: version, None)
         return version
 
     # Sources of states

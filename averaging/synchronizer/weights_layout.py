@@ -14,6 +14,7 @@ import msgpack
 import torch
 
 from averaging.errors import ProtocolViolationError, TensorError
+from averaging.rpc import check_size
 
 PIECE_BYTES = 1 << 20
 """Size of the pieces of a publisher."""
@@ -208,8 +209,11 @@ def check_layout(tensors: Sequence[WeightSpec], piece_bytes: int, max_bytes: int
     for spec in tensors:
         if spec.dtype not in DTYPES:
             raise ProtocolViolationError(f"tensor {spec.name!r} of unknown dtype {spec.dtype[:40]!r}")
-        if len(spec.shape) > 64:
-            raise ProtocolViolationError(f"tensor {spec.name!r} with {len(spec.shape)} dimensions")
+        for size in (spec.shape, spec.whole):
+            try:
+                check_size(size)
+            except ProtocolViolationError as error:
+                raise ProtocolViolationError(f"tensor {spec.name[:80]!r} has an invalid shape: {error}") from None
         _check_part(spec)
     if len({(spec.name, spec.offset) for spec in tensors}) != len(tensors):
         raise ProtocolViolationError("two tensors of one name")

@@ -80,8 +80,12 @@ async def test_all_methods_from_elsewhere() -> None:
         synchronizer, endpoint = await stack.enter_async_context(served())
         trainer = await stack.enter_async_context(Synchronizer.connect(endpoint, name="trainer"))
         explorer = await stack.enter_async_context(Synchronizer.connect(endpoint, name="explorer"))
-        assert await trainer.trainer_requires_weight_sync() is None
-        await trainer.set_trainer_status(RUNNING)
+        assert await trainer.trainer_requires_weight_sync() is False
+        with pytest.raises(ConfigError, match="status must be one of running, require_sync, stopped, not 'ready'"):
+            await trainer.set_trainer_status("ready")
+        with pytest.raises(ConfigError, match="old_status must be one of"):
+            await trainer.set_explorer_status("running", "ready")
+        await trainer.set_trainer_status("RUNNING")
         assert await trainer.trainer_requires_weight_sync() is False
         await explorer.set_explorer_status(RUNNING)
         assert await explorer.explorer_requires_sync() is False
@@ -387,6 +391,14 @@ async def test_messages_of_strangers_are_refused() -> None:
         request = wire.SyncStatusRequest(status=wire.RUNNING, session=b"guess")
         with pytest.raises(CallRefusedError, match="number of an open session"):
             await channel.call(methods.SET_EXPLORER_STATUS, request, LIMIT)
+        for method in (methods.NOTIFY_NO_NEW_MODEL_STATE_DICT, methods.COORDINATE_WEIGHT_SYNC_TEARDOWN):
+            with pytest.raises(CallRefusedError, match="number of an open session"):
+                await channel.call(method, wire.SyncRequest(), LIMIT)
+        with pytest.raises(CallRefusedError, match="number of an open session"):
+            await channel.call(methods.COORDINATE_WEIGHT_SYNC_SETUP, wire.SyncTimeoutRequest(), LIMIT)
+        group = wire.SyncGroupRequest(master_address="127.0.0.1", master_port=1)
+        with pytest.raises(CallRefusedError, match="number of an open session"):
+            await channel.call(methods.SETUP_WEIGHT_SYNC_GROUP, group, LIMIT)
         async with Synchronizer.connect(endpoint) as remote:
             assert remote._session is not None
             number = remote._session.number
@@ -403,7 +415,9 @@ async def test_messages_of_strangers_are_refused() -> None:
             part = wire.SyncStatePart
             await refused("without a head", part(data=b"abc"))
             await refused("dtype 'object'", of(dtype="object"))
-            await refused("at most 1000 are accepted", of(shape=[1 << 40, 1 << 40]))
+            await refused("at most 1000 are accepted", of(shape=[1 << 40]))
+            await refused("invalid shape", of(shape=[1 << 40, 1 << 40]))
+            await refused("invalid shape", of(shape=[1 << 47, 1 << 47, 0]))
             await refused("invalid shape", of(shape=[1 << 60]))
             await refused("more bytes", of(), part(data=bytes(9)))
             await refused("fewer bytes", of(), part(data=bytes(7)), part(digest=bytes(32)))

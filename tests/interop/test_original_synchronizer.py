@@ -1,9 +1,11 @@
-"""Random sequences of calls at the original `Synchronizer` and at ours: the same answers but for its three faults.
+"""Random sequences of calls at the original `Synchronizer` and at ours: the same answers but for its faults.
 
 `make test-synchronizer` creates the environment of the original, and sets SYNCHRONIZER_PYTHON to its Python.
 
 The faults, after which a test sets the original right: a time-out leaves an explorer in REQUIRE_SYNC; the version goes
-back; a transfer that fails has raised the version. A refused change of a status also leaves a count below zero.
+back; a transfer that fails has raised the version. A refused change of a status also leaves a count below zero. Three
+others, which the sequences avoid: before a trainer has come, it says that the trainer has stopped; it names the folder
+of a checkpoint that does not exist; and it ignores a checkpoint of an earlier step.
 """
 
 from __future__ import annotations
@@ -291,6 +293,7 @@ def test_states_and_waits_for_new_ones(original: Original, tmp_path: Path, seed:
     rng = random.Random(seed)
     pair = Pair(original, tmp_path, "memory")
     try:
+        pair.call("set_trainer_status", status(rng))
         for _ in range(CALLS):
             version = pair.state["version"]
             match rng.randrange(10):
@@ -305,8 +308,11 @@ def test_states_and_waits_for_new_ones(original: Original, tmp_path: Path, seed:
                     pair.call("set_explorer_status", status(rng), old)
                 case 3 | 4:
                     tensors = {"w": [rng.random(), 2.0], "b": rng.randrange(9)}
-                    given = rng.choice([{"tensors": tensors}, {"tensors": tensors}, None, "a path"])
-                    pair.call("set_model_state_dict", given, max(0, version + rng.choice([-2, 0, 1, 1, 3])))
+                    step = max(0, version + rng.choice([-2, 0, 1, 1, 3]))
+                    folder = tmp_path / f"global_step_{step}" / "actor"
+                    (folder / "huggingface").mkdir(parents=True, exist_ok=True)
+                    given = rng.choice([{"tensors": tensors}, {"tensors": tensors}, None, str(folder)])
+                    pair.call("set_model_state_dict", given, step)
                 case 5 | 6:
                     current = max(0, version + rng.choice([-1, 0, 0, 0, 1]))
                     pair.call("wait_new_model_state_dict", current, wait="new")
@@ -326,6 +332,7 @@ def test_transfers(original: Original, tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     pair = Pair(original, tmp_path, "nccl")
     try:
+        pair.call("set_trainer_status", status(rng))
         pair.call("set_explorer_status", {"status": "running"})
         for _ in range(CALLS):
             version, counts = pair.state["version"], pair.state["counts"]
@@ -377,6 +384,18 @@ def test_modules_and_groups(original: Original, tmp_path: Path, seed: int) -> No
         pair.close()
 
 
+def test_an_explorer_that_comes_first(original: Original, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    ours = Ours(tmp_path, "memory")
+    try:
+        original.do("new", folder, "memory", TIMEOUT)
+        method = "trainer_requires_weight_sync"
+        assert original.do("call", "1", method, [])["ended"] == {"1": {"result": None}}, "as after the end of training"
+        assert ours.do("call", "1", method, [])["ended"] == {"1": {"result": False}}
+    finally:
+        ours.close()
+
+
 def test_the_three_faults_were_seen(original: Original, tmp_path: Path) -> None:
     """Otherwise the sequences would compare less than they say."""
     pair = Pair(original, tmp_path, "nccl")
@@ -403,7 +422,7 @@ def test_checkpoints(original: Original, tmp_path: Path) -> None:
     pair = Pair(original, tmp_path, "checkpoint")
     try:
         latest = tmp_path / "latest_state_dict_iteration.txt"
-        for text in ("3", "2", "7"):  # with anything but a number, the original never yields again
+        for text in ("3", "7"):  # with anything but a number, the original never yields again
             latest.write_text(text)
             for _ in range(3):
                 pair.original.do("advance", 1.0)

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from averaging.errors import ConfigError
-from averaging.synchronizer.coordination import MAX_VERSION, Coordination, End, Group, RunningStatus, Wait
+from averaging.synchronizer.coordination import MAX_STEP, Coordination, End, Group, RunningStatus, Wait
 
 RUNNING, REQUIRE_SYNC, STOPPED = RunningStatus
 
@@ -83,10 +83,22 @@ def test_one_of_two_trainers_that_stops_ends_no_wait() -> None:
     assert answer(wait) == 0
 
 
-def test_without_a_trainer_nobody_waits() -> None:
+def test_explorers_wait_for_the_first_trainer_and_not_after_the_last() -> None:
     state = Coordination(2)
-    state.set_explorer_status(RUNNING, None, E)
+    for explorer in (E, F):
+        state.set_explorer_status(RUNNING, None, explorer)
+    waiting, receiving = state.wait_new_state(2, E, 10.0), state.explorer_ready(F, 10.0)
+    state.leave("another explorer")
+    assert not state.trainers_stopped
+    assert waiting.end is receiving.end is None
+    state.set_trainer_status(RUNNING, T)
+    assert waiting.end is receiving.end is None
+    state.leave(T)
+    assert state.trainers_stopped
+    assert answer(waiting) == 2
+    assert answer(receiving) is None
     assert answer(state.wait_new_state(2, E, 10.0)) == 2
+    assert answer(state.explorer_ready(F, 10.0)) is None
 
 
 def test_a_timeout_leaves_no_status_behind() -> None:
@@ -124,7 +136,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
         lambda: state.wait_new_state(0, "a stranger", 10.0),
         lambda: state.explorer_ready("a stranger", 10.0),
         lambda: state.publish(-1, T),
-        lambda: state.publish(MAX_VERSION + 1, T),
+        lambda: state.publish(MAX_STEP + 1, T),
         lambda: state.trainer_ready(-1, T, 10.0),
     ):
         with pytest.raises(ConfigError):

@@ -120,7 +120,11 @@ def test_any_bytes_are_a_state_or_an_error(raw: bytes) -> None:
     ("tensors", "reason"),
     [
         ([SyncTensor(name="w", dtype="float32", shape=[1 << 30])], "at most 67108864 are accepted"),
-        ([SyncTensor(name="w", dtype="float32", shape=[1 << 47] * 64)], "at most 67108864 are accepted"),
+        ([SyncTensor(name="w", dtype="float32", shape=[1 << 47])], "invalid shape"),
+        ([SyncTensor(name="w", dtype="float32", shape=[1 << 47] * 64)], "invalid shape"),
+        # They have no elements, and their strides overflow.
+        ([SyncTensor(name="w", dtype="float32", shape=[1 << 47, 1 << 47, 0])], "invalid shape"),
+        ([SyncTensor(name="w", dtype="float32", shape=[0, 1 << 63])], "invalid shape"),
         ([SyncTensor(name="w", dtype="float32", shape=[1 << 48])], "invalid shape"),
         ([SyncTensor(name="w", dtype="float32", shape=[1] * 65)], "invalid shape"),
         ([SyncTensor(name="w", dtype="qint8")], "dtype 'qint8'"),

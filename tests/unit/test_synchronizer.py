@@ -21,6 +21,7 @@ from averaging import (
     SyncTimeoutError,
     TensorError,
 )
+from averaging.synchronizer import state_sources
 from averaging.synchronizer.version_file import LATEST, NAME
 from averaging.transport import virtual_time
 
@@ -118,7 +119,8 @@ async def test_the_statuses_of_a_dead_module_go_and_a_busy_one_stays() -> None:
         waiting = asyncio.ensure_future(synchronizer.ready_to_nccl_sync("explorer", 0, member="dead"))
         await asyncio.sleep(20)
         assert synchronizer.explorer_status_counts == {RUNNING: 1, REQUIRE_SYNC: 0, STOPPED: 0}
-        assert await waiting is None, "no trainer"
+        with pytest.raises(ClosedError, match="left"):
+            await waiting
         assert busy.asked > 1
         assert synchronizer.module_count == 1
 
@@ -201,6 +203,8 @@ async def test_the_version_does_not_go_back_over_restarts(tmp_path: Path) -> Non
     async with Synchronizer(config=config) as synchronizer:
         await synchronizer.set_model_state_dict(state(), 100)
         assert await synchronizer.set_model_state_dict(state(), 81) == 101, "only the trainer restarted"
+        assert await synchronizer.get_latest_model_path() is None, "the trainer has written no checkpoint"
+        (tmp_path / "global_step_81" / "actor").mkdir(parents=True)
         assert await synchronizer.get_latest_model_path() == str(tmp_path / "global_step_81" / "actor")
     async with Synchronizer(config=config) as synchronizer:
         assert await synchronizer.get_latest_model_version() == 101
@@ -214,6 +218,130 @@ async def test_the_version_does_not_go_back_over_restarts(tmp_path: Path) -> Non
     (tmp_path / NAME).write_text("nonsense")
     with pytest.raises(ConfigError, match="should hold the last version"):
         Synchronizer(config=config)
+
+
+@pytest.mark.asyncio
+async def test_a_trainer_that_goes_back_to_an_earlier_checkpoint_is_followed(tmp_path: Path) -> None:
+    config = SynchronizerConfig(sync_method="checkpoint", checkpoint_dir=tmp_path)
+
+    async def path_of(synchronizer: Synchronizer) -> str:
+        return str(Path(await synchronizer.get_latest_model_path() or "").parent.name)
+
+    async with Synchronizer(config=config) as synchronizer:
+        await synchronizer.set_explorer_status(RUNNING)
+        for step, before, version in ((10, 0, 10), (7, 10, 11), (8, 11, 12)):
+            (tmp_path / LATEST).write_text(f"{step}\n")
+            assert await synchronizer.wait_new_model_state_dict(before) == version
+            assert await path_of(synchronizer) == f"global_step_{step}"
+    async with Synchronizer(config=config) as synchronizer:
+        await asyncio.sleep(0)
+        assert await path_of(synchronizer) == "global_step_8", "a restarted synchronizer knows the checkpoint"
+        await synchronizer.set_explorer_status(RUNNING)
+        (tmp_path / LATEST).write_text("9\n")
+        assert await synchronizer.wait_new_model_state_dict(12) == 13, "step 8 was handed out already"
+        assert await path_of(synchronizer) == "global_step_9"
+
+
+@pytest.mark.asyncio
+async def test_a_checkpoint_that_the_trainer_has_set_itself_has_one_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = iter([7, 7, 9])  # as the file has it at each look
+    monkeypatch.setattr(state_sources, "read_number", lambda _: next(steps, 9))
+    monkeypatch.setattr(state_sources, "POLL_SECONDS", 0.01)
+    config = SynchronizerConfig(sync_method="checkpoint", checkpoint_dir=tmp_path)
+    synchronizer = Synchronizer(config=config)
+    assert await synchronizer.set_model_state_dict(None, 7, member="trainer") == 7
+    async with synchronizer:
+        await synchronizer.set_explorer_status(RUNNING)
+        assert await synchronizer.wait_new_model_state_dict(7) == 9, "and not 8"
+
+
+@pytest.mark.asyncio
+async def test_a_checkpoint_that_cannot_be_handed_out_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(state_sources, "POLL_SECONDS", 0.01)
+    (tmp_path / LATEST).write_text("7\n")
+    full, tried = True, 0
+
+    async def hand_out(step: int) -> None:
+        nonlocal tried, full
+        tried += 1
+        full = tried < 3
+        if full:
+            raise StateError("the disk is full")
+
+    finding = asyncio.ensure_future(state_sources.find_checkpoints(tmp_path, lambda: None, hand_out))
+    while full:  # noqa: ASYNC110 - of a file in a thread
+        await asyncio.sleep(0.01)
+    finding.cancel()
+    assert [record.getMessage() for record in caplog.records] == [
+        "the checkpoint of step 7 is not handed out: the disk is full"
+    ]
+
+
+@pytest.mark.asyncio
+async def test_the_highest_step_can_be_read_back(tmp_path: Path) -> None:
+    config = SynchronizerConfig(checkpoint_dir=tmp_path)
+    for versions in ((1 << 62, (1 << 62) + 1), ((1 << 62) + 2,)):
+        async with Synchronizer(config=config) as synchronizer:
+            for version in versions:
+                assert await synchronizer.set_model_state_dict(state(), 1 << 62, member=f"trainer {version}") == version
+
+
+@pytest.mark.asyncio
+async def test_the_path_is_that_of_the_newest_weights(tmp_path: Path) -> None:
+    config = SynchronizerConfig(checkpoint_dir=tmp_path / "checkpoints")
+    weights = tmp_path / "weights"
+    async with Synchronizer(config=config) as synchronizer:
+        await synchronizer.set_model_state_dict(str(weights), 12)
+        assert await synchronizer.get_latest_model_path() == str(weights)
+        assert await synchronizer.get_latest_model_path(use_huggingface=True) == str(weights)
+        (weights / "huggingface").mkdir(parents=True)
+        assert await synchronizer.get_latest_model_path(use_huggingface=True) == str(weights / "huggingface")
+        await synchronizer.set_model_state_dict(state(), 13)
+        assert await synchronizer.get_latest_model_path() is None
+        await synchronizer.set_model_state_dict(None, 14)
+        path = str(tmp_path / "checkpoints" / "global_step_14" / "actor")
+        assert await synchronizer.get_latest_model_path() == path
+    async with Synchronizer() as synchronizer:
+        await synchronizer.set_model_state_dict("s3://weights/3", 3)
+        assert await synchronizer.get_latest_model_path() == "s3://weights/3"
+
+
+@simulated
+async def test_an_explorer_that_comes_first_waits_for_the_trainer() -> None:
+    async with Synchronizer() as synchronizer:
+        await synchronizer.set_explorer_status(RUNNING)
+        assert synchronizer.trainer_requires_weight_sync() is False
+        waiting = asyncio.ensure_future(synchronizer.wait_new_model_state_dict(0))
+        await asyncio.sleep(100)
+        await synchronizer.set_trainer_status(RUNNING)
+        await asyncio.sleep(100)
+        assert not waiting.done()
+        assert await synchronizer.set_model_state_dict(state(), 1) == await waiting == 1
+        await synchronizer.set_trainer_status(STOPPED)
+        assert synchronizer.trainer_requires_weight_sync() is None
+        assert await synchronizer.wait_new_model_state_dict(1) == 1
+
+
+@simulated
+async def test_statuses_by_name() -> None:
+    async with Synchronizer() as synchronizer:
+        await synchronizer.set_trainer_status("RUNNING")
+        assert synchronizer.trainer_status is RUNNING
+        await synchronizer.set_explorer_status("running")
+        await synchronizer.set_explorer_status("Stopped", "RUNNING")
+        assert synchronizer.explorer_status_counts == {RUNNING: 0, REQUIRE_SYNC: 0, STOPPED: 1}
+        for wrong in (
+            synchronizer.set_trainer_status("ready"),
+            synchronizer.set_explorer_status("ready"),
+            synchronizer.set_explorer_status("running", "ready"),
+        ):
+            with pytest.raises(ConfigError, match="status must be one of running, require_sync, stopped, not 'ready'"):
+                await wrong
+        assert synchronizer.explorer_status_counts == {RUNNING: 0, REQUIRE_SYNC: 0, STOPPED: 1}
 
 
 @pytest.mark.asyncio
