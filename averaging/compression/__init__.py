@@ -14,7 +14,7 @@ from averaging.errors import ProtocolViolationError
 from averaging.protocol.messages import CompressionType, WireTensor
 from averaging.protocol.schema import DTYPES, dtype_name
 
-__all__ = ["bytes_per_element", "decode", "decode_as", "encode"]
+__all__ = ["bytes_per_element", "decode", "decode_as", "decoder", "encode"]
 
 _RAW: dict[str, Codec] = {name: Raw(name, dtype) for name, dtype in DTYPES.items()}
 
@@ -62,12 +62,7 @@ def decode(wire: WireTensor) -> torch.Tensor:
         ProtocolViolationError: the compression, dtype or size is invalid, or the buffer has the wrong length. This is
             checked before anything is allocated.
     """
-    codec = _DECODERS.get((wire.compression, wire.dtype))
-    if codec is None:
-        known = sorted(dtype for code, dtype in _DECODERS if code == wire.compression)
-        reason = f"the dtype must be {', '.join(known)}" if known else "this compression is unknown"
-        raise ProtocolViolationError(f"a tensor has compression {wire.compression} and dtype {wire.dtype!r}; {reason}")
-    check_size(wire.size)
+    codec = decoder(wire)
     size = tuple(wire.size)
     if len(wire.buffer) != codec.nbytes(size):
         raise ProtocolViolationError(
@@ -75,6 +70,21 @@ def decode(wire: WireTensor) -> torch.Tensor:
             f"{codec.nbytes(size)} bytes, but {len(wire.buffer)} were received"
         )
     return codec.unpack(wire.buffer, size)
+
+
+def decoder(wire: WireTensor) -> Codec:
+    """Returns the codec that decodes a tensor; `wire.buffer` is ignored.
+
+    Raises:
+        ProtocolViolationError: the compression, dtype or size is invalid.
+    """
+    codec = _DECODERS.get((wire.compression, wire.dtype))
+    if codec is None:
+        known = sorted(dtype for code, dtype in _DECODERS if code == wire.compression)
+        reason = f"the dtype must be {', '.join(known)}" if known else "this compression is unknown"
+        raise ProtocolViolationError(f"a tensor has compression {wire.compression} and dtype {wire.dtype!r}; {reason}")
+    check_size(wire.size)
+    return codec
 
 
 def decode_as(wire: WireTensor, dtype: torch.dtype) -> torch.Tensor:

@@ -63,7 +63,7 @@ class Backend:
         raise self._lacks("offload")
 
     def save(self, path: str) -> Any:
-        """The hook `save`."""
+        """The hook `save`. `path` is absolute and in the `save_folder` of the worker."""
         raise self._lacks("save")
 
     def average(self) -> Any:

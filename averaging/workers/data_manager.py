@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 import torch
 
 from averaging.errors import ConfigError, ProtocolViolationError, WorkerError
 from averaging.wire.workers_pb2 import FetchDataRequest, NamedTensor
 from averaging.workers.methods import FETCH_DATA, Channels
-from averaging.workers.payload import Step
+from averaging.workers.payload import MAX_NAMES, Step
 from averaging.workers.redistributor import receptions
-from averaging.workers.samples import KeySpec, Sample, SampleBatch
-from averaging.workers.tensor_stream import receive, send
+from averaging.workers.samples import KeySpec, Sample, SampleBatch, kind_of
+from averaging.workers.tensor_stream import SILENCE_SECONDS, receive, send
 
 MAX_IDS = 1000
 """Samples in one request for tensors."""
@@ -70,7 +70,8 @@ class DataManager:
         for sample in samples:
             if not sample.data:
                 raise ConfigError(f"sample {sample.id} has no tensors")
-            self._check(sample.id, sample.data)
+            for key, tensor in sample.data.items():
+                self._check(sample.id, key, *kind_of(tensor))
         for sample in samples:
             self._data.setdefault(sample.id, {}).update(sample.data)
         self._notify()
@@ -83,7 +84,7 @@ class DataManager:
         """
         for key, tensors in batch.data.items():
             for sample, tensor in zip(batch.ids, tensors, strict=True):
-                self._check(sample, {key: tensor})
+                self._check(sample, key, *kind_of(tensor))
         for key, tensors in batch.data.items():
             for sample, tensor in zip(batch.ids, tensors, strict=True):
                 self._data.setdefault(sample, {})[key] = tensor
@@ -134,13 +135,18 @@ class DataManager:
         request = FetchDataRequest(caller=self._worker, ids=ids, keys=keys)
         left = {(sample, key) for sample in ids for key in keys}
         found: dict[str, dict[str, torch.Tensor]] = {}
+
+        def admit(head: NamedTensor) -> None:
+            if (head.id, head.key) not in left:
+                raise ProtocolViolationError(
+                    f"{source} sent {head.key!r:.100} of sample {head.id!r:.100} without a request"
+                )
+            left.remove((head.id, head.key))
+            self._check(head.id, head.key, head.dtype, head.tensor.size)
+
         messages = self._channels[self.endpoints[source]].stream(FETCH_DATA, request)
-        async with aclosing(receive(source, messages)) as tensors:
+        async with aclosing(receive(source, messages, admit)) as tensors:
             async for sample, key, tensor in tensors:
-                if (sample, key) not in left:
-                    raise ProtocolViolationError(f"{source} sent {key!r} of sample {sample} without a request")
-                left.remove((sample, key))
-                self._check(sample, {key: tensor})
                 found.setdefault(sample, {})[key] = tensor
         if left:
             raise ProtocolViolationError(f"{source} did not send {len(left)} of {len(ids) * len(keys)} tensors")
@@ -149,19 +155,31 @@ class DataManager:
         self._notify()
 
     async def serve(self, request: FetchDataRequest) -> AsyncGenerator[NamedTensor, None]:
-        """Answers `fetch_data`: waits until all tensors are there, and sends them."""
-        ids, keys = list(request.ids), list(request.keys)
-        while not all(self.has_data(sample, keys) for sample in ids):
-            await self._changed.wait()
-        tensors = [(sample, key, self._data[sample][key]) for sample in ids for key in keys]
+        """Answers `fetch_data`: waits until all tensors are there, and sends them.
+
+        Raises:
+            ProtocolViolationError: The request names too many samples or tensors.
+            WorkerError: A tensor did not come in time, or was removed meanwhile.
+        """
+        ids, keys = list(dict.fromkeys(request.ids)), list(dict.fromkeys(request.keys))
+        if len(ids) > MAX_IDS or len(keys) > MAX_NAMES:
+            raise ProtocolViolationError(
+                f"a request for {len(keys)} tensors of {len(ids)} samples; {MAX_NAMES} and {MAX_IDS} are allowed"
+            )
+        with suppress(TimeoutError):  # the caller has given up by then; `get` names what is missing
+            async with asyncio.timeout(SILENCE_SECONDS):
+                for sample in ids:
+                    while not self.has_data(sample, keys):
+                        await self._changed.wait()
+        batch = self.get(ids, keys)
+        tensors = ((sample, key, batch[key][place]) for place, sample in enumerate(ids) for key in keys)
         async with aclosing(send(tensors, self._compression)) as messages:
             async for message in messages:
                 yield message
 
-    def _check(self, sample: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        for key, tensor in tensors.items():
-            if key in self.keys:
-                self.keys[key].check(key, sample, tensor)
+    def _check(self, sample: str, key: str, dtype: str, shape: Sequence[int]) -> None:
+        if key in self.keys:
+            self.keys[key].check(key, sample, dtype, shape)
 
     def _notify(self) -> None:
         self._changed.set()

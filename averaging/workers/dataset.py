@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -55,13 +56,14 @@ class ListDataset:
         self._seed = seed
         self._all = list(self._by_id)
         self._part: list[str] = []
-        self._left: list[str] = []
+        self._left: deque[str] = deque()
         self._epoch = -1
 
     def place(self, dp_rank: int, dp_size: int) -> None:
         """See `Dataset`."""
         self._part = divide(self._all, dp_size)[dp_rank]
-        self._left, self._epoch = [], -1
+        self._left.clear()
+        self._epoch = -1
 
     @property
     def size(self) -> int:
@@ -79,10 +81,11 @@ class ListDataset:
         while len(found) < min(count, self.size):
             if not self._left:
                 self._epoch += 1
-                self._left = list(self._part)
+                order = list(self._part)
                 if self._seed is not None:
-                    random.Random(f"{self._seed} {self._epoch}").shuffle(self._left)
-            found.append(self._left.pop(0))
+                    random.Random(f"{self._seed} {self._epoch}").shuffle(order)
+                self._left.extend(order)
+            found.append(self._left.popleft())
         return [self._by_id[sample] for sample in dict.fromkeys(found)]
 
     def load(self, ids: Sequence[str]) -> list[Sample]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from averaging.errors import AveragingError, ConfigError, WorkerLostError
@@ -45,6 +46,7 @@ class Executor:
         parameters: The parameters under way.
         computations: The thread of the backends.
         loading: The thread of the dataset.
+        save_folder: Where the hook `save` may write; None if nowhere.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Executor:
         parameters: ParameterExchange,
         computations: Computations,
         loading: Computations,
+        save_folder: Path | None = None,
     ) -> None:
         self.shards: Mapping[str, ModelShardID] = {}
         """The shards that this worker holds, by handler."""
@@ -70,6 +73,7 @@ class Executor:
         self._parameters = parameters
         self._computations = computations
         self._loading = loading
+        self._save_folder = save_folder
 
     # Requests that run at once
 
@@ -87,7 +91,7 @@ class Executor:
             case Handle.CLEAR_DATA_CACHE:
                 self._data.remove(convert(request.data, Clear).ids)
                 return None
-        raise ConfigError(f"{self._worker} knows no request {request.handle_name!r}; give both the same version")
+        raise ConfigError(f"{self._worker} knows no request {request.handle_name!r:.200}; give both the same version")
 
     async def _fetch(self, request: Fetch) -> Fetched:
         source = self._source
@@ -143,7 +147,7 @@ class Executor:
 
     async def _pre_hook(self, name: str, data: object) -> None:
         if name != HookName.DATA_TRANSFER:
-            raise ConfigError(f"{name!r} cannot run before a request; {HookName.DATA_TRANSFER} can")
+            raise ConfigError(f"{name!r:.200} cannot run before a request; {HookName.DATA_TRANSFER} can")
         await self._data.redistribute(convert(data, Transfer).steps)
 
     async def _carry_out(self, request: Payload) -> Payload:
@@ -207,19 +211,34 @@ class Executor:
             case HookName.OFFLOAD:
                 await run(backend.offload)
             case HookName.SAVE:
-                await run(backend.save, convert(data, Save).path)
+                await run(backend.save, await run(self._path_to_save, convert(data, Save).path))
             case HookName.AVERAGE:
                 return check_numbers(await run(backend.average), "average")
             case HookName.PARAM_REALLOC:
                 await self._param_realloc(convert(data, Realloc), backend)
             case _:
-                raise ConfigError(f"{self._worker} knows no hook {name!r}; give both the same version")
+                raise ConfigError(f"{self._worker} knows no hook {name!r:.200}; give both the same version")
         return {}
+
+    def _path_to_save(self, path: str) -> str:
+        """The absolute path that a hook `save` means, which must be in the folder that this worker was given."""
+        if self._save_folder is None:
+            raise ConfigError(
+                f"{self._worker} has no folder for {path!r:.200}; give ModelWorker(save_folder=…) to let masters save"
+            )
+        try:
+            folder = self._save_folder.resolve()
+            found = (folder / path).resolve()
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"{path!r:.200} is no path: {error}") from None
+        if not found.is_relative_to(folder):
+            raise ConfigError(f"{path!r:.200} is not below {folder}, the folder in which {self._worker} may save")
+        return str(found)
 
     async def _param_realloc(self, realloc: Realloc, backend: Backend) -> None:
         own = await self._computations.run(backend.parameters)
         if realloc.origin:
-            source = await self._parameters.take(realloc.origin, realloc.transfer)
+            source = await self._parameters.take(realloc, own)
             await self._computations.run(blend, own, source, realloc.eta, realloc.target)
         else:
             self._parameters.publish(realloc, await self._computations.run(copy_of, own))
@@ -229,7 +248,7 @@ class Executor:
             return self.shards[handler]
         except KeyError:
             raise ConfigError(
-                f"{self._worker} holds no shard {handler!r}; it holds {', '.join(self.shards) or 'none'}"
+                f"{self._worker} holds no shard {handler!r:.200}; it holds {', '.join(self.shards) or 'none'}"
             ) from None
 
     def failed(self, request: Payload, error: Exception) -> Payload:

@@ -47,7 +47,8 @@ class Save(_Hook):
     """Calls `Backend.save`.
 
     Attributes:
-        path: Directory or file. `{step}` in it is replaced by the number of the step.
+        path: Directory or file in the `save_folder` of the worker. `{step}` in it is replaced by the number of the
+            step.
     """
 
     name: ClassVar[HookName] = HookName.SAVE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 
-from averaging.errors import AveragingError, ProtocolViolationError
+from averaging.errors import AveragingError, ProtocolViolationError, printable
 from averaging.wire.workers_pb2 import WorkerMessage
 from averaging.workers.methods import BATCH_BYTES
 from averaging.workers.payload import Payload
@@ -19,7 +19,8 @@ class MasterSession:
     """The stream of one master.
 
     Attributes:
-        master: Random name of the master's process.
+        master: Random name of the master's process. Whoever knows it can take the place of that master.
+        alias: Its first characters, which others may see.
         since: When it attached, in the running loop's time.
         heard: When its last message came.
         failure: Why the stream is closed, if that is the master's fault.
@@ -27,6 +28,7 @@ class MasterSession:
 
     def __init__(self, master: str, now: float) -> None:
         self.master = master
+        self.alias = printable(master[:8])
         self.since = self.heard = now
         self.failure: AveragingError | None = None
         self._closed = False

@@ -34,7 +34,8 @@ class MasterWorker:
 
     Args:
         plan: The plan.
-        credentials: Certificates and tokens, see `averaging.rpc.read_credentials`.
+        credentials: Certificates and tokens, see `averaging.rpc.read_credentials`. Without them, workers on loopback
+            get the token of this user's processes.
         attach_timeout: Seconds to wait for all workers at the start.
         ping_seconds: Interval of the pings to each worker.
         min_stall_timeout: Seconds that a worker may at least take to answer a ping.

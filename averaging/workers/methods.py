@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any, Protocol, TypeAlias
 
-from averaging.rpc import RpcMethod
+from averaging.common.addresses import is_loopback, parse_address
+from averaging.rpc import Credentials, RpcChannel, RpcMethod
+from averaging.security.local_token import local_credentials
 from averaging.wire.workers_pb2 import (
     FetchDataRequest,
     FetchParametersRequest,
@@ -13,6 +15,9 @@ from averaging.wire.workers_pb2 import (
     NamedTensor,
     WorkerMessage,
 )
+
+SERVICE = "workers"
+"""Name of the token that workers and masters share if they are given no credentials, see `local_credentials`."""
 
 MESSAGE_BYTES = 16 << 20
 """Maximum bytes of a message on the stream: a plan for tens of thousands of samples."""
@@ -60,6 +65,23 @@ class Channel(Protocol):
 
 Connect: TypeAlias = Callable[[str], Channel]
 """Returns a channel to an endpoint."""
+
+
+def connector(credentials: Credentials | None, *, named_by_master: bool = False) -> Connect:
+    """Returns what opens channels to workers.
+
+    Args:
+        credentials: Certificates and tokens. Without them, workers on loopback get the token of this user's processes.
+        named_by_master: Whether a master has named the endpoints. Addresses at which no worker can be are refused then.
+    """
+
+    def connect(endpoint: str) -> Channel:
+        own = credentials
+        if own is None and is_loopback(parse_address(endpoint)[0]):
+            own = local_credentials(SERVICE)
+        return RpcChannel(endpoint, credentials=own, named_by_peer=named_by_master, loopback=True)
+
+    return connect
 
 
 class Channels:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Mapping
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any, Self
 
 from averaging.errors import AveragingError, ClosedError, ConfigError, ProtocolViolationError
-from averaging.rpc import Credentials, EventLoopThread, RpcChannel, RpcHandler, RpcServer
+from averaging.rpc import Credentials, EventLoopThread, RpcHandler, RpcServer
+from averaging.security.local_token import local_credentials
 from averaging.wire.workers_pb2 import Attach, Attached, MasterMessage, WorkerMessage
 from averaging.workers.backend import Backend
 from averaging.workers.computations import Computations
@@ -18,17 +21,29 @@ from averaging.workers.data_manager import DataManager
 from averaging.workers.dataset import Dataset
 from averaging.workers.executor import Executor
 from averaging.workers.master_session import MasterSession
-from averaging.workers.methods import FETCH_DATA, FETCH_PARAMETERS, REQUEST_REPLY_STREAM, Channels, Connect
+from averaging.workers.methods import (
+    FETCH_DATA,
+    FETCH_PARAMETERS,
+    REQUEST_REPLY_STREAM,
+    SERVICE,
+    Channels,
+    Connect,
+    connector,
+)
 from averaging.workers.parameters import ParameterExchange
 from averaging.workers.payload import NO_REPLY, Handle, Payload, pack, unpack
 from averaging.workers.placement import Inventory, Placement
 from averaging.workers.request_book import Next, RequestBook
-from averaging.workers.wire_messages import decode_payload
+from averaging.workers.wire_messages import decode_request
 
 logger = logging.getLogger("averaging.workers")
 
 MASTER_SECONDS = 15.0
 """Seconds of silence after which a worker accepts another master, although the stream of the first is open."""
+
+
+MAX_MASTER_NAME = 128
+"""Maximum characters of the random name of a master's process."""
 
 
 class ModelWorker:
@@ -47,8 +62,9 @@ class ModelWorker:
         listen: `host:port` to listen on; port 0 takes a free one. None if a server or peer has it in `services`.
         dataset: Where samples come from, if it may be a DP head of the first call's model.
         advertise: `host:port` at which others reach it, if that differs from `listen`.
-        credentials: Certificates and tokens, see `averaging.rpc.read_credentials`. Without them only this machine may
-            connect.
+        credentials: Certificates and tokens, see `averaging.rpc.read_credentials`. Without them only processes of this
+            user on this machine may connect: they share a token in ~/.local/state/averaging/workers.token.
+        save_folder: Folder below which the hook `save` may write. Without it, the hook is refused.
         compression: Compression of floating tensors of samples that it sends, such as `bfloat16`.
         connect: Opens channels to other workers; for tests.
         inline: Calls the backends in the event loop; for simulations.
@@ -66,6 +82,7 @@ class ModelWorker:
         dataset: Dataset | None = None,
         advertise: str | None = None,
         credentials: Credentials | None = None,
+        save_folder: str | os.PathLike[str] | None = None,
         compression: str = "none",
         connect: Connect | None = None,
         inline: bool = False,
@@ -74,10 +91,12 @@ class ModelWorker:
         self._incarnation = uuid.uuid4().hex
         self._backends = dict(backends)
         self._dataset = dataset
-        self._server = (
-            RpcServer(listen, [self], advertise=advertise, credentials=credentials) if listen is not None else None
-        )
-        self._channels = Channels(connect or (lambda endpoint: RpcChannel(endpoint, credentials=credentials)))
+        self._save_folder = None if save_folder is None else Path(save_folder)
+        self._server = None
+        if listen is not None:
+            own = local_credentials(SERVICE) if credentials is None else credentials
+            self._server = RpcServer(listen, [self], advertise=advertise, credentials=own)
+        self._channels = Channels(connect or connector(credentials, named_by_master=True))
         self._compression = compression
         self._computations = Computations(inline=inline)
         self._loading = Computations(inline=inline)
@@ -111,7 +130,14 @@ class ModelWorker:
             data = DataManager(self.name, self._channels, compression=self._compression)
             parameters = ParameterExchange(self.name, self._channels)
             executor = Executor(
-                self.name, self._backends, self._dataset, data, parameters, self._computations, self._loading
+                self.name,
+                self._backends,
+                self._dataset,
+                data,
+                parameters,
+                self._computations,
+                self._loading,
+                self._save_folder,
             )
             self._running = _Running(data, parameters, executor, tasks)
             if self._server is not None:
@@ -166,11 +192,14 @@ class ModelWorker:
         if first is None or not first.HasField("attach"):
             raise ProtocolViolationError("the stream of a master does not begin with attach")
         running, attach = self._open, first.attach
-        if refusal := self._refusal(attach):
+        placement = None
+        if not (refusal := self._refusal(attach)):
+            placement = unpack(attach.placement, Placement)
+            refusal = self._misfit(placement)
+        if placement is None or refusal:
             logger.warning("refused a master: %s", refusal)
             yield WorkerMessage(refused=refusal)
             return
-        placement = unpack(attach.placement, Placement)
         if self._session is not None:
             self._session.close()
         session = self._session = MasterSession(attach.master, asyncio.get_running_loop().time())
@@ -181,7 +210,7 @@ class ModelWorker:
         yield WorkerMessage(attached=Attached(incarnation=self._incarnation, inventory=pack(inventory), known=known))
         for reply in replies:
             session.send(reply)
-        logger.info("%s serves the master %.8s", self.name, attach.master)
+        logger.info("%s serves the master %s", self.name, session.alias)
         reading = running.tasks.create(self._read(session, messages))
         try:
             async for message in session.messages():
@@ -194,23 +223,27 @@ class ModelWorker:
             raise session.failure
 
     def _refusal(self, attach: Attach) -> str:
-        """Why a master cannot attach; empty if it can."""
+        """Why a master cannot attach, whatever its plan is; empty if it can."""
         if attach.worker != self.name:
-            return f"this is {self.name!r}, not {attach.worker!r}; correct the endpoints in the plan of the master"
-        placement = unpack(attach.placement, Placement)
-        for shard, _ in placement.shards:
-            if shard.model not in self._backends:
-                return (
-                    f"{self.name} has no backend of model {shard.model!r}; it has {', '.join(self._backends) or 'none'}"
-                )
-        if placement.dp_rank >= 0 and self._dataset is None:
-            return f"{self.name} is to hold a part of the dataset, and has none; give it a dataset"
+            return f"this is {self.name!r}, not {attach.worker!r:.200}; correct the endpoints in the plan of the master"
+        if not 0 < len(attach.master) <= MAX_MASTER_NAME:
+            return f"the name of a master must have 1 to {MAX_MASTER_NAME} characters, not {len(attach.master)}"
         session, now = self._session, asyncio.get_running_loop().time()
         if session is not None and session.master != attach.master and session.lives(now, MASTER_SECONDS):
             return (
-                f"{self.name} serves another master ({session.master[:8]}) since {now - session.since:.0f} s, which "
-                f"lives; end that one first"
+                f"{self.name} serves another master ({session.alias}) since {now - session.since:.0f} s, which lives; "
+                f"end that one first"
             )
+        return ""
+
+    def _misfit(self, placement: Placement) -> str:
+        """Why this worker cannot do what a plan demands; empty if it can."""
+        for shard, _ in placement.shards:
+            if shard.model not in self._backends:
+                known = ", ".join(self._backends) or "none"
+                return f"{self.name} has no backend of model {shard.model!r:.200}; it has {known}"
+        if placement.dp_rank >= 0 and self._dataset is None:
+            return f"{self.name} is to hold a part of the dataset, and has none; give it a dataset"
         return ""
 
     def _place(self, running: _Running, placement: Placement) -> None:
@@ -234,7 +267,7 @@ class ModelWorker:
                 self._book.forget(message.received)
                 if message.HasField("attach"):
                     raise ProtocolViolationError("a master attaches twice on one stream")
-                for request in map(decode_payload, message.requests):
+                for request in map(decode_request, message.requests):
                     self._receive(session, request)
                 if message.ping:
                     session.send(message.ping)
@@ -245,8 +278,8 @@ class ModelWorker:
 
     def _receive(self, session: MasterSession, request: Payload) -> None:
         if request.handle_name == Handle.ACK:
-            waiting = self._book.acked(request.request_id)
-            if waiting is None or request.data is not True:
+            waiting = self._book.acked(request.request_id, go_on=request.data == pack(True))
+            if waiting is None:
                 return
             request, following = waiting, self._book.begin(waiting)
         else:

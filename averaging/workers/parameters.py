@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 
 import torch
 
-from averaging.errors import TensorError, WorkerError
+from averaging.errors import ProtocolViolationError, TensorError, WorkerError
 from averaging.wire.workers_pb2 import FetchParametersRequest, NamedTensor
 from averaging.workers.methods import FETCH_PARAMETERS, Channels
 from averaging.workers.payload import Realloc
-from averaging.workers.tensor_stream import receive, send
+from averaging.workers.samples import kind_of
+from averaging.workers.tensor_stream import SILENCE_SECONDS, receive, send
 
 
 class ParameterExchange:
@@ -36,21 +37,34 @@ class ParameterExchange:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def take(self, origin: str, transfer: str) -> dict[str, torch.Tensor]:
-        """Returns the parameters that a worker, or this one, publishes for a transfer.
+    async def take(self, realloc: Realloc, target: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns the parameters that the origin of a transfer, perhaps this worker, publishes.
+
+        Args:
+            realloc: The side of the target.
+            target: The parameters that they are for; others are refused before memory is taken for them.
 
         Raises:
             WorkerLostError: The worker cannot be reached.
-            WorkerError: The worker is unknown.
+            WorkerError: The worker is unknown, or does not publish them in time.
             ProtocolViolationError: It sent something malformed.
+            TensorError: It sent other parameters than the target has.
         """
+        origin, transfer = realloc.origin, realloc.transfer
         if origin == self._worker:
             return await self._get(transfer)
         if origin not in self.endpoints:
             raise WorkerError(origin, f"{self._worker} is to get parameters of {origin!r}, which is not in its plan")
         request = FetchParametersRequest(caller=self._worker, transfer=transfer)
+        left = dict(target)
+
+        def admit(head: NamedTensor) -> None:
+            if head.key not in left and head.key in target:
+                raise ProtocolViolationError(f"{origin} sent the parameter {head.key!r} twice")
+            check_alike(realloc.target, head.key, left.pop(head.key, None), (head.dtype, head.tensor.size))
+
         messages = self._channels[self.endpoints[origin]].stream(FETCH_PARAMETERS, request)
-        async with aclosing(receive(origin, messages)) as tensors:
+        async with aclosing(receive(origin, messages, admit)) as tensors:
             return {name: tensor async for _, name, tensor in tensors}
 
     async def serve(self, request: FetchParametersRequest) -> AsyncGenerator[NamedTensor, None]:
@@ -61,16 +75,24 @@ class ParameterExchange:
                 yield message
 
     async def _get(self, transfer: str) -> dict[str, torch.Tensor]:
-        while True:
-            for models, published in list(self._published.items()):
-                if published.transfer == transfer:
-                    published.takers -= 1
-                    if published.takers <= 0:
-                        del self._published[models]
-                    if published.parameters is None:
-                        raise WorkerError(self._worker, f"{self._worker} has failed and gives no parameters")
-                    return published.parameters
-            await self._changed.wait()
+        try:
+            async with asyncio.timeout(SILENCE_SECONDS):
+                while (models := self._models_of(transfer)) is None:
+                    await self._changed.wait()
+        except TimeoutError:
+            raise WorkerError(
+                self._worker, f"{self._worker} has published no parameters for the transfer {transfer:.200}"
+            ) from None
+        published = self._published[models]
+        published.takers -= 1
+        if published.takers <= 0:
+            del self._published[models]
+        if published.parameters is None:
+            raise WorkerError(self._worker, f"{self._worker} has failed and gives no parameters")
+        return published.parameters
+
+    def _models_of(self, transfer: str) -> tuple[str, str] | None:
+        return next((models for models, one in self._published.items() if one.transfer == transfer), None)
 
 
 class _Published:
@@ -90,14 +112,9 @@ def blend(target: Mapping[str, torch.Tensor], source: Mapping[str, torch.Tensor]
         TensorError: The two have different names, shapes or dtypes. Nothing is changed then.
     """
     if target.keys() != source.keys():
-        name = min(target.keys() ^ source.keys())
-        raise TensorError(f"param_realloc to {model!r}: only one of the two models has the parameter {name!r}")
+        check_alike(model, min(target.keys() ^ source.keys()), None, ("", ()))
     for name, tensor in target.items():
-        if tensor.shape != source[name].shape or tensor.dtype != source[name].dtype:
-            raise TensorError(
-                f"param_realloc to {model!r}: {name!r} is {source[name].dtype}{list(source[name].shape)} at the source "
-                f"and {tensor.dtype}{list(tensor.shape)} at the target"
-            )
+        check_alike(model, name, tensor, kind_of(source[name]))
     with torch.no_grad():
         for name, tensor in target.items():
             new = source[name].to(tensor.device)
@@ -106,3 +123,25 @@ def blend(target: Mapping[str, torch.Tensor], source: Mapping[str, torch.Tensor]
                     tensor.copy_(new)
             else:
                 tensor.mul_(1.0 - eta).add_(new, alpha=eta)
+
+
+def check_alike(model: str, name: str, target: torch.Tensor | None, source: tuple[str, Sequence[int]]) -> None:
+    """Checks one parameter against that of the target.
+
+    Args:
+        model: Name of the target.
+        name: Name of the parameter.
+        target: The target's parameter; None if it has none of this name.
+        source: Dtype and shape of the other one.
+
+    Raises:
+        TensorError: They differ.
+    """
+    if target is None:
+        raise TensorError(f"param_realloc to {model!r}: only one of the two models has the parameter {name!r:.200}")
+    dtype, shape = kind_of(target)
+    if (dtype, list(shape)) != (source[0], list(source[1])):
+        raise TensorError(
+            f"param_realloc to {model!r}: {name!r} is torch.{source[0]}{list(source[1])} at the source and "
+            f"torch.{dtype}{list(shape)} at the target"
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 
@@ -14,7 +14,19 @@ from averaging.errors import ProtocolViolationError
 T = TypeVar("T")
 
 MAX_ITEMS = 1 << 21
-"""Maximum number of items in the data of one message: a plan for tens of thousands of samples."""
+"""Maximum number of items in the plain data of one reply."""
+
+MAX_SAMPLES = 1 << 20
+"""Maximum number of samples in one request or reply."""
+
+MAX_NAMES = 256
+"""Maximum number of names of tensors in one request or reply."""
+
+Samples: TypeAlias = Annotated[list[str], msgspec.Meta(max_length=MAX_SAMPLES)]
+"""Ids of samples."""
+
+Names: TypeAlias = Annotated[list[str], msgspec.Meta(max_length=MAX_NAMES)]
+"""Names of tensors. Work on samples with tensors is proportional to the product of both numbers."""
 
 
 class Handle(StrEnum):
@@ -74,7 +86,8 @@ class Payload:
         ack_reply_id: Id of the message that lets the worker begin.
         no_syn: Whether the worker carries the request out without syn and ack.
         send_time: Monotonic seconds of the sender.
-        data: A dataclass of this module, or what msgpack can encode.
+        data: A dataclass of this module, or what msgpack can encode. At a worker it stays packed until `convert`, which
+            knows what it must be.
         pre_hooks: Names of the hooks before the request, in order.
         pre_hook_data: Their data.
         post_hooks: Names of the hooks after the request, in order.
@@ -109,7 +122,7 @@ class Fetch:
     """
 
     count: int = 0
-    ids: list[str] = field(default_factory=list)
+    ids: Samples = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +137,9 @@ class Fetched:
         epoch: Passes over the part that are complete.
     """
 
-    ids: list[str]
+    ids: Samples
     seqlens: list[int]
-    keys: list[str]
+    keys: Names
     dp_rank: int
     epoch: int
 
@@ -148,7 +161,7 @@ class DatasetSpec:
 class Clear:
     """Forgets all tensors of these samples."""
 
-    ids: list[str]
+    ids: Samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +182,9 @@ class Compute:
     model: str
     mesh: int = 1
     step: int = 0
-    ids: list[str] = field(default_factory=list)
-    inputs: list[str] = field(default_factory=list)
-    outputs: list[str] = field(default_factory=list)
+    ids: Samples = field(default_factory=list)
+    inputs: Names = field(default_factory=list)
+    outputs: Names = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +198,7 @@ class Computed:
         seconds: Duration of the call without hooks.
     """
 
-    keys: list[str]
+    keys: Names
     stats: dict[str, float]
     version: int
     seconds: float
@@ -209,8 +222,8 @@ class Step:
     root: str
     srcs: list[str]
     dsts: list[str]
-    ids: list[list[str]]
-    keys: list[str]
+    ids: list[Samples]
+    keys: Names
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,23 +267,29 @@ def pack(value: object) -> bytes:
 
 
 def unpack(raw: bytes, kind: type[T]) -> T:
-    """Decodes what `pack` encoded.
+    """Decodes what `pack` encoded. Time and memory are proportional to the number of bytes.
+
+    Args:
+        raw: Untrusted bytes.
+        kind: A dataclass; or `object` for plain data, of at most `MAX_ITEMS` items.
 
     Raises:
         ProtocolViolationError: It is no such value.
     """
     try:
-        return msgspec.convert(unpack_safely(raw, MAX_ITEMS), kind)
-    except (ValueError, msgspec.ValidationError) as error:
+        return unpack_safely(raw, MAX_ITEMS) if kind is object else msgspec.msgpack.decode(raw, type=kind)
+    except (ValueError, msgspec.DecodeError) as error:
         raise ProtocolViolationError(f"a message with data that is no {kind.__name__}: {error}") from None
 
 
 def convert(value: object, kind: type[T]) -> T:
-    """Converts plain data to a dataclass of this module.
+    """Converts the data of a request or reply, packed or plain, to a dataclass of this module.
 
     Raises:
         ProtocolViolationError: It is no such value.
     """
+    if isinstance(value, bytes):
+        return unpack(value, kind)
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:

@@ -9,7 +9,10 @@ from enum import Enum, auto
 from averaging.workers.payload import BLOCKING, Handle, Payload
 
 MAX_QUEUED = 1 << 16
-"""Maximum number of requests that wait for ack or flush."""
+"""Maximum number of requests that wait or run, and of replies that the master has not received."""
+
+MAX_QUEUED_BYTES = 128 << 20
+"""Maximum bytes of the data of all requests that wait or run."""
 
 
 class Next(Enum):
@@ -26,7 +29,7 @@ class Next(Enum):
     FLUSH = auto()
     """Carry out what `flushed` returns."""
     TOO_MANY = auto()
-    """Refuse it: too many wait."""
+    """Refuse it: too many wait, or too large ones."""
 
 
 @dataclass
@@ -36,10 +39,13 @@ class RequestBook:
     A master that has lost its connection sends requests again. Each is carried out once.
     """
 
-    _unacked: dict[str, Payload] = field(default_factory=dict)  # by the id of their ack
+    _unacked: dict[str, Payload] = field(default_factory=dict)
+    _acks: dict[str, str] = field(default_factory=dict)  # the unacked request of each ack
     _queued: dict[str, Payload] = field(default_factory=dict)
     _running: dict[str, bool] = field(default_factory=dict)  # whether the reply is wanted
     _replies: dict[str, Payload] = field(default_factory=dict)
+    _nbytes: dict[str, int] = field(default_factory=dict)  # of the data of each request that waits or runs
+    _total: int = 0  # their sum
 
     def __len__(self) -> int:
         return len(self._unacked) + len(self._queued) + len(self._running) + len(self._replies)
@@ -48,10 +54,14 @@ class RequestBook:
         """Takes a request or an ack; for an ack the answer is `NOTHING` and `acked` returns what follows."""
         if self.knows(request.request_id):
             return Next.NOTHING
-        if len(self) >= MAX_QUEUED:
+        nbytes = sum(len(data) for data in (request.data, *request.pre_hook_data, *request.post_hook_data) if data)
+        if len(self) >= MAX_QUEUED or self._total + nbytes > MAX_QUEUED_BYTES:
             return Next.TOO_MANY
+        self._nbytes[request.request_id] = nbytes
+        self._total += nbytes
         if not request.no_syn:
-            self._unacked[request.ack_reply_id] = request
+            self._unacked[request.request_id] = request
+            self._acks[request.ack_reply_id] = request.request_id
             return Next.SYN
         return self.begin(request)
 
@@ -63,9 +73,13 @@ class RequestBook:
         self._running[request.request_id] = True
         return Next.FLUSH if request.handle_name == Handle.FLUSH else Next.RUN
 
-    def acked(self, ack_id: str) -> Payload | None:
-        """Returns the request that waited for this ack."""
-        return self._unacked.pop(ack_id, None)
+    def acked(self, ack_id: str, *, go_on: bool = True) -> Payload | None:
+        """Returns the request that waited for this ack and is to be carried out; None if there is none."""
+        request = self._unacked.pop(self._acks.pop(ack_id, ""), None)
+        if request is not None and not go_on:
+            self._release(request.request_id)
+            return None
+        return request
 
     def flushed(self) -> list[Payload]:
         """Returns the requests that waited for a flush; they are running from now on."""
@@ -77,6 +91,7 @@ class RequestBook:
     def finish(self, reply: Payload, *, keep: bool = True) -> bool:
         """Ends a request. Returns whether the reply is to be sent; it is kept until `forget`."""
         wanted = self._running.pop(reply.request_id, False)
+        self._release(reply.request_id)
         if wanted and keep:
             self._replies[reply.request_id] = reply
         return wanted
@@ -85,18 +100,14 @@ class RequestBook:
         """Forgets requests whose replies the master has received, or wants no longer."""
         for request_id in ids:
             self._replies.pop(request_id, None)
-            self._queued.pop(request_id, None)
+            if self._queued.pop(request_id, None) is not None:
+                self._release(request_id)
             if request_id in self._running:
                 self._running[request_id] = False
 
     def knows(self, request_id: str) -> bool:
         """Whether this request has arrived before and is not forgotten."""
-        return (
-            request_id in self._queued
-            or request_id in self._running
-            or request_id in self._replies
-            or any(request.request_id == request_id for request in self._unacked.values())
-        )
+        return any(request_id in known for known in (self._queued, self._running, self._replies, self._unacked))
 
     def attach(self, outstanding: Collection[str]) -> tuple[list[str], list[Payload]]:
         """A master attaches, again or for the first time, and waits for the replies to these requests only.
@@ -105,14 +116,18 @@ class RequestBook:
             Those of `outstanding` that are known, and the replies to send again.
         """
         outstanding = set(outstanding)
-        for waiting in (self._queued, self._replies):
+        for waiting in (self._queued, self._replies, self._unacked):
             for request_id in waiting.keys() - outstanding:
                 del waiting[request_id]
-        self._unacked = {ack: one for ack, one in self._unacked.items() if one.request_id in outstanding}
+                self._release(request_id)
+        self._acks = {ack: request_id for ack, request_id in self._acks.items() if request_id in self._unacked}
         self._running = {request_id: request_id in outstanding for request_id in self._running}
         known = [request_id for request_id in outstanding if self.knows(request_id)]
         syns = [self.syn(request) for request in self._unacked.values()]
         return known, [*syns, *self._replies.values()]
+
+    def _release(self, request_id: str) -> None:
+        self._total -= self._nbytes.pop(request_id, 0)
 
     @staticmethod
     def syn(request: Payload) -> Payload:

@@ -11,8 +11,8 @@ from contextlib import AsyncExitStack
 from typing import Any, Self
 
 from averaging.errors import ConfigError, WorkerError, WorkerLostError
-from averaging.rpc import Credentials, Deadlines, RpcChannel
-from averaging.workers.methods import Connect
+from averaging.rpc import Credentials, Deadlines
+from averaging.workers.methods import Connect, connector
 from averaging.workers.payload import NO_REPLY, Handle, Payload
 from averaging.workers.placement import placement_of
 from averaging.workers.plan import Plan
@@ -26,7 +26,8 @@ class RequestClient:
 
     Args:
         plan: The plan.
-        credentials: Certificates and tokens, see `averaging.rpc.read_credentials`.
+        credentials: Certificates and tokens, see `averaging.rpc.read_credentials`. Without them, workers on loopback
+            get the token of this user's processes.
         ping_seconds: Interval of the pings to each worker.
         min_stall_timeout: Seconds that a worker may at least take to answer a ping.
         stall_timeout: Seconds that it may at most take. In between, the limit is learned from its earlier answers.
@@ -60,7 +61,7 @@ class RequestClient:
         self._stack = AsyncExitStack()
         options = LinkOptions(
             self.name,
-            connect or (lambda endpoint: RpcChannel(endpoint, credentials=credentials)),
+            connect or connector(credentials),
             Deadlines(min_stall_timeout, stall_timeout),
             ping_seconds,
         )
@@ -126,7 +127,7 @@ class RequestClient:
 
     def new_id(self) -> str:
         """A new id of a request; unique over all masters."""
-        return f"{self.name[:12]}-{next(self._ids)}"
+        return f"{self.name[-12:]}-{next(self._ids)}"  # other masters may see the first characters
 
     def post(self, payload: Payload) -> str:
         """Sends one request and returns its id. Its outcome is an error if the worker is lost.

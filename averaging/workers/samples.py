@@ -22,13 +22,12 @@ class KeySpec:
     dtype: str
     shape: tuple[int | None, ...]
 
-    def check(self, key: str, sample: str, tensor: torch.Tensor) -> None:
-        """Checks one tensor.
+    def check(self, key: str, sample: str, dtype: str, shape: Sequence[int]) -> None:
+        """Checks dtype and shape of one tensor.
 
         Raises:
-            TensorError: It has another dtype or shape.
+            TensorError: They are others.
         """
-        dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
         fits = len(shape) == len(self.shape) and all(
             want is None or have == want for have, want in zip(shape, self.shape, strict=True)
         )
@@ -81,3 +80,8 @@ class SampleBatch:
     def stacked(self, key: str) -> torch.Tensor:
         """The tensors of one name with a new first dimension. They must have equal shapes."""
         return torch.stack(list(self.data[key]))
+
+
+def kind_of(tensor: torch.Tensor) -> tuple[str, torch.Size]:
+    """Dtype, such as `int64`, and shape of a tensor."""
+    return str(tensor.dtype).removeprefix("torch."), tensor.shape

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from averaging.errors import ProtocolViolationError
 from averaging.wire import workers_pb2
 from averaging.workers.payload import Payload, pack, unpack
@@ -32,11 +30,22 @@ def encode_payload(payload: Payload) -> workers_pb2.Payload:
     )
 
 
-def decode_payload(message: workers_pb2.Payload) -> Payload:
-    """The request or reply in a message; its data is plain, see `payload.convert`.
+def decode_reply(message: workers_pb2.Payload) -> Payload:
+    """The reply in a message; its data is plain.
 
     Raises:
         ProtocolViolationError: Data is no msgpack, or the numbers of hooks and of their data differ.
+    """
+    reply = decode_request(message)
+    reply.data = unpack(message.data, object) if message.data else None
+    return reply
+
+
+def decode_request(message: workers_pb2.Payload) -> Payload:
+    """The request in a message; its data is packed, see `payload.convert`.
+
+    Raises:
+        ProtocolViolationError: The numbers of hooks and of their data differ.
     """
     for hooks, data in (
         (message.pre_hooks, message.pre_hook_data),
@@ -52,15 +61,11 @@ def decode_payload(message: workers_pb2.Payload) -> Payload:
         ack_reply_id=message.ack_reply_id,
         no_syn=message.no_syn,
         send_time=message.send_time,
-        data=_plain(message.data),
+        data=message.data,
         pre_hooks=list(message.pre_hooks),
-        pre_hook_data=[_plain(raw) for raw in message.pre_hook_data],
+        pre_hook_data=list(message.pre_hook_data),
         post_hooks=list(message.post_hooks),
-        post_hook_data=[_plain(raw) for raw in message.post_hook_data],
+        post_hook_data=list(message.post_hook_data),
         error=message.error,
         unreachable=message.unreachable,
     )
-
-
-def _plain(raw: bytes) -> Any:
-    return unpack(raw, object) if raw else None

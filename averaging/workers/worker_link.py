@@ -8,14 +8,14 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
-from averaging.errors import AveragingError, MasterRefusedError, TransportError, WorkerLostError
+from averaging.errors import AveragingError, MasterRefusedError, TransportError, UnauthenticatedError, WorkerLostError
 from averaging.rpc import Deadline, Deadlines, FairTimeout, Phase
 from averaging.wire.workers_pb2 import Attach, Attached, MasterMessage, WorkerMessage
 from averaging.wire.workers_pb2 import Payload as PayloadMessage
 from averaging.workers.methods import BATCH_BYTES, REQUEST_REPLY_STREAM, Channel, Connect
 from averaging.workers.payload import NO_REPLY, Handle, Payload, pack, unpack
 from averaging.workers.placement import Inventory, Placement
-from averaging.workers.wire_messages import decode_payload, encode_payload
+from averaging.workers.wire_messages import decode_reply, encode_payload
 
 logger = logging.getLogger("averaging.workers")
 
@@ -145,6 +145,9 @@ class WorkerLink:
         except MasterRefusedError as error:
             self.refused = error
             return str(error), True
+        except UnauthenticatedError as error:
+            self.hopeless = True
+            return f"{error}; give the master the credentials of its workers", True
         except TransportError as error:
             self.hopeless = error.definite
             return str(error), getattr(error, "refused", True)
@@ -212,7 +215,7 @@ class WorkerLink:
         if (began := self._pinged.pop(message.pong, None)) is not None:
             now = asyncio.get_running_loop().time()
             self._options.deadlines.record(self.worker, Phase.ANSWER, 0, now - began, now)
-        for reply in map(decode_payload, message.replies):
+        for reply in map(decode_reply, message.replies):
             if self._outstanding.pop(reply.request_id, None) is not None:
                 self._received.append(reply.request_id)
                 self._on_reply(reply)

@@ -38,6 +38,7 @@ from averaging.protocol.messages import (
     Rumour,
     WireTensor,
 )
+from averaging.rpc import TensorMessage, TensorReader
 from averaging.state.assembler import StateAssembler
 from averaging.state.donors import unpack_priority
 from averaging.state.manifest import MAX_ITEMS, read_manifest
@@ -46,6 +47,8 @@ from averaging.transport import virtual_time
 from averaging.transport.grpc import headers, methods
 from averaging.transport.grpc.authentication import is_token
 from averaging.transport.grpc.methods import Method
+from averaging.workers import Handle, ListDataset, Payload, Sample
+from averaging.workers.request_book import Next, RequestBook
 from tests.fuzz import clashing
 from tests.fuzz.material import protobufs, values
 from tests.receipts import receipt
@@ -334,3 +337,47 @@ def test_long_receipts() -> None:
         return json.dumps(line | {"members": [f"peer:{number}" for number in range(count)]}).encode() + b"\n"
 
     check_growth(make, lambda raw: receipt_log.read([raw]), 5000)
+
+
+# Workers
+
+
+def in_chunks(count: int) -> list[TensorMessage]:
+    """A tensor in chunks of one byte."""
+    first = TensorMessage(size=[count], dtype="int8", chunks=count, buffer=b"1")
+    return [first, *[TensorMessage(buffer=b"1")] * (count - 1)]
+
+
+def read_tensor(messages: list[TensorMessage]) -> None:
+    reader = TensorReader()
+    found = [reader.read(message) for message in messages]
+    assert found[-1] is not None
+
+
+def test_a_tensor_in_many_chunks() -> None:
+    check_growth(in_chunks, read_tensor, 1 << 12)
+
+
+def unacked(count: int) -> list[Payload]:
+    return [
+        Payload("worker", Handle.GENERATE, f"{n}", syn_reply_id=f"s{n}", ack_reply_id=f"a{n}", no_syn=False)
+        for n in range(count)
+    ]
+
+
+def receive_all(requests: list[Payload]) -> None:
+    book = RequestBook()
+    assert {book.receive(request) for request in requests} == {Next.SYN}
+
+
+def test_requests_that_wait_for_their_ack() -> None:
+    check_growth(unacked, receive_all, 1 << 12)
+
+
+def test_a_part_of_a_dataset_that_is_fetched_at_once() -> None:
+    def part(count: int) -> ListDataset:
+        dataset = ListDataset([Sample(str(n), {}) for n in range(count)])
+        dataset.place(0, 1)
+        return dataset
+
+    check_growth(part, lambda dataset: dataset.fetch(dataset.size), 1 << 16)

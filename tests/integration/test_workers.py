@@ -14,7 +14,8 @@ import torch
 
 from averaging import CallRefusedError, Peer, RpcChannel, TLSFiles, UnauthenticatedError
 from averaging.errors import ConfigError, MasterRefusedError, WorkerError, WorkerLostError
-from averaging.rpc import Credentials, EventLoopThread, read_credentials
+from averaging.rpc import Credentials, EventLoopThread, RpcMethod, read_credentials
+from averaging.security.local_token import local_credentials
 from averaging.wire.workers_pb2 import Attach, FetchDataRequest, MasterMessage
 from averaging.wire.workers_pb2 import Payload as Message
 from averaging.workers import (
@@ -27,9 +28,11 @@ from averaging.workers import (
     ParamRealloc,
     Payload,
     Plan,
+    SampleBatch,
     worker_link,
 )
-from averaging.workers.methods import FETCH_DATA, REQUEST_REPLY_STREAM
+from averaging.workers.methods import FETCH_DATA, FETCH_PARAMETERS, REQUEST_REPLY_STREAM
+from averaging.workers.payload import Save as SaveData
 from averaging.workers.plan import Model
 from averaging.workers.wire_messages import encode_payload
 from tests.integration.certificates import TOKEN, write
@@ -47,8 +50,17 @@ class Site:
         self.endpoints: dict[str, str] = {}
         self.workers: dict[str, ModelWorker] = {}
 
-    def start(self, name: str, credentials: Credentials | None = None, **backends: Any) -> None:
-        worker = ModelWorker(name, backends, listen="127.0.0.1:0", dataset=dataset(), credentials=credentials)
+    def start(
+        self, name: str, credentials: Credentials | None = None, save_folder: Path | None = None, **backends: Any
+    ) -> None:
+        worker = ModelWorker(
+            name,
+            backends,
+            listen="127.0.0.1:0",
+            dataset=dataset(),
+            credentials=credentials,
+            save_folder=save_folder,
+        )
         thread = EventLoopThread(worker, name)
         self._stack.callback(thread.close)
         self.workers[name] = worker
@@ -239,7 +251,7 @@ def test_tokens(site: Site, tmp_path: Path) -> None:
     site.start_ppo(known)
     with site.master(credentials=known) as master:
         assert len(list(master.run(2))) == 2
-    with pytest.raises(WorkerLostError, match="a0 cannot be reached: .* requires a token"):
+    with pytest.raises(WorkerLostError, match="does not accept this peer's token: .*give the master the cred"):
         MasterWorker(site.plan(), attach_timeout=1000.0)
 
 
@@ -278,7 +290,8 @@ async def test_what_strangers_send() -> None:
     async with AsyncExitStack() as stack:
         worker = ModelWorker("a0", {"actor": Actor("a0", Log())}, listen="127.0.0.1:0")
         await stack.enter_async_context(worker)
-        channel = await stack.enter_async_context(RpcChannel(worker.endpoint))
+        mine = local_credentials("workers")
+        channel = await stack.enter_async_context(RpcChannel(worker.endpoint, credentials=mine))
         attach = MasterMessage(attach=Attach(master="m", worker="a0", placement=b"\x80"))
         with pytest.raises(CallRefusedError, match="does not begin with attach"):
             await stream(channel, MasterMessage(ping=1))
@@ -297,6 +310,73 @@ async def test_what_strangers_send() -> None:
         assert "knows no request 'x'" in error.replies[0].error
         [refused] = await stream(channel, MasterMessage(attach=Attach(master="m", worker="b", placement=b"\x80")))
         assert refused.refused.startswith("this is 'a0', not 'b'")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("method", [REQUEST_REPLY_STREAM, FETCH_DATA, FETCH_PARAMETERS])
+async def test_without_credentials_only_this_user_is_served(method: RpcMethod[Any, Any], tmp_path: Path) -> None:
+    """Another user of the machine can connect, and does not have the token."""
+    other = tmp_path / "token"
+    other.touch(mode=0o600)
+    other.write_text(TOKEN)
+    async with ModelWorker("a0", {"actor": Actor("a0", Log())}, listen="127.0.0.1:0") as worker:
+        for credentials in (Credentials(), read_credentials(token_file=other)):
+            async with RpcChannel(worker.endpoint, credentials=credentials) as channel:
+                request = stranger() if method.requests_stream else method.request()
+                with pytest.raises(UnauthenticatedError, match="(requires a|accept this peer's) token"):
+                    async with aclosing(channel.stream(method, request)) as replies:
+                        await anext(replies)
+
+
+async def stranger() -> AsyncIterator[MasterMessage]:
+    yield MasterMessage(attach=Attach(master="m", worker="a0", placement=b"\x80"))
+
+
+@pytest.mark.asyncio
+async def test_one_tensor_many_times_in_a_request_is_sent_once() -> None:
+    """A request of 1 MiB could name one sample and one tensor so often that their product fills the memory."""
+    async with ModelWorker("a0", {}, listen="127.0.0.1:0") as worker:
+        worker._open.data.update(SampleBatch(["s"], {"k": [torch.ones(2)]}))
+        async with RpcChannel(worker.endpoint, credentials=local_credentials("workers")) as channel:
+            request = FetchDataRequest(caller="b", ids=["s"] * 100_000, keys=["k"] * 100_000)
+            async with aclosing(channel.stream(FETCH_DATA, request)) as replies:
+                assert [(reply.id, reply.key) async for reply in replies] == [("s", "k")]
+            for request in (FetchDataRequest(ids=map(str, range(1001))), FetchDataRequest(keys=map(str, range(257)))):
+                with pytest.raises(CallRefusedError, match="256 and 1000 are allowed"):
+                    async with aclosing(channel.stream(FETCH_DATA, request)) as replies:
+                        await anext(replies)
+
+
+def test_a_hook_saves_only_below_the_folder_of_the_worker(site: Site, tmp_path: Path) -> None:
+    folder = tmp_path / "ckpt"
+    folder.mkdir()
+    (folder / "out").symlink_to(tmp_path)
+    shard = "actor@dp0-tp0-pp0"
+
+    def save(master: MasterWorker, path: str) -> None:
+        request = Payload(shard, Handle.EMPTY, master.new_id(), data=Compute("save", "actor"))
+        request.post_hooks, request.post_hook_data = ["save"], [SaveData(path)]
+        ids = [master.post(request), *master.request(["a0"], Handle.FLUSH)]
+        master.gather(ids)
+
+    site.start("a0", actor=Actor("a0", site.log), save_folder=folder)
+    site.start("a1", actor=Actor("a1", site.log))
+    site.start("r0", reward=Reward("r0", site.log))
+    with site.master() as master:
+        master.initialize()
+        for path in ("step-1", str(folder / "step-2" / "x")):
+            save(master, path)
+        for path in ("../x", str(tmp_path / "x"), "a/../../x", "out/x", "/etc/passwd", "a\0b", str(folder) + "-2"):
+            with pytest.raises(WorkerError, match=r"is not below .*ckpt, the folder|is no path"):
+                save(master, path)
+        shard = "actor@dp1-tp0-pp0"
+        request = Payload(shard, Handle.EMPTY, master.new_id(), data=Compute("save", "actor"))
+        request.post_hooks, request.post_hook_data = ["save"], [SaveData("x")]
+        ids = [master.post(request), *master.request(["a1"], Handle.FLUSH)]
+        with pytest.raises(WorkerError, match=r"a1 has no folder for 'x'; give ModelWorker\(save_folder=…\)"):
+            master.gather(ids)
+    saved = [line[2] for line in site.log.lines if line[1] == "actor.save"]
+    assert saved == [str(folder / "step-1"), str(folder / "step-2" / "x")]
 
 
 @pytest.mark.asyncio

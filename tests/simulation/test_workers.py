@@ -59,7 +59,9 @@ class Site:
 
     async def start(self, name: str, **backends: Backend) -> ModelWorker:
         """Starts a worker, or starts it again."""
-        worker = ModelWorker(name, backends, dataset=dataset(), connect=self.network.connect, inline=True)
+        worker = ModelWorker(
+            name, backends, dataset=dataset(), save_folder="/saved", connect=self.network.connect, inline=True
+        )
         self.workers[name] = await self._stack.enter_async_context(worker)
         self.network.serve(f"{name}:1", worker)
         return worker
@@ -150,7 +152,7 @@ def test_hooks_run_in_order() -> None:
         step = ["actor.generate", "actor.train_step", "actor.evaluate"]
         second = [*step, "actor.average", "actor.save", "actor.offload"]
         assert site.log.kinds("a0") == ["actor.initialize", *step, "actor.offload", *second]
-        assert ("a0", "actor.save", "ckpt/2") in site.log.lines
+        assert ("a0", "actor.save", "/saved/ckpt/2") in site.log.lines
 
     simulate(scenario)
 

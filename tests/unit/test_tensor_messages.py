@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 import torch
 
@@ -80,10 +82,40 @@ def test_chunks_out_of_order_and_large_tensors() -> None:
     assert reader.read(first) is None
     with pytest.raises(ProtocolViolationError, match="before the last chunk"):
         reader.read(first)
-    small = TensorReader(max_bytes=10)
-    assert small.read(first) is None
-    with pytest.raises(ProtocolViolationError, match="more than 10 bytes"):
-        small.read(second)
+    with pytest.raises(ProtocolViolationError, match="of 40 bytes, more than 39 bytes"):
+        TensorReader(max_bytes=39).read(first)
+    exact = TensorReader(max_bytes=40)
+    assert [exact.read(one) is None for one in (first, second)] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("announced", "buffers", "error"),
+    [
+        (4, [b"12", b"", b"34"], "of 4 bytes with an empty chunk"),
+        (4, [b"12", b"345"], "takes 4 bytes, but 5"),
+        (4, [b"1", b"2"], "takes 4 bytes, but 2"),
+        (4, [b""], "of 4 bytes with an empty chunk"),
+        (2, [b"1"] * 3, "of 2 bytes in 3 chunks"),
+        (0, [b""] * 2, "of 0 bytes in 2 chunks"),
+    ],
+)
+def test_chunks_that_do_not_fit_the_tensor(announced: int, buffers: list[bytes], error: str) -> None:
+    reader = TensorReader()
+    messages = [TensorMessage(buffer=one) for one in buffers]
+    messages[0].MergeFrom(TensorMessage(size=[announced], dtype="int8", chunks=len(buffers)))
+    with pytest.raises(ProtocolViolationError, match=error):
+        list(map(reader.read, messages))
+
+
+def test_memory_is_taken_as_bytes_arrive() -> None:
+    """4 GiB are announced, and 1 MiB comes."""
+    tracemalloc.start()
+    try:
+        reader = TensorReader()
+        reader.read(TensorMessage(size=[1 << 29], dtype="float64", chunks=1 << 12, buffer=bytes(1 << 20)))
+        assert tracemalloc.get_traced_memory()[1] < 5 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_bools_of_strangers_are_bools() -> None:

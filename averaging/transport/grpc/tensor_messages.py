@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
-from averaging.compression import decode, encode
-from averaging.compression.base import check_size
+from averaging.compression import decoder, encode
+from averaging.compression.base import Codec, check_size
 from averaging.compression.raw import Raw
 from averaging.errors import ConfigError, ProtocolViolationError
 from averaging.protocol.messages import CompressionType, WireTensor, parse_compression
@@ -82,19 +83,23 @@ def tensor_messages(
 class TensorReader:
     """Decodes tensors from the messages of `tensor_messages`.
 
+    The first message of a tensor gives its size, dtype and compression, and so the bytes that it takes. A message with
+    more bytes or chunks than fit is refused. Memory is taken as bytes arrive, not when they are announced.
+
     Args:
         max_bytes: Maximum bytes of one tensor on the wire; larger ones are refused at their first message.
     """
 
     def __init__(self, max_bytes: int = 1 << 32) -> None:
         self._max_bytes = max_bytes
-        self._first: TensorMessage | None = None
-        self._buffers: list[bytes] = []
+        self._wire: WireTensor | None = None
+        self._buffer = bytearray()
+        self._nbytes = self._chunks = 0
 
     @property
     def complete(self) -> bool:
         """Whether no tensor is incomplete."""
-        return self._first is None
+        return self._wire is None
 
     def read(self, message: TensorMessage) -> torch.Tensor | None:
         """Returns the tensor that is complete with this message, or None if more messages follow.
@@ -104,34 +109,48 @@ class TensorReader:
         Raises:
             ProtocolViolationError: The message is not the next one of a tensor, or the tensor is malformed or large.
         """
-        first = self._first or message
-        self._buffers.append(message.buffer)
-        if self._first is not None and (message.size or message.dtype):
+        if self._wire is None:
+            self._wire = self._begin(message)
+        elif message.size or message.dtype:
             raise ProtocolViolationError("a tensor begins before the last chunk of the one before")
-        if first.chunks < 0 or first.chunks > self._max_bytes:
-            raise ProtocolViolationError(f"a tensor in {first.chunks} chunks")
-        if sum(map(len, self._buffers)) > self._max_bytes:
-            raise ProtocolViolationError(f"a tensor of more than {self._max_bytes} bytes")
-        if len(self._buffers) < first.chunks:
-            self._first = first
+        if self._nbytes and not message.buffer:
+            raise ProtocolViolationError(f"a tensor of {self._nbytes} bytes with an empty chunk")
+        self._buffer += message.buffer
+        self._chunks -= 1
+        received = len(self._buffer)
+        if received > self._nbytes or (received < self._nbytes and self._chunks <= 0):
+            wire = self._wire
+            raise ProtocolViolationError(
+                f"a tensor of size {wire.size}, compression {wire.compression} and dtype {wire.dtype!r} takes "
+                f"{self._nbytes} bytes, but {received} were received"
+            )
+        if self._chunks > 0:
             return None
-        buffer = self._buffers[0] if len(self._buffers) == 1 else b"".join(self._buffers)
-        self._first, self._buffers = None, []
+        wire, self._wire, self._buffer = replace(self._wire, buffer=memoryview(self._buffer)), None, bytearray()
+        return _decode(wire)
+
+    def _begin(self, first: TensorMessage) -> WireTensor:
+        """Checks what the first message of a tensor announces."""
         size = tuple(check_count(first.size, MAX_DIMENSIONS, "dimensions"))
-        return _decode(WireTensor(buffer, size, first.dtype, first.compression))
+        wire = WireTensor(b"", size, first.dtype, first.compression)
+        self._nbytes, self._chunks = _codec(wire).nbytes(size), max(1, first.chunks)
+        if self._nbytes > self._max_bytes:
+            raise ProtocolViolationError(f"a tensor of {self._nbytes} bytes, more than {self._max_bytes} bytes")
+        if first.chunks < 0 or self._chunks > max(1, self._nbytes):
+            raise ProtocolViolationError(f"a tensor of {self._nbytes} bytes in {first.chunks} chunks")
+        return wire
+
+
+def _codec(wire: WireTensor) -> Codec:
+    raw = _INTEGERS.get(wire.dtype)
+    if raw is None or wire.compression != CompressionType.NONE:
+        return decoder(wire)
+    check_size(wire.size)
+    return raw
 
 
 def _decode(wire: WireTensor) -> torch.Tensor:
-    raw = _INTEGERS.get(wire.dtype)
-    if raw is None or wire.compression != CompressionType.NONE:
-        tensor = decode(wire)
-        return tensor.clone() if wire.compression == CompressionType.NONE else tensor
-    check_size(wire.size)
-    if len(wire.buffer) != raw.nbytes(wire.size):
-        raise ProtocolViolationError(
-            f"a tensor of size {wire.size} and dtype {wire.dtype} takes {raw.nbytes(wire.size)} bytes, "
-            f"but {len(wire.buffer)} were received"
-        )
+    """Decodes a tensor of the right length, which may share the memory of its buffer."""
     if wire.dtype == "bool":  # bytes other than 0 and 1 are no bools
         return _INTEGERS["uint8"].unpack(wire.buffer, wire.size) != 0
-    return raw.unpack(wire.buffer, wire.size).clone()
+    return _codec(wire).unpack(wire.buffer, wire.size)
