@@ -8,7 +8,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Protocol, Self, Unpack, overload, runtime_checkable
@@ -263,6 +263,7 @@ class DecentralizedAverager(OptimizerWrapper):
             if site.size > 1:
                 site.together(lambda: None if site.leads else start(self._endpoint))
             self._begin()
+            self._training.modes.settle(wanted=False)  # a newcomer begins in the mode of the state
             strategy.joined(self._training)
             self._drive_scheduler()
             self._tell_news()
@@ -337,6 +338,8 @@ class DecentralizedAverager(OptimizerWrapper):
             return loss
         if not self._left:  # the other ranks of a site hear of it below
             self._thread.check()
+        if not self._training.modes.training:
+            raise ConfigError(f"{type(self._inner).__name__} is in evaluation mode; call opt.train() before the step")
         if self.strategy.stage is not Stage.TRAINING:
             raise RoundError("finish() was called, so the other peers expect no further step; make a new averager")
         self._training.check_tensors()
@@ -350,6 +353,28 @@ class DecentralizedAverager(OptimizerWrapper):
         self._drive_scheduler()
         self._tell_services()
         return loss
+
+    def train(self) -> None:
+        """Puts the training weights of a schedule-free optimizer into the model; call it before the first step.
+
+        Does nothing with other optimizers.
+        """
+        self._training.modes.train()
+
+    def eval(self) -> None:
+        """Puts the evaluation weights of a schedule-free optimizer into the model; call it before an evaluation.
+
+        Keeps a copy of the training weights, so that an evaluation does not change them by rounding. Does nothing with
+        other optimizers.
+        """
+        self._training.modes.eval()
+
+    def evaluation_weights(self) -> AbstractContextManager[None]:
+        """Wraps a block in which the model holds the weights to evaluate, to save or to publish.
+
+        These differ from the trained ones with schedule-free optimizers only.
+        """
+        return self._training.modes.weights(training=False)
 
     def _tell_services(self) -> None:
         # In a site the ranks know the version of rank 0's peer a step later.
@@ -459,7 +484,8 @@ class DecentralizedAverager(OptimizerWrapper):
         It ends what is in progress and waits at most `timeout` seconds until the other peers call `finish`, too. Then
         a last round makes the peers equal. `LocalSGD` averages the parameters. `DiLoCo` makes an outer step from the
         local steps since the last round. With `GradientAveraging` the peers are equal already; a peer that has missed a
-        step catches up. In the end all peers compare their weights.
+        step catches up. In the end all peers compare their weights. With a schedule-free optimizer these are the
+        evaluation weights.
 
         Call it after the last step, before the averager is closed. The other peers no longer wait for this one.
 
@@ -567,7 +593,7 @@ class DecentralizedAverager(OptimizerWrapper):
         }
         if weight is not None:
             options["weight"] = weight
-        with self._training.measuring():
+        with self._training.measuring(), self._training.modes.weights(training=True):
             self.strategy.finish(self._training)
             receipt = self._training.average(**options)
         self._tell_services()
@@ -617,7 +643,8 @@ class DecentralizedAverager(OptimizerWrapper):
     ) -> None:
         try:
             if kind is None and not self._has_left():
-                self.strategy.finish(self._training)
+                with self._training.modes.weights(training=True):
+                    self.strategy.finish(self._training)
         except AveragingError as failure:
             logger.warning("the last round of %r failed: %s", self.strategy, failure)
         finally:

@@ -192,10 +192,15 @@ class DiLoCo(LockstepStrategy):
             self._begin(training, self._next_fragment, together, search_timeout=max(0.0, end - training.monotonic()))
             if self._pending is not None:
                 receipt = self._end(training, self._pending)
-        with training.replacing():
+        with training.replacing(), training.moving_iterates():
             for fragment in self._fragments:
                 fragment.export()
-        return receipt
+        if not training.modes.exist:
+            return receipt
+        # Equal training weights, but the evaluation weights depend on this peer's own iterates as well.
+        training.modes.eval()
+        topic = training.topic("", training.tensors | training.iterates(), adopt=Adopt.WHOLE, commits=True)
+        return self._average_at_the_end(training, topic, end - training.monotonic())
 
     def _at_the_end(self, training: Training, partners: Collection[str]) -> tuple[tuple[str, ...], bool]:
         """The peers to make the last outer step with, and whether there are none although partners are left."""
@@ -251,7 +256,7 @@ class DiLoCo(LockstepStrategy):
         return receipt
 
     def _step(self, training: Training, fragment: Fragment, receipt: Receipt | None) -> None:
-        with training.replacing():
+        with training.replacing(), training.moving_iterates():
             fragment.step(self.alpha)
             self._advance(training, receipt, training.weight)
         self._discarded = False
@@ -263,7 +268,7 @@ class DiLoCo(LockstepStrategy):
         own = [] if self._discarded else [fragment.local_steps() for fragment in self._fragments]
         super()._take_over(training, fetch)
         if origin == self.history.origin.id:
-            with training.locked():
+            with training.locked(), training.moving_iterates():
                 for fragment, steps in zip(self._fragments, own, strict=False):
                     fragment.rebase(steps)
         self._discarded = False

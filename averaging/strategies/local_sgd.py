@@ -73,21 +73,21 @@ class LocalSGD(Strategy):
         return f"LocalSGD(every={self.every}{flags}{self._options()})"
 
     def start(self, training: Training) -> None:
-        """Creates the topic, unless it has statistics: these exist only after the first gradients."""
-        if not self.statistics:
-            self._make_topic(training, training.tensors)
+        """Creates the topic, unless the optimizer's state is in it: that exists only after the first gradients."""
+        if not self._averages_state(training):
+            self._make_topic(training)
 
     def joined(self, training: Training) -> None:
-        """Drops the topic of statistics, which a loaded state replaces, and a pending change, as `load` does."""
+        """Drops a topic of statistics, which a loaded state replaces, and a pending change, as `load` does."""
         super().joined(training)
         self._replaced = True
-        if self.statistics:
+        if self._averages_state(training):
             self._topic = None
 
     def after_step(self, training: Training) -> None:
         """Averages if a round is due."""
         self._schedule.count(training.now())
-        topic = self._topic or self._make_topic(training, training.tensors | training.statistics())
+        topic = self._topic or self._make_topic(training)
         others, is_due = training.agreed(lambda: (self._news(training), self._is_due(training, topic)))
         if others is not None and self.catch_up(training, others):
             return
@@ -98,7 +98,7 @@ class LocalSGD(Strategy):
             is_due = training.agreed(lambda: self._is_due(training, topic))
         if not is_due:
             return
-        if self.statistics:
+        if self._averages_state(training):
             topic = self._current_topic(training, topic)
         self._schedule.restart()  # before the round, whose result newcomers get together with the steps since it
         if self._delayed is not None:
@@ -136,10 +136,21 @@ class LocalSGD(Strategy):
 
     def conclude(self, training: Training, partners: Collection[str], timeout: float) -> Receipt | None:
         """Averages the parameters a last time, so that all peers end with the same ones."""
-        topic = training.topic("", training.tensors, adopt=Adopt.WHOLE, commits=True, compression=self.compression)
+        training.modes.eval()
+        tensors = training.tensors | training.iterates()
+        topic = training.topic("", tensors, adopt=Adopt.WHOLE, commits=True, compression=self.compression)
         return self._average_at_the_end(training, topic, timeout)
 
-    def _make_topic(self, training: Training, tensors: dict[str, torch.Tensor]) -> Topic:
+    def _averages_state(self, training: Training) -> bool:
+        """Whether tensors of the optimizer's state are averaged."""
+        return self.statistics or training.modes.exist
+
+    def _tensors(self, training: Training) -> dict[str, torch.Tensor]:
+        """What is averaged, by name."""
+        return training.tensors | (training.statistics() if self.statistics else training.iterates())
+
+    def _make_topic(self, training: Training) -> Topic:
+        tensors = self._tensors(training)
         self._averaged = list(tensors.values())
         options: TopicOptions = {"compression": self.compression, "error_feedback": self.error_feedback}
         if self.overlap:
@@ -151,14 +162,14 @@ class LocalSGD(Strategy):
             # Training waits for the round, so nothing reads the tensors while only some of them are averaged.
             options["commits"] = options["in_place"] = True
             self._topic = training.topic("", tensors, **options)
-        self._topic = self._topic.sending_exactly(tensors.keys() - training.tensors.keys())
+        self._topic = self._topic.sending_exactly(tensors.keys() - training.tensors.keys() - training.iterates().keys())
         return self._topic
 
     def _current_topic(self, training: Training, topic: Topic) -> Topic:
-        """The topic, recreated if the optimizer has added or replaced statistics."""
-        present = training.tensors | training.statistics()
+        """The topic, recreated if the optimizer has added or replaced tensors of its state."""
+        present = self._tensors(training)
         same = [id(tensor) for tensor in present.values()] == [id(tensor) for tensor in self._averaged]
-        return topic if same else self._make_topic(training, present)
+        return topic if same else self._make_topic(training)
 
     def _end_round(self, training: Training, receipt: Receipt) -> None:
         """Announces the progress; the parameters of a peer that is alone become the state that newcomers get."""
@@ -184,8 +195,9 @@ class LocalSGD(Strategy):
 def _kinds(training: Training, tensors: Iterable[str]) -> dict[str, list[str]]:
     """The names of statistics and buffers, grouped by kind, such as `exp_avg_sq` or `running_var`."""
     kinds: dict[str, list[str]] = {}
+    iterates = training.iterates()
     for name in tensors:
-        if name not in training.parameters:
+        if name not in training.parameters and name not in iterates:
             kind = name.rpartition(".")[2] if name in training.buffers else name.partition("/")[0]
             kinds.setdefault(kind, []).append(name)
     return kinds

@@ -35,6 +35,7 @@ class RunEnd:
     def finish(self) -> Finish:
         """Ends the round in progress, makes the weights of all peers equal, and compares them."""
         training, strategy = self._training, self._strategy
+        training.modes.train()  # a round in progress belongs to the training weights
         strategy.finish(training)
         self._announce(Stage.WAITING)
         # If the training of some peer does not end, the first peer whose time is up ends the wait of the others.
@@ -52,6 +53,7 @@ class RunEnd:
             )
         self._catch_up(partners, self._remaining / 2)
         receipt = strategy.conclude(training, partners, self._remaining)
+        training.modes.eval()
         self._catch_up(partners, self._remaining)
         own = strategy.digest = training.digest()
         self._announce(Stage.ENDED)

@@ -48,8 +48,8 @@ class WeightPublisher:
 
     With an averager, the weights are published at the start, and after each round or global step if they have changed,
     also if no other peer took part. The version is the global step, or the local step if the strategy has no global
-    steps. The training thread copies the weights; their digests are computed in another thread. If training is faster
-    than that, versions are left out.
+    steps. Of a schedule-free optimizer the evaluation weights are published. The training thread copies the weights;
+    their digests are computed in another thread. If training is faster than that, versions are left out.
 
     Elsewhere, call `commit`:
 
@@ -167,11 +167,14 @@ class WeightPublisher:
             raise ConfigError("give the model to the publisher: services=[WeightPublisher(model)]")
         self._run_id = self._run_id or averager.run_id
         step = averager.local_step if averager.global_step is None else averager.global_step
-        if self._ranks is None:
-            self._background.do(self._copy(None), step)
-        else:  # in step with the other ranks
+        if self._ranks is not None:
             self._ranks.endpoint = averager.own_endpoint
-            self._seal(self._copy(None), step, at_least=True)
+        with averager.evaluation_weights():
+            copied = self._copy(None)
+        if self._ranks is None:
+            self._background.do(copied, step)
+        else:  # in step with the other ranks
+            self._seal(copied, step, at_least=True)
 
     def rpc_handlers(self) -> Iterable[RpcHandler]:
         """See `RpcService`."""

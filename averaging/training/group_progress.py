@@ -12,9 +12,6 @@ import torch
 
 from averaging.errors import StateError
 
-MODE = "train_mode"
-"""Key of schedule-free optimizers: whether the model holds the weights to train, or those to evaluate."""
-
 SCHEDULED: Mapping[str, frozenset[str]] = {
     "lr": frozenset({"initial_lr"}),
     "momentum": frozenset({"max_momentum"}),
@@ -71,7 +68,7 @@ class GroupProgress:
         ]
 
     def _is_progress(self, key: str, value: object) -> bool:
-        if key in self.keys or key == MODE:
+        if key in self.keys:
             return True
         defaults = getattr(self._optimizer, "defaults", {})
         return _is_number(value) and key not in self._settable and key in defaults and bool(value != defaults[key])

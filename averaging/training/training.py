@@ -36,6 +36,7 @@ from averaging.training.site import Site
 from averaging.training.site_state import SiteState
 from averaging.training.tensor_math import clip
 from averaging.training.trained_model import TrainedModel
+from averaging.training.weight_modes import ITERATE, WeightModes
 
 logger = logging.getLogger("averaging.training")
 
@@ -65,6 +66,7 @@ class Training:
     Attributes:
         local_step: number of local steps, including those of a downloaded or loaded state.
         progress: what the inner optimizer changes in its parameter groups.
+        modes: whether the model holds the weights to train or to evaluate.
         parameters: what this rank holds of the parameters, by name.
         buffers: the averaged buffers, by name.
         shared_buffers: the buffers that newcomers get, but that are not averaged, by name.
@@ -88,6 +90,7 @@ class Training:
     ) -> None:
         self.optimizer = optimizer
         self.progress = GroupProgress(optimizer)
+        self.modes = WeightModes(optimizer, peer.tensors)
         self._trained = parameters
         self._model = model
         self.parameters = {name: local(one) for name, one in parameters.items()}
@@ -98,7 +101,7 @@ class Training:
         self._on_receipt, self._check, self._take_over = on_receipt, check, take_over
         self._weight = 1.0
         self._warned = ""
-        self._alone = False
+        self._alone = self._warned_of_modes = False
         self._averaged = {name: tensor.detach() for name, tensor in self.tensors.items()}  # sharing their memory
         self._initial_ids = self._parameter_ids()
         self._queries = CachedQueries()
@@ -178,6 +181,31 @@ class Training:
             and value.shape == parameter.shape
             and key != "step"
         }
+
+    def iterates(self) -> dict[str, torch.Tensor]:
+        """The third sequence of a schedule-free optimizer, by name, which is averaged like the weights; else empty."""
+        if not self.modes.exist:
+            return {}
+        found = {name: one for name, one in self.statistics().items() if name.startswith(f"{ITERATE}/")}
+        if not found and self.local_step and not self._warned_of_modes and self.site.leads:
+            self._warned_of_modes = True
+            logger.warning(
+                "%s has training and evaluation weights, but none of its statistics is %r: only the training weights "
+                "are averaged, and the evaluation weights of the peers will differ",
+                type(self.optimizer).__name__,
+                ITERATE,
+            )
+        return found
+
+    @contextmanager
+    def moving_iterates(self) -> Iterator[None]:
+        """Moves the third sequence of a schedule-free optimizer by what the block changes in the parameters."""
+        iterates = {name.removeprefix(f"{ITERATE}/"): one for name, one in self.iterates().items()}
+        before = {name: self.parameters[name].detach().clone() for name in iterates}
+        yield
+        with torch.no_grad():
+            for name, iterate in iterates.items():
+                iterate.add_(self.parameters[name] - before[name])
 
     def sizes(self) -> dict[str, int]:
         """Number of elements of each parameter, at all ranks together."""
@@ -600,6 +628,7 @@ class Training:
             RoundError: the application held the tensors' lock for more than `round_timeout`; nothing was changed.
         """
         self._site_state.take_over(fetch)
+        self.modes.settle()
         self.refresh()
 
     def refresh(self) -> None:

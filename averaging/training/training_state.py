@@ -81,6 +81,7 @@ class TrainingState:
             StateError: the inner optimizer has a value that cannot be packed.
         """
         tensors, packed = pack_optimizer(self._training.optimizer, self._training.progress)
+        packed["evaluates"] = not self._training.modes.training
         strategy = self._strategy.state()
         user = {
             "local_step": self._training.local_step,
@@ -138,6 +139,7 @@ class TrainingState:
         with restored_on_error(optimizer):
             load_optimizer(optimizer, state.tensors, state.user["optimizer"], self._training.progress)
             self._load_strategy(of_strategy, strategy)
+        self._training.modes.received(training=not state.user["optimizer"].get("evaluates"))
         for name, tensor in shared.items():
             buffers[name].copy_(tensor)
         self._training.local_step = state.user["local_step"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from averaging.training.history import History
 from averaging.training.optimizer_state import pack_optimizer
 from averaging.training.training import Training
 from averaging.training.training_state import TrainingState
+from averaging.training.weight_modes import WeightModes
 
 SOUND = {"weight": torch.ones(2), "buffer/seen": torch.ones(2, dtype=torch.int64)}
 
@@ -29,6 +31,7 @@ class Newcomer:
         self.training = SimpleNamespace(
             optimizer=self.optimizer,
             progress=GroupProgress(self.optimizer),
+            modes=WeightModes(self.optimizer, nullcontext),
             local_step=3,
             tensors={"weight": weight},
             shared_buffers={"buffer/seen": torch.zeros(2, dtype=torch.int64)},
