@@ -262,7 +262,8 @@ class DecentralizedAverager(OptimizerWrapper):
             self._endpoint = site.agreed(lambda: start(""))
             if site.size > 1:
                 site.together(lambda: None if site.leads else start(self._endpoint))
-            self._begin()
+            with self._training.copies.following():
+                self._begin()
             self._training.modes.settle(wanted=False)  # a newcomer begins in the mode of the state
             strategy.joined(self._training)
             self._drive_scheduler()

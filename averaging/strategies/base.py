@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -242,9 +241,3 @@ class Strategy(ABC):
         if self.max_norm is not None:
             options.append(f"max_norm={self.max_norm:g}")
         return "".join(f", {option}" for option in options)
-
-
-def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `optimizer.step` requires a closure, as that of LBFGS does."""
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    return closure is not None and closure.default is closure.empty

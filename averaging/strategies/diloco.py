@@ -18,12 +18,12 @@ from averaging.peer.topics import Adopt
 from averaging.protocol.messages import CompressionType
 from averaging.state.snapshots import Extras
 from averaging.strategies.averaging_schedule import AveragingSchedule, check_whole_number
-from averaging.strategies.base import needs_closure
 from averaging.strategies.lockstep import LockstepStrategy
 from averaging.strategies.model_fragment import Fragment, cut
 from averaging.training.fetch import Fetch
 from averaging.training.history import History, Others
 from averaging.training.optimizer_state import load_optimizer, pack_optimizer, restored_on_error
+from averaging.training.optimizer_wrapper import needs_closure
 from averaging.training.pending_round import PendingRound
 from averaging.training.tensor_math import full_precision
 from averaging.training.training import Training
@@ -192,7 +192,7 @@ class DiLoCo(LockstepStrategy):
             self._begin(training, self._next_fragment, together, search_timeout=max(0.0, end - training.monotonic()))
             if self._pending is not None:
                 receipt = self._end(training, self._pending)
-        with training.replacing(), training.moving_iterates():
+        with training.replacing(), training.changing_parameters():
             for fragment in self._fragments:
                 fragment.export()
         if not training.modes.exist:
@@ -256,7 +256,7 @@ class DiLoCo(LockstepStrategy):
         return receipt
 
     def _step(self, training: Training, fragment: Fragment, receipt: Receipt | None) -> None:
-        with training.replacing(), training.moving_iterates():
+        with training.replacing(), training.changing_parameters():
             fragment.step(self.alpha)
             self._advance(training, receipt, training.weight)
         self._discarded = False
@@ -268,7 +268,7 @@ class DiLoCo(LockstepStrategy):
         own = [] if self._discarded else [fragment.local_steps() for fragment in self._fragments]
         super()._take_over(training, fetch)
         if origin == self.history.origin.id:
-            with training.locked(), training.moving_iterates():
+            with training.locked(), training.changing_parameters():
                 for fragment, steps in zip(self._fragments, own, strict=False):
                     fragment.rebase(steps)
         self._discarded = False

@@ -188,7 +188,7 @@ class LocalSGD(Strategy):
         self._end_round(training, receipt)
         if not receipt.averaged or self._replaced or self._delayed is None:
             return
-        with training.replacing():
+        with training.replacing(), training.copies.following():
             self._delayed.add()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, NoReturn
 
 import torch
@@ -105,3 +106,9 @@ class OptimizerWrapper(torch.optim.Optimizer):
     def _load(self, inner: dict[str, Any], own: object) -> None:
         """Loads the inner optimizer's state dict and a value of `_own_state`, which may be malformed."""
         raise NotImplementedError
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `optimizer.step` requires a closure, as that of LBFGS does."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty

@@ -31,6 +31,7 @@ from averaging.training.group_progress import GroupProgress
 from averaging.training.history import still_training
 from averaging.training.layout import as_divided, local
 from averaging.training.named_tensors import BUFFER, Buffers
+from averaging.training.parameter_copies import ParameterCopies
 from averaging.training.pending_round import PendingRound, end_of, wrapped
 from averaging.training.site import Site
 from averaging.training.site_state import SiteState
@@ -66,6 +67,7 @@ class Training:
     Attributes:
         local_step: number of local steps, including those of a downloaded or loaded state.
         progress: what the inner optimizer changes in its parameter groups.
+        copies: the inner optimizer's copies of the parameters.
         modes: whether the model holds the weights to train or to evaluate.
         parameters: what this rank holds of the parameters, by name.
         buffers: the averaged buffers, by name.
@@ -91,6 +93,7 @@ class Training:
         self.optimizer = optimizer
         self.progress = GroupProgress(optimizer)
         self.modes = WeightModes(optimizer, peer.tensors)
+        self.copies = ParameterCopies(optimizer, parameters)
         self._trained = parameters
         self._model = model
         self.parameters = {name: local(one) for name, one in parameters.items()}
@@ -198,11 +201,15 @@ class Training:
         return found
 
     @contextmanager
-    def moving_iterates(self) -> Iterator[None]:
-        """Moves the third sequence of a schedule-free optimizer by what the block changes in the parameters."""
+    def changing_parameters(self) -> Iterator[None]:
+        """Wraps a write to the parameters that neither a round nor the inner optimizer makes.
+
+        The inner optimizer's copies get the new values, and the third sequence of a schedule-free one moves with them.
+        """
         iterates = {name.removeprefix(f"{ITERATE}/"): one for name, one in self.iterates().items()}
         before = {name: self.parameters[name].detach().clone() for name in iterates}
-        yield
+        with self.copies.following():
+            yield
         with torch.no_grad():
             for name, iterate in iterates.items():
                 iterate.add_(self.parameters[name] - before[name])
@@ -307,7 +314,9 @@ class Training:
     def optimizer_step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Calls the inner optimizer's `step`. The caller holds the tensors' lock."""
         with self.progress.observed():
-            return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+            loss = self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        self.copies.stepped()
+        return loss
 
     def _freeing(self, lock: ExitStack, closure: Callable[[], float], max_norm: float | None) -> Callable[[], float]:
         """Wraps a closure so that it is evaluated without the lock while no parameter has changed."""
@@ -409,10 +418,17 @@ class Training:
             TensorError: a tensor to be averaged holds NaN or infinity, or has been moved.
             ClosedError: the averager was closed, or its thread has failed.
         """
-        if self.site.size > 1:
-            return self.receipt_of(self.begin(topic, **options))
-        self.check_tensors()
-        return self._report(self._thread.run(self._round(None, topic, options)))
+        with self.copies.following() if self._has_parameters(topic) else nullcontext():
+            if self.site.size > 1:
+                return self.receipt_of(self.begin(topic, **options))
+            self.check_tensors()
+            receipt = self._thread.run(self._round(None, topic, options))
+        return self._report(receipt)
+
+    def _has_parameters(self, topic: Topic | None) -> bool:
+        """Whether a topic averages the parameters themselves, and not gradients or copies."""
+        places = {parameter.data_ptr() for parameter in self.parameters.values()}
+        return topic is None or any(tensor.data_ptr() in places for tensor in topic.tensors.tensors)
 
     def begin(self, topic: Topic | None = None, **options: Unpack[RoundOptions]) -> PendingRound:
         """Begins what `average` does without waiting; `receipt_of` waits for the result."""
@@ -627,7 +643,8 @@ class Training:
             StateError: it does not fit; nothing was changed.
             RoundError: the application held the tensors' lock for more than `round_timeout`; nothing was changed.
         """
-        self._site_state.take_over(fetch)
+        with self.copies.following():
+            self._site_state.take_over(fetch)
         self.modes.settle()
         self.refresh()
 

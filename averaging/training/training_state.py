@@ -80,6 +80,7 @@ class TrainingState:
         Raises:
             StateError: the inner optimizer has a value that cannot be packed.
         """
+        self._training.copies.refresh()
         tensors, packed = pack_optimizer(self._training.optimizer, self._training.progress)
         packed["evaluates"] = not self._training.modes.training
         strategy = self._strategy.state()
