@@ -38,6 +38,7 @@ from benchmarks.allreduce_systems import SYSTEMS, write_certificates
 from benchmarks.allreduce_worker import error_bound
 from benchmarks.output import make_folder, write
 from benchmarks.workers import ROOT, Worker, WorkerError, all_of, crew, say
+from examples.children import ending_children
 
 HIVEMIND_CODECS = ("none", "fp16")
 
@@ -142,6 +143,7 @@ async def measure(case: Case, pythons: Mapping[str, str], rounds: int) -> dict[s
     }
 
 
+@ending_children()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=int, nargs="+", default=[2, 4, 8], help="number of peers (2 4 8)")

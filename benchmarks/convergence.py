@@ -34,6 +34,7 @@ from benchmarks.convergence_report import draw, page
 from benchmarks.convergence_train import Case, PeerProcess, Recipe, Trained, held_out, new_model, train_alone
 from benchmarks.output import make_folder, write
 from benchmarks.workers import WorkerError, without_interrupts
+from examples.children import ending_children
 from examples.language_model import read, windows
 
 CURVE, JUDGED = 256, 2048
@@ -153,6 +154,7 @@ def provenance() -> dict[str, Any]:
     }
 
 
+@ending_children()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000, help="steps of one batch per peer, in every case (1000)")

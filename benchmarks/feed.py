@@ -29,6 +29,7 @@ from typing import Any
 import psutil
 
 from benchmarks.output import make_folder, write
+from examples.children import ending_children
 
 BATCH_SIZE, GROUP_SIZE, TOKENS, MAX_WAITING = 64, 8, 512, 4
 """Sequences of a batch and of a group, tokens of a sequence, and batches in the queue while environments post."""
@@ -206,6 +207,7 @@ async def run(arguments: argparse.Namespace) -> list[Figures]:
     return results
 
 
+@ending_children()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--environments", type=int, nargs="+", default=[1, 8, 64])

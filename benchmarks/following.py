@@ -29,6 +29,7 @@ from benchmarks.output import make_folder, write
 from benchmarks.wan_limits import MIB, Setting
 from benchmarks.wan_links import LinkError, Links, check_tools
 from benchmarks.workers import ROOT, Crew, Worker, WorkerError, all_of, crew, say
+from examples.children import ending_children
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +144,7 @@ def table(results: Sequence[Measured]) -> str:
     return "\n".join(lines)
 
 
+@ending_children()
 def main() -> None:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -30,6 +30,7 @@ from averaging import DecentralizedAverager, LocalSGD, Receipt
 from benchmarks.allreduce_report import machine
 from benchmarks.output import make_folder, write
 from benchmarks.workers import without_interrupts
+from examples.children import ending_children
 
 ROOT = Path(__file__).parent.parent
 
@@ -143,6 +144,7 @@ def summary(pair: dict[str, Any]) -> str:
     return f"{factor:.3f} times as long, {explained:.3f} by its CPU, {factor / explained:.3f} beyond; {rounds} rounds"
 
 
+@ending_children()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=4096, help="of the model's layer: 4096 are 64 MiB (4096)")

@@ -31,6 +31,7 @@ from typing import Any
 
 from benchmarks.output import make_folder, write
 from benchmarks.workers import ENVIRONMENT, ROOT
+from examples.children import ending_children
 
 ELEMENTS = 4 << 20
 PEERS = 4
@@ -125,7 +126,7 @@ class Process:
         self._process = await asyncio.create_subprocess_exec(
             *self._command,
             cwd=ROOT,
-            env=ENVIRONMENT,
+            env=os.environ | ENVIRONMENT,
             stdout=asyncio.subprocess.PIPE,
             stderr=self._errors,
             start_new_session=True,
@@ -283,6 +284,7 @@ def main() -> None:
         compare(options)
 
 
+@ending_children()
 def compare(options: argparse.Namespace) -> None:
     from benchmarks.allreduce_report import machine
 

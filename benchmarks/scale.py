@@ -36,6 +36,7 @@ from benchmarks.scale_peers import measure
 from benchmarks.scale_report import draw, show
 from benchmarks.scale_simulation import in_child
 from benchmarks.workers import ROOT, WorkerError, say
+from examples.children import ending_children
 
 REAL_GROUP, SIMULATED_GROUP = 4, 8
 
@@ -72,6 +73,7 @@ def run(options: argparse.Namespace, results: dict[str, Any]) -> Iterator[None]:
         yield
 
 
+@ending_children()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 

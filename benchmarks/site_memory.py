@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from averaging import DecentralizedAverager, DiLoCo
 from benchmarks.output import make_folder, write
+from examples.children import ending_children
 
 ROOT = Path(__file__).parents[1]
 
@@ -130,6 +131,7 @@ def measure(mib: int, ranks: int, rounds: int, kind: str) -> list[float]:
     return [one["peak"] for one in told]
 
 
+@ending_children()
 def main() -> None:
     """Measures and prints a table."""
     parser = argparse.ArgumentParser(

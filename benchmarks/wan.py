@@ -30,7 +30,6 @@ import argparse
 import asyncio
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -50,6 +49,7 @@ from benchmarks.wan_limits import MIB, SETTINGS, WIRE, Setting, best_shares, equ
 from benchmarks.wan_links import LinkError, Links, check_tools
 from benchmarks.wan_report import show
 from benchmarks.workers import ROOT, Worker, WorkerError, all_of, crew, say
+from examples.children import ending_children
 
 CALIBRATION_SECONDS = 6.0
 
@@ -241,6 +241,7 @@ async def run(options: argparse.Namespace, name: str, links: Links, results: dic
         write(options.output / "wan.json", results)
 
 
+@ending_children()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), help="see above (all)")
@@ -258,7 +259,6 @@ def main() -> None:
     options = parser.parse_args()
     if options.rounds < 1 or min(options.mib or [1]) < 1:
         parser.error("there must be at least 1 MiB and 1 round")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl+C, so that the links are removed
     try:
         check_tools()
         make_folder(parser, options.output)

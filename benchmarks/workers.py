@@ -22,7 +22,6 @@ START_LIMIT, STEP_LIMIT, GRACE = 180.0, 240.0, 15.0
 """Seconds for a peer to start, to answer a command, and to end."""
 
 ENVIRONMENT = {
-    **os.environ,
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
@@ -123,7 +122,7 @@ class Crew:
 async def crew(**environment: str) -> AsyncIterator[Crew]:
     """Yields an empty crew. All processes started inside have ended on exit."""
     with ExitStack() as files:
-        started = Crew(lambda: files.enter_context(tempfile.TemporaryFile()), ENVIRONMENT | environment)
+        started = Crew(lambda: files.enter_context(tempfile.TemporaryFile()), os.environ | ENVIRONMENT | environment)
         try:
             yield started
         finally:

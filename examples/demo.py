@@ -20,9 +20,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from examples.children import ending_children
 from examples.demo_plot import draw
 from examples.demo_record import Member, Record, judge
 from examples.demo_view import View
+from examples.outputs import write_plot
 from examples.sources import describe, divide, standard_library
 
 ROOT = Path(__file__).parent.parent
@@ -45,6 +47,7 @@ class ProcessError(Exception):
     """A training process failed."""
 
 
+@ending_children()
 def main() -> None:
     """Runs the demo. Exits with 1 unless the averaged model is better and all peers hold the same bytes."""
     options = parse_arguments()
@@ -71,7 +74,7 @@ def main() -> None:
         plot = options.output / "losses.png"
         drawn = False
         try:
-            draw(record, plot)
+            write_plot(plot, lambda file: draw(record, file))
             drawn = True
         except OSError as unwritten:  # the training is done, and its result does not depend on the plot
             text = f"{plot} could not be written: {unwritten.strerror}; free disk space"

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hashlib
-import signal
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from averaging import DecentralizedAverager, GradientAveraging
 from averaging.protocol.group import Mode
+from examples.children import ending_children
 from examples.command_line import in_order, parse, parser_of, positive, security_arguments, security_of
 
 WAIT_SECONDS = 60.0
@@ -60,10 +60,11 @@ def main(arguments: list[str] | None = None) -> None:
             parser.error(f"--save {options.save} is a folder; give the name of a file")
     except OSError as error:  # no permission, or the name is too long
         parser.error(f"--save {options.save} cannot be looked at ({error.strerror}); give another name")
-    with in_order(parser):
-        if options.peers:
+    if options.peers:
+        with ending_children(), in_order(parser):
             start_peers(options)
-        else:
+    else:
+        with in_order(parser):
             train(options)
 
 
@@ -253,7 +254,7 @@ async def run_child(peer: Child, arguments: list[str], endpoint: asyncio.Future[
             raise ChildError(f"Peer {peer.number} ended with exit code {code}; the others have been stopped.")
     finally:
         if process.returncode is None:
-            process.send_signal(signal.SIGINT)
+            process.terminate()  # the averager of the peer leaves its run; SIGINT may be ignored, see `ending_children`
             await process.communicate()
 
 

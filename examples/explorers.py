@@ -24,7 +24,9 @@ from safetensors.torch import load, save
 from averaging import AveragingError, RpcServer, RunningStatus, Synchronizer
 from averaging.synchronizer.remote import RemoteSynchronizer
 from examples.cart_pole import Episodes, explore, learn, policy_of
+from examples.children import ending_children
 from examples.command_line import in_order, positive
+from examples.outputs import write_plot
 
 EXPLORERS, EPISODES = 4, 8
 """Explorers, and the episodes that each plays at the same time."""
@@ -61,15 +63,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--number", type=positive, default=1, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    with in_order(parser):
-        if options.explore:
+    if options.explore:
+        with in_order(parser):
             asyncio.run(be_an_explorer(options.explore, options.number))
-            return
+        return
+    with ending_children(), in_order(parser):
         record = asyncio.run(train(options.steps, options.seed))
     from examples.explorers_plot import draw
 
     options.plot.parent.mkdir(parents=True, exist_ok=True)
-    draw(record, options.plot)
+    write_plot(options.plot, lambda file: draw(record, file))
     first, last = (sum(reward for _, reward in part) / len(part) for part in (record.rewards[:5], record.rewards[-5:]))
     print(f"The mean reward rose from {first:.0f} to {last:.0f}; the plot is in {options.plot}.")
 
@@ -158,13 +161,14 @@ class Team:
         """Ends all processes: those that do not end by themselves in a few seconds are killed."""
         for reader in list(self._readers):
             reader.cancel()
-        for process in self._processes.values():
-            with suppress(TimeoutError):
-                async with asyncio.timeout(5):
-                    await process.communicate()
+        processes = self._processes.values()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(5):
+                await asyncio.gather(*(process.communicate() for process in processes))
+        for process in processes:
             if process.returncode is None:
                 process.kill()
-                await process.wait()
+            await process.wait()
 
     async def _read(self, number: int, process: asyncio.subprocess.Process) -> None:
         """Reads the messages of an explorer. While the trainer is busy, the explorer waits."""

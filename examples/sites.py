@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -31,8 +30,10 @@ from rich.live import Live
 from rich.table import Table
 from torch.nn import functional
 
+from examples.children import ending_children
 from examples.command_line import positive
 from examples.digits import Digits
+from examples.outputs import clear, write_plot
 from examples.ports import free_ports
 from examples.sites_rank import SITES, batch_of, data_of, model_of, optimizer_of
 
@@ -91,6 +92,7 @@ class SiteError(Exception):
     """The example cannot go on."""
 
 
+@ending_children()
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the example. Exits with 1 if a promise was not kept."""
     parser = argparse.ArgumentParser(prog="python -m examples.sites", description=__doc__.partition("\n")[0])
@@ -101,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     directory = options.directory.resolve()
     try:
         if (directory / "logs").exists():
-            shutil.rmtree(directory)
+            clear(directory)
         (directory / "logs").mkdir(parents=True)
     except OSError as error:
         sys.exit(f"{parser.prog}: cannot write to {directory}: {error.strerror}; give another --directory")
@@ -118,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"{parser.prog}: {error}; the logs are in {directory / 'logs'}")
     from examples.sites_plot import draw
 
-    draw(run, alone, directory / "sites.png")
+    write_plot(directory / "sites.png", lambda file: draw(run, alone, file))
     sys.exit(judge(run, alone, console, directory / "sites.png"))
 
 

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from examples.children import ending_children
 from tests.integration.fault_proxy import Fault, FaultProxy
 from tests.integration.processes import JsonProcess
 
@@ -200,7 +201,9 @@ def soak(minutes: float, seed: int, *, count: int = PEERS, spoil: bool = False) 
             raise SoakError("no part travelled on a direct connection")
 
 
-if __name__ == "__main__":
+@ending_children()
+def main() -> None:
+    """Runs the soak as configured on the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--seed", type=int, default=1)
@@ -215,3 +218,7 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         print("stopped; all processes have ended")
         sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

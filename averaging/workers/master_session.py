@@ -24,6 +24,7 @@ class MasterSession:
         since: When it attached, in the running loop's time.
         heard: When its last message came.
         failure: Why the stream is closed, if that is the master's fault.
+        ends: Whether the master sends no further messages, and waits only for the replies to those that it has sent.
     """
 
     def __init__(self, master: str, now: float) -> None:
@@ -31,12 +32,13 @@ class MasterSession:
         self.alias = printable(master[:8])
         self.since = self.heard = now
         self.failure: AveragingError | None = None
+        self.ends = False
         self._closed = False
         self._unsent: asyncio.Queue[Payload | int | None] = asyncio.Queue()
 
     def lives(self, now: float, silence: float) -> bool:
-        """Whether the stream is open and the master was heard within `silence` seconds."""
-        return not self._closed and now - self.heard <= silence
+        """Whether the stream is open in both directions and the master was heard within `silence` seconds."""
+        return not self._closed and not self.ends and now - self.heard <= silence
 
     def send(self, message: Payload | int) -> None:
         """Sends a reply, or the answer to a ping."""

@@ -260,7 +260,10 @@ class ModelWorker:
         running.data.keys = placement.keys
 
     async def _read(self, session: MasterSession, messages: AsyncIterator[MasterMessage]) -> None:
-        """Takes the messages of a master, until it ends its stream or another one attaches."""
+        """Takes the messages of a master, until it sends no more or another one attaches.
+
+        A master that sends no more, such as a shell command, still gets the replies to the requests under way.
+        """
         try:
             async for message in messages:
                 session.heard = asyncio.get_running_loop().time()
@@ -271,9 +274,17 @@ class ModelWorker:
                     self._receive(session, request)
                 if message.ping:
                     session.send(message.ping)
+            session.ends = True
+            self._close_if_answered(session)
         except AveragingError as error:
             session.failure = error
-        finally:
+            session.close()
+        except BaseException:
+            session.close()
+            raise
+
+    def _close_if_answered(self, session: MasterSession) -> None:
+        if session.ends and not self._book.running:
             session.close()
 
     def _receive(self, session: MasterSession, request: Payload) -> None:
@@ -311,8 +322,10 @@ class ModelWorker:
 
     def _reply(self, reply: Payload) -> None:
         wanted = self._book.finish(reply, keep=reply.handle_name not in NO_REPLY)
-        if wanted and reply.handle_name not in NO_REPLY and self._session is not None:
-            self._session.send(reply)
+        if self._session is not None:
+            if wanted and reply.handle_name not in NO_REPLY:
+                self._session.send(reply)
+            self._close_if_answered(self._session)
 
     @property
     def _open(self) -> _Running:

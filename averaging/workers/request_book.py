@@ -50,6 +50,11 @@ class RequestBook:
     def __len__(self) -> int:
         return len(self._unacked) + len(self._queued) + len(self._running) + len(self._replies)
 
+    @property
+    def running(self) -> int:
+        """Number of requests that are being carried out."""
+        return len(self._running)
+
     def receive(self, request: Payload) -> Next:
         """Takes a request or an ack; for an ack the answer is `NOTHING` and `acked` returns what follows."""
         if self.knows(request.request_id):

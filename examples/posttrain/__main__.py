@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -21,7 +20,9 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
+from examples.children import ending_children
 from examples.command_line import positive
+from examples.outputs import clear, write_plot
 from examples.posttrain.alone import train_alone
 from examples.posttrain.explorer import digest_of
 from examples.posttrain.kills import Kills
@@ -49,6 +50,7 @@ class StoryError(Exception):
     """The story cannot go on."""
 
 
+@ending_children()
 def main(arguments: list[str] | None = None) -> None:
     """Runs the story. Exits with 1 if a promise was not kept."""
     parser = argparse.ArgumentParser(prog="python -m examples.posttrain", description=__doc__.partition("\n")[0])
@@ -69,7 +71,7 @@ def main(arguments: list[str] | None = None) -> None:
     directory = options.directory.resolve()
     try:
         if (directory / "story.json").exists():
-            shutil.rmtree(directory)
+            clear(directory)
         for name in ("events", "logs"):
             (directory / name).mkdir(parents=True)
     except OSError as error:
@@ -119,7 +121,7 @@ def tell(story: Story, console: Console) -> list[Finding]:
     finals = [Policy(story.seed) for _ in range(SITES)]
     for site, final in enumerate(finals):
         final.load_state_dict(load_file(story.final(site)))
-    draw(record, story.path / "posttrain.png")
+    write_plot(story.path / "posttrain.png", lambda file: draw(record, file))
     return [
         *on_accuracy(start, accuracy(finals[0], test), of_one, of_all),
         on_weights(record.sites, [digest_of(final) for final in finals]),

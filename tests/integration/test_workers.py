@@ -33,6 +33,7 @@ from averaging.workers import (
 )
 from averaging.workers.methods import FETCH_DATA, FETCH_PARAMETERS, REQUEST_REPLY_STREAM
 from averaging.workers.payload import Save as SaveData
+from averaging.workers.payload import pack, unpack
 from averaging.workers.plan import Model
 from averaging.workers.wire_messages import encode_payload
 from tests.integration.certificates import TOKEN, write
@@ -330,6 +331,31 @@ async def test_without_credentials_only_this_user_is_served(method: RpcMethod[An
 
 async def stranger() -> AsyncIterator[MasterMessage]:
     yield MasterMessage(attach=Attach(master="m", worker="a0", placement=b"\x80"))
+
+
+@pytest.mark.asyncio
+async def test_a_master_that_sends_no_more_still_gets_its_replies() -> None:
+    """As grpcurl: attach, requests, end. A blocking request that was not flushed is not waited for."""
+
+    class Slow(Actor):
+        def model_config(self) -> dict[str, Any]:
+            session = worker._session
+            while session is None or not session.ends:  # it is answered after the end has arrived
+                session = worker._session
+            return {"lives": session.lives(session.heard, 15.0)}
+
+    async with AsyncExitStack() as stack:
+        worker = ModelWorker("a0", {"actor": Slow("a0", Log())}, listen="127.0.0.1:0")
+        await stack.enter_async_context(worker)
+        mine = local_credentials("workers")
+        channel = await stack.enter_async_context(RpcChannel(worker.endpoint, credentials=mine))
+        placement = pack({"shards": [[{"model": "actor"}, {}]]})
+        attach = MasterMessage(attach=Attach(master="m", worker="a0", placement=placement))
+        shard = "actor@dp0-tp0-pp0"
+        config = Message(handler=shard, handle_name="model_config", request_id="1", no_syn=True)
+        blocking = Message(handler=shard, handle_name="generate", request_id="2", no_syn=True)
+        [_, reply] = await stream(channel, attach, MasterMessage(requests=[config, blocking]))
+        assert unpack(reply.replies[0].data, object) == {"lives": False}  # another master could take its place
 
 
 @pytest.mark.asyncio
