@@ -41,7 +41,7 @@ from averaging.transport.grpc.tensor_messages import (
     tensor_dtype_name,
     tensor_messages,
 )
-from averaging.transport.rpc_methods import Message, RpcHandler, RpcMethod, RpcService
+from averaging.transport.rpc_methods import Message, RpcCaller, RpcHandler, RpcMethod, RpcService, rpc_caller
 
 __all__ = [
     "TENSOR_DTYPES",
@@ -52,6 +52,7 @@ __all__ = [
     "FairTimeout",
     "Message",
     "Phase",
+    "RpcCaller",
     "RpcChannel",
     "RpcHandler",
     "RpcMethod",
@@ -61,6 +62,7 @@ __all__ = [
     "TensorReader",
     "check_size",
     "read_credentials",
+    "rpc_caller",
     "tensor_dtype_name",
     "tensor_messages",
 ]

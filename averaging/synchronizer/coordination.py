@@ -121,6 +121,11 @@ class Coordination:
         """Whether no trainer runs any more. Explorers wait for the first trainer, and not after the last."""
         return self._trainer_came and self.trainer_status is RunningStatus.STOPPED
 
+    def is_trainer(self, member: str) -> bool:
+        """Returns whether a member is a trainer that has not stopped, or has set the newest state."""
+        running = self._trainers.get(member, RunningStatus.STOPPED) is not RunningStatus.STOPPED
+        return running or member == self._publisher
+
     @property
     def explorer_status_counts(self) -> dict[RunningStatus, int]:
         """The number of explorers in each status."""

@@ -6,16 +6,18 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import suppress
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 from averaging import Peer
 from averaging.errors import AveragingError, BusyError, ConfigError, ProtocolViolationError, SyncTimeoutError
-from averaging.rpc import RpcHandler
+from averaging.rpc import Deadline, FairTimeout, RpcCaller, RpcHandler, rpc_caller
 from averaging.synchronizer import methods
 from averaging.synchronizer.coordination import RunningStatus
 from averaging.synchronizer.pinned_states import PinnedStates
+from averaging.synchronizer.places import LEAST_RATE, Place, Places
 from averaging.synchronizer.sessions import Session, Sessions
-from averaging.synchronizer.state_stream import StateAssembler, meta_from, parts_of, tensors_of
+from averaging.synchronizer.state_stream import ModelState, StateAssembler, meta_from, parts_of, tensors_of
 from averaging.synchronizer.synchronizer import Synchronizer
 from averaging.wire.synchronizer_pb2 import (
     SYNC_STATUS_UNSET,
@@ -41,8 +43,17 @@ from averaging.wire.synchronizer_pb2 import (
 
 logger = logging.getLogger("averaging.synchronizer")
 
-MAX_UPLOADS = 2
-"""Number of states that may be received at the same time."""
+Request = TypeVar("Request")
+
+MAX_UPLOADS = 4
+"""Number of states that may be received at the same time by one synchronizer. Together they have at most the bytes of
+two largest ones."""
+
+HELLO_SECONDS = 10.0
+"""A call that should open a session, or send a state, must begin within this time."""
+
+LATE_SECONDS = 2.0
+"""An upload that sends nothing for this time gives way to others."""
 
 ALIVE_SECONDS = 1.0
 """Interval of the messages with which both ends of a session say that they are alive."""
@@ -63,7 +74,8 @@ class SynchronizerService:
             self.add(synchronizer)
         self._sessions = Sessions()
         self._pinned = PinnedStates()
-        self._uploads = 0
+        self._uploads: WeakKeyDictionary[Synchronizer, Places] = WeakKeyDictionary()
+        self._publisher_hosts: WeakKeyDictionary[Synchronizer, str] = WeakKeyDictionary()
 
     def add(self, synchronizer: Synchronizer) -> None:
         """Serves another one. One that has ended makes room in its namespace.
@@ -111,18 +123,21 @@ class SynchronizerService:
     # Sessions
 
     async def _attend(self, messages: AsyncIterator[SyncFromModule]) -> AsyncGenerator[SyncToModule, None]:
-        first = await anext(messages, None)
+        first = await _first(messages)
         if first is None or not first.HasField("hello"):
             raise ProtocolViolationError("a session that does not begin with `hello`")
         synchronizer = self._find(first.hello.namespace)
         synchronizer.start()
         session = self._sessions.open(first.hello.name, synchronizer.config.namespace)
         reading = asyncio.ensure_future(self._read(messages, session, synchronizer))
+        session.place.lose = reading.cancel
         try:
             await _restore(synchronizer, session.member, first)
             yield SyncToModule(session=session.number)
             while not reading.done():
                 yield await session.next_command(ALIVE_SECONDS, reading) or SyncToModule()
+            if session.place.lost:
+                raise BusyError("your host has the most sessions, and another one needs a place; try again later")
             reading.result()
         finally:
             reading.cancel()
@@ -195,35 +210,49 @@ class SynchronizerService:
     # The state
 
     async def _set_model_state_dict(self, parts: AsyncIterator[SyncStatePart]) -> SyncVersion:
-        if self._uploads >= MAX_UPLOADS:
-            raise BusyError(f"{MAX_UPLOADS} states are being received; try again later")
-        self._uploads += 1
-        try:
-            return await self._receive(parts)
-        finally:
-            self._uploads -= 1
-
-    async def _receive(self, parts: AsyncIterator[SyncStatePart]) -> SyncVersion:
-        first = await anext(parts, None)
+        first = await _first(parts)
         if first is None:
             raise ProtocolViolationError("a state without messages")
         synchronizer = self._find(first.namespace)
         member = self._member(first.session, first.namespace)
         assembler = StateAssembler(synchronizer.config.max_state_bytes)
         assembler.add(first)
-        while not assembler.finished:
-            try:
-                async with asyncio.timeout(synchronizer.config.silence_timeout):
-                    part = await anext(parts, None)
-            except TimeoutError:
-                raise ProtocolViolationError("a state that stopped arriving") from None
-            if part is None:
-                break
-            assembler.add(part)
-        state = assembler.result().state
+        state = await self._receive(parts, assembler, synchronizer, member)
         member = self._member(first.session, first.namespace)  # it may have left meanwhile
         version = await synchronizer.adopt_model_state_dict(state, first.step, member)
+        self._publisher_hosts[synchronizer] = rpc_caller().host
         return SyncVersion(version=version)
+
+    async def _receive(
+        self, parts: AsyncIterator[SyncStatePart], assembler: StateAssembler, synchronizer: Synchronizer, member: str
+    ) -> ModelState:
+        """Receives the rest of a state. The upload of a trainer takes the place of one of a stranger."""
+        config, host, now = synchronizer.config, rpc_caller().host, asyncio.get_running_loop().time
+        most = 2 * config.max_state_bytes
+        places = self._uploads.setdefault(synchronizer, Places("states on their way", most, most, most))
+        trains = synchronizer.is_trainer(member)
+        rank = trains + (trains and self._publisher_hosts.get(synchronizer) == host)
+        place = Place(RpcCaller(host, member), max(assembler.nbytes, most // MAX_UPLOADS), rank, now() + LATE_SECONDS)
+        places.enter(place, now())
+        left = longest = config.silence_timeout  # seconds without progress; each byte adds to them
+        try:
+            async with FairTimeout(Deadline(longest, "silence_timeout"), longest) as limit:
+                place.lose = lambda: limit.restart(Deadline(0.0, "another state"))
+                while not (assembler.finished or place.lost) and (part := await anext(parts, None)) is not None:
+                    left = min(left - limit.waited + len(part.data) / LEAST_RATE, longest)
+                    limit.restart(Deadline(left, f"{LEAST_RATE >> 10} KiB/s"))
+                    place.due = now() + LATE_SECONDS - (longest - left)
+                    assembler.add(part)
+        except TimeoutError:
+            if not place.lost:
+                raise ProtocolViolationError(
+                    f"a state that stopped arriving: in {longest:g} s less than {LEAST_RATE >> 10} KiB/s"
+                ) from None
+        finally:
+            places.leave(place)
+        if place.lost:
+            raise BusyError("the state of another caller is received instead; try again later")
+        return assembler.result().state
 
     async def _get_model_state_dict(self, request: SyncRequest) -> AsyncGenerator[SyncStatePart, None]:
         state, version = self._find(request.namespace).get_model_state_dict()
@@ -288,6 +317,19 @@ class SynchronizerService:
         member = self._member(request.session, request.namespace)
         version = await synchronizer.ready_to_nccl_sync(request.module, request.trainer_step, member=member)  # type: ignore[arg-type]
         return SyncWaitReply() if version is None else SyncWaitReply(version=version)
+
+
+async def _first(messages: AsyncIterator[Request]) -> Request | None:
+    """Returns the first message of a call; None if there is none.
+
+    Raises:
+        ProtocolViolationError: It is late.
+    """
+    try:
+        async with asyncio.timeout(HELLO_SECONDS):
+            return await anext(messages, None)
+    except TimeoutError:
+        raise ProtocolViolationError(f"a call without a message for {HELLO_SECONDS:g} s") from None
 
 
 async def _restore(synchronizer: Synchronizer, member: str, first: SyncFromModule) -> None:

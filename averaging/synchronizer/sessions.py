@@ -7,9 +7,11 @@ import itertools
 import secrets
 from typing import Any
 
-from averaging.errors import BusyError, ProtocolViolationError, WeightGroupError, printable
+from averaging.errors import ProtocolViolationError, WeightGroupError, printable
+from averaging.rpc import rpc_caller
 from averaging.synchronizer.methods import address_from
 from averaging.synchronizer.modules import Module
+from averaging.synchronizer.places import Place, Places
 from averaging.synchronizer.state_stream import Meta, meta_from, tensors_of
 from averaging.wire.synchronizer_pb2 import (
     SyncCommand,
@@ -21,7 +23,7 @@ from averaging.wire.synchronizer_pb2 import (
     SyncToModule,
 )
 
-MAX_SESSIONS = 1024
+MAX_SESSIONS, MAX_SESSIONS_PER_HOST, MAX_SESSIONS_PER_CONNECTION = 1024, 256, 64
 MAX_NAME, MAX_ERROR = 100, 1000
 
 
@@ -31,12 +33,14 @@ class Session:
     Attributes:
         number: Names the session in calls. It is secret, because it stands for the statuses of this process.
         member: Name of the process among the members.
+        place: Its place among the sessions.
     """
 
-    def __init__(self, name: str, namespace: str, serial: int) -> None:
+    def __init__(self, name: str, namespace: str, serial: int, place: Place) -> None:
         self.number = secrets.token_bytes(16)
         self.member = f"{printable(name, MAX_NAME) or 'session'} {serial}"
         self.namespace = namespace
+        self.place = place
         self._commands: asyncio.Queue[SyncCommand] = asyncio.Queue()
         self._asked: dict[int, asyncio.Future[SyncModuleReply]] = {}
         self._serials = itertools.count(1)
@@ -110,6 +114,7 @@ class Sessions:
 
     def __init__(self) -> None:
         self._sessions: dict[bytes, Session] = {}
+        self._places = Places("sessions", MAX_SESSIONS, MAX_SESSIONS_PER_HOST, MAX_SESSIONS_PER_CONNECTION)
         self._serials = itertools.count(1)
 
     def open(self, name: str, namespace: str) -> Session:
@@ -118,9 +123,9 @@ class Sessions:
         Raises:
             BusyError: There are too many.
         """
-        if len(self._sessions) >= MAX_SESSIONS:
-            raise BusyError(f"{MAX_SESSIONS} sessions are open; close some, or try again later")
-        session = Session(name, namespace, next(self._serials))
+        place = Place(rpc_caller())
+        self._places.enter(place, now=0.0)
+        session = Session(name, namespace, next(self._serials), place)
         self._sessions[session.number] = session
         return session
 
@@ -141,6 +146,7 @@ class Sessions:
     def close(self, session: Session) -> None:
         """Closes a session."""
         session.close()
+        self._places.leave(session.place)
         self._sessions.pop(session.number, None)
 
 

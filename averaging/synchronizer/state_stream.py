@@ -146,6 +146,7 @@ class StateAssembler:
 
     Attributes:
         finished: Whether the state is complete and its digest is right.
+        nbytes: Bytes of all tensors; 0 before the head has come.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -155,6 +156,7 @@ class StateAssembler:
         self._state: StateDict = {}
         self._raw = memoryview(b"")  # the bytes of the present tensor that have not arrived
         self.finished = False
+        self.nbytes = 0
 
     def add(self, part: SyncStatePart) -> None:
         """Takes the next message.
@@ -200,6 +202,7 @@ class StateAssembler:
             )
         if len(head.path) > MAX_PATH or (head.has_tensors and head.path) or (self._meta and not head.has_tensors):
             raise ProtocolViolationError("a state with an invalid path")
+        self.nbytes = nbytes
         self._head = head
         self._digest = _digest_of(self._meta)
         self.finished = not head.has_tensors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from itertools import islice
@@ -10,7 +11,9 @@ from typing import cast
 
 from averaging.common.threads import in_thread
 from averaging.errors import BusyError, StateError
+from averaging.rpc import rpc_caller
 from averaging.synchronizer.differences import Coding, encode
+from averaging.synchronizer.places import Place, Places
 from averaging.synchronizer.weights_layout import Layout, indices_of
 from averaging.synchronizer.weights_snapshot import Incoming, Snapshot
 from averaging.wire.weights_pb2 import WeightsFetchRequest, WeightsPiece, WeightsReply
@@ -24,8 +27,11 @@ MESSAGE_BYTES = 1 << 20
 WAITING_SECONDS = 1.0
 """A caller that waits for pieces that are still on their way here gets an empty message after this time."""
 
-MAX_SENDING = 64
-"""Calls that are served at once; a follower makes up to four."""
+MAX_SENDING, MAX_SENDING_PER_HOST, MAX_SENDING_PER_CONNECTION = 64, 48, 8
+"""Calls that are served at once; a follower makes up to four, each on a connection of its own."""
+
+UNREAD_SECONDS = 5.0
+"""A caller that does not read a message within this time gives way to others."""
 
 Encoded = tuple[Coding, bytes]
 
@@ -92,7 +98,7 @@ class Store:
         self._incoming: Incoming | None = None
         self._encoded: dict[tuple[bytes, bytes], dict[int, Encoded]] = {}
         self._encoding = asyncio.Lock()
-        self._sending = 0
+        self._places = Places("calls for weights", MAX_SENDING, MAX_SENDING_PER_HOST, MAX_SENDING_PER_CONNECTION)
         self.changes = changes or Changes()
         self.sent = 0
 
@@ -133,35 +139,41 @@ class Store:
         """Sends the requested pieces, those that are not here yet as soon as they arrive.
 
         Raises:
-            BusyError: too many callers are served.
+            BusyError: too many callers are served, or another one got the place because this one does not read.
             StateError: this process has no such version, or has given up receiving it.
             ProtocolViolationError: the request is malformed.
         """
         source = self._find(request.digest)
         if source is None:
             raise StateError(f"no version with the digest {request.digest.hex()[:8]} is here; ask for the newest one")
-        if self._sending >= MAX_SENDING:
-            raise BusyError(f"{self._sending} callers get weights here; ask another source")
         indices = indices_of(((each.first, each.count) for each in request.pieces), source.manifest.layout.count)
         base = next((each for each in self._kept if each.manifest.digest == request.base), None)
         if base is not None and base.manifest.layout != source.manifest.layout:
             base = None
-        self._sending += 1
+        clock = asyncio.get_running_loop().time
+        place = Place(rpc_caller())
+        self._places.enter(place, clock())
         try:
-            place = 0
-            while place < len(indices):
-                batch = _available(source, indices, place)
+            done = 0
+            while done < len(indices):
+                batch = _available(source, indices, done)
+                replies = [WeightsReply()]
                 if batch:
-                    for reply in _grouped(batch, await self._encode(source, base, request.base, batch)):
-                        self.sent += sum(len(piece.data) for piece in reply.pieces)
-                        yield reply
-                    place += len(batch)
+                    replies = _grouped(batch, await self._encode(source, base, request.base, batch))
                 elif source is not self._incoming:
                     raise StateError("the version that was being received here has been given up; ask another source")
-                elif not await self._await_piece(source, indices[place]):
-                    yield WeightsReply()
+                elif await self._await_piece(source, indices[done]):
+                    continue
+                for reply in replies:
+                    self.sent += sum(len(piece.data) for piece in reply.pieces)
+                    place.due = clock() + UNREAD_SECONDS
+                    yield reply
+                    place.due = math.inf
+                    if place.lost:
+                        raise BusyError("other callers get weights here, because you read too slowly; ask again")
+                done += len(batch)
         finally:
-            self._sending -= 1
+            self._places.leave(place)
 
     def _find(self, digest: bytes) -> Snapshot | Incoming | None:
         for snapshot in self._kept:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, Self, TypeAlias, TypeVar
 
@@ -33,6 +34,30 @@ class Message(Protocol):
 
 Request = TypeVar("Request", bound=Message)
 Reply = TypeVar("Reply", bound=Message)
+
+
+@dataclass(frozen=True, slots=True)
+class RpcCaller:
+    """Who calls.
+
+    Attributes:
+        host: Address of the caller, without the port. Several processes may share it.
+        connection: The connection over which it calls.
+    """
+
+    host: str = ""
+    connection: str = ""
+
+
+_NOBODY = RpcCaller()
+
+CALLER: ContextVar[RpcCaller] = ContextVar("CALLER", default=_NOBODY)
+"""The caller of the call that the current task serves."""
+
+
+def rpc_caller() -> RpcCaller:
+    """Returns who has made the call that the current task serves; empty outside of calls."""
+    return CALLER.get()
 
 
 @dataclass(frozen=True, slots=True)

@@ -315,6 +315,34 @@ async def test_replies_that_a_host_does_not_read_are_bounded(
 
 
 @pytest.mark.asyncio
+async def test_a_connection_that_reads_nothing_does_not_shut_out_others_of_its_host(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(unread_replies, "MAX_UNREAD_BYTES", 9 << 20)
+    gossip, options = Talkative(), [*NARROW, ("grpc.use_local_subchannel_pool", 1)]
+    path = methods.LIST_RECORDS.path
+    async with (
+        serving(FakePeer(), gossip) as (_, endpoint),
+        grpc.aio.insecure_channel(endpoint, options) as silent,
+        grpc.aio.insecure_channel(endpoint, options) as honest,
+        asyncio.timeout(PATIENCE),
+    ):
+        ask: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = honest.unary_stream(path)
+        neglect: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = silent.unary_stream(path)
+        unread = []
+        for _ in range(3):
+            unread.append(neglect(b""))
+            await gossip.asked.acquire()
+        assert len(cast("bytes", await ask(b"").read())) > 3 << 20
+        monkeypatch.setattr(unread_replies, "UNREAD_SECONDS", 0.0)
+        assert len(cast("bytes", await ask(b"").read())) > 3 << 20
+        for call in unread:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await call.read()
+    assert "9 MiB of replies are unread" in caplog.text
+
+
+@pytest.mark.asyncio
 async def test_a_sender_that_opens_a_stream_and_sends_nothing_is_sent_away() -> None:
     async def nothing() -> AsyncGenerator[AveragingData, None]:
         await asyncio.Event().wait()

@@ -18,10 +18,11 @@ from google.protobuf.message import DecodeError
 
 from averaging.errors import ProtocolViolationError
 from averaging.transport.grpc import message_limits, methods
-from averaging.transport.grpc.authentication import Callers, Continuation
+from averaging.transport.grpc.authentication import Callers, Continuation, host_of
 from averaging.transport.grpc.channel_options import REQUEST_BYTES_PER_SECOND, REQUEST_SECONDS
 from averaging.transport.grpc.error_mapping import refuse
 from averaging.transport.grpc.unfinished_calls import UnfinishedCall, UnfinishedCalls
+from averaging.transport.rpc_methods import CALLER, RpcCaller
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -124,6 +125,7 @@ class IntakeInterceptor(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(serve, response_serializer=handler.response_serializer)
 
     async def _serve(self, path: str, handler: Handler, _: object, context: Context) -> None:
+        CALLER.set(RpcCaller(host_of(context), context.peer()))  # each call is served in a task of its own
         with self._unfinished.call(context.peer()) as call:
             try:
                 async with call.until_hung_up():

@@ -71,6 +71,7 @@ class Server:
         self._credentials = credentials = credentials or Credentials()
         self._callers = Callers(authenticated=credentials.tls is not None)
         self._unfinished = UnfinishedCalls(held_limits(max_message_bytes))
+        self._callers.unread.hang_up = self._unfinished.hang_up
         interceptors = [
             self._calls,
             IntakeInterceptor(self._callers, self._unfinished),
@@ -293,7 +294,7 @@ async def write_all(
     """Writes the replies as the caller reads them, and closes their generator however the call ends."""
     host = host_of(context)
     async with aclosing(replies):
-        callers.unread.check(host)
+        callers.unread.check(host, context.peer())
         async for reply in replies:
             await callers.unread.write(context, host, method.path, method.encode_reply(reply))
 

@@ -222,6 +222,13 @@ class UnfinishedCalls:
         finally:
             call.finish()
 
+    def hang_up(self, peer: str) -> None:
+        """Closes the connection of `peer`, as gRPC writes it."""
+        self._find_sockets()
+        one = self._connections.get(parse_peer(peer))
+        if one is not None:
+            self._end(one)
+
     def look(self) -> None:
         """Counts what has arrived, and closes the connections that hold too much."""
         if self._has_work():
