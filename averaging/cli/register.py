@@ -46,22 +46,28 @@ def register_command(
     \b
     On one machine, in three terminals:
       averaging register --listen 127.0.0.1:29400
-      torchrun --nnodes=1:2 --nproc-per-node=2 --rdzv-backend=averaging --rdzv-endpoint=127.0.0.1:29400 \
-        --rdzv-id=job train.py
+      torchrun --nnodes=1:2 --nproc-per-node=2 --max-restarts=10 --rdzv-backend=averaging \
+        --rdzv-endpoint=127.0.0.1:29400 --rdzv-id=job train.py
       (the same command again)
 
     \b
     Between machines; `averaging ca` creates the certificates:
       averaging register --listen 0.0.0.0:29400 --advertise a.example:29400 --token-file tokens \
         --tls-ca ca.pem --tls-cert a.pem --tls-key a.key
-      torchrun ... --rdzv-endpoint=a.example:29400 \
+      torchrun --nnodes=1:2 --nproc-per-node=2 --max-restarts=10 --rdzv-backend=averaging \
+        --rdzv-endpoint=a.example:29400 --rdzv-id=job \
         --rdzv-conf=token_file=tokens,tls_ca=ca.pem,tls_cert=b.pem,tls_key=b.key train.py
 
-    torch executes what it reads from the register (pickle). So other machines may connect only with TLS, or with
-    --insecure if all of them are trusted. With a token, the nodes also refuse values from outside the run.
+    torchrun's --max-restarts is 0 by default: one killed worker then ends the job. The number is a budget of each node
+    and never refills; restarts after the loss of another node are not counted. Without --rdzv-id a job has one node.
+
+    Whoever can write to the register can end a job or take part in it. So other machines may connect only with TLS, or
+    with --insecure if all of them are trusted. With a token, the nodes also refuse values from outside the run, and
+    earlier ones of their own.
 
     The register keeps nothing on disk. If it dies, training continues and new nodes wait. When it is back at its
-    address, the nodes restore their state.
+    address, the nodes restore their state. It keeps 1024 entries, two for each job, until 3 minutes after their last
+    write, and says so when it is full.
 
     Exit codes: 0 stopped by Ctrl+C or SIGTERM; 1 the port is taken; 2 wrong usage, or unreadable files.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -13,7 +14,8 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, 
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 from averaging.elastic.cell import Cell, Fenced
-from averaging.errors import AveragingError, ConfigError, ProtocolViolationError, TransportError
+from averaging.elastic.rendezvous_state import decode_state, encode_state
+from averaging.errors import AveragingError, CallRefusedError, ConfigError, ProtocolViolationError, TransportError
 from averaging.rpc import EventLoopThread
 
 logger = logging.getLogger("averaging.elastic")
@@ -34,6 +36,9 @@ REFUSED_FOR = 10.0
 
 class AveragingBackend(RendezvousBackend):
     """Keeps the state of one job's rendezvous.
+
+    torch passes and takes pickles. They are made and read in this process only; the register holds what
+    `rendezvous_state` encodes.
 
     Args:
         thread: Runs the calls.
@@ -57,14 +62,25 @@ class AveragingBackend(RendezvousBackend):
 
     def get_state(self) -> tuple[bytes, Any] | None:
         """See torch's `RendezvousBackend`."""
-        fenced = self.run(self._cell.read)
-        return (fenced.payload, fenced) if fenced else None
+        fenced, state = self.run(self._read)
+        return (state, fenced) if fenced else None
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
         """See torch's `RendezvousBackend`."""
         base = token if isinstance(token, Fenced) else None
-        fenced, done = self.run(lambda: self._cell.write(state, base))
-        return (fenced.payload, fenced, done) if fenced else None
+        own = pickle.loads(state)  # noqa: S301 - torch has made it in this process
+        payload = encode_state(own)
+
+        async def write() -> tuple[Fenced | None, bytes, bool]:
+            fenced, done = await self._cell.write(payload, base, ended=own.closed)
+            return fenced, _pickled(fenced), done
+
+        fenced, present, done = self.run(write)
+        return (present, fenced, done) if fenced else None
+
+    async def _read(self) -> tuple[Fenced | None, bytes]:
+        fenced = await self._cell.read()
+        return fenced, _pickled(fenced)
 
     @contextmanager
     def retrying(self, seconds: float) -> Iterator[None]:
@@ -107,9 +123,18 @@ class AveragingBackend(RendezvousBackend):
         reason = str(error).rstrip(".")
         if isinstance(error, TransportError) and error.definite:
             return f"the register refuses this node: {reason}."
-        if isinstance(error, ProtocolViolationError):
+        if isinstance(error, CallRefusedError | ProtocolViolationError):
             return f"{reason}."
         return (
             f"no register answers at {self._endpoint} ({reason}). The node with that address hosts it, or `averaging "
             "register --listen` does: start it, or correct --rdzv-endpoint."
         )
+
+
+def _pickled(fenced: Fenced | None) -> bytes:
+    """The state as torch reads it.
+
+    Raises:
+        ProtocolViolationError: It is not the state of a rendezvous.
+    """
+    return pickle.dumps(decode_state(fenced.payload)) if fenced else b""

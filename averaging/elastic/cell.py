@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from averaging.elastic.envelope import Seal, Sealed, is_newer
+from averaging.elastic.envelope import MAX_OVERRULED, Seal, Sealed, is_newer, overrules
 from averaging.elastic.register import Entry, Register
 from averaging.errors import ConfigError, PeerUnreachableError, ProtocolViolationError
 
@@ -46,6 +46,7 @@ class Cell:
         secrets: See `Seal`.
         writer: Name of this node, for logs.
         world: The options that must be equal at all nodes of the job, as text; nodes with other ones are refused.
+        alone: Whether no other node takes part in this job, so that any state but an ended one is another job's.
         clock: Seconds since the epoch.
         monotonic: A monotonic clock in seconds.
     """
@@ -58,11 +59,12 @@ class Cell:
         *,
         writer: str,
         world: str = "",
+        alone: bool = False,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._register, self._key, self._seal = register, key, Seal(key, secrets)
-        self._writer, self._world = writer, world
+        self._writer, self._world, self._alone = writer, world, alone
         self._clock, self._monotonic = clock, monotonic
         self._held: Sealed | None = None
         self._held_at = 0.0
@@ -81,8 +83,8 @@ class Cell:
         """
         return await self._settle(await self._register.get(self._key))
 
-    async def write(self, payload: bytes, base: Fenced | None) -> tuple[Fenced | None, bool]:
-        """Replaces the state `base`, or sets the first one.
+    async def write(self, payload: bytes, base: Fenced | None, *, ended: bool = False) -> tuple[Fenced | None, bool]:
+        """Replaces the state `base`, or sets the first one; `ended` says that the job has ended.
 
         Returns:
             The present state, and whether it is the caller's.
@@ -94,7 +96,7 @@ class Cell:
         if self._unsure and self._unsure[:2] == (payload, token):
             sealed = self._unsure[2]  # the same bytes, so that an earlier write of them is recognised
         else:
-            sealed = self._next(payload, base.sealed if base else None)
+            sealed = self._next(payload, base.sealed if base else None, ended=ended)
         self._unsure = payload, token, sealed
         written = await self._register.compare_and_set(self._key, sealed.raw, token)
         self._unsure = None
@@ -102,7 +104,7 @@ class Cell:
             return self._hold(Fenced(sealed, written.entry.token)), True
         return await self._settle(written.entry), False
 
-    def _next(self, payload: bytes, base: Sealed | None) -> Sealed:
+    def _next(self, payload: bytes, base: Sealed | None, *, ended: bool) -> Sealed:
         now = self._clock()
         return self._seal.close(
             payload,
@@ -113,6 +115,23 @@ class Cell:
             writer=self._writer,
             world=self._world,
             nonce=os.urandom(16),
+            overruled=base.overruled if base else (),
+            ended=ended,
+        )
+
+    def _overruling(self, held: Sealed, found: Sealed) -> Sealed:
+        """The same state, so that the nodes which hold `found` take it."""
+        return self._seal.close(
+            held.payload,
+            origin=held.origin,
+            created=held.created,
+            version=held.version,  # so it replaces no later state that another node holds
+            sent=self._clock(),
+            writer=self._writer,
+            world=held.world,
+            nonce=os.urandom(16),
+            overruled=(*held.overruled, found.origin)[-MAX_OVERRULED:],
+            ended=held.ended,
         )
 
     async def _settle(self, entry: Entry | None) -> Fenced | None:
@@ -120,7 +139,7 @@ class Cell:
         for _ in range(TRIES):
             found, refused = self._open(entry)
             held = self._held
-            if held is None or (found and self._monotonic() - self._held_at > FORGOTTEN):
+            if held is None or self._is_of_a_later_job(held, found):
                 if refused is not None:
                     raise refused
                 return self._take_first(entry, found)
@@ -128,6 +147,8 @@ class Cell:
                 return self._hold(self._fenced(entry, found))
             if refused is not None:
                 logger.warning("%s; this node puts back what it holds", refused)
+            if found is not None and overrules(held, found):
+                held = self._overruling(held, found)
             written = await self._register.compare_and_set(self._key, held.raw, entry.token if entry else None)
             entry = written.entry
             if written.done:
@@ -137,6 +158,11 @@ class Cell:
                     held.version,
                 )
         raise PeerUnreachableError("the register", f"{self._key!r} changes too fast; try again")
+
+    def _is_of_a_later_job(self, held: Sealed, found: Sealed | None) -> bool:
+        """Whether this node was away while its job ended and another one with the same id began."""
+        away = self._monotonic() - self._held_at > FORGOTTEN
+        return away and found is not None and found.origin != held.origin and found.sent > held.sent
 
     def _open(self, entry: Entry | None) -> tuple[Sealed | None, ProtocolViolationError | None]:
         if entry is None:
@@ -151,9 +177,14 @@ class Cell:
         if found is None:
             return None
         fenced = self._fenced(entry, found)
-        if self._clock() - found.sent > FORGOTTEN:
+        if self._clock() - found.sent > FORGOTTEN or (self._alone and found.ended):
             self._void = fenced.token
             return None
+        if self._alone and found.writer != self._writer:
+            raise ConfigError(
+                f"another job without --rdzv-id uses this register (last written by {found.writer}), and two jobs "
+                "would become one. Give --rdzv-id=NAME, the same at all nodes of a job and another one for each job"
+            )
         if found.world != self._world:
             raise ConfigError(
                 f"{self._key!r} is in use by another job ({found.world}, last written by {found.writer}), and this one "

@@ -1,6 +1,9 @@
-"""The value of a job in a register: a state with its lineage, authenticated with the run's token.
+"""The value of a job in a register: a state with its lineage, authenticated with the run's token. Pure.
 
-Authentication is necessary because torch unpickles the state of a rendezvous. Pure.
+A *lineage* is a first write and all writes that follow it. A job has one, unless its register loses everything and a
+newcomer begins another. Then the older lineage overrules the other, and its writes name the other, so that the nodes of
+the other follow. A node refuses a lineage that does not name its own: it may be that of an earlier job with the same id
+and token, whose states somebody kept.
 """
 
 from __future__ import annotations
@@ -18,7 +21,10 @@ from averaging.errors import ProtocolViolationError
 
 MAC_BYTES = 32
 _PURPOSE = b"averaging register 1"
-_FIELDS = (bytes, float, int, float, str, str, bytes, bytes)
+_FIELDS = (bytes, float, int, float, str, str, list, bool, bytes, bytes)
+
+MAX_OVERRULED = 16
+"""Lineages that a write names, the latest ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +38,8 @@ class Sealed:
         sent: When this write was made, by its writer's clock.
         writer: The node that made it.
         world: The options that must be equal at all nodes of the job, as text.
+        overruled: Origins of the lineages that this one replaces, the latest last.
+        ended: Whether the job has ended.
         payload: The state.
         raw: The complete value in the register.
     """
@@ -42,6 +50,8 @@ class Sealed:
     sent: float
     writer: str
     world: str
+    overruled: tuple[bytes, ...]
+    ended: bool
     payload: bytes = field(repr=False)
     raw: bytes = field(repr=False)
 
@@ -69,11 +79,14 @@ class Seal:
         writer: str,
         world: str,
         nonce: bytes,
+        overruled: tuple[bytes, ...] = (),
+        ended: bool = False,
     ) -> Sealed:
         """Seals a write; `nonce` makes it differ from every other."""
-        body: bytes = msgpack.packb([origin, created, version, sent, writer, world, nonce, payload])
+        fields = [origin, created, version, sent, writer, world, list(overruled), ended, nonce, payload]
+        body: bytes = msgpack.packb(fields)
         raw = self._mac(self._secrets[0], body) + body
-        return Sealed(origin, created, version, sent, writer, world, payload, raw)
+        return Sealed(origin, created, version, sent, writer, world, overruled, ended, payload, raw)
 
     def open(self, raw: bytes) -> Sealed:
         """Checks and reads a write.
@@ -88,15 +101,15 @@ class Seal:
                 "refused. Give all nodes the same token_file, and find out who else can write there"
             )
         try:
-            fields: Any = unpack(body, len(_FIELDS) + 1)
+            fields: Any = unpack(body, len(_FIELDS) + MAX_OVERRULED + 1)
         except ValueError:
             fields = None
-        if not isinstance(fields, list) or tuple(map(type, fields)) != _FIELDS:
+        if not isinstance(fields, list) or tuple(map(type, fields)) != _FIELDS or {*map(type, fields[6])} - {bytes}:
             raise ProtocolViolationError(
                 f"the register holds another version's bytes for {self._key!r}; update all nodes"
             )
-        origin, created, version, sent, writer, world, _, payload = fields
-        return Sealed(origin, created, version, sent, writer, world, payload, raw)
+        origin, created, version, sent, writer, world, overruled, ended, _, payload = fields
+        return Sealed(origin, created, version, sent, writer, world, tuple(overruled), ended, payload, raw)
 
     def _mac(self, secret: bytes, body: bytes) -> bytes:
         place = self._key.encode()
@@ -106,11 +119,20 @@ class Seal:
 def is_newer(held: Sealed, found: Sealed | None) -> bool:
     """Whether the state of this node replaces that of the register, which may have lost it in a restart.
 
-    Within one lineage the later write is valid. Of two lineages the earlier one is valid: a node that found an empty
-    register began the other.
+    Within one lineage the later write is valid. Another lineage is valid only if it overrules that of this node.
     """
     if found is None:
         return True
     if held.origin == found.origin:
         return held.version > found.version
+    return held.origin not in found.overruled
+
+
+def overrules(held: Sealed, found: Sealed | None) -> bool:
+    """Whether the lineage of this node replaces that of the register also at the nodes that hold the latter.
+
+    It is the older one: a node that found an empty register began the other.
+    """
+    if found is None or held.origin == found.origin:
+        return False
     return (held.created, held.origin) < (found.created, found.origin)

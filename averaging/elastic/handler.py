@@ -26,13 +26,14 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _NodeDesc,
     _remove_participant_epilogue,
 )
-from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 
-from averaging.common.addresses import is_loopback, parse_address
-from averaging.common.safe_msgpack import unpack
+from averaging.common.addresses import parse_address
+from averaging.elastic.agent import RestartBudget, told_in_one_line
 from averaging.elastic.backend import LOG_INTERVAL, NAME, AveragingBackend
 from averaging.elastic.cell import Cell
 from averaging.elastic.options import RendezvousOptions, read_options
+from averaging.elastic.own_addresses import address_for_others, are_same, is_own
+from averaging.elastic.rendezvous_state import decode_place
 from averaging.elastic.session import Session
 from averaging.elastic.silence import Silence
 from averaging.errors import ConfigError
@@ -42,6 +43,9 @@ logger = logging.getLogger("averaging.elastic")
 
 MAX_JOB_ID_BYTES = 200
 """The id is part of a key of the register, which has at most 256 bytes."""
+
+UNNAMED = "none"
+"""torchrun's default of `--rdzv-id`, with which unrelated jobs would meet."""
 
 CONNECT_SECONDS = 10
 """Time limit of a connection to the store of a round. Then the state of its node is checked again."""
@@ -99,10 +103,22 @@ class AveragingRendezvousHandler(DynamicRendezvousHandler):
         self._round_store: TCPStore | None = None
         self._logged = -LOG_INTERVAL
         self._ask_again = 0.0
+        self._budget = RestartBudget()
+        self._last_nodes: frozenset[_NodeDesc] = frozenset()  # of the round before
         self._shut = threading.Event()
 
     def next_rendezvous(self) -> RendezvousInfo:
         """See torch's `RendezvousHandler`."""
+        with told_in_one_line():
+            info = self._meet()
+        nodes = frozenset(self._state_holder.state.participants)
+        lost, self._last_nodes = self._last_nodes - nodes, nodes
+        if self._budget.settle(bool(lost)):
+            gone = ", ".join(str(node) for node in sorted(lost))
+            logger.warning("this restart is not counted against --max-restarts: it follows the loss of %s", gone)
+        return info
+
+    def _meet(self) -> RendezvousInfo:
         end = time.monotonic() + self._settings.timeout.join.total_seconds()
         while True:
             # torch keeps these across rounds, and nodes would wait for the store of a lost node.
@@ -194,8 +210,8 @@ class AveragingRendezvousHandler(DynamicRendezvousHandler):
         failure = f"node {first} has not announced the address of its store"
         while time.monotonic() < end:
             fenced = self._backend.run(self._stores.read)
-            found = unpack(fenced.payload, 8) if fenced else None
-            if isinstance(found, list) and found[0] == place:
+            found = decode_place(fenced.payload) if fenced else None
+            if found is not None and found[0] == place:
                 _, addr, port = found
                 try:
                     wait = timedelta(seconds=CONNECT_SECONDS)
@@ -222,14 +238,25 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     Raises:
         ConfigError: An option is invalid.
     """
+    with told_in_one_line():
+        return _create(params)
+
+
+def _create(params: RendezvousParameters) -> AveragingRendezvousHandler:
     options = read_options(params.endpoint or "", params.config, params.max_nodes)
+    if params.run_id == UNNAMED and params.min_nodes > 1:
+        raise ConfigError(
+            "a job of several nodes needs --rdzv-id=NAME, the same at all its nodes: without it, all jobs at a "
+            "register would be one"
+        )
     if (size := len(params.run_id.encode())) > MAX_JOB_ID_BYTES:
         raise ConfigError(f"--rdzv-id has {size} bytes of UTF-8; it may have {MAX_JOB_ID_BYTES}")
     credentials = read_credentials(tls=options.tls, token_file=options.token_file, insecure=options.insecure)
-    host = parse_address(options.endpoints[0])[0]
+    host = parse_address(options.endpoints[0])[0].strip("[]")
     may_host = options.is_host
     if may_host is None:
-        may_host = not options.etcd and _matches_machine_hostname(host.strip("[]"))
+        by_option = params.local_addr is not None and are_same(params.local_addr.strip("[]"), host)
+        may_host = not options.etcd and (by_option or is_own(host))
     session = Session(options, credentials, may_host=may_host)
     thread = EventLoopThread(session, f"the rendezvous of job {params.run_id!r}")
     try:
@@ -247,15 +274,14 @@ def _handler(
     tokens: tuple[str, ...],
 ) -> AveragingRendezvousHandler:
     addr = params.local_addr
-    if addr is None and not options.etcd and is_loopback(parse_address(options.endpoints[0])[0]):
-        addr = "127.0.0.1"  # all nodes are on this machine, and may not resolve its name
+    if addr is None and not options.etcd:
+        addr = address_for_others(parse_address(options.endpoints[0])[0].strip("[]"))
     node = DynamicRendezvousHandler._node_desc_generator.generate(addr)
     world = f"--nnodes={params.min_nodes}:{params.max_nodes}"
-    cells = [
-        Cell(session, f"elastic/{params.run_id}/{part}", tokens, writer=str(node), world=world)
-        for part in ("state", "store")
-    ]
-    backend = AveragingBackend(thread, cells[0], session.hosted or options.endpoint)
+    prefix, writer = f"elastic/{params.run_id}", str(node)
+    state = Cell(*(session, f"{prefix}/state", tokens), writer=writer, world=world, alone=params.run_id == UNNAMED)
+    stores = Cell(session, f"{prefix}/store", tokens, writer=writer)
+    backend = AveragingBackend(thread, state, session.hosted or options.endpoint)
     timeout = RendezvousTimeout(
         *(
             timedelta(seconds=seconds)
@@ -275,7 +301,7 @@ def _handler(
         keep_alive_interval=timedelta(seconds=options.keep_alive_interval),
         keep_alive_max_attempt=options.keep_alive_max_attempt,
     )
-    return AveragingRendezvousHandler(node, settings, _StateHolder(backend, settings), backend, cells[1], thread)
+    return AveragingRendezvousHandler(node, settings, _StateHolder(backend, settings), backend, stores, thread)
 
 
 def torchrun_handler() -> RendezvousHandlerCreator:

@@ -127,13 +127,18 @@ def _check(options: RendezvousOptions, max_nodes: int) -> None:
             f"--rdzv-endpoint {options.endpoint} has port 0, which only a job of one node can use; give the port of "
             "the register, for example 29400"
         )
+    if any(host.strip("[]") in ("0.0.0.0", "::") for host, _ in hosts):  # noqa: S104 - it is refused
+        raise ConfigError(
+            f"--rdzv-endpoint {options.endpoint} is every address of each node; give the one at which all nodes reach "
+            "the register"
+        )
     if options.etcd and options.is_host:
         raise ConfigError("is_host=true cannot work with an etcd endpoint: the cluster keeps the register")
     if options.tls is None and not options.insecure and not all(is_loopback(host) for host, _ in hosts):
         raise ConfigError(
-            f"--rdzv-endpoint {options.endpoint} is reached over the network, and torch executes what it reads there "
-            "(pickle). Give --rdzv-conf=tls_ca=…,tls_cert=…,tls_key=… (`averaging ca` makes them), or insecure=true "
-            "with a token_file if every machine in the network is trusted"
+            f"--rdzv-endpoint {options.endpoint} is reached over the network, where others could take the job over. "
+            "Give --rdzv-conf=tls_ca=…,tls_cert=…,tls_key=… (`averaging ca` makes them), or insecure=true with a "
+            "token_file if every machine in the network is trusted"
         )
 
 

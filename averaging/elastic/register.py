@@ -19,8 +19,9 @@ MAX_VALUE_BYTES = 1 << 20
 MAX_ENTRIES = 1024
 MAX_TOTAL_BYTES = 64 << 20
 
-LIFETIME = 600.0
-"""Seconds for which an entry is kept after its last write. A running job writes every few seconds."""
+LIFETIME = 180.0
+"""Seconds for which an entry is kept after its last write. A running job writes every few seconds, and its nodes
+restore what is gone. What an ended job leaves is void after 120 s (`cell.FORGOTTEN`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ class MemoryRegister:
     async def get(self, key: str) -> Entry | None:
         """See `Register`."""
         _check(key)
+        self._forget()
         held = self._entries.get(key)
         return held[0] if held else None
 
@@ -112,16 +114,25 @@ class MemoryRegister:
     def _forget(self) -> None:
         """Removes entries whose last write is more than `LIFETIME` ago."""
         end = self._clock() - LIFETIME
-        for key in [key for key, (_, written) in self._entries.items() if written < end]:
-            self._total -= len(self._entries.pop(key)[0].value)
+        while self._entries:
+            key, (entry, written) = next(iter(self._entries.items()))
+            if written >= end:
+                return
+            del self._entries[key]
+            self._total -= len(entry.value)
 
     def _make_room(self, key: str, entry: Entry | None, nbytes: int) -> None:
         total = self._total + nbytes - (len(entry.value) if entry else 0)
-        if (key not in self._entries and len(self._entries) >= MAX_ENTRIES) or total > MAX_TOTAL_BYTES:
-            raise BusyError(
-                f"the register holds {len(self._entries)} entries of {self._total} bytes, which is the maximum; "
-                f"entries are removed {LIFETIME:g} s after their last write"
-            )
+        if key not in self._entries and len(self._entries) >= MAX_ENTRIES:
+            full = f"it has {MAX_ENTRIES} entries, the maximum; a job has two"
+        elif total > MAX_TOTAL_BYTES:
+            full = f"its {len(self._entries)} entries have {self._total} bytes, and at most {MAX_TOTAL_BYTES} are kept"
+        else:
+            return
+        raise BusyError(
+            f"the register is full: {full}. Those of ended jobs go {LIFETIME:g} s after their last write; wait, or "
+            "start another register"
+        )
 
 
 def _check(key: str, value: bytes = b"") -> None:

@@ -10,6 +10,7 @@ from averaging.common.addresses import is_loopback, parse_address
 from averaging.elastic.etcd_register import EtcdRegister
 from averaging.elastic.grpc_register import GrpcRegister, RegisterService
 from averaging.elastic.options import RendezvousOptions
+from averaging.elastic.own_addresses import has_ipv4
 from averaging.elastic.register import Entry, Register, Written
 from averaging.errors import ClosedError, ListenError, PeerUnreachableError
 from averaging.rpc import Credentials, RpcChannel, RpcServer
@@ -92,7 +93,7 @@ class Session:
             return False
         endpoint = self._options.endpoints[0]
         host, port = parse_address(endpoint)
-        everywhere = f"{'[::]' if host.startswith('[') else '0.0.0.0'}:{port}"  # noqa: S104 - with TLS, or where the user says so
+        everywhere = f"{'0.0.0.0' if has_ipv4(host.strip('[]')) else '[::]'}:{port}"  # noqa: S104 - with TLS, or where the user says so
         listen, advertise = (endpoint, None) if is_loopback(host) else (everywhere, endpoint)
         server = RpcServer(
             listen, [RegisterService()], advertise=advertise, credentials=self._credentials, max_message_bytes=8 << 20

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,7 +23,9 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
 
 from averaging import ConfigError, RpcServer
-from averaging.elastic import backend
+from averaging.elastic import backend, handler
+from averaging.elastic import register as limits
+from averaging.elastic.envelope import Seal
 from averaging.elastic.grpc_register import RegisterService
 from averaging.elastic.handler import AveragingRendezvousHandler, create_handler
 from averaging.elastic.register import MemoryRegister
@@ -158,6 +162,75 @@ def test_bytes_of_a_stranger_are_never_taken(nodes: Nodes, monkeypatch: pytest.M
     assert register.run(store.compare_and_set("elastic/job/state", b"cos\nsystem\n", None)).done
     with pytest.raises(RendezvousStateError, match="nobody with this run's token wrote"):
         nodes.node(is_host=False).next_rendezvous()
+
+
+class Bomb:
+    """Leaves a file where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self._path),)
+
+
+def test_without_a_token_a_local_user_executes_nothing(
+    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everybody can seal without a token, and write to a register of this machine."""
+    monkeypatch.setattr(backend, "REFUSED_FOR", 1.0)
+    store, path = MemoryRegister(), tmp_path / "executed"
+    register = nodes.register(store)
+    for part in ("state", "store"):
+        key = f"elastic/job/{part}"
+        value = Seal(key, ()).close(
+            pickle.dumps(Bomb(path)),
+            origin=bytes(16),
+            created=time.time(),
+            version=1,
+            sent=time.time(),
+            writer="a",
+            world="--nnodes=1:2" if part == "state" else "",
+            nonce=bytes(16),
+        )
+        assert register.run(store.compare_and_set(key, value.raw, None)).done
+    with pytest.raises(RendezvousStateError, match="not the state of a rendezvous"):
+        nodes.node(is_host=False).next_rendezvous()
+    assert not path.exists()
+
+
+def test_a_full_register_says_so(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_ENTRIES", 1)
+    nodes.register()
+    told = r"^127\.0\.0\.1:\d+: the register is full: it has 1 entries.*wait, or start another"
+    with pytest.raises(RendezvousConnectionError, match=told):
+        nodes.node(1, 1, is_host=False, join_timeout=1).next_rendezvous()
+
+
+def test_a_job_without_an_id(nodes: Nodes) -> None:
+    nodes.register()
+    with pytest.raises(ConfigError, match="a job of several nodes needs --rdzv-id=NAME"):
+        nodes.node(2, 3, run_id="none", is_host=False)
+    first = nodes.node(1, 2, run_id="none", is_host=False)
+    nodes.meet(first)
+    with pytest.raises(RendezvousStateError, match="another job without --rdzv-id uses this register"):
+        nodes.node(1, 2, run_id="none", is_host=False).next_rendezvous()
+    assert first.num_nodes_waiting() == 0
+    first.shutdown()
+    assert nodes.meet(nodes.node(1, 2, run_id="none", is_host=False))[0].world_size == 1
+
+
+def test_the_node_with_the_local_address_of_the_endpoint_hosts_the_register(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its machine has another address, as behind a port that a container publishes."""
+    monkeypatch.setattr(handler, "is_own", lambda _: False)
+    options = RendezvousParameters("averaging", nodes.endpoint, "job", 1, 1, local_addr="127.0.0.1", **QUICK)
+    node = create_handler(options)
+    try:
+        assert node.next_rendezvous().world_size == 1
+    finally:
+        node.shutdown()
 
 
 def test_tls_and_a_token(nodes: Nodes, tmp_path: Path) -> None:

@@ -97,19 +97,21 @@ def test_a_worker_that_is_killed_costs_one_restart_of_all(stack: ExitStack, tmp_
 
 
 @long
-def test_a_node_that_is_killed_and_comes_back(stack: ExitStack, tmp_path: Path) -> None:
-    job = Job(stack, tmp_path, "1:2", conf={"last_call_timeout": 20})
+def test_a_node_that_is_killed_and_comes_back_costs_no_restart(stack: ExitStack, tmp_path: Path) -> None:
+    """Twice, with one restart: torch alone would end the job at the second time."""
+    job = Job(stack, tmp_path, "1:2", conf={"last_call_timeout": 20}, max_restarts=1)
     register(stack, job.endpoint)
-    stays, goes = job.node(), job.node()
-    goes.until_step(5, world=2)
-    goes.signal_all(signal.SIGKILL)
-    alone = stays.until_step(6, world=1)["step"]
-    back = job.node()
-    back.until_step(alone + 2, world=2)
-    stays.until_step(alone + 2, world=2)
-    job.finish(stays, back)
-    # The death is one restart; that the node comes back is none.
-    assert stays.starts()[-3:] == [(2, 0), (1, 1), (2, 1)]
+    stays, other = job.node(), job.node()
+    step = other.until_step(5, world=2)["step"]
+    for _ in range(2):
+        other.signal_all(signal.SIGKILL)
+        alone = stays.until_step(step + 1, world=1)["step"]
+        other = job.node()
+        step = other.until_step(alone + 2, world=2)["step"]
+        stays.until_step(step, world=2)
+    job.finish(stays, other)
+    assert stays.starts()[-5:] == [(2, 0), (1, 0), (2, 0), (1, 0), (2, 0)]
+    assert stays.stderr.count("this restart is not counted against --max-restarts") == 2
 
 
 @long
@@ -125,7 +127,7 @@ def test_the_death_of_rank_0s_node(stack: ExitStack, tmp_path: Path) -> None:
     job.finish(*ranks.values())
     for node in ranks.values():
         assert [world for world, _ in node.starts()][-2:] == [3, 2]
-    assert max(restarts for node in ranks.values() for _, restarts in node.starts()) == 1
+    assert max(restarts for node in ranks.values() for _, restarts in node.starts()) == 0
 
 
 @long
@@ -209,8 +211,29 @@ def test_a_job_id_in_use_by_another_world(stack: ExitStack, tmp_path: Path) -> N
     node.until_step(2)
     other = Job(stack, tmp_path, "3", endpoint=job.endpoint).node()
     assert other.wait(PATIENCE) != 0
-    assert "in use by another job (--nnodes=1:2" in other.stderr
+    assert "in use by another job (--nnodes=1:2" in other.stderr.splitlines()[-1]
+    assert "Traceback" not in other.stderr
     job.finish(node)
+
+
+def test_a_job_without_an_id_is_alone(stack: ExitStack, tmp_path: Path) -> None:
+    """Two scripts that both leave it out would otherwise be one job."""
+    endpoint = free_address()
+    register(stack, endpoint)
+    jobs = [Job(stack, tmp_path / name, "1:2", endpoint=endpoint) for name in "ab"]
+    for job in jobs:
+        job.checkpoint.parent.mkdir()
+        job.options.remove("--rdzv-id=job")
+    first = jobs[0].node()
+    first.until_step(1, world=1)
+    other = jobs[1].node()
+    assert other.wait(PATIENCE) != 0
+    assert other.stderr.splitlines()[-1].startswith("torchrun: another job without --rdzv-id uses this register")
+    assert "Traceback" not in other.stderr
+    jobs[0].finish(first)
+    again = jobs[1].node()
+    again.until_step(1, world=1)
+    jobs[1].finish(again)
 
 
 @long

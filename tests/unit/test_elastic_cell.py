@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from averaging.elastic.cell import FORGOTTEN, Cell, Fenced, clock_skew
-from averaging.elastic.envelope import Seal, Sealed, is_newer
+from averaging.elastic.envelope import Seal, Sealed, is_newer, overrules
 from averaging.elastic.register import Entry, MemoryRegister, Written
 from averaging.errors import ConfigError, PeerUnreachableError, ProtocolViolationError
 
@@ -133,6 +134,104 @@ async def test_a_node_that_slept_for_long_takes_over_the_job_that_it_finds() -> 
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("age", [10.0, FORGOTTEN + 10])
+async def test_a_kept_state_of_an_earlier_job_is_refused(age: float) -> None:
+    """Also if it is older than the own lineage, which otherwise makes it the one that stays."""
+    place = Place()
+    earlier = place.cell("a")
+    await earlier.write(b"closed", (await earlier.write(b"running", None))[0], ended=True)
+    entry = await place.get(KEY)
+    assert entry is not None
+    place.restart()
+    place.now += age
+    b, c = place.cell("b"), place.cell("c")
+    await b.write(b"new", None)
+    assert payload(await c.read()) == b"new"
+    for _ in range(3):
+        await place.overwrite(entry.value)
+        assert payload(await b.read()) == b"new"
+        await place.overwrite(entry.value)
+        assert payload(await c.read()) == b"new"
+        assert payload(await place.cell("late").read()) == b"new"
+
+
+@pytest.mark.asyncio
+async def test_no_older_state_of_the_own_lineage_is_taken_however_long_a_node_was_away() -> None:
+    place = Place()
+    a = place.cell("a")
+    first, _ = await a.write(b"1", None)
+    assert first is not None
+    await a.write(b"2", first)
+    place.now += FORGOTTEN + 1
+    await place.overwrite(first.sealed.raw)
+    assert payload(await a.read()) == b"2"
+
+
+@pytest.mark.asyncio
+async def test_a_node_that_was_away_takes_no_job_older_than_its_own() -> None:
+    place = Place()
+    await place.cell("a").write(b"earlier", None)
+    entry = await place.get(KEY)
+    assert entry is not None
+    place.restart()
+    place.now += 1
+    b = place.cell("b")
+    await b.write(b"own", None)
+    place.now += FORGOTTEN + 1
+    await place.overwrite(entry.value)
+    assert payload(await b.read()) == b"own"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("seed", range(20))
+async def test_all_nodes_agree_after_any_losses_and_replays(seed: int) -> None:
+    """Whoever runs the register may show any state that it has seen, or none. Versions never go back at a node."""
+    rng, place, kept = random.Random(seed), Place(), list[bytes]()
+    earlier = place.cell("earlier")
+    base, _ = await earlier.write(b"earlier", None)
+    for _ in range(3):
+        base, _ = await earlier.write(b"earlier", base, ended=True)
+        kept.append(entry.value if (entry := await place.get(KEY)) else b"")
+    place.restart()
+    cells = [place.cell(name) for name in "abcd"]
+    seen: dict[int, tuple[bytes, int]] = {}
+    for step in range(200):
+        place.now += rng.random()
+        number = rng.randrange(len(cells))
+        fenced = await cells[number].read()
+        if fenced is None or rng.random() < 0.3:
+            fenced, _ = await cells[number].write(f"{step}".encode(), fenced)
+        if fenced is not None:
+            assert fenced.payload != b"earlier"
+            origin, version = seen.get(number, (fenced.sealed.origin, 0))
+            assert origin != fenced.sealed.origin or version <= fenced.sealed.version
+            seen[number] = fenced.sealed.origin, fenced.sealed.version
+            kept.append(fenced.sealed.raw)
+        if rng.random() < 0.1:
+            place.restart()
+        elif rng.random() < 0.2 and len(seen) == len(cells):
+            await place.overwrite(rng.choice(kept))
+    for _ in range(4):
+        found = [await cell.read() for cell in cells]
+    assert len({(one.sealed.origin, one.sealed.version, one.payload) for one in found if one is not None}) == 1
+
+
+@pytest.mark.asyncio
+async def test_a_job_without_a_name_is_alone_and_can_be_started_again_at_once() -> None:
+    place = Place()
+    a, b = (Cell(place, KEY, (), writer=name, alone=True, clock=lambda: place.now) for name in "ab")
+    first, _ = await a.write(b"running", None)
+    for call in (b.read(), b.write(b"also", None)):
+        with pytest.raises(ConfigError, match=r"another job without --rdzv-id .*by a.*Give --rdzv-id=NAME"):
+            await call
+    assert payload(await a.read()) == b"running"
+    await a.write(b"closed", first, ended=True)
+    assert await b.read() is None
+    fenced, done = await b.write(b"again", None)
+    assert (payload(fenced), done) == (b"again", True)
+
+
+@pytest.mark.asyncio
 async def test_a_job_that_ended_long_ago_is_nobodys() -> None:
     place = Place()
     await place.cell("a", world="1:2").write(b"old", None)
@@ -213,14 +312,29 @@ def test_bytes_of_another_place_or_token_are_refused() -> None:
             other.open(raw)
 
 
-def sealed(seal: Seal, body: bytes = b"", origin: bytes = b"o", created: float = 1.0, version: int = 1) -> Sealed:
+def sealed(
+    seal: Seal,
+    body: bytes = b"",
+    origin: bytes = b"o",
+    created: float = 1.0,
+    version: int = 1,
+    overruled: tuple[bytes, ...] = (),
+) -> Sealed:
     return seal.close(
-        body, origin=origin, created=created, version=version, sent=2.0, writer="a", world="w", nonce=b"n"
+        body,
+        origin=origin,
+        created=created,
+        version=version,
+        sent=2.0,
+        writer="a",
+        world="w",
+        nonce=b"n",
+        overruled=overruled,
     )
 
 
 @given(*[st.tuples(st.sampled_from([b"a", b"b"]), st.sampled_from([1.0, 2.0]), st.integers(1, 3))] * 2)
-def test_of_two_states_the_same_one_is_newer_everywhere(
+def test_of_two_states_the_same_one_stays_everywhere(
     one: tuple[bytes, float, int], other: tuple[bytes, float, int]
 ) -> None:
     seal = Seal(KEY, TOKENS)
@@ -228,5 +342,15 @@ def test_of_two_states_the_same_one_is_newer_everywhere(
         other = (other[0], one[1], other[2])  # a lineage has one beginning
     first, second = (sealed(seal, origin=o, created=c, version=v) for o, c, v in (one, other))
     assert is_newer(first, None)
-    assert not (is_newer(first, second) and is_newer(second, first))
-    assert is_newer(first, second) or is_newer(second, first) or one == other
+    assert not overrules(first, None)
+    if one[0] == other[0]:
+        assert is_newer(first, second) + is_newer(second, first) == (one[2] != other[2])
+        assert not overrules(first, second)
+        return
+    assert is_newer(first, second)
+    assert is_newer(second, first)  # until one of them names the other
+    assert overrules(first, second) + overrules(second, first) == 1
+    winner, loser = (first, second) if overrules(first, second) else (second, first)
+    named = sealed(seal, origin=winner.origin, created=winner.created, overruled=(loser.origin,))
+    assert not is_newer(loser, named)
+    assert is_newer(named, loser)

@@ -50,9 +50,11 @@ def test_endpoints(endpoint: str, endpoints: tuple[str, ...]) -> None:
         ("localhost:1", {"join_timeout": "soon"}, "join_timeout must be a whole number"),
         ("localhost:1", {"keep_alive_interval": "0"}, "above 0"),
         ("localhost:1", {"insecure": "perhaps"}, "true or false"),
-        ("192.0.2.7:1", {}, "torch executes what it reads"),
+        ("192.0.2.7:1", {}, "others could take the job over"),
+        ("0.0.0.0:1", {"insecure": "true"}, "every address of each node"),
+        ("[::]:1", {"insecure": "true"}, "every address of each node"),
         ("192.0.2.7:1", {"token_file": "t"}, "insecure=true"),
-        ("etcd://192.0.2.7", {}, "torch executes what it reads"),
+        ("etcd://192.0.2.7", {}, "others could take the job over"),
         ("etcd://127.0.0.1", {"is_host": "1"}, "the cluster keeps the register"),
     ],
 )

@@ -100,7 +100,7 @@ async def test_an_entry_is_forgotten_long_after_its_last_write(monkeypatch: pyte
     register = MemoryRegister(lambda: now[0])
     one = await register.compare_and_set("one", b"", None)
     await register.compare_and_set("two", b"", None)
-    with pytest.raises(BusyError, match="which is the maximum"):
+    with pytest.raises(BusyError, match="the register is full: it has 2 entries, the maximum"):
         await register.compare_and_set("three", b"", None)
     now[0] = limits.LIFETIME - 1
     assert one.entry is not None
@@ -110,6 +110,9 @@ async def test_an_entry_is_forgotten_long_after_its_last_write(monkeypatch: pyte
     assert register._total == len(b"again")
     assert await register.get("two") is None
     assert await register.get("one") is not None
+    now[0] = 3 * limits.LIFETIME  # nobody writes, and it goes all the same
+    assert await register.get("one") is None
+    assert register._total == 0
 
 
 @pytest.mark.asyncio
@@ -122,5 +125,5 @@ async def test_keys_and_values_are_bounded(monkeypatch: pytest.MonkeyPatch) -> N
         await register.compare_and_set("k", bytes(limits.MAX_VALUE_BYTES + 1), None)
     monkeypatch.setattr(limits, "MAX_TOTAL_BYTES", 10)
     await register.compare_and_set("a", bytes(8), None)
-    with pytest.raises(BusyError):
+    with pytest.raises(BusyError, match="its 1 entries have 8 bytes, and at most 10 are kept"):
         await register.compare_and_set("b", bytes(3), None)
