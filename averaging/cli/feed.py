@@ -22,6 +22,9 @@ SIZE = click.IntRange(min=1 << 10)
 EVENT_TEXTS = {
     "registered": "a trainer has registered: batches of {batch_size}, from step {starting_step}",
     "environment": "environment {env_id} has registered: {name}",
+    "trainer": "another trainer has registered, as number {registration}; an earlier one that still runs gets an error",
+    "silent": "environment {env_id} posts nothing, and gives up its part of each batch until it does: {name}",
+    "returned": "environment {env_id} is back, and has its part of each batch again: {name}",
     "batch": "step {step}: delivered {sequences} sequences in {groups} groups",
     "reset": "GET /reset_data has dropped everything",
 }
@@ -94,6 +97,13 @@ def event_text(event: Mapping[str, Any]) -> str:
     metavar="SECONDS",
     help="Time limit for a request to arrive.",
 )
+@click.option(
+    "--env-timeout",
+    default=300.0,
+    type=finite(above=0),
+    metavar="SECONDS",
+    help="Time without posts after which an environment that all wait for gives up its part of each batch.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print events as one JSON object per line.")
 @click.option("-v", "--verbose", count=True, show_default=False, help="Log to stderr; -vv logs everything.")
 def feed_command(listen: str, store: str, *, as_json: bool, verbose: int, **given: Any) -> None:
@@ -124,7 +134,10 @@ def feed_command(listen: str, store: str, *, as_json: bool, verbose: int, **give
     Events of --json, each with "event":
       ready        url, store
       registered   batch_size, starting_step, num_steps
+      trainer      registration
       environment  env_id, name
+      silent       env_id, name
+      returned     env_id, name
       batch        step, groups, sequences
       reset
       done
@@ -154,6 +167,7 @@ def _run(listen: str, store: str, given: dict[str, Any], report: CommandOutput) 
         queue_groups=given.pop("queue_groups"),
         replay_bytes=given.pop("replay_bytes"),
         seconds=given.pop("request_timeout"),
+        env_timeout=given.pop("env_timeout"),
     )
     settings: dict[str, Any] = {
         "on_event": lambda event: report.emit(event, event_text(event)),

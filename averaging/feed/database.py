@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from averaging.feed.run_state import Env, Group, RunState
 
 logger = logging.getLogger(__name__)
 
-APPLICATION_ID, VERSION = 0x61766664, 1
+APPLICATION_ID, VERSION = 0x61766664, 2
 """They mark a file as the store of a feed."""
 
 KEY_SECONDS = 86400.0
@@ -25,7 +26,9 @@ KEY_SECONDS = 86400.0
 
 SCHEMA = """
 CREATE TABLE facts (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
-CREATE TABLE envs (id INTEGER PRIMARY KEY, config BLOB NOT NULL, name TEXT NOT NULL, connected INTEGER NOT NULL);
+CREATE TABLE envs (
+  id INTEGER PRIMARY KEY, config BLOB NOT NULL, name TEXT NOT NULL, connected INTEGER NOT NULL, owner BLOB
+);
 CREATE TABLE groups (
   number INTEGER PRIMARY KEY, env INTEGER, size INTEGER NOT NULL, place INTEGER, step INTEGER, content BLOB NOT NULL
 );
@@ -62,6 +65,7 @@ class Database:
         path: the file; ":memory:" keeps everything in memory.
         fsync: whether a commit waits for the disk.
         new_state: creates a `RunState` with the limits of this server.
+        clock: returns the seconds since the epoch. Environments have `RunState.env_timeout` from the opening on.
 
     Attributes:
         state: the state of the run. Change it through the methods below only.
@@ -71,8 +75,15 @@ class Database:
         ConfigError: the file cannot be opened, is of another kind, or is used by another process.
     """
 
-    def __init__(self, path: str | Path, *, fsync: bool, new_state: Callable[..., RunState]) -> None:
-        self._new_state, self._stale = new_state, False
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        fsync: bool,
+        new_state: Callable[..., RunState],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._new_state, self._clock, self._stale = new_state, clock, False
         self.latest = b""
         try:
             if str(path) != ":memory:":
@@ -118,25 +129,26 @@ class Database:
         """Closes the file."""
         self._db.close()
 
-    def register(self, registration: Registration) -> bool:
+    def register(self, registration: Registration, trainer: int = 0) -> bool:
         """See `RunState.register`."""
-        began = self.state.register(registration)
+        began = self.state.register(registration, trainer)
         if began:
             encoded = msgspec.json.encode(registration)
             self._set(registration=encoded, step=self.state.step, saved=self.state.saved)
+        self._set(trainer=self.state.trainer)
         return began
 
-    def register_env(self, config: RegisterEnv) -> int:
+    def register_env(self, config: RegisterEnv, owner: bytes, now: float) -> int:
         """See `RunState.register_env`."""
-        env_id = self.state.register_env(config)
+        env_id = self.state.register_env(config, owner, now)
         if env_id >= 0:
-            row = (env_id, msgspec.json.encode(config), self.state.envs[env_id].name)
-            self._db.execute("INSERT INTO envs VALUES (?, ?, ?, 1)", row)
+            row = (env_id, msgspec.json.encode(config), self.state.envs[env_id].name, owner)
+            self._db.execute("INSERT OR REPLACE INTO envs VALUES (?, ?, ?, 1, ?)", row)
         return env_id
 
-    def disconnect(self, env_id: int) -> None:
+    def disconnect(self, env_id: int, owners: Collection[bytes]) -> None:
         """See `RunState.disconnect`."""
-        self.state.disconnect(env_id)
+        self.state.disconnect(env_id, owners)
         self._db.execute("UPDATE envs SET connected = 0 WHERE id = ?", (env_id,))
 
     def post(self, post: Post, now: float) -> tuple[list[int], bool]:
@@ -161,7 +173,7 @@ class Database:
                 )
             return msgspec.json.decode(earlier[1], type=list[int]), True
         groups = [(*group, len(content)) for group, content in zip(post.groups, post.contents, strict=True)]
-        added = self.state.add(groups)
+        added = self.state.add(groups, now)
         self._db.executemany(
             "INSERT INTO groups (number, env, size, content) VALUES (?, ?, ?, ?)",
             [(added.first + i, *groups[i][:2], content) for i, content in enumerate(post.contents)],
@@ -180,25 +192,31 @@ class Database:
             self._db.execute("INSERT INTO posts VALUES (?, ?, ?, ?)", row)
         return added.buffered, False
 
-    def batch(self, step: int | None, saved: int | None) -> tuple[int, int, list[bytes]] | None:
+    def batch(
+        self, step: int | None, saved: int | None, now: float, trainer: int | None = None
+    ) -> tuple[int, int, list[bytes]] | None:
         """Returns the batch of `step`, the same one each time. Without `step`, returns the next batch, once.
 
         Args:
             step: the step at which the trainer trains the batch.
             saved: the batches up to this step are not needed any more; None means up to the one before `step`.
+            now: seconds since the epoch.
+            trainer: number of the trainer's registration; None if the trainer knows of none.
 
         Returns:
             The batch's step, its number of sequences, and the content of each group; None if there is no batch yet.
 
         Raises:
-            FeedRefusedError: no trainer has registered, or `step` is of another run or forgotten.
+            FeedRefusedError: no trainer has registered, or another one since, or `step` is of another run or forgotten.
         """
+        if trainer is not None:
+            self.state.check_trainer(trainer)
         delivered = step is not None and self.state.was_delivered(step)
         if self.state.registration is not None and not self.state.started:
             self.state.started = True
             self._set(started=1)
         if not delivered:
-            formed = self.state.next_batch()
+            formed = self.state.next_batch(now)
             if formed is not None:
                 rows = [(formed[0], group.number) for group in formed[1]]
                 self._db.executemany("UPDATE groups SET step = ? WHERE number = ?", rows)
@@ -213,9 +231,11 @@ class Database:
         return (found, sequences, contents) if contents else None
 
     def reset(self) -> None:
-        """Deletes everything."""
+        """Deletes everything but the number of the latest trainer, so that an earlier one cannot come back."""
+        trainer = self.state.trainer
         for table in ("facts", "envs", "groups", "posts"):
             self._db.execute(f"DELETE FROM {table}")  # noqa: S608 - one of these
+        self._set(trainer=trainer)
         self.latest = b""
         self._load()
 
@@ -247,6 +267,9 @@ class Database:
                 execute(statement)
             execute(f"PRAGMA application_id = {APPLICATION_ID}")
             execute(f"PRAGMA user_version = {VERSION}")
+        elif found == (APPLICATION_ID, 1):
+            execute("ALTER TABLE envs ADD COLUMN owner BLOB")
+            execute(f"PRAGMA user_version = {VERSION}")
         elif found != (APPLICATION_ID, VERSION):
             raise sqlite3.DatabaseError("it is not the store of a feed, or another version wrote it")
         execute("COMMIT")
@@ -260,9 +283,12 @@ class Database:
             started=bool(facts.get("started")),
             step=facts.get("step", 0),
             saved=facts.get("saved", 0),
+            trainer=facts.get("trainer", 0),
         )
-        for _, config, name, connected in execute("SELECT * FROM envs ORDER BY id"):
-            state.envs.append(Env(msgspec.json.decode(config, type=RegisterEnv), name, bool(connected)))
+        now = self._clock()
+        for _, config, name, connected, owner in execute("SELECT * FROM envs ORDER BY id"):
+            decoded = msgspec.json.decode(config, type=RegisterEnv)
+            state.envs.append(Env(decoded, name, bool(connected), owner or b"", heard=now, waited=now))
         query = "SELECT place, step, number, env, size, length(content) FROM groups ORDER BY place, number"
         for place, step, *fields in execute(query):
             state.restore(Group(*fields), queued=place is not None, step=step)

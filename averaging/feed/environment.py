@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from types import TracebackType
@@ -9,9 +10,11 @@ from typing import Any, Self
 
 import msgspec
 
-from averaging.errors import FeedError, FeedRefusedError
+from averaging.errors import FeedError, FeedRefusedError, printable
 from averaging.feed.client import Connection
 from averaging.feed.messages import EnvStatus, Registered, RegisterEnv, ScoredData
+
+logger = logging.getLogger(__name__)
 
 REGISTER_INTERVAL = 1.0
 """Seconds between two requests to register while no trainer has started."""
@@ -30,6 +33,8 @@ class FeedEnvironment:
         url: the server, "http://HOST:PORT" or "https://HOST:PORT".
         config: the name, sizes and weight of this environment.
         start_timeout: seconds to wait until a trainer has started; None waits without limit.
+        key: secret that identifies this environment. A process that is restarted with the same `config` and key takes
+            its old place at once. None makes a new one; then it takes the place once the server finds it silent.
         options: `token_file`, `tls_ca`, `tls_cert`, `tls_key`, `timeout`, `retry_timeout`, `max_bytes` of `Connection`.
 
     Attributes:
@@ -39,9 +44,18 @@ class FeedEnvironment:
         ConfigError: an argument is invalid.
     """
 
-    def __init__(self, url: str, config: RegisterEnv, *, start_timeout: float | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        url: str,
+        config: RegisterEnv,
+        *,
+        start_timeout: float | None = None,
+        key: str | None = None,
+        **options: Any,
+    ) -> None:
         self._connection = Connection(url, **options)
         self._config, self._start_timeout = config, start_timeout
+        self._headers = {"Environment-Key": key or uuid.uuid4().hex}
         self.registered: Registered | None = None
 
     def register(self) -> Registered:
@@ -54,9 +68,13 @@ class FeedEnvironment:
         """
         began = time.monotonic()
         while True:
-            reply = self._connection.request("POST", "/register-env", Registered, body=self._config)
+            reply = self._connection.request(
+                "POST", "/register-env", Registered, body=self._config, headers=self._headers
+            )
             if reply.status == "success":
                 self.registered = reply
+                if reply.warning:
+                    logger.warning("%s says: %s", self._connection.url, printable(reply.warning))
                 return reply
             if self._start_timeout is not None and time.monotonic() - began > self._start_timeout:
                 raise FeedError(
@@ -104,7 +122,7 @@ class FeedEnvironment:
         try:
             if self.registered is not None:
                 body = {"env_id": self.registered.env_id}
-                self._connection.request_once("POST", "/disconnect-env", _Status, body=body)
+                self._connection.request_once("POST", "/disconnect-env", _Status, body=body, headers=self._headers)
         except FeedError:
             pass  # a server that does not answer is not worth waiting for
         finally:

@@ -143,7 +143,11 @@ class ScoredData(msgspec.Struct, kw_only=True):
 
 
 class Registered(msgspec.Struct, frozen=True):
-    """The answer to `RegisterEnv`. The fields after `status` are valid only if it is "success"."""
+    """The answer to `RegisterEnv`. The fields after `status` are valid only if it is "success".
+
+    Attributes:
+        warning: why no batch can be formed; empty if there may be one.
+    """
 
     status: str
     env_id: int = -1
@@ -152,6 +156,7 @@ class Registered(msgspec.Struct, frozen=True):
     starting_step: int = 0
     checkpoint_interval: int = 0
     num_steps: int = 0
+    warning: str = ""
 
 
 class EnvStatus(msgspec.Struct, frozen=True):
@@ -166,12 +171,13 @@ class EnvStatus(msgspec.Struct, frozen=True):
 
 
 class BatchReply(msgspec.Struct, frozen=True):
-    """The answer to a request for a batch. atroposlib's server leaves out `step`."""
+    """The answer to a request for a batch. atroposlib's server leaves out `step` and `warning`."""
 
     batch: list[dict[str, Any]] | None
     status: str = ""
     message: str = ""
     step: int | None = None
+    warning: str = ""
 
 
 def object_count(body: bytes | bytearray) -> int:

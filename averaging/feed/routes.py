@@ -25,11 +25,11 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from averaging.common.addresses import is_loopback, parse_ip
-from averaging.errors import ConfigError, FeedBusyError, FeedRefusedError
+from averaging.errors import ConfigError, FeedBusyError, FeedRefusedError, printable
 from averaging.feed.database import Database, Post
 from averaging.feed.database_thread import DatabaseThread
 from averaging.feed.messages import EnvIdentifier, RegisterEnv, Registration, ScoredData, decode, object_count
-from averaging.feed.run_state import NO_TRAINER, RunState
+from averaging.feed.run_state import KEYED, NO_TRAINER, RunState
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,11 @@ THREAD_BYTES = 64 << 10
 
 UNSAFE = frozenset({"/batch", "/reset_data"})
 """Paths whose GET changes the run, so that HEAD must not answer like it."""
+
+NOTICES: Mapping[str, str] = {
+    "silent": "environment %d (%s) posts nothing while all wait; others get its part of the batches until it does",
+    "returned": "environment %d (%s) is back and has its part of each batch again",
+}
 
 EMPTY_EXAMPLE: Mapping[str, Sequence[object]] = {
     name: []
@@ -75,10 +80,19 @@ GAUGES: Mapping[str, tuple[str, Callable[[RunState], float]]] = {
         "Environments that have registered and not disconnected.",
         lambda state: sum(env.connected for env in state.envs),
     ),
+    "silent_environments": (
+        "Environments that gave up their reservation, because they posted nothing.",
+        lambda state: len(state.silent_environments()),
+    ),
 }
 
 READS: Mapping[str, Callable[[RunState], object]] = {
-    "/status": lambda state: {"current_step": state.step, "queue_size": len(state.queue)},
+    "/status": lambda state: {
+        "current_step": state.step,
+        "queue_size": len(state.queue),
+        **({"warning": warning} if (warning := state.warning()) else {}),
+        **({"silent_environments": silent} if (silent := state.silent_environments()) else {}),
+    },
     "/info": lambda state: {
         "batch_size": state.registration.batch_size if state.registration else -1,
         "max_token_len": state.registration.max_token_len if state.registration else -1,
@@ -107,6 +121,7 @@ class Limits:
         replay_bytes: batches kept for a trainer that resumes; the oldest are forgotten first.
         seconds: time for the header of a request, for its body, and for a client that reads nothing of its reply.
         connections: connections at one time.
+        env_timeout: seconds after which an environment for whose groups the run waits gives up its reservation.
 
     Raises:
         ConfigError: a limit is not above 0 and finite.
@@ -119,6 +134,7 @@ class Limits:
     replay_bytes: int = 4 << 30
     seconds: float = 60.0
     connections: int = 1024
+    env_timeout: float = 300.0
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -148,6 +164,7 @@ class Routes:
         self._database, self._limits, self._on_event = database, limits, on_event
         self._tokens, self._hosts = [token.encode() for token in tokens], hosts
         self._body_bytes, self._decoding = 0, asyncio.Lock()
+        self._warned: list[str] = []
         self._metrics = CollectorRegistry()
         for name, (help_text, read) in GAUGES.items():
             gauge = Gauge(f"averaging_feed_{name}", help_text, registry=self._metrics)
@@ -194,9 +211,32 @@ class Routes:
         except Exception:  # the request has succeeded, so its client gets the answer
             logger.exception("on_event has failed")
 
+    async def _run(self, job: Callable[[Database], T]) -> T:
+        """Runs a job on the database, and says what else it changed."""
+
+        def run(database: Database) -> tuple[T, list[Event], str]:
+            result, state = job(database), database.state
+            notices, state.notices = state.notices, []
+            events: list[Event] = [
+                {"event": event, "env_id": env_id, "name": state.envs[env_id].name} for event, env_id in notices
+            ]
+            return result, events, state.warning()
+
+        result, events, warning = await self._database.run(run)
+        for event in events:
+            self._emit(event)
+            logger.warning(NOTICES[event["event"]], event["env_id"], printable(event["name"]))
+        self._warn_once(warning)
+        return result
+
+    def _warn_once(self, warning: str) -> None:
+        if warning and warning not in self._warned:
+            self._warned = [*self._warned[-9:], warning]
+            logger.warning("%s", warning)
+
     def _reader(self, read: Callable[[RunState], object]) -> Handler:
         async def handler(request: Request, body: bytearray) -> Response:
-            return _json(await self._database.run(lambda database: read(database.state)))
+            return _json(await self._run(lambda database: read(database.state)))
 
         return handler
 
@@ -310,16 +350,27 @@ class Routes:
 
     async def _register(self, request: Request, body: bytearray) -> Response:
         registration = self._decode_bounded(body, Registration)
-        if await self._database.run(lambda database: database.register(registration)):
+        earlier = _number(request, "registration") or 0
+
+        def register(database: Database) -> tuple[bool, int, str]:
+            began = database.register(registration, earlier)
+            return began, database.state.trainer, database.state.warning()
+
+        began, trainer, warning = await self._run(register)
+        if began:
             fields = {name: getattr(registration, name) for name in ("batch_size", "starting_step", "num_steps")}
             self._emit({"event": "registered", **fields})
-        return _json({"uuid": uuid.uuid4().int})
+        else:
+            self._emit({"event": "trainer", "registration": trainer})
+        reply = {"uuid": uuid.uuid4().int, "registration": trainer}
+        return _json(reply | ({"warning": warning} if warning else {}))
 
     async def _register_env(self, request: Request, body: bytearray) -> Response:
         config = self._decode_bounded(body, RegisterEnv)
+        owner, now = _owners(request)[-1], time.time()
 
         def register(database: Database) -> dict[str, Any]:
-            env_id, run = database.register_env(config), database.state.registration
+            env_id, run = database.register_env(config, owner, now), database.state.registration
             if env_id < 0 or run is None:
                 return {"status": "wait for trainer to start"}
             return {
@@ -330,17 +381,19 @@ class Routes:
                 "starting_step": database.state.step,
                 "checkpoint_interval": run.save_checkpoint_interval,
                 "num_steps": run.num_steps,
+                **({"warning": warning} if (warning := database.state.warning()) else {}),
             }
 
-        reply = await self._database.run(register)
+        reply = await self._run(register)
         if "env_id" in reply:
             self._emit({"event": "environment", "env_id": reply["env_id"], "name": reply["wandb_name"]})
         return _json(reply)
 
     async def _disconnect_env(self, request: Request, body: bytearray) -> Response:
         env_id = self._decode_bounded(body, EnvIdentifier).env_id
+        owners = _owners(request)
         try:
-            await self._database.run(lambda database: database.disconnect(env_id))
+            await self._run(lambda database: database.disconnect(env_id, owners))
         except FeedRefusedError as error:
             return _json({"status": "failure", "error": str(error)})
         return _json({"status": "success"})
@@ -360,7 +413,7 @@ class Routes:
 
     async def _post(self, post: Post) -> list[int]:
         now = time.time()
-        buffered, repeated = await self._database.run(lambda database: database.post(post, now))
+        buffered, repeated = await self._run(lambda database: database.post(post, now))
         if repeated:
             self._counters["repeated_posts_total"].inc()
         else:
@@ -369,15 +422,21 @@ class Routes:
         return buffered
 
     async def _batch(self, request: Request, body: bytearray) -> Response:
-        step, saved = (_number(request, name) for name in ("step", "saved"))
+        step, saved, trainer = (_number(request, name) for name in ("step", "saved", "registration"))
+        now = time.time()
+
+        def batch(database: Database) -> tuple[tuple[int, int, list[bytes]] | None, str]:
+            return database.batch(step, saved, now, trainer), database.state.warning()
+
         try:
-            found = await self._database.run(lambda database: database.batch(step, saved))
+            found, warning = await self._run(batch)
         except FeedRefusedError as error:
             if str(error) != NO_TRAINER:
+                self._warn_once(f"a request for a batch is refused: {error}")
                 raise
             return _json({"status": "error", "message": NO_TRAINER, "batch": []})
         if found is None:
-            return _json({"batch": None})
+            return _json({"batch": None, **({"warning": warning} if warning else {})})
         found_step, sequences, contents = found
         self._counters["delivered_batches_total"].inc()
         self._counters["delivered_sequences_total"].inc(sequences)
@@ -385,17 +444,24 @@ class Routes:
         return await _content(request, b'{"batch":[%b],"step":%d}' % (b",".join(contents), found_step))
 
     async def _latest_example(self, request: Request, body: bytearray) -> Response:
-        latest = await self._database.run(lambda database: database.latest)
+        latest = await self._run(lambda database: database.latest)
         return await _content(request, latest or msgspec.json.encode(EMPTY_EXAMPLE))
 
     async def _status_env(self, request: Request, body: bytearray) -> Response:
         env_id = None if body else _number(request, "env_id")
         if env_id is None:
             env_id = self._decode_bounded(body, EnvIdentifier).env_id
-        return _json(await self._database.run(lambda database: database.state.status_env(env_id)))
+        now = time.time()
+
+        def status(database: Database) -> dict[str, Any]:
+            answer = database.state.status_env(env_id)
+            database.state.envs[env_id].heard = now
+            return answer
+
+        return _json(await self._run(status))
 
     async def _reset_data(self, request: Request, body: bytearray) -> Response:
-        await self._database.run(lambda database: database.reset())
+        await self._run(lambda database: database.reset())
         self._emit({"event": "reset"})
         return PlainTextResponse("Reset successful")
 
@@ -433,6 +499,13 @@ def _is_name_of_server(host_header: str, hosts: Sequence[str]) -> bool:
     except ValueError:
         return False
     return "." not in host or parse_ip(host) is not None or is_loopback(host) or host in hosts
+
+
+def _owners(request: Request) -> list[bytes]:
+    """Returns what may identify the caller: its address, and its secret key if it sends one."""
+    address = b"at " + (request.client.host if request.client else "").encode()
+    key = request.headers.get("environment-key", "")
+    return [address, KEYED + blake2b(key.encode(), digest_size=16).digest()] if key else [address]
 
 
 def _key(request: Request) -> str:

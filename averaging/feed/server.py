@@ -86,6 +86,7 @@ class FeedServer:
             max_bytes=self._limits.queue_bytes,
             max_groups=self._limits.queue_groups,
             max_replay_bytes=self._limits.replay_bytes,
+            env_timeout=self._limits.env_timeout,
         )
         self._open = partial(Database, store, fsync=fsync, new_state=new_state)
         self._on_event = on_event

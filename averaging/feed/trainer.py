@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
-from averaging.errors import ConfigError, FeedBusyError, FeedError
+from averaging.errors import ConfigError, FeedBusyError, FeedError, printable
 from averaging.feed.client import Backoff, Connection, decode_reply
 from averaging.feed.messages import BatchReply, Registration
 from averaging.feed.ranks import Outcome, Ranks
@@ -19,12 +20,18 @@ from averaging.feed.ranks import Outcome, Ranks
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+logger = logging.getLogger(__name__)
+
 SYNC_INTERVAL = 5.0
 """Seconds after which the ranks call a collective without a batch, so that they notice a rank that died."""
 
 
 class _Status(msgspec.Struct, frozen=True):
     current_step: int
+
+
+class _Registered(msgspec.Struct, frozen=True):
+    registration: int | None = None
 
 
 class _Info(msgspec.Struct, frozen=True):
@@ -75,7 +82,8 @@ class BatchFeed:
 
     Raises:
         ConfigError: an argument is invalid, or the ranks were given different registrations.
-        FeedRefusedError: at rank 0, the server refuses a request, for example for a forgotten batch.
+        FeedRefusedError: at rank 0, the server refuses a request, for example for a forgotten batch, or because another
+            trainer has registered since.
         FeedUnreachableError: at rank 0, the server gave no usable answer for `retry_timeout`.
         FeedError: at the other ranks, rank 0 has failed; at all ranks, another rank has died, left or timed out.
     """
@@ -100,6 +108,8 @@ class BatchFeed:
         self._backoff = Backoff(retry_timeout, random.Random())
         self._registered = self._closed = False
         self._saved: int | None = None
+        self._number: int | None = None  # of the registration; None at atroposlib's server
+        self._warning = ""
         self.step = registration.starting_step
 
     def __iter__(self) -> Self:
@@ -174,7 +184,7 @@ class BatchFeed:
                     return content
             except FeedBusyError as error:
                 # atroposlib's server answers 500 after a reset, until a trainer registers.
-                self._registered = self._registered and error.status != 500
+                self._registered = self._registered and (error.status != 500 or self._number is not None)
                 pause = self._backoff.failed(error, time.monotonic())
             left = until - time.monotonic()
             time.sleep(max(0.0, min(pause, left)))
@@ -183,7 +193,10 @@ class BatchFeed:
 
     def _register(self) -> None:
         registration = msgspec.structs.replace(self._registration, starting_step=self.step)
-        self._connection.send("POST", "/register", body=registration)
+        # With its earlier number, so that it does not take the run from a trainer that has registered since.
+        earlier = None if self._number is None else {"registration": self._number}
+        answer = self._connection.request_once("POST", "/register", _Registered, body=registration, params=earlier)
+        self._number = answer.registration
         size = self._connection.request_once("GET", "/info", _Info).batch_size
         if size == -1:
             raise FeedError(
@@ -199,8 +212,14 @@ class BatchFeed:
 
     def _request_batch(self) -> bytes:
         step = self.step + 1
-        content = self._connection.send("GET", "/batch", params={"step": step, "saved": self._saved_step()})
+        params = {"step": step, "saved": self._saved_step()}
+        if self._number is not None:
+            params["registration"] = self._number
+        content = self._connection.send("GET", "/batch", params=params)
         reply = decode_reply(content, BatchReply)
+        if reply.warning and reply.warning != self._warning:
+            logger.warning("%s says: %s", self._connection.url, printable(reply.warning))
+        self._warning = reply.warning
         if reply.status == "error":  # the server was reset, or restarted without its state
             self._registered = False
             raise FeedBusyError(0, f"{self._connection.url} answers: {reply.message}")

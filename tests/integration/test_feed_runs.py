@@ -221,6 +221,61 @@ def test_a_trainer_resumes_from_its_checkpoint(feed: Feed, stack: ExitStack, tmp
     assert "the batch of step 3 is forgotten" in failed["message"]
 
 
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_trainer_that_outlived_its_job_gets_an_error(
+    reset: bool, feed: Feed, stack: ExitStack, tmp_path: Path
+) -> None:
+    """Its successor gets each batch once, whatever the old one says it has saved."""
+    old = start(stack, 2, tmp_path / "old", feed.url)
+    for rank in old:
+        rank.send("next")
+    posted(feed.url, *range(8))
+    first = all_expect(old, "batch")[0]
+    (new,) = start(stack, 1, tmp_path / "new", feed.url)
+    assert step([new]) == first
+    if reset:
+        httpx.get(f"{feed.url}/reset_data")
+    for rank in old:
+        rank.send("next")
+    for rank in old:
+        failed = rank.expect("failed")
+        assert failed["message"].count("another trainer has registered since, as number 2") == 1
+    if reset:
+        new.send("next")
+        posted(feed.url, 8, 9)
+        assert names_of(new.expect("batch")) == [8, 9]
+    else:
+        assert [names_of(step([new])) for _ in range(3)] == [[2, 3], [4, 5], [6, 7]]
+
+
+def test_an_environment_that_is_killed_takes_its_old_place(feed: Feed) -> None:
+    with BatchFeed(feed.url, registration(), poll=0.05) as batches:
+        batches._register()
+        batches._request_batch()
+        config = environment(min_batch_allocation=0.5)
+        first, other = (FeedEnvironment(feed.url, config, key=key) for key in ("a", None))
+        assert [each.register().env_id for each in (first, other)] == [0, 1]
+        first._connection.close()  # as if it were killed: it does not disconnect
+        again = FeedEnvironment(feed.url, config, key="a")
+        assert again.register().env_id == 0
+        for each in (again, other):
+            each.post(a_group(each.register().env_id))
+        assert names(next(batches)) == [0, 1]
+        again.close()
+        other.close()
+
+
+def test_clients_log_why_there_is_no_batch(feed: Feed, caplog: pytest.LogCaptureFixture) -> None:
+    with BatchFeed(feed.url, registration(5)) as batches, FeedEnvironment(feed.url, environment()) as env:
+        batches._register()
+        batches._request_batch()
+        env.register()
+        for _ in range(2):
+            batches._request_batch()
+    said = [record.name for record in caplog.records if "batch_size 5 is not a multiple" in record.getMessage()]
+    assert said == ["averaging.feed.environment", "averaging.feed.trainer"]
+
+
 def test_a_trainer_can_say_which_checkpoint_it_saved(feed: Feed, stack: ExitStack, tmp_path: Path) -> None:
     (trainer,) = start(stack, 1, tmp_path / "1", feed.url)
     trainer.send("saved 0")

@@ -437,6 +437,7 @@ async def test_events() -> None:
     assert events == [
         {"event": "registered", "batch_size": 4, "starting_step": 0, "num_steps": 1000},
         {"event": "environment", "env_id": 0, "name": "env_0"},
+        {"event": "trainer", "registration": 2},
         {"event": "batch", "step": 1, "groups": 2, "sequences": 4},
         {"event": "reset"},
     ]
@@ -572,3 +573,85 @@ async def test_a_key_stands_for_all_fields_but_the_environment() -> None:
             reply = await client.post("/scored_data", json=GROUP | {name: value}, headers=key)
             assert (reply.status_code, "used for other data" in reply.json()["message"]) == (422, True), name
         assert (await client.get("/status")).json()["queue_size"] == 1
+
+
+@pytest.mark.asyncio
+async def test_only_who_registered_an_environment_may_disconnect_it() -> None:
+    """It is known by its address, and by its key if it has sent one."""
+    keys: list[dict[str, str]] = [{}, {"Environment-Key": "mine"}]
+    async with FeedServer(":memory:") as server:
+        elsewhere = httpx.AsyncHTTPTransport(local_address="127.0.0.2")
+        async with (
+            httpx.AsyncClient(base_url=server.url) as client,
+            httpx.AsyncClient(base_url=server.url, transport=elsewhere) as other,
+        ):
+            await begin(client)
+            await client.post("/register-env", json=ENVIRONMENT, headers=keys[1])
+            for caller, env_id, headers, succeeds in (
+                (other, 0, {}, False),
+                (other, 0, {"Environment-Key": "other"}, False),
+                (client, 0, {}, True),
+                (client, 1, {}, False),
+                (client, 1, {"Environment-Key": "other"}, False),
+                (other, 1, keys[1], True),
+            ):
+                reply = await caller.post("/disconnect-env", json={"env_id": env_id}, headers=headers)
+                assert reply.json()["status"] == ("success" if succeeds else "failure")
+                assert succeeds or f"only who registered environment {env_id}" in reply.json()["error"]
+
+
+@pytest.mark.asyncio
+async def test_an_environment_that_posts_nothing_does_not_stop_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    events: list[Any] = []
+    async with serving(limits=Limits(env_timeout=0.05), on_event=events.append) as client:
+        await begin(client)
+        reserved = ENVIRONMENT | {"desired_name": "a\x1bb", "min_batch_allocation": 0.5}
+        assert (await client.post("/register-env", json=reserved)).json()["env_id"] == 1
+        await client.post("/scored_data_list", json=[GROUP | {"env_id": 0}] * 4)
+        async with asyncio.timeout(30):
+            while (await client.get("/batch")).json()["batch"] is None:
+                pass
+        silent, batch = events[-2:]
+        assert (silent, batch["event"]) == ({"event": "silent", "env_id": 1, "name": "a\x1bb_0"}, "batch")
+        assert (await client.get("/status")).json()["silent_environments"] == ["a\x1bb_0"]
+        assert "averaging_feed_silent_environments 1.0" in (await client.get("/metrics")).text
+        assert (await client.post("/register-env", json=reserved)).json()["env_id"] == 1, "its old place"
+        assert {"event": "returned", "env_id": 1, "name": "a\x1bb_0"} in events
+        assert "silent_environments" not in (await client.get("/status")).json()
+    lines = [record.getMessage() for record in caplog.records if "environment 1" in record.getMessage()]
+    assert ["posts nothing" in lines[0], "is back" in lines[1]] == [True, True]
+    assert all(line.isprintable() for line in lines)
+
+
+@pytest.mark.asyncio
+async def test_a_batch_that_can_never_be_formed_is_said_everywhere(caplog: pytest.LogCaptureFixture) -> None:
+    expected = "no batch can be formed: batch_size 10 is not a multiple of the group size 4; "
+    run = REGISTRATION | {"batch_size": 10}
+    async with serving() as client:
+        assert (await client.post("/register", json=run)).json().keys() == {"uuid", "registration"}
+        assert (await client.get("/batch")).json() == {"batch": None}
+        replies = [
+            await client.post("/register-env", json=ENVIRONMENT | {"group_size": 4}),
+            await client.post("/register", json=run),
+            await client.get("/batch"),
+            await client.get("/status"),
+        ]
+        assert [reply.json()["warning"].startswith(expected) for reply in replies] == [True] * 4
+        assert sum(record.getMessage().startswith(expected) for record in caplog.records) == 1
+        await client.post("/register-env", json=ENVIRONMENT | {"group_size": 6})
+        assert "warning" not in (await client.get("/status")).json()
+
+
+@pytest.mark.asyncio
+async def test_a_trainer_with_an_earlier_registration_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving() as client:
+        numbers = [(await client.post("/register", json=REGISTRATION)).json()["registration"] for _ in range(2)]
+        assert numbers == [1, 2]
+        await client.post("/scored_data_list", json=[GROUP, GROUP])
+        for _ in range(2):
+            old = await client.get("/batch?step=1&registration=1")
+        assert caplog.text.count("a request for a batch is refused: this trainer has registration 1") == 1
+        assert (old.status_code, old.json()["status"]) == (409, "error")
+        assert "another trainer has registered since" in old.json()["message"]
+        assert (await client.post("/register?registration=1", json=REGISTRATION)).status_code == 409
+        assert (await client.get("/batch?step=1&registration=2")).json()["step"] == 1

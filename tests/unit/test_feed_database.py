@@ -20,7 +20,7 @@ from averaging.errors import ConfigError, FeedBusyError, FeedError, FeedRefusedE
 from averaging.feed.database import KEY_SECONDS, Database, Post
 from averaging.feed.database_thread import WRITE_RETRY_SECONDS, DatabaseThread
 from averaging.feed.messages import RegisterEnv, Registration, ScoredData
-from averaging.feed.run_state import MAX_BUFFERED, RunState
+from averaging.feed.run_state import KEYED, MAX_BUFFERED, RunState
 
 
 def registration(batch_size: int = 4, starting_step: int = 0) -> Registration:
@@ -46,12 +46,19 @@ def open_database(path: str | Path = ":memory:", **limits: Any) -> Database:
     return Database(path, fsync=False, new_state=partial(RunState, **limits))
 
 
-def running(path: str | Path = ":memory:", batch_size: int = 4, **limits: int) -> Database:
+def running(path: str | Path = ":memory:", batch_size: int = 4, **limits: Any) -> Database:
     """A database whose trainer has asked for its first batch."""
     database = open_database(path, **limits)
     database.register(registration(batch_size))
-    assert database.batch(1, None) is None
+    assert database.batch(1, None, 0.0) is None
     return database
+
+
+OWNER, OTHER = b"at 192.0.2.1", b"at 192.0.2.2"
+
+
+def register_env(database: Database, config: RegisterEnv, owner: bytes = OWNER, now: float = 0.0) -> int:
+    return database.register_env(config, owner, now)
 
 
 def a_post(*groups: tuple[int, int | None, int], key: str = "") -> Post:
@@ -92,7 +99,7 @@ def test_each_group_is_trained_once_in_the_history_that_is_saved(
         path = Path(folder) / "store"
         database = running(path, max_groups=20)
         for group_size in (2, 4):
-            database.register_env(environment(group_size, part if group_size == 2 else None))
+            register_env(database, environment(group_size, part if group_size == 2 else None))
         posts: list[tuple[Post, list[int]]] = []
         accepted: dict[int, int] = {}
         given_out: dict[int, list[int]] = {}
@@ -112,7 +119,7 @@ def test_each_group_is_trained_once_in_the_history_that_is_saved(
                 post, buffered = posts[argument % len(posts)]
                 assert database.post(post, 1.0) == (buffered, True)
             elif operation == "fetch":
-                found = database.batch(step + 1, saved)
+                found = database.batch(step + 1, saved, 0.0)
                 if found is None:
                     assert step + 1 not in given_out
                     continue
@@ -157,17 +164,17 @@ def test_batches_come_in_order_and_groups_first_in_first_out() -> None:
     database = running()
     database.post(a_post(*((name, None, 2) for name in range(8))), 0.0)
     for step in range(1, 5):
-        found = database.batch(step, None)
+        found = database.batch(step, None, 0.0)
         assert found is not None
         assert (found[0], names(found[2])) == (step, [2 * step - 2, 2 * step - 1])
         assert database.state.step == step, "the step counts delivered batches only"
-    assert database.batch(5, None) is None
+    assert database.batch(5, None, 0.0) is None
 
 
 def test_a_trainer_without_steps_gets_each_batch_once() -> None:
     database = running()
     database.post(a_post(*((name, None, 2) for name in range(4))), 0.0)
-    fetched = [database.batch(None, None) for _ in range(3)]
+    fetched = [database.batch(None, None, 0.0) for _ in range(3)]
     assert [found and names(found[2]) for found in fetched] == [[0, 1], [2, 3], None]
     assert database.state.batches == {}
 
@@ -176,36 +183,38 @@ def test_groups_posted_before_the_trainer_registers_are_kept() -> None:
     database = open_database()
     database.post(a_post((0, None, 2), (1, None, 2)), 0.0)
     with pytest.raises(FeedRefusedError, match="Trainer not registered"):
-        database.batch(None, None)
+        database.batch(None, None, 0.0)
     with pytest.raises(FeedRefusedError, match="2 sequences, more than batch_size 1"):
         database.register(registration(1))
     assert database.register(registration())
     assert not database.register(registration(2)), "a second one changes nothing"
-    found = database.batch(None, None)
+    found = database.batch(None, None, 0.0)
     assert found is not None
     assert names(found[2]) == [0, 1]
 
 
 def test_environments_wait_for_the_first_request_of_a_batch() -> None:
     database = open_database()
-    assert database.register_env(environment()) == -1
+    assert register_env(database, environment()) == -1
     database.register(registration())
-    assert database.register_env(environment()) == -1
-    database.batch(None, None)
-    assert [database.register_env(environment()) for _ in range(2)] == [0, 1]
+    assert register_env(database, environment()) == -1
+    database.batch(None, None, 0.0)
+    assert [register_env(database, environment()) for _ in range(2)] == [0, 1]
     assert [env.name for env in database.state.envs] == ["e_0", "e_1"]
     with pytest.raises(FeedRefusedError, match="group_size 8 is above the run's batch_size 4"):
-        database.register_env(environment(8))
+        register_env(database, environment(8))
 
 
 def test_smaller_groups_wait_until_they_add_up() -> None:
     database = running()
-    database.register_env(environment(4))
+    register_env(database, environment(4))
     assert database.post(a_post((0, 0, 3)), 0.0) == ([3], False)
     assert database.post(a_post((1, 0, 2), (2, 0, 1)), 0.0) == ([5, 2], False)
-    found = database.batch(1, None)
+    found = database.batch(1, None, 0.0)
     assert found is not None
     assert names(found[2]) == [0, 2]
+    with pytest.raises(FeedRefusedError, match="or are posted at once"):
+        database.post(a_post(*((name, 0, 3) for name in range(MAX_BUFFERED))), 0.0)
     for name in range(MAX_BUFFERED - 1):
         database.post(a_post((name, 0, 3)), 0.0)
     with pytest.raises(FeedRefusedError, match="1024 groups of environment 0 wait and do not add up"):
@@ -226,7 +235,7 @@ def test_a_list_with_one_group_that_cannot_be_used_is_refused_whole(
     groups: list[tuple[int, int | None, int]], status: int, message: str
 ) -> None:
     database = running()
-    database.register_env(environment())
+    register_env(database, environment())
     with pytest.raises(FeedRefusedError, match=message) as refused:
         database.post(a_post((7, None, 2), *groups), 0.0)
     assert refused.value.status == status
@@ -247,7 +256,7 @@ def test_a_key_identifies_one_post_for_a_day() -> None:
 
 def test_a_full_queue_refuses_unless_it_holds_no_batch() -> None:
     database = running(max_groups=3)
-    database.register_env(environment(2, 0.5))
+    register_env(database, environment(2, 0.5))
     for name in range(3):
         database.post(a_post((name, None, 2)), 0.0)
     # There is no batch without a group of environment 0, so the full queue accepts one.
@@ -255,7 +264,7 @@ def test_a_full_queue_refuses_unless_it_holds_no_batch() -> None:
     with pytest.raises(FeedBusyError, match="full: 4 groups and .* bytes wait; post the same again") as full:
         database.post(a_post((4, 0, 2)), 0.0)
     assert (full.value.status, full.value.retry_after) == (503, 1.0)
-    found = database.batch(1, None)
+    found = database.batch(1, None, 0.0)
     assert found is not None
     assert names(found[2]) == [0, 3]
     database.post(a_post((4, None, 2)), 0.0)
@@ -281,47 +290,47 @@ def test_the_oldest_kept_batches_are_forgotten_first(caplog: pytest.LogCaptureFi
     database = running(max_replay_bytes=1500)
     database.post(a_post(*((name, None, 4) for name in range(9))), 0.0)
     for step in range(1, 10):
-        assert database.batch(step, 0) is not None
+        assert database.batch(step, 0, 0.0) is not None
     kept = min(database.state.batches)
     assert 1 < kept < 9
-    assert database.batch(kept, 0) is not None
+    assert database.batch(kept, 0, 0.0) is not None
     assert f"resume from step {kept - 1} or later" in caplog.text
     with pytest.raises(FeedRefusedError, match=f"the batch of step {kept - 1} is forgotten") as gone:
-        database.batch(kept - 1, 0)
+        database.batch(kept - 1, 0, 0.0)
     assert gone.value.status == 410
 
 
 def test_a_step_of_another_run_is_refused() -> None:
     database = running()
     with pytest.raises(FeedRefusedError, match="step 7 was requested, but the next batch is that of step 1") as refused:
-        database.batch(7, None)
+        database.batch(7, None, 0.0)
     assert refused.value.status == 409
     with pytest.raises(FeedRefusedError, match="the batch of step 0 is forgotten"):
-        database.batch(0, None)
+        database.batch(0, None, 0.0)
 
 
 def test_a_trainer_may_begin_at_its_checkpoint() -> None:
     database = open_database()
     database.register(registration(starting_step=10))
     database.post(a_post((0, None, 4)), 0.0)
-    found = database.batch(11, 10)
+    found = database.batch(11, 10, 0.0)
     assert found is not None
     assert found[0] == database.state.step == 11
 
 
 def test_a_reset_deletes_everything(tmp_path: Path) -> None:
     database = running(tmp_path / "store")
-    database.register_env(environment())
+    register_env(database, environment())
     post = a_post((0, 0, 2), key="k")
     database.post(post, 0.0)
     database.reset()
-    assert database.state == RunState()
+    assert database.state == RunState(trainer=1)
     assert database.latest == b""
     with pytest.raises(FeedRefusedError, match="no environment"):
         database.post(post, 0.0)
     database.close()
     database = open_database(tmp_path / "store")
-    assert database.state == RunState()
+    assert database.state == RunState(trainer=1)
     database.close()
 
 
@@ -340,7 +349,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
     database.begin()
     database.post(large, 0.0)
     database.commit()
-    found = database.batch(1, None)
+    found = database.batch(1, None, 0.0)
     assert found is not None
     assert names(found[2]) == [0]
     database.close()
@@ -401,12 +410,12 @@ def test_a_store_has_one_server(tmp_path: Path) -> None:
 def test_the_weight_of_an_environment() -> None:
     database = running()
     for weight in (1.0, 3.0, 0.0):
-        database.register_env(msgspec.structs.replace(environment(), weight=weight))
+        register_env(database, msgspec.structs.replace(environment(), weight=weight))
     state = database.state
     assert [state.status_env(env)["env_weight"] for env in range(3)] == [0.25, 0.75, 0.01]
-    database.disconnect(1)
+    database.disconnect(1, [OWNER])
     assert state.status_env(0)["env_weight"] == 1.0
-    database.disconnect(0)
+    database.disconnect(0, [OWNER])
     assert state.status_env(2)["env_weight"] == 0.01, "no environment with a weight is left"
 
 
@@ -414,3 +423,144 @@ def test_the_texts_of_clients_are_escaped_on_the_console() -> None:
     line = event_text({"event": "environment", "env_id": 3, "name": "a\x1b[2J\nb\u202e_0"})
     assert line.isprintable()
     assert line.startswith("environment 3 has registered: a")
+
+
+def test_an_environment_that_all_wait_for_gives_up_its_reservation_and_gets_it_back() -> None:
+    database = running(env_timeout=60.0)
+    register_env(database, environment(2, 0.5), now=100.0)
+    database.post(a_post(*((name, None, 2) for name in range(8))), 100.0)
+    assert database.batch(1, None, 159.0) is None
+    assert database.state.notices == []
+    found = database.batch(1, None, 160.0)
+    assert found is not None
+    assert names(found[2]) == [0, 1]
+    assert database.state.notices == [("silent", 0)]
+    assert database.state.silent_environments() == ["e_0"]
+    assert database.state.status_env(0)["unallocated_fraction"] == 1.0
+    assert database.batch(2, None, 161.0) is not None
+    database.post(a_post((9, 0, 2)), 162.0)
+    assert database.state.notices == [("silent", 0), ("returned", 0)]
+    assert database.state.status_env(0)["unallocated_fraction"] == 0.5
+    found = database.batch(3, None, 162.0)
+    assert found is not None
+    assert names(found[2]) == [4, 9]
+    assert database.batch(4, None, 200.0) is None, "the run waits for it again"
+    database.disconnect(0, [OWNER])
+    assert database.batch(4, None, 200.0) is not None
+
+
+def test_an_environment_that_waits_for_the_trainer_keeps_its_reservation() -> None:
+    database = running(env_timeout=60.0)
+    register_env(database, environment(2, 0.5))
+    database.post(a_post((0, 0, 2), *((name, None, 2) for name in range(1, 5))), 0.0)
+    assert database.batch(1, None, 10_000.0) is not None, "its group has waited, and not the trainer"
+    assert database.batch(2, None, 10_059.0) is None, "its time begins with the batch that took its last group"
+    assert database.state.notices == []
+    assert database.batch(2, None, 10_060.0) is not None
+
+
+def test_a_restarted_server_waits_again(tmp_path: Path) -> None:
+    database = running(tmp_path / "store", env_timeout=60.0)
+    register_env(database, environment(2, 0.5))
+    database.post(a_post((1, None, 2), (2, None, 2)), 0.0)
+    database.close()
+    new_state = partial(RunState, env_timeout=60.0)
+    database = Database(tmp_path / "store", fsync=False, new_state=new_state, clock=lambda: 1000.0)
+    assert database.batch(1, None, 1059.0) is None
+    assert database.batch(1, None, 1060.0) is not None
+    database.close()
+
+
+def test_an_environment_that_returns_takes_its_old_place(tmp_path: Path) -> None:
+    database = running(tmp_path / "store", env_timeout=60.0)
+    key, other_key = KEYED + b"1", KEYED + b"2"
+    assert register_env(database, environment(), key, 0.0) == 0
+    assert register_env(database, environment(), other_key, 1.0) == 1, "both of them work"
+    assert register_env(database, environment(), key, 2.0) == 0, "it has the key"
+    assert register_env(database, environment(4), key, 2.0) == 2, "another configuration"
+    assert register_env(database, environment(), OWNER, 59.0) == 3
+    database.post(a_post((0, 0, 2), (1, 1, 2)), 60.0)
+    database.state.envs[1].heard = 100.0  # it has asked for its status
+    assert register_env(database, environment(), OTHER, 120.0) == 0, "it was silent"
+    assert register_env(database, environment(), OTHER, 121.0) == 3
+    assert register_env(database, environment(), OTHER, 121.0) == 4
+    database.disconnect(1, [other_key])
+    assert register_env(database, environment(), OTHER, 122.0) == 1, "it has disconnected"
+    assert [env.name for env in database.state.envs] == ["e_0", "e_1", "e_2", "e_3", "e_4"]
+    database.close()
+    database = open_database(tmp_path / "store")
+    assert [env.owner for env in database.state.envs] == [OTHER, OTHER, key, OTHER, OTHER]
+    assert all(env.connected for env in database.state.envs)
+    database.close()
+
+
+def test_only_who_registered_an_environment_may_disconnect_it() -> None:
+    database = running()
+    register_env(database, environment(2, 0.5))
+    for owners in ([], [OTHER], [OTHER, KEYED + b"1"]):
+        with pytest.raises(FeedRefusedError, match="only who registered environment 0 may disconnect it"):
+            database.disconnect(0, owners)
+        assert database.state.envs[0].connected
+    database.disconnect(0, [OWNER, KEYED + b"1"])
+    assert not database.state.envs[0].connected
+
+
+def test_a_trainer_is_refused_once_another_has_registered(tmp_path: Path) -> None:
+    database = running(tmp_path / "store")
+    database.post(a_post((0, None, 4), (1, None, 4)), 0.0)
+    assert database.batch(1, 0, 0.0, 1) is not None
+    assert not database.register(registration())
+    assert database.batch(1, 0, 0.0, 2) is not None
+    for _ in range(2):
+        with pytest.raises(
+            FeedRefusedError, match="has registration 1, but another .* as number 2.* End this one"
+        ) as old:
+            database.batch(2, 1, 0.0, 1)
+        assert (old.value.status, database.state.saved) == (409, 0), "what it says it has saved does not count"
+        with pytest.raises(FeedRefusedError, match="has registration 1"):
+            database.register(registration(), 1)
+        database.close()
+        database = open_database(tmp_path / "store")
+    database.reset()
+    with pytest.raises(FeedRefusedError, match="has registration 1"):
+        database.register(registration(), 1)
+    assert database.register(registration(), 2)
+    assert database.state.trainer == 3
+    assert database.batch(None, None, 0.0) is None, "trainers that know no number are served"
+    database.close()
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "group_sizes", "posted", "expected"),
+    [
+        (10, [4], [], "batch_size 10 is not a multiple of the group size 4"),
+        (10, [], [4], "batch_size 10 is not a multiple of the group size 4"),
+        (7, [4, 6], [], "batch_size 7 is not a sum of multiples of the group sizes 4, 6"),
+        (10, [4, 6], [], ""),
+        (10, [4], [2], ""),
+        (8, [4], [], ""),
+        (8, [], [], ""),
+    ],
+)
+def test_a_batch_that_can_never_be_formed(
+    batch_size: int, group_sizes: list[int], posted: list[int], expected: str
+) -> None:
+    database = running(batch_size=batch_size)
+    for size in group_sizes:
+        register_env(database, environment(size))
+    database.post(a_post(*((0, None, size) for size in posted)), 0.0)
+    warning = database.state.warning()
+    assert warning.startswith(f"no batch can be formed: {expected};" if expected else ""), warning
+    assert bool(warning) == bool(expected)
+
+
+def test_a_store_of_version_1_is_used(tmp_path: Path) -> None:
+    database = running(tmp_path / "store")
+    register_env(database, environment(2, 0.5))
+    database._db.execute("ALTER TABLE envs DROP COLUMN owner")
+    database._db.execute("PRAGMA user_version = 1")
+    database.close()
+    database = open_database(tmp_path / "store")
+    database.disconnect(0, [OTHER])  # nobody knows who registered it
+    assert register_env(database, environment(2, 0.5)) == 0
+    database.close()
