@@ -34,13 +34,14 @@ from averaging.strategies.run_start import RunStart
 from averaging.strategies.site_start import SiteStart
 from averaging.training import sigterm
 from averaging.training.event_loop_thread import EventLoopThread, on_loop
-from averaging.training.history import Others, Stage, same_origin
+from averaging.training.history import Stage, same_origin
 from averaging.training.layout import is_divided, local
 from averaging.training.named_tensors import named_buffers, named_parameters
 from averaging.training.optimizer_wrapper import OptimizerWrapper
 from averaging.training.scheduler import drive, make_scheduler
 from averaging.training.site import ProcessGroupSite, Site
 from averaging.training.site_options import check_alike, described, of_rank
+from averaging.training.standing import Others, Standing
 from averaging.training.trained_model import TrainedModel
 from averaging.training.training import Training
 from averaging.training.training_state import TrainingState
@@ -134,6 +135,8 @@ class DecentralizedAverager(OptimizerWrapper):
         scheduler: Makes a learning rate scheduler from the inner optimizer.
         max_steps: A state that claims more steps is refused, so that no donor can make a newcomer step its scheduler
             for ever. Set it above the number of steps of your run.
+        allow_takeover: Whether this peer takes over the state of whoever announces the most steps, as far as its donor
+            sends it. Otherwise the history counts behind which most members stand, see docs/how-to/strategies.md.
         on_round: Called in the training thread with the receipt of every round, also of a failed one. It must not call
             `average_now`.
         process_group: The ranks that train this copy of the model together, such as `torch.distributed.group.WORLD`.
@@ -175,6 +178,7 @@ class DecentralizedAverager(OptimizerWrapper):
         buffers: Mapping[str, torch.Tensor] | None = None,
         scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
         max_steps: int = MAX_STEPS,
+        allow_takeover: bool = False,
         on_round: Callable[[Receipt], object] | None = None,
         leave_on_sigterm: bool = True,
         process_group: object = NO_GROUP,
@@ -199,7 +203,12 @@ class DecentralizedAverager(OptimizerWrapper):
                 raise ConfigError(f"max_steps must be a whole number of steps, at least 1, not {max_steps!r}")
             _check_only_one(checked)
             shapes = [(name, tuple(one.shape)) for name, one in parameters.items()]
-            further = {"weight": weight, "max_steps": max_steps, "optimizer": type(optimizer).__name__}
+            further = {
+                "weight": weight,
+                "max_steps": max_steps,
+                "allow_takeover": allow_takeover,
+                "optimizer": type(optimizer).__name__,
+            }
             names = sorted(buffers or ()) if trained is None else list(trained.buffers)
             return described(checked, strategy=strategy, parameters=shapes, buffers=names, **further)
 
@@ -243,6 +252,7 @@ class DecentralizedAverager(OptimizerWrapper):
                 check=lambda user: self._training_state.check(user),
                 take_over=lambda state: self._training_state.take_over(state),
             )
+            self._training.standing = Standing(allow_takeover=allow_takeover)
             self.weight = weight  # checked by the property
             self.scheduler = None if scheduler is None else make_scheduler(scheduler, optimizer)
             self._training_state = TrainingState(self._training, strategy, self.scheduler, max_steps)

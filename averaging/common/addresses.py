@@ -85,6 +85,30 @@ def is_loopback(host: str) -> bool:
     return address.is_loopback if address else name == "localhost" or name.endswith(".localhost")
 
 
+def member_of(endpoint: str, holder: str) -> str:
+    """What a peer counts as where members are counted: its certificate, or else its host.
+
+    All loopback addresses are one host, and so is an IPv6 network of 64 bits. A client without a certificate, whose
+    host is unknown, does not count.
+
+    Args:
+        endpoint: of the peer.
+        holder: the certificate with which its record was written; empty if there is none.
+
+    Returns:
+        The certificate or host; empty if the peer does not count.
+    """
+    if holder or not is_endpoint(endpoint) or endpoint.startswith(CLIENT_PREFIX):
+        return holder
+    host = parse_address(endpoint)[0]
+    if is_loopback(host):
+        return "localhost"
+    address = _destination(host)
+    if isinstance(address, ipaddress.IPv6Address):
+        return str(ipaddress.IPv6Network((address, 64), strict=False))
+    return _normal(host) if address is None else str(address)
+
+
 def objection(host: str, *, loopback: bool) -> str | None:
     """Why this peer must not dial `host` if another peer supplied the address; None if it may.
 

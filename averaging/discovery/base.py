@@ -15,10 +15,17 @@ MAX_LIFETIME = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The value of a record, and when it expires, in seconds since the epoch."""
+    """A record as readers see it.
+
+    Attributes:
+        value: its value.
+        expiration: when it expires, in seconds since the epoch.
+        holder: the certificate that its owner holds; empty in a run without certificates.
+    """
 
     value: bytes
     expiration: float
+    holder: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Collection
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import aclosing
 
+from averaging.common.addresses import member_of
 from averaging.discovery.base import Discovery, Entry
 from averaging.discovery.published_record import PublishedRecord
 from averaging.observe.step_rate import rate_in
@@ -23,11 +24,14 @@ class RunProgress:
 
     Attributes:
         notice: this peer's own record; it is kept while the peer is entered.
+        members: what each announcer counts as, this peer included, see `member_of`. It is replaced, not changed, when
+            `announcements` is read, so any thread may read it.
     """
 
     def __init__(self, run_id: str, endpoint: str, discovery: Discovery, clock: Callable[[], float]) -> None:
         self._key, self._endpoint, self._discovery = progress_key(run_id), endpoint, discovery
         self._own: bytes | None = None
+        self.members: Mapping[str, str] = {endpoint: member_of(endpoint, "")}
         self._gone: dict[str, Entry] = {}  # last announcements of peers that refuse connections
         self.notice = PublishedRecord(
             discovery,
@@ -56,6 +60,8 @@ class RunProgress:
         """The last announcement of each other peer, by endpoint, without peers marked as gone."""
         entries = self._discovery.get(self._key)
         self._gone = {name: entry for name, entry in self._gone.items() if entries.get(name) == entry}
+        members = {name: member_of(name, entry.holder) for name, entry in entries.items()}
+        self.members = {self._endpoint: self.members[self._endpoint]} | members
         return {
             name: entry.value for name, entry in entries.items() if name != self._endpoint and name not in self._gone
         }

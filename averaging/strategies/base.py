@@ -18,7 +18,8 @@ from averaging.protocol.messages import CompressionType, parse_compression
 from averaging.state.snapshots import NO_EXTRAS, Extras
 from averaging.strategies.catch_up import CatchUp
 from averaging.training.fetch import Fetch
-from averaging.training.history import History, Others, Progress, Stage, done_training, look_for_greater_origin
+from averaging.training.history import History, Progress, Stage, done_training
+from averaging.training.standing import Others, Own, look_for_greater_origin
 from averaging.training.training import Training
 
 
@@ -111,7 +112,8 @@ class Strategy(ABC):
         """The progress that this peer announces, see `Progress`."""
         history = self.announced_history(training)
         rate = training.step_rate
-        return Progress(history, self.samples, computing, training.donates, self.stage, self.digest, rate)
+        made = training.standing.announced
+        return Progress(history, self.samples, computing, training.donates, self.stage, self.digest, rate, made)
 
     def announce(self, training: Training, computing: float = 0.0) -> None:
         """Announces the progress of this peer to the other peers."""
@@ -123,16 +125,22 @@ class Strategy(ABC):
 
     def others(self, training: Training, announcements: Mapping[str, bytes]) -> Others:
         """Reads the announced progress of the other peers, by endpoint; says which of them are ahead."""
-        return look_for_greater_origin(
-            self.announced_history(training),
-            announcements,
-            ignored=self._downloads.ignored(training),
-            donates=training.donates,
-        )
+        ignored = self._downloads.ignored(training)
+        return look_for_greater_origin(self._own(training), announcements, training.members, ignored=ignored)
+
+    def _own(self, training: Training) -> Own:
+        """This peer, as it looks at the others."""
+        return Own(self.announced_history(training), training.member, training.standing, training.donates)
 
     def present_others(self, training: Training, *, wait: bool = True) -> Others:
         """What `others` makes of the present announcements, the same at all ranks of a site."""
-        return training.agreed(lambda: self.others(training, training.announcements(wait=wait)))
+
+        def look() -> Others:
+            others = self.others(training, training.announcements(wait=wait))
+            self._downloads.note_refused(self.announced_history(training), others)
+            return others
+
+        return training.agreed(look)
 
     def catch_up(self, training: Training, others: Others, start_timeout: float = 0.0) -> bool:
         """Takes over the state of a peer that is ahead, if there is one. Returns whether it did.

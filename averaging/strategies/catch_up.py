@@ -10,7 +10,8 @@ from typing import Any
 from averaging.errors import AveragingError, RoundError, StateError
 from averaging.strategies.progress_claims import ProgressClaims
 from averaging.training.fetch import Fetch
-from averaging.training.history import History, Others
+from averaging.training.history import TRAIL, History
+from averaging.training.standing import Others
 from averaging.training.training import Training
 
 logger = logging.getLogger(__name__)
@@ -20,6 +21,12 @@ NEXT_DONOR_SECONDS = 1.0
 
 MAX_DOWNLOADS = 8
 """Downloads at a time; the oldest one is cancelled in favour of a further one."""
+
+MAX_FURTHER = 10_000
+"""Global steps that a donor may have made since the record was written, which may be some seconds old."""
+
+MAX_REFUSED = 256
+"""Peers of which a peer remembers that it has warned of them."""
 
 START_TIMEOUT = 10.0
 """Seconds for which a peer that can average with nobody waits for a download to start; then it continues alone."""
@@ -37,6 +44,7 @@ class CatchUp:
         self._claims = ProgressClaims()
         self._fetches: list[Fetch] = []  # in progress, the oldest first
         self._warned = False  # of a failure since the last success
+        self._refused: dict[str, str] = {}  # peers whose history was refused, and its origin
 
     @property
     def busy(self) -> bool:
@@ -73,7 +81,7 @@ class CatchUp:
             start_timeout = max(start_timeout, START_TIMEOUT)
         while others.ahead or self._fetches:
             self._ask(training, others, partners)
-            found = self._take(training, own)
+            found = self._take(training, own, others)
             if found is not None:
                 self.stop(training)
                 return found
@@ -100,6 +108,23 @@ class CatchUp:
             logger.info("took over the run of another origin: global step %d", now.step)
         else:
             logger.info("caught up from global step %d to %d", before.step, now.step)
+
+    def note_refused(self, own: History, others: Others) -> None:
+        """Warns once of each peer whose greater history is refused."""
+        for name, history in others.refused.items():
+            if self._refused.get(name) == history.origin.id:
+                continue
+            if len(self._refused) >= MAX_REFUSED:
+                self._refused.clear()
+            self._refused[name] = history.origin.id
+            logger.warning(
+                "%s announces step %d of %s, and too few members stand behind it: this peer stays at its own step %d. "
+                "To take over such a state, start this peer with allow_takeover=True",
+                name,
+                history.step,
+                "this run" if history.origin.id == own.origin.id else "a run with another origin",
+                own.step,
+            )
 
     def failed(self, training: Training, own: History, fetch: Fetch, error: AveragingError) -> None:
         """Records that a download has failed, or that its state does not fit: its donors are ignored for a while."""
@@ -140,29 +165,51 @@ class CatchUp:
             training.cancel_fetch(self._fetches.pop(0))
         self._fetches.append(training.fetch(names[: training.verify_donors], partial(check_history, wanted=best)))
 
-    def _take(self, training: Training, own: History) -> Fetch | None:
-        """The first finished download with a greater history than `own`; removes all finished ones before it."""
+    def _take(self, training: Training, own: History, others: Others) -> Fetch | None:
+        """The first finished download with a history to take over; removes all finished ones before it."""
         for fetch in [fetch for fetch in self._fetches if fetch.done()]:
             self._fetches.remove(fetch)
             try:
-                history = History.unpack(training.receive(fetch).get("history"))
+                history = read_history(training.receive(fetch))
             except (StateError, RoundError) as error:
                 self.failed(training, own, fetch, error)
                 continue
-            if own.yields_to(history, donates=training.donates):
+            if history == own or (history < own and own.includes(history)):
+                continue
+            donors = set(fetch.donors)
+            if donors & others.ahead.keys():
+                return fetch
+            # The record of its donor has gone meanwhile.
+            if not donors & others.refused.keys() and own.yields_to(history, donates=training.donates):
                 return fetch
         return None
 
 
+def read_history(user: Mapping[str, Any]) -> History:
+    """The history in the strategy's part of a state.
+
+    Raises:
+        StateError: it is malformed.
+    """
+    return History.unpack(user.get("history"), user.get("trail"))
+
+
 def check_history(user: Mapping[str, Any], wanted: History) -> None:
-    """Refuses a state that is behind the history its donor has announced.
+    """Refuses a state that does not have the history its donor has announced, or has left it far behind.
 
     Args:
         user: the strategy's part of the state.
         wanted: the announced history.
 
     Raises:
-        StateError: the state is behind.
+        StateError: the state has another history.
     """
-    if History.unpack(user.get("history")) < wanted:
+    history = read_history(user)
+    if history.origin.id != wanted.origin.id:
+        raise StateError("its state has another origin than it announces")
+    if history < wanted:
         raise StateError(f"its state is not yet at global step {wanted.step}")
+    further = history.step - wanted.step
+    follows = history.includes(wanted) if further <= min(TRAIL, len(history.trail)) else further <= MAX_FURTHER
+    if "trail" in user and wanted.lineage and not follows:
+        raise StateError(f"its state is at global step {history.step} and does not follow the announced {wanted.step}")

@@ -21,10 +21,11 @@ from averaging.strategies.averaging_schedule import AveragingSchedule, check_who
 from averaging.strategies.lockstep import LockstepStrategy
 from averaging.strategies.model_fragment import Fragment, cut
 from averaging.training.fetch import Fetch
-from averaging.training.history import History, Others
+from averaging.training.history import History
 from averaging.training.optimizer_state import load_optimizer, pack_optimizer, restored_on_error
 from averaging.training.optimizer_wrapper import needs_closure
 from averaging.training.pending_round import PendingRound
+from averaging.training.standing import Others
 from averaging.training.tensor_math import full_precision
 from averaging.training.training import Training
 from averaging.training.training_state import count_in, take_tensor

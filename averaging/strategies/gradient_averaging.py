@@ -14,8 +14,8 @@ from averaging.observe.receipts import Receipt
 from averaging.peer.topics import Adopt
 from averaging.protocol.messages import CompressionType
 from averaging.strategies.lockstep import LockstepStrategy
-from averaging.training.history import Others
 from averaging.training.optimizer_wrapper import needs_closure
+from averaging.training.standing import Others
 from averaging.training.tensor_math import full_precision
 from averaging.training.training import Training
 

@@ -14,8 +14,9 @@ from averaging.state.snapshots import Extras
 from averaging.strategies.averaging_schedule import AveragingSchedule
 from averaging.strategies.base import Strategy
 from averaging.strategies.delayed_update import DelayedUpdate
-from averaging.training.history import Others, still_training
+from averaging.training.history import still_training
 from averaging.training.pending_round import PendingRound
+from averaging.training.standing import Others
 from averaging.training.training import Training
 from averaging.training.training_state import count_in
 
@@ -124,6 +125,7 @@ class LocalSGD(Strategy):
             return None
         self._announcements = announcements
         others = self.others(training, announcements)
+        self._downloads.note_refused(self.announced_history(training), others)
         return others if others.ahead or self._downloads.busy else None
 
     def _is_due(self, training: Training, topic: Topic) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from averaging.errors import StateError
 from averaging.observe.receipts import Receipt
 from averaging.peer.round_options import ExpectedPeers
 from averaging.strategies.base import Strategy
-from averaging.training.history import History, Others, Stage, compare_progress
+from averaging.training.history import History, Stage
+from averaging.training.standing import Others, compare_progress, find_together
 from averaging.training.training import Training
 
 logger = logging.getLogger(__name__)
@@ -45,13 +47,14 @@ class LockstepStrategy(Strategy):
     def others(self, training: Training, announcements: Mapping[str, bytes]) -> Others:
         """Reads the announced progress of the other peers, by endpoint."""
         # The last round lacked these peers; no peer waits for them again until they announce something new.
-        present = {name: progress for name, progress in announcements.items() if self._missing.get(name) != progress}
+        absent = {name for name, progress in announcements.items() if self._missing.get(name) == progress}
         return compare_progress(
-            self.history,
-            present,
+            self._own(training),
+            announcements,
+            training.members,
             self._partners,
             ignored=self._downloads.ignored(training),
-            donates=training.donates,
+            absent=absent,
             trains=self.stage is Stage.TRAINING,
         )
 
@@ -79,7 +82,7 @@ class LockstepStrategy(Strategy):
                 len(together) + 1,
             )
         own, partners, trains = self.history, self._partners, self.stage is Stage.TRAINING
-        return lambda announcements: compare_progress(own, announcements, partners, trains=trains).together
+        return lambda announcements: find_together(own, announcements, partners, trains=trains)
 
     def _advance(self, training: Training, receipt: Receipt | None, samples: float) -> None:
         """Adds a global step to the history.
@@ -96,6 +99,7 @@ class LockstepStrategy(Strategy):
             announcements = training.announcements(wait=False)
             self._missing = {name: progress for name, progress in announcements.items() if name not in present}
         if receipt is None:
+            training.standing = replace(training.standing, made=True)
             self.history = training.agreed(lambda: self.history.after(secrets.token_bytes(20), samples))
         else:
             samples_of_members = (gathered_samples(receipt.gathered[member]) for member in receipt.members)

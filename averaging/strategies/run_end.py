@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from averaging.common.sanitize import listed
 from averaging.observe.training_status import Finish
 from averaging.strategies.base import Strategy
-from averaging.training.history import Others, Stage, done_training, read_progress, still_training
+from averaging.training.history import Stage, done_training, read_progress, still_training
+from averaging.training.standing import Others
 from averaging.training.training import Training
 
 START_TIMEOUT = 2.0

@@ -7,6 +7,7 @@ import logging
 import random
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from averaging.errors import StateError
@@ -14,6 +15,7 @@ from averaging.peer.peer import Peer
 from averaging.state.packing import State
 from averaging.strategies.base import Strategy
 from averaging.training.history import History, Origin, Rank, read_progress
+from averaging.training.standing import rank_donors
 from averaging.training.training import Training
 
 logger = logging.getLogger("averaging.training")
@@ -47,6 +49,7 @@ class RunStart:
         self._peer, self._strategy, self._training = peer, strategy, training
         self._check, self._take_over = check, take_over
         self._now, self._rng = now, rng
+        self._named: set[frozenset[str]] = set()  # the origins of which a warning said that there are several
 
     async def begin(self) -> None:
         """Takes over the state of the run; without one, this peer offers its own parameters as the origin of a run.
@@ -59,6 +62,7 @@ class RunStart:
             return
         if self._training.donates:
             self._strategy.history = self.new_history()
+            self._training.standing = replace(self._training.standing, made=True)
             await self._peer.commit(1)
         self._peer.progress.announce(self._strategy.progress(self._training).pack())
         if not joins:
@@ -85,23 +89,25 @@ class RunStart:
         )
 
     def donors(self, *, above: bool = False) -> list[str]:
-        """The peers that offer a state: those of the greatest origin first, then by descending priority.
+        """The peers that are asked for a state, the best first, see `rank_donors`. Says so if there are several runs.
 
         Args:
-            above: only peers whose history is greater than this peer's.
+            above: only peers whose history this peer takes over instead of its own.
         """
-        progress = read_progress(self._peer.progress.announcements)
-        own, donates = self._strategy.announced_history(self._training), self._training.donates
-        offered = [
-            (priority, name)
-            for priority, name in self._peer.donors
-            if priority > 0
-            and (not above or (name in progress and own.yields_to(progress[name].history, donates=donates)))
-        ]
-        histories = [progress[name].history for _, name in offered if name in progress]
-        best = max(histories).origin if histories else Origin()
-        preferred = {name for name, one in progress.items() if one.history.origin == best}
-        return [name for _, name in sorted(offered, key=lambda donor: (donor[1] not in preferred, -donor[0], donor[1]))]
+        announcements = self._peer.progress.announcements
+        offered = [donor for donor in self._peer.donors if donor[0] > 0]
+        if above:
+            ahead = self._strategy.others(self._training, announcements).ahead
+            offered = [donor for donor in offered if donor[1] in ahead]
+        found, claims = rank_donors(offered, read_progress(announcements), self._peer.progress.members)
+        runs = frozenset(claim.history.origin.id for claim in claims)
+        if len(runs) > 1 and runs not in self._named:
+            self._named.add(runs)
+            logger.warning(
+                "the peers of run %r have different histories: %s. This peer takes the first, behind which most stand",
+                *(self._peer.run_id, "; ".join(map(str, claims))),
+            )
+        return found
 
     async def greater_history_appears(self) -> bool:
         """Whether a peer with a greater history offers its state, now or within `SETTLE_SECONDS`."""

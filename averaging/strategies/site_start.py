@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 from averaging.errors import StateError
 from averaging.peer.peer import Peer
@@ -50,6 +51,7 @@ class SiteStart:
         self._copy()
         if training.donates:
             self._strategy.history = training.agreed(start.new_history)
+            training.standing = replace(training.standing, made=True)
             if training.site.owns:
                 thread.run(self._peer.commit(1))
         self._strategy.announce(training)

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
 import msgpack
 
-from averaging.common.addresses import CLIENT_PREFIX
 from averaging.common.safe_msgpack import is_number, unpack
 from averaging.common.validation import is_count
 from averaging.errors import StateError
 from averaging.observe.step_rate import MAX_ITEMS, check_rate
 
 MAX_LINEAGE = 64
+
+LINEAGE_BYTES = 8
+"""Bytes of a lineage in a trail."""
+
+TRAIL = 16
+"""Earlier lineages in a record and in a state. A peer that is fewer steps behind is seen to have the same history."""
+
+MAX_REMEMBERED = 1024
+"""Earlier lineages of its own that a peer remembers."""
 
 
 class Stage(IntEnum):
@@ -32,6 +40,17 @@ class Stage(IntEnum):
     """It announces the digest of its weights."""
     COMPARED = 4
     """It has the digests of all peers that end with it."""
+
+
+class Made(IntEnum):
+    """What a peer has made of the history that it announces. The numbers are part of its progress record."""
+
+    NOTHING = 0
+    """It has taken over the state of a peer, and made no step since."""
+    ALONE = 1
+    """It has begun the run, or loaded a checkpoint, or made steps alone."""
+    TOGETHER = 2
+    """It has made steps of this run together with other peers."""
 
 
 class Rank(IntEnum):
@@ -94,17 +113,31 @@ class History:
         samples: samples of the whole group in the last step.
         lineage: hash of the origin and the groups of all steps, hexadecimal; empty before the first step.
         origin: origin of the run.
+        trail: the lineages of the steps before, the last one last, as far as they are known. Not compared.
     """
 
     step: int = 0
     samples: float = 0.0
     lineage: str = ""
     origin: Origin = field(default_factory=Origin)
+    trail: tuple[str, ...] = field(default=(), compare=False)
 
     def after(self, group_id: bytes, samples: float) -> History:
         """The history after one more step, made with that group."""
         chained = hashlib.sha256(f"{self.origin.id}{self.lineage}".encode() + group_id).hexdigest()
-        return History(self.step + 1, samples, chained[:16], self.origin)
+        trail = (*self.trail, self.lineage)[-MAX_REMEMBERED:] if self.lineage else ()
+        return History(self.step + 1, samples, chained[: 2 * LINEAGE_BYTES], self.origin, trail)
+
+    def includes(self, other: History) -> bool:
+        """Whether a peer with this history has made the steps of the other one, as far as the trail shows."""
+        if self == other:
+            return True
+        if self.origin.id != other.origin.id or self.step < other.step:
+            return False
+        if not other.lineage:  # no step was made together yet, or this strategy makes none
+            return not other.step or not self.lineage
+        behind = self.step - other.step
+        return 0 < behind <= len(self.trail) and self.trail[-behind] == other.lineage
 
     @property
     def phase(self) -> str:
@@ -115,9 +148,22 @@ class History:
         """Packs it for msgpack, in a checkpoint or a record."""
         return [self.step, self.samples, self.lineage, self.origin.pack()]
 
+    def pack_trail(self) -> bytes:
+        """Packs the end of the trail, for a record or a state."""
+        packed = b""
+        for lineage in reversed(self.trail[-TRAIL:]):
+            try:
+                one = bytes.fromhex(lineage)
+            except ValueError:
+                one = b""
+            if len(one) != LINEAGE_BYTES:  # of another version, or of a peer that made it up
+                break
+            packed = one + packed
+        return packed
+
     @classmethod
-    def unpack(cls, packed: object) -> History:
-        """Unpacks what `pack` returned.
+    def unpack(cls, packed: object, trail: object = b"") -> History:
+        """Unpacks what `pack` and `pack_trail` returned; a malformed trail is ignored.
 
         Raises:
             StateError: `packed` is malformed.
@@ -126,7 +172,7 @@ class History:
             case [step, float() | int() as samples, str(lineage), origin] if (
                 is_count(step) and math.isfinite(samples) and len(lineage) <= MAX_LINEAGE
             ):
-                return cls(step, float(samples), lineage, Origin.unpack(origin))
+                return cls(step, float(samples), lineage, Origin.unpack(origin), _unpack_trail(trail))
         raise StateError(f"{str(packed)[:100]!r} is not the history of a run")
 
     def yields_to(self, other: History, *, donates: bool) -> bool:
@@ -152,6 +198,7 @@ class Progress:
         stage: stage of its training.
         digest: digest of its weights, once the training has ended.
         rate: local steps or samples per second, see `StepRate`; None if unknown.
+        made: what this peer has made of the history. A peer of an older version does not say and counts as one.
     """
 
     history: History
@@ -161,10 +208,11 @@ class Progress:
     stage: Stage = Stage.TRAINING
     digest: str = ""
     rate: float | None = None
+    made: Made = Made.ALONE
 
     def pack(self) -> bytes:
         """For a record in discovery; `step_rate.INDEX` is the place of the rate in it."""
-        ends = [int(self.stage), self.digest, self.rate]
+        ends = [int(self.stage), self.digest, self.rate, self.history.pack_trail(), int(self.made)]
         packed: bytes = msgpack.packb([self.history.pack(), self.samples, self.computing, self.donates, *ends])
         return packed
 
@@ -178,77 +226,17 @@ class Progress:
             if not isinstance(donates, bool) or not isinstance(digest, str) or len(digest) > MAX_LINEAGE:
                 return None
             rate = check_rate(more[0]) if more else None
-            return cls(History.unpack(history), float(samples), float(computing), donates, Stage(stage), digest, rate)
+            known = History.unpack(history, more[1] if len(more) > 1 else b"")
+            made = Made(more[2]) if len(more) > 2 else Made.ALONE
+            return cls(known, float(samples), float(computing), donates, Stage(stage), digest, rate, made)
         except (StateError, ValueError, TypeError):
             return None
 
 
-@dataclass(frozen=True, slots=True)
-class Others:
-    """What the progress of the other peers means to one peer.
-
-    Attributes:
-        together: peers with the same history, and partners that have not announced it yet.
-        samples: gathered for the next step by all peers with the same history.
-        computing: samples in the batches that these peers compute now.
-        ahead: peers that can donate a state and claim a greater history, with that history.
-    """
-
-    together: tuple[str, ...]
-    samples: float
-    computing: float
-    ahead: Mapping[str, History]
-
-
-def compare_progress(
-    own: History,
-    announcements: Mapping[str, bytes],
-    partners: Collection[str] = (),
-    *,
-    ignored: Collection[str] = (),
-    donates: bool = True,
-    trains: bool = True,
-) -> Others:
-    """Compares the announced progress of the other peers with a peer's own history.
-
-    Args:
-        own: history of the peer.
-        announcements: packed progress by endpoint; a malformed one is ignored.
-        partners: members of its last group, whose progress may be a few steps old.
-        ignored: peers whose claim to be ahead is ignored.
-        donates: whether the peer's own state can be downloaded, see `History.yields_to`.
-        trains: whether the peer is training; it is together only with peers of which the same is true.
-    """
-    progress = read_progress(announcements)
-    ahead = {
-        name: one.history
-        for name, one in progress.items()
-        if name not in ignored
-        and one.donates
-        and not name.startswith(CLIENT_PREFIX)
-        and own.yields_to(one.history, donates=donates)
-    }
-    peers = {name: one for name, one in progress.items() if (one.stage is Stage.TRAINING) is trains}
-    together = tuple(
-        name for name, one in peers.items() if one.history == own or (name in partners and one.history < own)
-    )
-    return Others(
-        together=together,
-        samples=sum(one.samples for one in peers.values() if one.history == own),
-        computing=sum(one.computing for one in peers.values() if one.history == own),
-        ahead=ahead,
-    )
-
-
-def look_for_greater_origin(
-    own: History, announcements: Mapping[str, bytes], *, ignored: Collection[str] = (), donates: bool = True
-) -> Others:
-    """Like `compare_progress`, for strategies whose peers may differ: only a peer of another origin can be ahead."""
-    progress = read_progress(announcements)
-    strangers = {name for name, one in progress.items() if one.history.origin.id != own.origin.id}
-    others = compare_progress(own, {name: announcements[name] for name in strangers}, ignored=ignored, donates=donates)
-    together = tuple(name for name in progress if name not in strangers)
-    return Others(together, 0.0, 0.0, others.ahead)
+def _unpack_trail(packed: object) -> tuple[str, ...]:
+    if not isinstance(packed, bytes) or len(packed) > TRAIL * LINEAGE_BYTES or len(packed) % LINEAGE_BYTES:
+        return ()
+    return tuple(packed[place : place + LINEAGE_BYTES].hex() for place in range(0, len(packed), LINEAGE_BYTES))
 
 
 def read_progress(announcements: Mapping[str, bytes]) -> dict[str, Progress]:

@@ -35,6 +35,7 @@ from averaging.training.parameter_copies import ParameterCopies
 from averaging.training.pending_round import PendingRound, end_of, wrapped
 from averaging.training.site import Site
 from averaging.training.site_state import SiteState
+from averaging.training.standing import Standing
 from averaging.training.tensor_math import clip
 from averaging.training.trained_model import TrainedModel
 from averaging.training.weight_modes import ITERATE, WeightModes
@@ -74,6 +75,7 @@ class Training:
         shared_buffers: the buffers that newcomers get, but that are not averaged, by name.
         site: the processes that train this copy of the model.
         donates: whether other peers can download this peer's state.
+        standing: this peer's part in its run.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Training:
         self.buffers, self.shared_buffers = buffers.averaged, buffers.shared
         self.site, self.donates = site, donates
         self.local_step = 0
+        self.standing = Standing()
         self._peer = peer
         self._on_receipt, self._check, self._take_over = on_receipt, check, take_over
         self._weight = 1.0
@@ -505,6 +508,7 @@ class Training:
         if reason and reason != self._warned and self.site.leads:
             logger.warning("%s; training goes on, and further rounds that fail like this are not logged", receipt)
         self._warned = reason
+        self.standing = self.standing.after_round(receipt.members, averaged=receipt.averaged)
         self._on_receipt(receipt)
         return receipt
 
@@ -542,6 +546,16 @@ class Training:
                 self._thread, "announcements", lambda: self._peer.progress.announcements, wait=wait
             )
         )
+
+    @property
+    def members(self) -> Mapping[str, str]:
+        """What each announcer counts as, see `member_of`, as of the last announcements; at the leader of a site."""
+        return self._peer.progress.members
+
+    @property
+    def member(self) -> str:
+        """What this peer counts as; at the leader of a site."""
+        return self.members[self._peer.endpoint]
 
     def wait_for_announcements(self, condition: Callable[[dict[str, bytes]], bool], seconds: float) -> dict[str, bytes]:
         """Waits until the announcements fulfil `condition`, or for `seconds`; returns them."""

@@ -139,7 +139,7 @@ class TrainingState:
         optimizer = self._training.optimizer
         with restored_on_error(optimizer):
             load_optimizer(optimizer, state.tensors, state.user["optimizer"], self._training.progress)
-            self._load_strategy(of_strategy, strategy)
+            self._load_strategy(of_strategy, strategy, made=False)
         self._training.modes.received(training=not state.user["optimizer"].get("evaluates"))
         for name, tensor in shared.items():
             buffers[name].copy_(tensor)
@@ -178,7 +178,7 @@ class TrainingState:
                 with loaded(self._scheduler, schedule):
                     if isinstance(strategy, dict):
                         tensors = {name: local(tensor) for name, tensor in strategy.get("tensors", {}).items()}
-                        self._load_strategy(tensors, strategy.get("user", {}))
+                        self._load_strategy(tensors, strategy.get("user", {}), made=True)
             except StateError as error:
                 raise ConfigError(f"the state dict does not fit {self._strategy!r}: {error}") from error
             self._training.local_step = saved["local_step"]
@@ -213,14 +213,17 @@ class TrainingState:
     def _pack_strategy(self, user: Mapping[str, Any]) -> dict[str, Any]:
         """The strategy's part of a state, without its tensors."""
         history = self._strategy.announced_history(self._training)
-        return {"kind": type(self._strategy).__name__, "history": history.pack(), **user}
+        packed = {"history": history.pack(), "trail": history.pack_trail()}
+        return {"kind": type(self._strategy).__name__, **packed, **user}
 
-    def _load_strategy(self, tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None:
-        """Loads the strategy's part of a state, which has no history if the strategy makes no global steps."""
-        history = History.unpack(user["history"]) if "history" in user else None
+    def _load_strategy(self, tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any], *, made: bool) -> None:
+        """Loads the strategy's part of a state, which may have no history; the peer may have `made` the state."""
+        history = History.unpack(user["history"], user.get("trail")) if "history" in user else None
         self._strategy.load(tensors, user)
         if history is not None:
+            same_origin = history.origin.id == self._strategy.history.origin.id
             self._strategy.history = history
+            self._training.standing = self._training.standing.after_loading(same_origin=same_origin, made=made)
 
     def _check_kind(self, strategy: Mapping[str, Any]) -> None:
         """Checks that a state has the same class of strategy, or none."""

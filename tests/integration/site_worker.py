@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from averaging import DecentralizedAverager, DiLoCo, GradientAveraging, LocalSGD, Strategy
 from averaging.training.event_loop_thread import EventLoopThread
-from averaging.training.history import Others
 from averaging.training.pending_round import PendingRound
+from averaging.training.standing import Others
 from averaging.training.training_state import TrainingState
 from tests.integration.training import batch_of
 from tests.integration.worker import FatalTransport

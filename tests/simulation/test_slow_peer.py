@@ -18,6 +18,7 @@ from averaging.discovery.gossip import GossipDiscovery
 from averaging.discovery.gossip.identity import UnsignedIdentity
 from averaging.observe.explain import explain
 from averaging.observe.receipts import LateArrival, Receipt, Role
+from averaging.observe.step_rate import INDEX
 from averaging.protocol.group import Mode, progress_key
 from averaging.training.history import History, Progress
 from averaging.transport import virtual_time
@@ -111,7 +112,7 @@ def test_explain_names_it_and_what_to_do(strategy: str, remedy: str, tellers: Se
 
 def before_it_starts(run: Run, value: Any) -> Callable[[], Coroutine[Any, Any, None]]:
     """A member of discovery that takes the slow peer's place for progress, and announces this as its step rate."""
-    items = [*msgpack.unpackb(Progress(History(), rate=1.0).pack())[:-1], value]
+    items = [*msgpack.unpackb(Progress(History(), rate=1.0).pack())[:INDEX], value]
 
     async def announce() -> None:
         await asyncio.sleep(1.0)

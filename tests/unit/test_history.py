@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
 import msgpack
 import pytest
 from hypothesis import given
@@ -16,12 +20,13 @@ from averaging.training.history import (
     Progress,
     Rank,
     Stage,
-    compare_progress,
     done_training,
-    look_for_greater_origin,
     same_origin,
     still_training,
 )
+from averaging.training.standing import Others, Own
+from averaging.training.standing import compare_progress as compare
+from averaging.training.standing import look_for_greater_origin as look
 
 HERE = Origin(Rank.APPOINTED, -1000.0, "here")
 A, B = History(3, 12.0, "aa", HERE), History(3, 12.0, "bb", HERE)
@@ -30,6 +35,21 @@ origins = st.builds(Origin, st.sampled_from(Rank), st.floats(-2e9, 0), st.text("
 histories = st.builds(
     History, st.integers(0, 50), st.floats(0, 1e9), st.text("0123456789abcdef", min_size=0, max_size=16), origins
 )
+
+
+def members(peers: Mapping[str, bytes]) -> dict[str, str]:
+    """Each peer is a member of its own."""
+    return {name: name for name in peers}
+
+
+def compare_progress(
+    own: History, peers: Mapping[str, bytes], partners: Collection[str] = (), *, donates: bool = True, **options: Any
+) -> Others:
+    return compare(Own(own, donates=donates), peers, members(peers), partners, **options)
+
+
+def look_for_greater_origin(own: History, peers: Mapping[str, bytes], **options: Any) -> Others:
+    return look(Own(own), peers, members(peers), **options)
 
 
 def at(step: int, samples: float = 0.0, lineage: str = "") -> History:
@@ -101,12 +121,15 @@ def test_those_with_the_same_history_step_together() -> None:
     assert others.samples == 12.0
     assert others.computing == 6.0
     assert others.together == ("x", "y")
-    assert others.ahead == {"z": B}
+    assert not others.ahead
+    assert others.refused == {"z": B}  # one against three
+    assert compare_progress(A, peers | announced(x=(B, 5.0), y=(B, 7.0))).ahead == {"x": B, "y": B, "z": B}
 
 
 def test_a_partner_with_an_old_announcement_is_together_and_a_stranger_is_not() -> None:
     late = announced(partner=(at(1, 3.0, "cc"), 9.0), stranger=(at(1, 3.0, "cc"), 9.0))
-    others = compare_progress(A, late, {"partner"})
+    own = replace(A, trail=("cc", "dd"))
+    others = compare_progress(own, late, {"partner"})
     assert others.together == ("partner",)
     assert (others.samples, others.computing) == (0.0, 0.0)  # its samples are for an earlier step
     assert not others.ahead
@@ -173,6 +196,8 @@ def test_where_peers_need_not_be_equal_only_another_origin_is_ahead() -> None:
     peers = announced(x=(at(9), 0.0), y=(History(2, origin=elsewhere), 0.0))
     assert not look_for_greater_origin(at(3), peers).ahead
     assert look_for_greater_origin(at(3), peers).together == ("x",)
+    assert look_for_greater_origin(at(1), peers).refused.keys() == {"y"}  # one against two
+    peers.pop("x")
     assert look_for_greater_origin(at(1), peers).ahead.keys() == {"y"}
     assert not look_for_greater_origin(at(1), peers, ignored=["y"]).ahead
 

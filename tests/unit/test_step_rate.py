@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.observe.step_rate import MAX_RATE, MIN_RATE, REMEMBERED, StepRate, check_rate, rate_in
+from averaging.observe.step_rate import INDEX, MAX_RATE, MIN_RATE, REMEMBERED, StepRate, check_rate, rate_in
 from averaging.training.history import History, Progress
 
 HOSTILE: list[Any] = [
@@ -98,15 +98,15 @@ def test_what_is_announced_is_believed(steps: list[tuple[float, float]]) -> None
 
 @pytest.mark.parametrize("value", HOSTILE)
 def test_a_rate_that_cannot_be_is_none_and_the_rest_of_the_record_counts(value: Any) -> None:
-    items = [*msgpack.unpackb(Progress(History(), 5.0, rate=1.0).pack())[:-1], value]
+    items = [*msgpack.unpackb(Progress(History(), 5.0, rate=1.0).pack())[:INDEX], value]
     assert rate_in(msgpack.packb(items)) is None
     assert Progress.unpack(msgpack.packb(items)) == Progress(History(), 5.0)
 
 
 def test_a_record_without_a_rate_is_read_and_what_comes_behind_it_is_passed_over() -> None:
     items = msgpack.unpackb(Progress(History(), 5.0, rate=2.5).pack())
-    assert rate_in(msgpack.packb(items[:-1])) is None
-    assert Progress.unpack(msgpack.packb(items[:-1])) == Progress(History(), 5.0)
+    assert rate_in(msgpack.packb(items[:INDEX])) is None
+    assert Progress.unpack(msgpack.packb(items[:INDEX])) == Progress(History(), 5.0)
     assert rate_in(msgpack.packb([*items, "more"])) == 2.5
     assert Progress.unpack(msgpack.packb([*items, "more"])) == Progress(History(), 5.0, rate=2.5)
 

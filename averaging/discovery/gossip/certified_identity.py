@@ -19,7 +19,7 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec, padding
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
-from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from averaging.common.addresses import CLIENT_PREFIX, covers, is_endpoint, parse_address
 from averaging.discovery.gossip.identity import Ed25519Identity
@@ -94,6 +94,14 @@ class CertifiedIdentity:
         if not is_endpoint(record.subkey):
             return True  # such subkeys are open to all owners
         return covers(holder.hosts, parse_address(record.subkey)[0])
+
+    def holder(self, run_id: str, record: Record) -> str:
+        """Digest of the public key of the certificate with which a verified record was written."""
+        holder = self._holder(run_id, record.owner, record.signature[SIGNATURE_BYTES:])
+        if holder is None:
+            return ""
+        key = holder.certificate.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+        return sha256(key).hexdigest()[:16]
 
     def _age(self) -> int:
         """The age of this peer's certificate: 1 if it expires soon, 2 if it has expired, 0 otherwise."""

@@ -30,6 +30,10 @@ class Identity(Protocol):
         """Whether `record` is signed by its owner, in this run."""
         ...
 
+    def holder(self, run_id: str, record: Record) -> str:
+        """The certificate with which a verified record was written; empty in a run without certificates."""
+        ...
+
 
 class Ed25519Identity:
     """A key pair; a new one unless `private_key` (32 bytes) is given."""
@@ -59,6 +63,10 @@ class Ed25519Identity:
             return False
         return True
 
+    def holder(self, run_id: str, record: Record) -> str:
+        """Returns an empty string."""
+        return ""
+
 
 class UnsignedIdentity:
     """Signs nothing and accepts every record: for large simulations, and for peers in one process."""
@@ -78,6 +86,10 @@ class UnsignedIdentity:
     def verify(self, run_id: str, record: Record) -> bool:
         """Returns True."""
         return True
+
+    def holder(self, run_id: str, record: Record) -> str:
+        """Returns an empty string."""
+        return ""
 
 
 class Author:
@@ -103,6 +115,10 @@ class Author:
     def verify(self, record: Record) -> bool:
         """Whether `record` is signed by its owner."""
         return self._identity.verify(self._run_id, record)
+
+    def holder(self, record: Record) -> str:
+        """The certificate with which a verified record was written, see `Identity.holder`."""
+        return self._identity.holder(self._run_id, record)
 
     def observe(self, record: Record) -> None:
         """Continues from the version of a record of this owner that another peer has sent back."""

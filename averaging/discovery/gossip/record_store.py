@@ -41,7 +41,7 @@ class RecordStore:
     ) -> None:
         self._author, self._limits = author, limits
         self._clock, self._on_change = clock, on_change
-        self._table = RecordTable(limits, author.verify)
+        self._table = RecordTable(limits, author.verify, author.holder)
         self._watchers = Watchers(
             clock, lambda key: self.table().read(key), lambda key: self.table().next_expiration(key)
         )

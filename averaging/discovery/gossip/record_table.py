@@ -60,11 +60,15 @@ class RecordTable:
     Args:
         limits: which records to accept.
         verify: returns whether the signature of a record is valid.
+        holder: returns the certificate with which a valid record was written, see `Entry`.
     """
 
-    def __init__(self, limits: Limits, verify: Callable[[Record], bool]) -> None:
+    def __init__(
+        self, limits: Limits, verify: Callable[[Record], bool], holder: Callable[[Record], str] = lambda record: ""
+    ) -> None:
         self._limits = limits
-        self._verify = verify
+        self._verify, self._holder = verify, holder
+        self._holders: dict[bytes, str] = {}  # by owner
         self._places: dict[tuple[str, str], dict[bytes, Record]] = {}
         # The claims of each place that are not withdrawn, in order: thousands of owners may claim the same place.
         self._claims: dict[tuple[str, str], list[tuple[int, bytes]]] = {}
@@ -138,7 +142,11 @@ class RecordTable:
 
     def read(self, key: str) -> dict[str, Entry]:
         """The entries under `key`, by subkey."""
-        return {s: Entry(record.value, record.expiration) for s, record in self._readable.get(key, {}).items()}
+        holders = self._holders
+        return {
+            subkey: Entry(record.value, record.expiration, holders[record.owner])
+            for subkey, record in self._readable.get(key, {}).items()
+        }
 
     def next_expiration(self, key: str) -> float | None:
         """When the first of the records that are read under `key` is removed; None if there are none."""
@@ -213,6 +221,8 @@ class RecordTable:
     def _put(self, number: int, record: Record, known: Record | None, until: float) -> None:
         if known is None:
             self._by_owner[record.owner] += 1
+            if record.owner not in self._holders:
+                self._holders[record.owner] = self._holder(record)
         else:
             self._hash ^= entry_hash(number, known.version)
             self._unclaim(known)
@@ -238,7 +248,7 @@ class RecordTable:
         self._unclaim(record)
         self._by_owner[record.owner] -= 1
         if not self._by_owner[record.owner]:
-            del self._by_owner[record.owner]
+            del self._by_owner[record.owner], self._holders[record.owner]
         self._hash ^= entry_hash(number, record.version)
 
     def _unclaim(self, record: Record) -> None:

@@ -1,0 +1,325 @@
+"""What the progress of the other peers means to one peer: who steps with it, and whose history it takes over. Pure.
+
+A history is worth the members that made it. A record in discovery is signed by its owner and says which steps that
+owner has made last, so the records of a group together prove what the group has made, and a peer that claims steps that
+nobody else has made is worth one. Members are counted by certificate where there are any, else by host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+from averaging.common.addresses import CLIENT_PREFIX, member_of
+from averaging.common.sanitize import counted, listed
+from averaging.training.history import History, Made, Origin, Progress, Stage, read_progress
+
+TRAINED_TOGETHER = 3
+"""Rounds with others after which a peer leaves its history for no single peer of which it knows nothing."""
+
+MAX_MET = 1024
+"""Endpoints of former partners that a peer remembers."""
+
+MAX_JUDGED = 64
+"""Different histories that a peer judges at a time: those that most peers announce. A liar may announce many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a peer knows about its own part in its run.
+
+    Attributes:
+        made: whether it has made a step of its present history, or has begun or loaded it.
+        rounds: number of rounds that it has made together with other peers of this origin.
+        met: endpoints of the peers that were in groups with it.
+        allow_takeover: whether the greater history wins, whoever stands behind it.
+    """
+
+    made: bool = False
+    rounds: int = 0
+    met: frozenset[str] = frozenset()
+    allow_takeover: bool = False
+
+    def after_round(self, members: Collection[str], *, averaged: bool) -> Standing:
+        """The standing after a round with these members, this peer included."""
+        met = self.met | frozenset(members)
+        met = met if len(met) <= MAX_MET else frozenset(members)
+        together = averaged and len(members) > 1
+        return replace(self, made=self.made or together, rounds=self.rounds + together, met=met)
+
+    def after_loading(self, *, same_origin: bool, made: bool) -> Standing:
+        """The standing after the state of a peer was taken over, or a checkpoint was loaded (`made`)."""
+        return replace(self, made=made, rounds=self.rounds if same_origin else 0)
+
+    @property
+    def trained_together(self) -> bool:
+        """Whether this peer and others have trained together for some time."""
+        return self.rounds >= TRAINED_TOGETHER
+
+    @property
+    def announced(self) -> Made:
+        """What this peer says in its record."""
+        if not self.made:
+            return Made.NOTHING
+        return Made.TOGETHER if self.trained_together else Made.ALONE
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """A peer that looks at the others.
+
+    Attributes:
+        history: its history.
+        member: its certificate or host, see `member_of`.
+        standing: its part in the run.
+        donates: whether its state can be downloaded, see `History.yields_to`.
+    """
+
+    history: History
+    member: str = "this peer"
+    standing: Standing = field(default_factory=lambda: Standing(made=True))
+    donates: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Others:
+    """What the progress of the other peers means to one peer.
+
+    Attributes:
+        together: peers with the same history, and partners that have not announced it yet.
+        samples: gathered for the next step by all peers with the same history.
+        computing: samples in the batches that these peers compute now.
+        ahead: peers whose state this peer wants to take over, with their history.
+        refused: peers that claim a greater history, with that, and too few stand behind it.
+    """
+
+    together: tuple[str, ...]
+    samples: float
+    computing: float
+    ahead: Mapping[str, History]
+    refused: Mapping[str, History] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Side:
+    """Those that stand behind one history."""
+
+    members: set[str] = field(default_factory=set)
+    endpoints: set[str] = field(default_factory=set)
+    together: bool = False
+
+    def add(self, name: str, member: str, made: Made) -> None:
+        if member:
+            self.members.add(member)
+            self.endpoints.add(name)
+            self.together |= made is Made.TOGETHER
+
+
+def compare_progress(
+    own: Own,
+    announcements: Mapping[str, bytes],
+    members: Mapping[str, str] | None = None,
+    partners: Collection[str] = (),
+    *,
+    ignored: Collection[str] = (),
+    absent: Collection[str] = (),
+    trains: bool = True,
+) -> Others:
+    """Compares the announced progress of the other peers with a peer's own history.
+
+    Args:
+        own: the peer.
+        announcements: packed progress by endpoint; a malformed one is ignored.
+        members: what each peer counts as, see `member_of`; by host if None.
+        partners: members of its last group, whose progress may be a few steps old.
+        ignored: peers whose claim to be ahead is ignored.
+        absent: peers with which no step is made now.
+        trains: whether the peer is training; it is together only with peers of which the same is true.
+    """
+    progress = read_progress(announcements)
+    ahead, refused = _judge_all(own, progress, progress, members, ignored)
+    ready = {name: one for name, one in progress.items() if name not in absent and _trains(one) is trains}
+    alike = [one for one in ready.values() if one.history == own.history]
+    return Others(
+        together=_together(own.history, ready, partners),
+        samples=sum(one.samples for one in alike),
+        computing=sum(one.computing for one in alike),
+        ahead=ahead,
+        refused=refused,
+    )
+
+
+def find_together(
+    own: History, announcements: Mapping[str, bytes], partners: Collection[str] = (), *, trains: bool = True
+) -> tuple[str, ...]:
+    """The `together` of `compare_progress`."""
+    ready = {name: one for name, one in read_progress(announcements).items() if _trains(one) is trains}
+    return _together(own, ready, partners)
+
+
+def _together(own: History, ready: Mapping[str, Progress], partners: Collection[str]) -> tuple[str, ...]:
+    return tuple(name for name, one in ready.items() if one.history == own or (name in partners and one.history < own))
+
+
+def _trains(one: Progress) -> bool:
+    return one.stage is Stage.TRAINING
+
+
+def look_for_greater_origin(
+    own: Own,
+    announcements: Mapping[str, bytes],
+    members: Mapping[str, str] | None = None,
+    *,
+    ignored: Collection[str] = (),
+) -> Others:
+    """Like `compare_progress`, for strategies whose peers may differ: only a peer of another origin can be ahead."""
+    progress = read_progress(announcements)
+    strangers = {name: one for name, one in progress.items() if one.history.origin.id != own.history.origin.id}
+    ahead, refused = _judge_all(own, strangers, progress, members, ignored)
+    return Others(tuple(name for name in progress if name not in strangers), 0.0, 0.0, ahead, refused)
+
+
+def _judge_all(
+    own: Own,
+    claims: Mapping[str, Progress],
+    peers: Mapping[str, Progress],
+    members: Mapping[str, str] | None,
+    ignored: Collection[str],
+) -> tuple[dict[str, History], dict[str, History]]:
+    """The peers among `claims` whose history this peer takes over, and those whose greater history it refuses."""
+    by_history: dict[History, list[str]] = {}
+    for name, one in claims.items():
+        known = one.history == own.history or (one.history < own.history and own.history.includes(one.history))
+        if not known and one.donates and name not in ignored and not name.startswith(CLIENT_PREFIX):
+            by_history.setdefault(one.history, []).append(name)
+    members = {name: member_of(name, "") for name in peers} if members is None else members
+    ahead: dict[str, History] = {}
+    refused: dict[str, History] = {}
+    for history in sorted(by_history, key=lambda history: -len(by_history[history]))[:MAX_JUDGED]:
+        if takes_over(own, history, peers, members):
+            ahead |= dict.fromkeys(by_history[history], history)
+        elif history > own.history:
+            refused |= dict.fromkeys(by_history[history], history)
+    return dict(sorted(ahead.items())), dict(sorted(refused.items()))
+
+
+def takes_over(own: Own, theirs: History, peers: Mapping[str, Progress], members: Mapping[str, str]) -> bool:
+    """Whether a peer leaves its own history for another one.
+
+    The history wins behind which more members stand. If these are equally many, the one whose peers have trained
+    together, and then the greater one. A peer that has trained together with others leaves its history for no single
+    member, unless that is a former partner with the same origin: it may have made the last step.
+
+    Args:
+        own: the peer.
+        theirs: the other history.
+        peers: the progress of all other peers.
+        members: what each of them counts as, see `member_of`; those without an entry do not count.
+    """
+    standing, greater = own.standing, own.history.yields_to(theirs, donates=own.donates)
+    if standing.allow_takeover:
+        return greater
+    here, there = _sides(own, theirs, peers, members)
+    if len(there.members) != len(here.members) and len(there.members) > 1:
+        return len(there.members) > len(here.members)
+    if len(there.members) <= 1:
+        partners = there.endpoints & standing.met if theirs.origin.id == own.history.origin.id else set[str]()
+        if standing.trained_together and not partners:
+            return False
+        if len(here.members) != len(there.members):
+            return len(there.members) > len(here.members)
+        # Peers of one machine can only be counted one by one; those that nobody has met may be inventions.
+        count = len(partners) if standing.trained_together else len(there.endpoints)
+        if count != len(here.endpoints):
+            return count > len(here.endpoints)
+    return greater if there.together == here.together else there.together
+
+
+def _sides(own: Own, theirs: History, peers: Mapping[str, Progress], members: Mapping[str, str]) -> tuple[_Side, _Side]:
+    """Who stands behind a peer's own history and not behind the other one, and who behind that."""
+    same_origin = theirs.origin.id == own.history.origin.id
+    here, there = _Side(), _Side()
+    if own.standing.made or (same_origin and not own.history.step):
+        here.add("", own.member, own.standing.announced)
+    for name, one in peers.items():
+        # Who has made no step of a history has only taken it over. Before the first step nobody has.
+        if not one.made and not (same_origin and not one.history.step):
+            continue
+        if _stands_behind(one.history, theirs):
+            there.add(name, members.get(name, ""), one.made)
+        elif (
+            one.history.includes(own.history)
+            or own.history.includes(one.history)
+            or (not same_origin and one.history.origin.id == own.history.origin.id)
+        ):
+            here.add(name, members.get(name, ""), one.made)
+    return here, there
+
+
+def _stands_behind(history: History, other: History) -> bool:
+    """Whether a peer with `history` has made the steps of the other one; without global steps the origin decides."""
+    without_steps = history.step > 0 and not history.lineage and not other.lineage
+    return history.includes(other) or (without_steps and history.origin.id == other.origin.id)
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One of several histories that a newcomer sees.
+
+    Attributes:
+        history: the greatest one of its origin.
+        members: those that have made steps of that origin, see `member_of`.
+    """
+
+    history: History
+    members: frozenset[str]
+
+    def __str__(self) -> str:
+        return f"step {self.history.step} of {counted(len(self.members), 'member')} ({listed(sorted(self.members))})"
+
+
+def rank_donors(
+    offered: Collection[tuple[float, str]], peers: Mapping[str, Progress], members: Mapping[str, str]
+) -> tuple[list[str], list[Claim]]:
+    """The peers that a newcomer asks for their state, the best first.
+
+    These are the donors of the origin that most members have trained with; of equally many, of the greatest history.
+    Donors whose own history most of these members have reached come first, then those with the highest priority.
+
+    Args:
+        offered: priorities and endpoints of the donors.
+        peers: progress of all other peers.
+        members: see `takes_over`.
+
+    Returns:
+        The donors, and what was announced for each origin that has any, the chosen one first.
+    """
+    donors = {name for _, name in offered}
+    origins = {peers[name].history.origin.id for name in donors & peers.keys()}
+    claims = [
+        Claim(
+            max(one.history for name, one in peers.items() if name in donors and one.history.origin.id == origin),
+            _reached(History(origin=Origin(id=origin)), peers, members),
+        )
+        for origin in origins
+    ]
+    claims.sort(key=lambda claim: (len(claim.members), claim.history), reverse=True)
+    if not claims:
+        return [name for _, name in sorted(offered, key=lambda donor: (-donor[0], donor[1]))], []
+    chosen = claims[0]
+    reached = {history: len(_reached(history, peers, members)) for history in {one.history for one in peers.values()}}
+
+    def order(donor: tuple[float, str]) -> tuple[bool, bool, float, str]:
+        priority, name = donor
+        known = name in peers
+        outvoted = known and 2 * reached[peers[name].history] <= len(chosen.members) > 1
+        return not known, outvoted, -priority, name
+
+    of_others = {name for name, one in peers.items() if one.history.origin.id != chosen.history.origin.id}
+    return [name for _, name in sorted(offered, key=order) if name not in of_others], claims
+
+
+def _reached(history: History, peers: Mapping[str, Progress], members: Mapping[str, str]) -> frozenset[str]:
+    """The members that have made the steps of a history; without global steps, as many local ones."""
+    behind = (name for name, one in peers.items() if one.made and one.history.includes(history))
+    return frozenset(members[name] for name in behind if members.get(name))
