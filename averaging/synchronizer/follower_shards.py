@@ -91,6 +91,7 @@ class ShardTasks:
         self._parts: dict[str, FollowerTasks] = {}  # of the other parts, by endpoint
         self._manifests: dict[bytes, Manifest] = {}  # of all parts, by digest
         self._newest: Received | None = None
+        self._failure: AveragingError | None = None
         self._former_bytes = 0  # received by parts that are followed no more
         self._stack = AsyncExitStack()
 
@@ -107,7 +108,11 @@ class ShardTasks:
     @property
     def failure(self) -> AveragingError | None:
         """See `FollowerTasks`."""
-        return self._root.failure or next((part.failure for part in self._parts.values() if part.failure), None)
+        return (
+            self._failure
+            or self._root.failure
+            or next((part.failure for part in self._parts.values() if part.failure), None)
+        )
 
     @property
     def connected(self) -> bool:
@@ -247,7 +252,14 @@ class ShardTasks:
         listen, pause = self._options.listen, MIN_PAUSE
         if listen is not None and (parse_address(listen)[1] != 0 or self._options.advertise is not None):
             listen = None  # the port is that of the first part; so this one is not handed on
-        options = replace(self._options, join=[endpoint], listen=listen, advertise=None)
+        options = replace(
+            self._options,
+            join=[endpoint],
+            given=self._options.join,
+            loopback=self._root.announced_locally,
+            listen=listen,
+            advertise=None,
+        )
         while True:
             part = FollowerTasks(
                 options,
@@ -262,6 +274,10 @@ class ShardTasks:
                 async with part:
                     await self.store.changes.wait(lambda part=part: part.failure is not None)  # type: ignore[misc]
                 return  # `failure` ends the follower
+            except ProtocolViolationError as error:
+                self._failure = error
+                self.store.changes.happened()
+                return
             except AveragingError as error:
                 logger.warning("the publisher %s of a part cannot be followed: %s; trying again", endpoint, error)
                 await asyncio.sleep(pause)

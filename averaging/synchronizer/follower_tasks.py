@@ -51,6 +51,8 @@ class FollowerOptions:
         stall_timeout: seconds without a message after which a source is left.
         max_bytes: largest accepted state.
         min_version: earlier versions are not received.
+        given: addresses that the user has named, which are always dialled; None for those of `join`.
+        loopback: whether `join`, if another publisher has named it, may be on loopback.
     """
 
     join: Sequence[str]
@@ -62,6 +64,8 @@ class FollowerOptions:
     stall_timeout: float = 30.0
     max_bytes: int = 1 << 40
     min_version: int = 0
+    given: Sequence[str] | None = None
+    loopback: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.join, str) or not self.join:
@@ -69,6 +73,16 @@ class FollowerOptions:
         for address in self.join:
             if parse_address(address)[1] == 0:
                 raise ConfigError(f"join: {address!r} has port 0; give the port on which the publisher listens")
+
+    def dial(self, endpoint: str, *, loopback: bool) -> RpcChannel:
+        """Returns a connection to a publisher or another follower. All connections of a follower are made here.
+
+        Args:
+            endpoint: where to; one that the user has not named is dialled only if a peer can be there.
+            loopback: whether such a one may be on loopback.
+        """
+        named = endpoint not in (self.join if self.given is None else self.given)
+        return RpcChannel(endpoint, credentials=self.credentials, named_by_peer=named, loopback=loopback)
 
     @property
     def hands_on(self) -> bool:
@@ -92,6 +106,7 @@ class FollowerTasks:
 
     Attributes:
         announced: the newest version that a publisher has announced.
+        announced_locally: whether that publisher is on loopback.
         failure: why following has ended for good.
         store: what was received; its `changes` also happen when `failure` or `connected` change.
         connected: whether a publisher is connected.
@@ -115,6 +130,7 @@ class FollowerTasks:
         if base is not None:
             self.store.add(base)
         self.announced: Manifest | None = None if base is None else base.manifest
+        self.announced_locally = False
         self.failure: AveragingError | None = None
         self.connected = False
         self.bytes_received = 0
@@ -159,7 +175,7 @@ class FollowerTasks:
                     options.listen, [_HandsOn(self.store)], advertise=options.advertise, credentials=options.credentials
                 )
                 self._endpoint = (await stack.enter_async_context(server)).endpoint
-            self._downloads = Downloads(options.run_id, options.credentials, options.stall_timeout, self._endpoint)
+            self._downloads = Downloads(options.run_id, options.dial, options.stall_timeout, self._endpoint)
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
             for running in (tasks.create_task(self._follow()), tasks.create_task(self._receive())):
                 stack.callback(running.cancel)
@@ -242,7 +258,7 @@ class FollowerTasks:
             raise ProtocolViolationError(
                 f"{address} sent something wrong and is not asked again: {self._downloads.liars[address]}"
             )
-        publisher = Publisher(RpcChannel(address, credentials=options.credentials), os.urandom(NAME_BYTES))
+        publisher = Publisher(options.dial(address, loopback=options.loopback), os.urandom(NAME_BYTES))
         # A loopback endpoint is of no use to the followers of a publisher elsewhere.
         reachable = self._endpoint and (publisher.is_local or not is_loopback(parse_address(self._endpoint)[0]))
         request = WeightsFollowRequest(
@@ -278,7 +294,7 @@ class FollowerTasks:
             self.store.arrange(manifest.layout)
         received = self.newest
         if received is None or manifest.version > received.manifest.version:
-            self.announced, self._publisher = manifest, publisher
+            self.announced, self._publisher, self.announced_locally = manifest, publisher, publisher.is_local
             self._told_old = False
         elif manifest.digest != received.manifest.digest and not self._told_old:
             self._told_old = True

@@ -7,10 +7,11 @@ import logging
 from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Protocol
 
 from averaging.common.addresses import CLIENT_PREFIX, is_endpoint, is_loopback, parse_address
 from averaging.errors import AveragingError, ProtocolViolationError, StateError
-from averaging.rpc import Credentials, RpcChannel
+from averaging.rpc import RpcChannel
 from averaging.synchronizer.weights_layout import ranges_of
 from averaging.synchronizer.weights_messages import FETCH
 from averaging.synchronizer.weights_snapshot import Incoming
@@ -38,6 +39,10 @@ MAX_SOURCES = 32
 """Sources that are tried for one version before an error is reported."""
 
 
+class _Dial(Protocol):
+    def __call__(self, endpoint: str, *, loopback: bool) -> RpcChannel: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Publisher:
     """A connection to a publisher.
@@ -61,7 +66,7 @@ class Downloads:
 
     Args:
         run_id: the run that is followed.
-        credentials: certificates and tokens.
+        dial: opens connections, see `FollowerOptions.dial`.
         stall_timeout: seconds without a message after which a source is left.
         own_endpoint: endpoint of this process, which is never a source; empty if it hands on nothing.
 
@@ -69,8 +74,8 @@ class Downloads:
         liars: endpoints that sent something wrong, with what it was. They are never asked again.
     """
 
-    def __init__(self, run_id: str, credentials: Credentials, stall_timeout: float, own_endpoint: str) -> None:
-        self._run_id, self._credentials = run_id, credentials
+    def __init__(self, run_id: str, dial: _Dial, stall_timeout: float, own_endpoint: str) -> None:
+        self._run_id, self._dial = run_id, dial
         self._stall_timeout, self._own_endpoint = stall_timeout, own_endpoint
         self.liars: dict[str, str] = {}
 
@@ -89,7 +94,7 @@ class Downloads:
         for _ in range(MAX_SOURCES):
             if incoming.complete:
                 return
-            itself = _Source(publisher, list(failed), lambda: self._channel(at_publisher))
+            itself = _Source(publisher, list(failed), lambda: self._dial(at_publisher, loopback=publisher.is_local))
             try:
                 source = await self._receive_from(publisher.channel, itself, incoming, arrived)
                 if source:
@@ -114,7 +119,7 @@ class Downloads:
         """Receives from a follower. Returns why it did not deliver all, or an empty string."""
 
         def channel() -> RpcChannel:
-            return RpcChannel(source, credentials=self._credentials, named_by_peer=True, loopback=publisher.is_local)
+            return self._dial(source, loopback=publisher.is_local)
 
         try:
             async with channel() as first:
@@ -200,9 +205,6 @@ class Downloads:
                     arrived()
                 elif clock() - last > WAITING_FACTOR * self._stall_timeout:
                     raise TimeoutError(f"it has waited for pieces itself for {clock() - last:.0f} s")
-
-    def _channel(self, endpoint: str) -> RpcChannel:
-        return RpcChannel(endpoint, credentials=self._credentials)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,90 @@
+"""Which addresses a follower dials: those of the user, and those at which a peer can be."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import averaging.synchronizer
+from averaging import PeerUnreachableError, ProtocolViolationError, RpcServer
+from averaging.rpc import RpcChannel, RpcHandler
+from averaging.synchronizer.follower_shards import ShardTasks
+from averaging.synchronizer.follower_tasks import FollowerOptions
+from averaging.synchronizer.weights_layout import Shard
+from averaging.synchronizer.weights_messages import FETCH, FOLLOW, version_message
+from averaging.synchronizer.weights_snapshot import copy_state, seal
+from averaging.synchronizer.weights_store import Store
+from averaging.wire.weights_pb2 import WeightsFollowRequest, WeightsVersion
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
+
+LIMIT = 20.0
+
+
+class Naming:
+    """A publisher of the first part of a model, which names an endpoint for the second one."""
+
+    def __init__(self, endpoint: str) -> None:
+        snapshot = seal(copy_state({"w": torch.ones(3)}), 1, None)
+        shards = Shard("", snapshot.manifest.digest), Shard(endpoint, bytes(32))
+        self._store = Store(bases=1)
+        self._snapshot = replace(snapshot, manifest=replace(snapshot.manifest, shards=shards))
+        self._store.add(self._snapshot)
+
+    async def _follow(self, _: WeightsFollowRequest) -> AsyncGenerator[WeightsVersion, None]:
+        yield version_message(self._snapshot.manifest)
+        await asyncio.Event().wait()
+
+    def rpc_handlers(self) -> list[RpcHandler]:
+        return [FOLLOW.streams(self._follow), FETCH.streams(self._store.send)]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "endpoint",
+    ["169.254.169.254:80", "[fd00:ec2::254]:80", "0.0.0.0:80", "224.0.0.1:80", "[::ffff:169.254.169.254]:80"],
+)
+async def test_a_part_is_not_dialled_where_no_peer_can_be(endpoint: str) -> None:
+    async with RpcServer("127.0.0.1:0", [Naming(endpoint)]) as server:
+        options = FollowerOptions(join=[server.endpoint], run_id="")
+        async with ShardTasks(options, lambda _: None, lambda _: True, lambda _: None) as follower:
+            async with asyncio.timeout(LIMIT):
+                assert not await follower.wait_newer(None, None)
+            assert isinstance(follower.failure, ProtocolViolationError)
+            assert f"{endpoint} is not dialled" in str(follower.failure)
+
+
+async def dial(channel: RpcChannel) -> None:
+    async with channel:
+        async for _ in channel.stream(FOLLOW, WeightsFollowRequest()):
+            pass
+
+
+@pytest.mark.asyncio
+async def test_a_part_is_dialled_on_loopback_only_if_its_publisher_is_there_or_the_user_has_named_it() -> None:
+    address = "127.0.0.1:1"
+    options = FollowerOptions(join=["192.0.2.1:1"], run_id="")
+    with pytest.raises(ProtocolViolationError, match="a loopback address"):
+        await dial(options.dial(address, loopback=False))
+    for allowed in (
+        options.dial(address, loopback=True),
+        replace(options, join=[address]).dial(address, loopback=False),
+        replace(options, given=[address]).dial(address, loopback=False),
+    ):
+        with pytest.raises(PeerUnreachableError):
+            await dial(allowed)
+    with pytest.raises(ProtocolViolationError, match="link-local"):
+        await dial(
+            replace(options, join=["169.254.169.254:80"], given=[address]).dial("169.254.169.254:80", loopback=True)
+        )
+
+
+def test_all_connections_of_this_room_are_opened_in_one_place_or_to_the_user_s_address() -> None:
+    folder = Path(averaging.synchronizer.__file__).parent
+    places = {file.name: file.read_text().count("RpcChannel(") for file in folder.glob("*.py")}
+    assert {name: count for name, count in places.items() if count} == {"follower_tasks.py": 1, "remote.py": 1}
