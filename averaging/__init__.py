@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from averaging.averager import DecentralizedAverager, close_all
     from averaging.checkpoint import DistributedCheckpoint
     from averaging.common.malloc import keep_freed_memory
-    from averaging.config import Inspection, NonFinite, PeerConfig, TLSFiles
+    from averaging.config import Inspection, NonFinite, OnDrift, PeerConfig, TLSFiles
     from averaging.errors import (
         AveragingError,
         BusyError,
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         ConfigError,
         DataLostError,
         DiscoveryError,
+        DriftError,
         FeedBusyError,
         FeedError,
         FeedRefusedError,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
         WorkerLostError,
         WrongRunError,
     )
+    from averaging.observe.drift import Drift, DriftKind
     from averaging.observe.receipts import Account, DropCode, Dropped, LateArrival, Outcome, Receipt, Role, Straggler
     from averaging.observe.status import PeerStatus
     from averaging.observe.training_status import Finish, TrainingStatus
@@ -88,6 +90,9 @@ __all__ = [
     "DiLoCo",
     "DiscoveryError",
     "DistributedCheckpoint",
+    "Drift",
+    "DriftError",
+    "DriftKind",
     "DropCode",
     "Dropped",
     "Extras",
@@ -111,6 +116,7 @@ __all__ = [
     "NonFinite",
     "NonFiniteError",
     "NotServedError",
+    "OnDrift",
     "Outcome",
     "Peer",
     "PeerConfig",
@@ -176,6 +182,9 @@ _HOMES = {
     "DistributedCheckpoint": "checkpoint",
     "DiscoveryError": "errors",
     "DropCode": "observe.receipts",
+    "Drift": "observe.drift",
+    "DriftError": "errors",
+    "DriftKind": "observe.drift",
     "Dropped": "observe.receipts",
     "Extras": "state.snapshots",
     "FeedBusyError": "errors",
@@ -198,6 +207,7 @@ _HOMES = {
     "NonFinite": "config",
     "NonFiniteError": "errors",
     "NotServedError": "errors",
+    "OnDrift": "config",
     "Outcome": "observe.receipts",
     "Peer": "peer.peer",
     "PeerConfig": "config",

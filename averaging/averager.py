@@ -18,9 +18,9 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from averaging.common.validation import is_count, is_finite
-from averaging.config import PeerConfig, PeerOptions, configure
+from averaging.config import OnDrift, PeerConfig, PeerOptions, configure
 from averaging.discovery.shard_of_run import ShardOfRun
-from averaging.errors import AveragingError, ClosedError, ConfigError, PeersMissingError, RoundError
+from averaging.errors import AveragingError, ClosedError, ConfigError, DriftError, PeersMissingError, RoundError
 from averaging.observe.receipts import Receipt
 from averaging.observe.status import PeerStatus
 from averaging.observe.training_status import Finish, TrainingStatus
@@ -28,6 +28,7 @@ from averaging.peer.lifecycle import DiscoveryFactory
 from averaging.peer.peer import Peer
 from averaging.peer.round_options import RoundOptions
 from averaging.protocol.group import Mode
+from averaging.strategies.adoption import Adoption
 from averaging.strategies.base import Strategy
 from averaging.strategies.run_end import RunEnd
 from averaging.strategies.run_start import RunStart
@@ -217,6 +218,7 @@ class DecentralizedAverager(OptimizerWrapper):
         self.strategy = strategy
         self.last_receipt: Receipt | None = None
         self._on_round = on_round
+        self._drifted: Receipt | None = None  # of a round in which this peer differed, see `on_drift`
         self._in_on_round = False  # the strategy may not have applied the result of that round yet
         self._left = False
         self._state_services = [service for service in services if isinstance(service, StateService)]
@@ -253,6 +255,7 @@ class DecentralizedAverager(OptimizerWrapper):
                 take_over=lambda state: self._training_state.take_over(state),
             )
             self._training.standing = Standing(allow_takeover=allow_takeover)
+            self._adoption = Adoption(self._training, strategy)
             self.weight = weight  # checked by the property
             self.scheduler = None if scheduler is None else make_scheduler(scheduler, optimizer)
             self._training_state = TrainingState(self._training, strategy, self.scheduler, max_steps)
@@ -341,6 +344,7 @@ class DecentralizedAverager(OptimizerWrapper):
                 parameters now.
             StateError: The state of the inner optimizer contains something that newcomers cannot get.
             RoundError: `finish` was called.
+            DriftError: This peer differs from most peers, and `on_drift` is "raise". The step was made.
             ClosedError: The averager was closed, or its thread has failed.
         """
         if self._has_left():
@@ -361,6 +365,7 @@ class DecentralizedAverager(OptimizerWrapper):
             if not self._has_left():  # on SIGTERM, in the midst of this step
                 raise
             loss = None if closure is None else math.nan
+        self._resolve_drift()
         self._drive_scheduler()
         self._tell_services()
         return loss
@@ -386,6 +391,15 @@ class DecentralizedAverager(OptimizerWrapper):
         These differ from the trained ones with schedule-free optimizers only.
         """
         return self._training.modes.weights(training=False)
+
+    def _resolve_drift(self) -> None:
+        """Does what `on_drift` says if this peer differed from most members in the last round."""
+        receipt, self._drifted = self._drifted, None
+        if receipt is None:
+            return
+        if self._config.on_drift is OnDrift.RAISE:
+            raise DriftError(f"in round {receipt.round} {'; '.join(map(str, receipt.drifted))} (on_drift='raise')")
+        self._adoption.adopt()
 
     def _tell_services(self) -> None:
         # In a site the ranks know the version of rank 0's peer a step later.
@@ -459,6 +473,7 @@ class DecentralizedAverager(OptimizerWrapper):
             ClosedError: The averager was closed, or its thread has failed.
         """
         is_there = self._await_peers(count, timeout)
+        self._drive_scheduler()  # a state may have been taken over
         self._tell_news()
         if required and not is_there:
             raise PeersMissingError(count, timeout, self.peers)
@@ -663,6 +678,10 @@ class DecentralizedAverager(OptimizerWrapper):
 
     def _note(self, receipt: Receipt) -> None:
         self.last_receipt = receipt
+        if self._config.on_drift is not OnDrift.WARN and any(
+            drift.endpoint == receipt.endpoint for drift in receipt.drifted
+        ):
+            self._drifted = receipt
         if self._on_round is not None:
             self._in_on_round = True
             try:

@@ -54,6 +54,17 @@ class NonFinite(StrEnum):
     """They are averaged like other numbers, and spread to all members."""
 
 
+class OnDrift(StrEnum):
+    """What a training peer does when it differs from most members of its group although it should not."""
+
+    WARN = "warn"
+    """It logs a warning, as all peers do that see it."""
+    ADOPT = "adopt"
+    """It also takes over the state and the hyperparameters of most members."""
+    RAISE = "raise"
+    """`step` raises a DriftError."""
+
+
 class Inspection(StrEnum):
     """The callers that may inspect a peer: reflection, channelz, its status, and the records of discovery."""
 
@@ -113,6 +124,7 @@ class PeerOptions(TypedDict, total=False):
     direct_advertise: int | None
     share_state: bool
     verify_donors: int
+    on_drift: OnDrift | str
     insecure: bool
     inspection: Inspection | str
     receipts: FilePath | None
@@ -173,6 +185,8 @@ class PeerConfig:
         share_state: Whether newcomers may download this peer's state. Clients never share it.
         verify_donors: A state is downloaded only if this many donors offer the same version with the same digests of
             the averaged tensors. 1 trusts a single donor.
+        on_drift: What a training peer does when its parameters or hyperparameters differ from those of most members of
+            its group although they should not: `warn`, `adopt` theirs, or `raise`. See docs/operate/reliability.md.
 
         insecure: Whether other machines may connect although there is no TLS.
         inspection: The callers that may inspect this peer.
@@ -215,6 +229,7 @@ class PeerConfig:
 
     share_state: bool = True
     verify_donors: int = 1
+    on_drift: OnDrift = OnDrift.WARN
 
     insecure: bool = False
     inspection: Inspection = Inspection.TOKEN
@@ -346,6 +361,7 @@ class PeerConfig:
             "compression": compression,
             "reply_form": one_of(ReplyForm, self.reply_form, "reply_form"),
             "non_finite": one_of(NonFinite, self.non_finite, "non_finite"),
+            "on_drift": one_of(OnDrift, self.on_drift, "on_drift"),
             "inspection": one_of(Inspection, self.inspection, "inspection"),
         }
         for name, value in read.items():

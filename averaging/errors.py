@@ -137,6 +137,10 @@ class RoundError(AveragingError):
     """A round that cannot produce an average, for example because the weights of its members sum to zero."""
 
 
+class DriftError(AveragingError):
+    """This peer differs from most peers of its run although it should not, and `on_drift` is "raise"."""
+
+
 class SiteError(AveragingError):
     """The ranks of a site can no longer go the same way: one is lost, was interrupted, or has failed half-way.
 

@@ -53,6 +53,9 @@ Lists are separated by commas, truth values are `true` or `false`, and an empty 
 An error says where a value was set. An unknown name is an error, which suggests the most similar option.
 """
 
+WITHOUT_FLAG = {"tls": "tls_ca", "on_drift": "verify_donors"}
+"""Options that `averaging peer` does not have as a flag, and an option of the section in which they stand."""
+
 COMMANDS = ("peer", "state", "watch", "explain", "follow", "feed", "register", "ca init", "ca issue")
 
 
@@ -68,7 +71,7 @@ def options_page() -> str:
     meanings = described()
     page = [INTRODUCTION]
     for title, options in SECTIONS.items():
-        names = [*options, *(["tls"] if "tls_ca" in options else [])]
+        names = [*options, *(name for name, after in WITHOUT_FLAG.items() if after in options)]
         page.append(f"## {title}\n\n| option | default |\n|---|---|")
         page += [f"| [`{name}`](#{name}) | {default(known[name].default, name)} |" for name in names]
         page.append("")

@@ -21,9 +21,6 @@ T = TypeVar("T")
 POLL_SECONDS = 0.5
 """Interval at which a thread that waits for the lock checks whether it was cancelled."""
 
-SAMPLE_BYTES = 16 << 20
-"""Bytes of a model that are digested per call where all of it would cost too much; takes 1 to 2 ms."""
-
 
 class Write(Enum):
     """What `SharedTensors.write` makes of the old elements and the new values."""
@@ -238,13 +235,6 @@ def digest_of_tensors(tensors: Iterable[torch.Tensor], start: int = 0, stop: int
             digest.update(piece.view(torch.uint8).numpy().data)
         place = end
     return digest.hexdigest()
-
-
-def digest_of_piece(tensors: Sequence[torch.Tensor], number: int) -> str:
-    """The digest of piece `number` of the tensors, up to `SAMPLE_BYTES` long; successive numbers cycle through all."""
-    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    start = number % max(1, -(-nbytes // SAMPLE_BYTES)) * SAMPLE_BYTES
-    return digest_of_tensors(tensors, start, start + SAMPLE_BYTES)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

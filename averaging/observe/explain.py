@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 
 from averaging.common.sanitize import MAX_NAMES, counted, duration, listed, size
 from averaging.errors import printable
+from averaging.observe.drift import Drift
 from averaging.observe.late_arrivals import describe_late, last_to_arrive
 from averaging.observe.receipts import Dropped, Outcome, Receipt, Straggler
 
@@ -63,6 +64,15 @@ class Round:
         found = [receipt.straggler for receipt in self.receipts if receipt.straggler is not None]
         found = [one for one in found if one.endpoint not in self.dropped]
         return max(found, key=lambda one: (one.what == "parts", one.seconds), default=None)
+
+    @property
+    def drift(self) -> dict[str, list[Drift]]:
+        """What differs at which peers although it should not, by endpoint, but for rounding."""
+        found: dict[str, list[Drift]] = defaultdict(list)
+        for one in dict.fromkeys(drift for receipt in self.receipts for drift in receipt.drifted):
+            if all((one.kind, one.name) != (other.kind, other.name) for other in found[one.endpoint]):
+                found[one.endpoint].append(one)
+        return dict(found)
 
     @property
     def states(self) -> dict[str, list[str]]:
@@ -136,6 +146,7 @@ def describe(one: Round, peers: Iterable[str] = ()) -> str:
         for receipt in one.receipts
         if receipt.kept_local and receipt.averaged
     ]
+    facts += [f"DRIFT: {one}" for found in one.drift.values() for one in found]
     if several and first.members:
         facts += _agreement(one)
         missing = sorted((set(peers) & set(one.members)) - {receipt.endpoint for receipt in one.receipts})
@@ -208,6 +219,7 @@ def _summary(rounds: Sequence[Round], peers: set[str]) -> Iterator[str]:
     yield f"total of {counted(len(rounds), 'round')}: {counts}"
     yield from _summary_of_drops(rounds)
     yield from _summary_of_time(rounds)
+    yield from _summary_of_drift(rounds)
     receipts = [receipt for one in rounds for receipt in one.receipts]
     sent, received = sum(one.bytes_sent for one in receipts), sum(one.bytes_received for one in receipts)
     yield f"bytes: {size(sent)} sent, {size(received)} received"
@@ -235,6 +247,15 @@ def _summary_of_drops(rounds: Sequence[Round]) -> Iterator[str]:
         yield f"dropped: {name} in {counted(found.total(), 'round')} ({why})"
     if not codes:
         yield "dropped: none"
+
+
+def _summary_of_drift(rounds: Sequence[Round]) -> Iterator[str]:
+    found: dict[str, list[Drift]] = defaultdict(list)
+    for one in rounds:
+        for name, drift in one.drift.items():
+            found[name].append(drift[0])
+    for name, drift in sorted(found.items(), key=lambda item: -len(item[1])):
+        yield f"drift: {name} in {counted(len(drift), 'round')}, first: {drift[0]}"
 
 
 def _summary_of_time(rounds: Sequence[Round]) -> Iterator[str]:

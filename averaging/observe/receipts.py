@@ -9,6 +9,7 @@ from typing import Any
 
 from averaging.common.sanitize import counted, duration, html_table, size
 from averaging.errors import printable
+from averaging.observe.drift import Drift, DriftKind
 
 
 class Outcome(StrEnum):
@@ -199,6 +200,8 @@ class Receipt:
             else the tensors after the round. Empty if nothing must be equal.
         last_to_arrive: the member that arrived last at the group. None if unknown, or unless it arrived 0.1 s, and a
             quarter of the time since this peer's last round, after the one before. A peer cannot observe itself.
+        drift: the members whose tensors or hyperparameters differ from those of most members although they should not,
+            also this peer; at most one entry for each kind of difference. Members of other software are not compared.
     """
 
     round: int
@@ -225,6 +228,7 @@ class Receipt:
     digest: str = ""
     state: str = ""
     last_to_arrive: LateArrival | None = None
+    drift: tuple[Drift, ...] = ()
 
     @property
     def averaged(self) -> bool:
@@ -236,8 +240,9 @@ class Receipt:
             return f"round {self.round}: no group after {duration(self.seconds)}: {printable(self.reason)}"
         if self.outcome is Outcome.CANCELLED:
             return f"round {self.round}: cancelled after {duration(self.seconds)}"
+        drift = "".join(f"; DRIFT: {one}" for one in self.drifted)
         if self.outcome is Outcome.FAILED:
-            return f"round {self.round}: failed after {duration(self.seconds)}: {printable(self.reason)}"
+            return f"round {self.round}: failed after {duration(self.seconds)}: {printable(self.reason)}{drift}"
         lost = "".join(
             f"; lost {printable(dropped.endpoint)} ({printable(dropped.reason)})" for dropped in self.dropped
         )
@@ -245,8 +250,13 @@ class Receipt:
         return (
             f"round {self.round}: averaged with {counted(len(self.members) - 1, 'other')} in {duration(self.seconds)} "
             f"(all-reduce {duration(self.allreduce_seconds)}, {size(self.bytes_sent)} out, "
-            f"{size(self.bytes_received)} in){late}{lost}"
+            f"{size(self.bytes_received)} in){late}{lost}{drift}"
         )
+
+    @property
+    def drifted(self) -> tuple[Drift, ...]:
+        """The drift that rounding cannot have caused."""
+        return tuple(drift for drift in self.drift if drift.kind is not DriftKind.ROUNDING)
 
     def _repr_html_(self) -> str:
         rows: dict[str, object] = {"outcome": self.outcome.value}
@@ -266,6 +276,8 @@ class Receipt:
             late = self.last_to_arrive
             rows["last to arrive"] = f"{late.endpoint}, {duration(late.seconds)} after the others"
         rows |= {f"lost {dropped.endpoint}": dropped.reason for dropped in self.dropped}
+        if self.drift:
+            rows["drift"] = "; ".join(map(str, self.drift))
         if self.straggler is not None:
             rows["waited for"] = f"{self.straggler.endpoint}, {duration(self.straggler.seconds)}, {self.straggler.what}"
         return html_table(f"round {self.round} of run {self.run_id}", rows)

@@ -6,7 +6,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Self, Unpack
 
@@ -19,6 +19,7 @@ from averaging.discovery.base import Discovery
 from averaging.discovery.gossip.bootstrap import Waiting
 from averaging.discovery.shard_of_run import ShardOfRun, shards_key
 from averaging.errors import ClosedError, ConfigError
+from averaging.observe.drift import DriftCheck
 from averaging.observe.receipts import DropCode, Receipt
 from averaging.observe.status import PeerStatus
 from averaging.peer.lifecycle import DiscoveryFactory, Running, start
@@ -27,6 +28,7 @@ from averaging.peer.run_progress import RunProgress
 from averaging.peer.single_average import SingleAverage
 from averaging.peer.sockets import make_transport
 from averaging.peer.topics import Topic, TopicOptions, make_topic
+from averaging.protocol.fingerprint import attach
 from averaging.protocol.group import Mode, pack_gather, progress_key
 from averaging.security.credentials import read_credentials
 from averaging.state.download import download
@@ -323,7 +325,7 @@ class Peer:
         expected_peers: ExpectedPeers | None = None,
         search_timeout: float | None = None,
         stop_search: StopSearch | None = None,
-        state: str = "",
+        drift: DriftCheck | None = None,
         confirm: Confirm | None = None,
     ) -> Receipt:
         """Finds a group and averages tensors with it.
@@ -345,7 +347,7 @@ class Peer:
                 refuses connections is removed from that progress, so that no peer waits for it.
             search_timeout: seconds to look for a group; `round_timeout` if None.
             stop_search: called whenever the others' progress changes; the search ends if it returns True.
-            state: digest, for the receipt, of what all members must hold alike when the round begins.
+            drift: compares this peer with the other members; its fingerprint is passed to all of them with `gather`.
             confirm: awaited with the group once the result is there. It returns why the result is not adopted, and the
                 round has failed then; or nothing. It does not work together with `in_place`.
 
@@ -361,7 +363,7 @@ class Peer:
         running = self._entered
         weight = check_weight(weight)
         try:
-            gathered = pack_gather(weight, self.config.bandwidth, self.config.mode, gather)
+            gathered = self._gathered(weight, gather, drift)
         except ValueError as error:
             raise ConfigError(str(error)) from None
         topic = topic or self._own
@@ -375,13 +377,21 @@ class Peer:
                 expected_peers=expected_peers,
                 search_timeout=search_timeout,
                 stop_search=stop_search,
-                state=state,
+                drift=drift,
                 confirm=confirm,
             )
         if topic.commits and receipt.averaged:
             running.donors.declaration.changed()
         logger.info("%s", receipt)
         return receipt
+
+    def _gathered(self, weight: float, gather: Any, drift: DriftCheck | None) -> bytes:
+        """What this peer tells its group: the fingerprint too, if there is room beside the application's `gather`."""
+        bandwidth, mode = self.config.bandwidth, self.config.mode
+        if drift is not None:
+            with suppress(ValueError):
+                return pack_gather(weight, bandwidth, mode, attach(gather, drift.own))
+        return pack_gather(weight, bandwidth, mode, gather)
 
     async def check_division(self) -> None:
         """Checks that the known peers of the run divide the model into shards as this peer's site does.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any, TypedDict
 
+from averaging.observe.drift import DriftCheck
 from averaging.protocol.group import Group
 
 StopSearch = Callable[[Mapping[str, bytes]], bool]
@@ -32,7 +33,7 @@ class RoundOptions(TypedDict, total=False):
         expected_peers: if not given, all peers that train in the run.
         search_timeout: seconds; if not given, `group_wait` for each key to search.
         stop_search: if not given, the search ends when all expected peers have left.
-        state: digest of what all members must hold alike when the round begins, for the receipt.
+        drift: of what all members must hold alike, from `Training.fingerprint`. Hyperparameters are compared anyway.
         confirm: not for strategies; set where the model is divided between the ranks of a site.
     """
 
@@ -43,7 +44,7 @@ class RoundOptions(TypedDict, total=False):
     expected_peers: ExpectedPeers
     search_timeout: float
     stop_search: StopSearch
-    state: str
+    drift: DriftCheck
     confirm: Confirm
 
 

@@ -27,12 +27,14 @@ from averaging.matchmaking.arrivals import Arrivals
 from averaging.matchmaking.exclusions import Exclusions
 from averaging.matchmaking.response_history import ResponseHistory
 from averaging.matchmaking.schema_differences import LoggedDifferences
+from averaging.observe.drift import Drift, DriftCheck
 from averaging.observe.receipts import Account, DropCode, LateArrival, Outcome, Receipt, Role
 from averaging.peer.liveness import find_gone
 from averaging.peer.round_options import Confirm, ExpectedPeers, StartSize, StopSearch
 from averaging.peer.run_progress import RunProgress
 from averaging.peer.service import PeerService
 from averaging.peer.topics import Adopt, Topic
+from averaging.protocol.fingerprint import Fingerprint, detach
 from averaging.protocol.group import Group, Mode
 from averaging.protocol.schema import Schema
 from averaging.security.client_names import is_bound
@@ -63,6 +65,8 @@ class _Round:
     started: float
     wall_clock: float  # start in seconds since the epoch
     state: str = ""  # digest of what all members must hold alike
+    check: DriftCheck | None = None
+    drift: tuple[Drift, ...] = ()
     group: Group | None = None
     group_found: float = 0.0  # time
     arrivals: Arrivals | None = None
@@ -167,7 +171,7 @@ class Rounds:
         expected_peers: ExpectedPeers | None,
         search_timeout: float,
         stop_search: StopSearch | None,
-        state: str,
+        drift: DriftCheck | None,
         confirm: Confirm | None = None,
     ) -> Receipt:
         """Averages with a group.
@@ -180,7 +184,7 @@ class Rounds:
             expected_peers: see `Peer.average`.
             search_timeout: seconds to look for a group.
             stop_search: see `Peer.average`.
-            state: see `Receipt`.
+            drift: see `Peer.average`.
             confirm: see `Peer.average`.
 
         Returns:
@@ -192,7 +196,8 @@ class Rounds:
         """
         self._count += 1
         started = asyncio.get_running_loop().time()
-        round_ = _Round(self._count, topic, topic.at(phase), started, self._clock(), state)
+        alike = "" if drift is None or drift.own.moment != phase else drift.own.digest
+        round_ = _Round(self._count, topic, topic.at(phase), started, self._clock(), alike, drift)
         try:
             receipt = await self._average(
                 round_, gathered, start_size, expected_peers, search_timeout, stop_search, confirm
@@ -266,6 +271,9 @@ class Rounds:
         round_.step_rates = self._progress.step_rates(group.endpoints)
         trainers = [member.endpoint for member in group.members if member.sends]  # nobody waits for an auxiliary
         round_.last_to_arrive = arrivals.last(trainers, self._last_ended)
+        if round_.check is not None:
+            round_.check.counted_as = self._progress.members
+            round_.drift = round_.check.compare(self._endpoint, self._fingerprints(group))
         try:
             allreduce = round_.allreduce = self._service.round = self._new_round(round_, group)
         except AveragingError as error:
@@ -426,7 +434,7 @@ class Rounds:
             group_id=group.public_id if group else b"",
             members=group.endpoints if group else (),
             dropped=result.dropped if result else (),
-            gathered={member.endpoint: member.user for member in group.members} if group else {},
+            gathered={member.endpoint: detach(member.user)[0] for member in group.members} if group else {},
             seconds=now - round_.started,
             allreduce_seconds=now - round_.group_found if group else 0.0,
             bytes_sent=result.bytes_sent if result else 0,
@@ -444,6 +452,7 @@ class Rounds:
             digest=result.digest if result else "",
             state=self._state(round_, result),
             last_to_arrive=round_.last_to_arrive,
+            drift=round_.drift,
         )
 
     def _state(self, round_: _Round, result: RoundResult | None) -> str:
@@ -451,6 +460,11 @@ class Rounds:
         if result is not None and round_.adopted and round_.topic.commits and not result.kept_local:
             return result.digest
         return round_.state
+
+    def _fingerprints(self, group: Group) -> dict[str, Fingerprint]:
+        """The fingerprints of the other members that sent one."""
+        sent = {member.endpoint: detach(member.user)[1] for member in group.members}
+        return {name: one for name, one in sent.items() if one is not None and name != self._endpoint}
 
 
 def _with_arrival(account: Account, round_: _Round) -> Account:

@@ -150,7 +150,10 @@ class Strategy(ABC):
             others: from `others`.
             start_timeout: seconds to wait until a donor starts to send, even if this peer could average with others.
         """
-        own = self.announced_history(training)
+        return self._follow(training, self.announced_history(training), others, start_timeout)
+
+    def _follow(self, training: Training, own: History, others: Others, start_timeout: float) -> bool:
+        """Takes over the state of a peer that is ahead of the history `own`."""
         fetch = training.found(lambda: self._downloads.follow(training, own, others, self._partners, start_timeout))
         if fetch is None:
             return False
@@ -167,6 +170,13 @@ class Strategy(ABC):
 
     def _take_over(self, training: Training, fetch: Fetch) -> None:
         training.take_over(fetch)
+
+    def adopt(self, training: Training, donors: Collection[str]) -> bool:
+        """Takes over the state of one of these peers, which is right where this peer's is not. Returns whether it did.
+
+        Nothing has to be done if the next average makes the peers equal.
+        """
+        return False
 
     def step(
         self, training: Training, closure: Callable[[], float] | None = None, batch_size: int | None = None

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from averaging.common.shared_tensors import digest_of_piece
 from averaging.common.validation import is_finite
 from averaging.errors import AveragingError, ConfigError, StateError
 from averaging.observe.receipts import Receipt
@@ -139,6 +138,7 @@ class DiLoCo(LockstepStrategy):
             _check_outer(outer, anchors.values())
             copied = [(buffer, averages[name]) for name, buffer in buffers.items()]
             self._fragments.append(Fragment(number, parameters, anchors, changes, topic, outer, copied))
+        training.hyperparameters.optimizers["outer "] = self._fragments[0].outer
 
     def joined(self, training: Training) -> None:
         """Starts from the present parameters if no outer state was taken over."""
@@ -232,7 +232,7 @@ class DiLoCo(LockstepStrategy):
             "phase": self.history.phase,
             "gather": {"samples": training.weight},
             "expected_peers": self._expected_peers(training, together),
-            "state": digest_of_piece(self._anchors, self.history.step),
+            "drift": training.fingerprint(self._anchors, self.history.phase, self.history.step),
         }
         if search_timeout is not None:
             options["search_timeout"] = search_timeout
@@ -275,9 +275,9 @@ class DiLoCo(LockstepStrategy):
         self._discarded = False
 
     @property
-    def _anchors(self) -> list[torch.Tensor]:
-        """The model after the last global step, equal at all peers."""
-        return [anchor for fragment in self._fragments for anchor in fragment.anchors.values()]
+    def _anchors(self) -> dict[str, torch.Tensor]:
+        """The model after the last global step by name, equal at all peers."""
+        return {name: anchor for fragment in self._fragments for name, anchor in fragment.anchors.items()}
 
     @property
     def _next_fragment(self) -> Fragment:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from averaging.common.shared_tensors import all_finite, digest_of_piece
+from averaging.common.shared_tensors import all_finite
 from averaging.errors import ConfigError, TensorError
 from averaging.observe.receipts import Receipt
 from averaging.peer.topics import Adopt
@@ -169,6 +169,7 @@ class GradientAveraging(LockstepStrategy):
         lacking = {number for number, here in enumerate(self._present.values()) if not here}
         receipt: Receipt | None = None
         if together:
+            training.note_hyperparameters(self.history.step)
             try:
                 receipt = training.average(
                     self._topic,
@@ -176,7 +177,7 @@ class GradientAveraging(LockstepStrategy):
                     weight=self._gathered,
                     gather={"samples": self._gathered, "lacking": _bitmap(lacking, len(self._present))},
                     expected_peers=self._expected_peers(training, together),
-                    state=digest_of_piece(list(training.parameters.values()), self.history.step),
+                    drift=training.fingerprint(training.parameters, self.history.phase, self.history.step),
                 )
             finally:  # also after a KeyboardInterrupt
                 if receipt is None or not receipt.averaged:

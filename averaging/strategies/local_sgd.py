@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 
+from averaging.observe.drift import DriftCheck
 from averaging.observe.receipts import Receipt
+from averaging.peer.round_options import RoundOptions
 from averaging.peer.topics import Adopt, Topic, TopicOptions
 from averaging.protocol.messages import CompressionType
 from averaging.state.snapshots import Extras
@@ -63,6 +65,8 @@ class LocalSGD(Strategy):
         self._pending: PendingRound | None = None
         self._replaced = False  # whether the parameters were loaded since the pending round began
         self._announcements: Mapping[str, bytes] = {}  # those read last
+        self._averaged_in = ""  # group that has averaged the parameters, until the next step changes them
+        self._alike: DriftCheck | None = None  # of the parameters after the last complete round
 
     @property
     def every(self) -> int:
@@ -81,9 +85,18 @@ class LocalSGD(Strategy):
     def joined(self, training: Training) -> None:
         """Drops a topic of statistics, which a loaded state replaces, and a pending change, as `load` does."""
         super().joined(training)
-        self._replaced = True
+        self._replaced, self._averaged_in = True, ""
         if self._averages_state(training):
             self._topic = None
+
+    def step(
+        self, training: Training, closure: Callable[[], float] | None = None, batch_size: int | None = None
+    ) -> float | None:
+        """One local step; before the first one after a round, the parameters are those of all its members."""
+        if self._averaged_in:
+            group, self._averaged_in = self._averaged_in, ""
+            self._alike = training.fingerprint(training.parameters, group, int(group[:8], 16))
+        return super().step(training, closure, batch_size)
 
     def after_step(self, training: Training) -> None:
         """Averages if a round is due."""
@@ -102,12 +115,15 @@ class LocalSGD(Strategy):
         if self._averages_state(training):
             topic = self._current_topic(training, topic)
         self._schedule.restart()  # before the round, whose result newcomers get together with the steps since it
+        options: RoundOptions = {"expected_peers": still_training}
+        if self._alike is not None:
+            options["drift"] = self._alike
         if self._delayed is not None:
             self._delayed.copy()
             self._replaced = False
-            self._pending = training.begin(topic, expected_peers=still_training)
+            self._pending = training.begin(topic, **options)
         else:
-            self._end_round(training, training.average(topic, expected_peers=still_training))
+            self._end_round(training, training.average(topic, **options))
 
     def state(self) -> Extras:
         """The local steps since the last round."""
@@ -116,7 +132,7 @@ class LocalSGD(Strategy):
     def load(self, tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None:
         """Loads the step count; a pending change belongs to other parameters and is not added."""
         self._schedule.steps = count_in(user, "since")
-        self._replaced = True
+        self._replaced, self._averaged_in = True, ""
 
     def _news(self, training: Training) -> Others | None:
         """The other peers, if one of them is ahead of this one or may be."""
@@ -133,6 +149,7 @@ class LocalSGD(Strategy):
 
     def finish(self, training: Training) -> None:
         """Waits for the round in progress and adds its change."""
+        self._averaged_in = ""  # `average_now` may follow
         if self._pending is not None:
             self._apply(training, self._pending)
 
@@ -177,6 +194,9 @@ class LocalSGD(Strategy):
         """Announces the progress; the parameters of a peer that is alone become the state that newcomers get."""
         training.refresh()  # cached declarations belong to the round that has ended
         training.announce(self.progress(training).pack(), soon=False)
+        # A round that was overlapped, or lacks a part, leaves its members with different parameters. So do deltas.
+        is_alike = receipt.averaged and receipt.digest and not receipt.kept_local and self._delayed is None
+        self._averaged_in = receipt.group_id.hex() if is_alike else ""
         if not receipt.averaged and training.is_alone:
             with training.replacing():
                 return

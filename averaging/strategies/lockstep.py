@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,8 @@ from averaging.errors import StateError
 from averaging.observe.receipts import Receipt
 from averaging.peer.round_options import ExpectedPeers
 from averaging.strategies.base import Strategy
-from averaging.training.history import History, Stage
+from averaging.strategies.catch_up import START_TIMEOUT
+from averaging.training.history import History, Stage, read_progress
 from averaging.training.standing import Others, compare_progress, find_together
 from averaging.training.training import Training
 
@@ -66,6 +67,21 @@ class LockstepStrategy(Strategy):
         """
         if "history" not in user:
             raise StateError("the state has no history of global steps")
+
+    def adopt(self, training: Training, donors: Collection[str]) -> bool:
+        """Takes over the state of one of these peers once they have made the same step."""
+        history = self.history
+
+        def level(seen: Mapping[str, bytes]) -> dict[str, History]:
+            return {
+                name: one.history
+                for name, one in read_progress({name: seen[name] for name in donors if name in seen}).items()
+                if one.donates and one.history >= history
+            }
+
+        seen = training.wait_for_announcements(lambda seen: bool(level(seen)), START_TIMEOUT)
+        others = Others((), 0.0, 0.0, level(seen))
+        return self._follow(training, History(), others, START_TIMEOUT)
 
     def _expected_peers(self, training: Training, together: tuple[str, ...]) -> ExpectedPeers:
         """The peers of `together` for which the next round waits, as long as they neither leave nor advance.

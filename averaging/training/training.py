@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any, TypeVar, Unpack
 
 import torch
@@ -17,16 +18,23 @@ from averaging.common.shared_tensors import digest_of_tensors
 from averaging.common.validation import check_weight
 from averaging.config import NonFinite
 from averaging.errors import ClosedError, TensorError
+from averaging.observe.drift import Drift, DriftCheck, DriftKind, HyperparameterLog
 from averaging.observe.receipts import Receipt
 from averaging.observe.step_rate import StepRate
 from averaging.peer.peer import FetchedState, Peer
 from averaging.peer.round_options import RoundOptions, all_of
 from averaging.peer.topics import Topic, TopicOptions
+from averaging.protocol.fingerprint import Fingerprint, shorten
 from averaging.state.packing import State
 from averaging.state.snapshots import Extras
 from averaging.training.cached_queries import CachedQueries
 from averaging.training.event_loop_thread import EventLoopThread, on_loop
 from averaging.training.fetch import Fetch
+from averaging.training.fingerprints import (
+    HyperparameterReader,
+    fingerprint_of,
+    tolerance_of,
+)
 from averaging.training.group_progress import GroupProgress
 from averaging.training.history import still_training
 from averaging.training.layout import as_divided, local
@@ -44,6 +52,14 @@ logger = logging.getLogger("averaging.training")
 
 
 T = TypeVar("T")
+
+DRIFT_ADVICE = (
+    "give all peers the same hyperparameters and scheduler, and write no parameters at one peer alone; "
+    "on_drift='adopt' takes over what most peers have"
+)
+
+MAX_DRIFT = 1024
+"""Differences that are remembered, so that each is logged once."""
 
 ASK_AGAIN_SECONDS = 60.0
 """Seconds after which the ranks of a site meet while they wait for the announcements of other peers."""
@@ -70,6 +86,8 @@ class Training:
         progress: what the inner optimizer changes in its parameter groups.
         copies: the inner optimizer's copies of the parameters.
         modes: whether the model holds the weights to train or to evaluate.
+        since: 0 if this peer began with its own parameters; else 1 + its local step when it last took over a state.
+        hyperparameters: reads those that the peers should have in common; a strategy adds its own optimizers.
         parameters: what this rank holds of the parameters, by name.
         buffers: the averaged buffers, by name.
         shared_buffers: the buffers that newcomers get, but that are not averaged, by name.
@@ -101,8 +119,12 @@ class Training:
         self.parameters = {name: local(one) for name, one in parameters.items()}
         self.buffers, self.shared_buffers = buffers.averaged, buffers.shared
         self.site, self.donates = site, donates
-        self.local_step = 0
+        self.local_step, self.since = 0, 0
         self.standing = Standing()
+        self.hyperparameters = HyperparameterReader(optimizer, lambda: self.progress.keys)
+        self._log = HyperparameterLog()
+        self._comparison = DriftCheck(Fingerprint())  # of the last round
+        self._drift: set[Drift] = set()  # that was logged
         self._peer = peer
         self._on_receipt, self._check, self._take_over = on_receipt, check, take_over
         self._weight = 1.0
@@ -305,6 +327,7 @@ class Training:
         """
         with self._own_work(), ExitStack() as lock:
             lock.enter_context(self._peer.tensors())
+            self.note_hyperparameters(self.local_step)
             if closure is None:
                 self._clip(max_norm)
                 loss = self.optimizer_step()
@@ -455,7 +478,7 @@ class Training:
         self, pending: PendingRound | None, topic: Topic | None, options: RoundOptions
     ) -> Coroutine[Any, Any, Receipt]:
         self._synchronize()
-        config, weight = self._peer.config, self.weight
+        config, weight, compared = self._peer.config, self.weight, self._compared(options)
         # One declaration, and another one for each group bit that may have to be dropped.
         search_timeout = min(config.group_wait * (1 + len(config.group_bits)), config.round_timeout)
         names = self._peer.shard
@@ -480,6 +503,7 @@ class Training:
             if expected and ("expected_peers" in options or "search_timeout" not in options):
                 chosen["stop_search"] = lambda seen: not expected_peers(seen)  # all of them have left
             chosen.update(options)
+            chosen["drift"] = compared
             if names is not None and pending is not None:
                 chosen["confirm"] = pending.confirm
                 chosen["expected_peers"] = expected_peers
@@ -487,6 +511,59 @@ class Training:
             return await self._peer.average(topic or self._model_topic, **chosen)
 
         return average()
+
+    # Drift
+
+    def note_hyperparameters(self, step: int) -> None:
+        """Notes the hyperparameters that are used at a step, for the comparison with other peers.
+
+        Args:
+            step: local step; a strategy whose peers make all steps together passes the global step.
+        """
+        self._log.record(step, self.hyperparameters.read())
+
+    def fingerprint(self, tensors: Mapping[str, torch.Tensor], moment: str, number: int) -> DriftCheck:
+        """Fingerprint of tensors that all members of a group should hold alike, to be compared in its round.
+
+        Args:
+            tensors: by name, in the same order at all peers.
+            moment: which moment they are of, at most 64 characters; only fingerprints of the same one are compared.
+            number: the same at all peers; other parts of large tensors are digested with the next number.
+        """
+        values = list(tensors.values())
+        own = fingerprint_of(values, moment, number)
+        return DriftCheck(own, list(tensors), tolerance=tolerance_of(values))
+
+    def _compared(self, options: RoundOptions) -> DriftCheck:
+        """What is compared in a round: what the strategy compares, and the hyperparameters of the last step."""
+        check = options.get("drift") or DriftCheck(Fingerprint())
+        step, values = self._log.latest()
+        own = replace(check.own, since=self.since, step=step, hyperparameters=shorten(values))
+        self._comparison = replace(check, own=own, log=self._log)
+        return self._comparison
+
+    def _log_drift(self, receipt: Receipt) -> None:
+        """Warns once of each difference between members of a group that should be equal."""
+        if receipt.averaged and not receipt.drift:
+            self._drift.clear()
+        for drift in receipt.drift:
+            same = {replace(drift, value="", expected="", size=None)}  # values may change with each step
+            if self.site.leads and not same <= self._drift:
+                rounding = drift.kind is DriftKind.ROUNDING
+                whose = " (this peer)" if drift.endpoint == receipt.endpoint else ""
+                advice = "" if rounding else f"; {DRIFT_ADVICE}"
+                logger.log(logging.INFO if rounding else logging.WARNING, "drift: %s%s%s", drift, whose, advice)
+            if len(self._drift) < MAX_DRIFT:
+                self._drift |= same
+
+    def adopt_hyperparameters(self) -> tuple[list[str], tuple[str, ...]]:
+        """Takes over the hyperparameters of the members from which this peer differed in its last round.
+
+        Returns:
+            The names of those that were changed, and the members that hold the right tensors; none if this peer does.
+        """
+        right, donors = self.agreed(lambda: (self._comparison.right, self._comparison.donors))
+        return self.hyperparameters.adopt(right), donors
 
     def digest(self) -> str:
         """Digest of the model's weights, 16 hexadecimal digits; equal at all peers that hold the same bytes."""
@@ -509,6 +586,7 @@ class Training:
             logger.warning("%s; training goes on, and further rounds that fail like this are not logged", receipt)
         self._warned = reason
         self.standing = self.standing.after_round(receipt.members, averaged=receipt.averaged)
+        self._log_drift(receipt)
         self._on_receipt(receipt)
         return receipt
 

@@ -144,6 +144,7 @@ class TrainingState:
         for name, tensor in shared.items():
             buffers[name].copy_(tensor)
         self._training.local_step = state.user["local_step"]
+        self._training.since = 1 + self._training.local_step
         if self._training.local_step:
             set_initial_lr(optimizer)
 

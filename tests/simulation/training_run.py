@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from averaging import DecentralizedAverager, DiLoCo, GradientAveraging, LocalSGD, Strategy
 from averaging.discovery.gossip import GossipDiscovery
 from averaging.discovery.gossip.identity import UnsignedIdentity
-from averaging.errors import NoSeedAnsweredError, StateError
+from averaging.errors import DriftError, NoSeedAnsweredError, StateError
 from averaging.observe.receipts import Receipt
 from averaging.observe.training_status import Finish
 from averaging.transport import virtual_time
@@ -34,6 +35,11 @@ class Site:
     starts: float
     lives: float = float("inf")  # seconds from the start of the simulation until it is killed
     step_seconds: float = STEP_SECONDS
+    hyperparameters: Mapping[str, Any] = field(default_factory=dict)  # besides those of all sites
+    tamper: Callable[[DecentralizedAverager, int], None] | None = None  # called before each step with its number
+    scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the averager
+    error: Exception | None = None  # that has ended the training
     receipts: list[Receipt] = field(default_factory=list)  # of the training, without those of its end
     finish: Finish | None = None
     parameters: list[float] = field(default_factory=list)
@@ -63,7 +69,7 @@ class Run:
         optimizer: torch.optim.Optimizer
         while True:
             parameter = torch.nn.Parameter(torch.tensor([rng.gauss(0, 1) for _ in range(3)]))
-            optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+            optimizer = torch.optim.SGD([parameter], **{"lr": 0.1, "momentum": 0.9, **site.hyperparameters})
             try:
                 opt = self._averager(site, optimizer, rng)
                 break
@@ -73,10 +79,14 @@ class Run:
         while now() < self.until:
             sleep(site.step_seconds * rng.uniform(0.8, 1.2))
             parameter.grad = torch.tensor([rng.gauss(0, 1) for _ in range(3)])
-            if isinstance(opt.strategy, GradientAveraging):
+            if site.tamper is not None:
+                site.tamper(opt, opt.local_step)
+            try:
                 opt.step(batch_size=4)
-            else:
-                opt.step()
+            except DriftError as error:
+                site.error = error
+                opt.close()
+                return
         trained = len(site.receipts)
         site.finish = opt.finish(timeout=30.0)
         del site.receipts[trained:]
@@ -106,6 +116,8 @@ class Run:
             group_wait=self.group_wait,
             round_timeout=5.0 * self.group_wait,
             stall_timeout=2.0,
+            scheduler=site.scheduler,
+            **site.options,
         )
 
     async def _live(self, site: Site, rng: random.Random) -> None:

@@ -30,7 +30,7 @@ from averaging.protocol.group import Mode
 from averaging.protocol.messages import COMPRESSIONS, CompressionType
 from averaging.protocol.schema import ReplyForm
 
-HIDDEN = {"tls", "in_place"}
+HIDDEN = {"tls", "in_place", "on_drift"}
 """Options of the library that the command does not have: an object, and one for benchmarks."""
 
 

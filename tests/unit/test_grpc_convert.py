@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from averaging.deadlines.learned_deadlines import Learned, Phase
 from averaging.errors import ProtocolViolationError
+from averaging.observe.drift import Drift, DriftKind
 from averaging.observe.receipt_book import Watched
 from averaging.observe.receipts import Account, DropCode, Dropped, LateArrival, Outcome, Receipt, Role, Straggler
 from averaging.observe.status import PeerStatus
@@ -116,6 +117,7 @@ receipts = st.builds(
     digest=names,
     state=names,
     last_to_arrive=st.none() | st.builds(LateArrival, names, finite),
+    drift=several(st.builds(Drift, names, st.sampled_from(DriftKind), names, names, names, st.none() | finite)),
 )
 statuses = st.builds(
     PeerStatus,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import isfinite
 
 from averaging.errors import ProtocolViolationError
+from averaging.observe.drift import Drift, DriftKind
 from averaging.observe.receipt_book import Watched
 from averaging.observe.receipts import Account, DropCode, Dropped, LateArrival, Outcome, Receipt, Role, Straggler
 from averaging.transport.grpc.conversion import parse
@@ -63,6 +64,18 @@ def receipt_to_wire(receipt: Receipt) -> status_pb2.Receipt:
         state_version=receipt.state_version,
         state=receipt.state,
         last_to_arrive=status_pb2.LateArrival(endpoint=late.endpoint, seconds=late.seconds) if late else None,
+        drift=map(_drift_to_wire, receipt.drift),
+    )
+
+
+def _drift_to_wire(drift: Drift) -> status_pb2.Drift:
+    return status_pb2.Drift(
+        endpoint=drift.endpoint,
+        kind=drift.kind.value,
+        name=drift.name,
+        value=drift.value,
+        expected=drift.expected,
+        size=drift.size,
     )
 
 
@@ -129,7 +142,13 @@ def receipt_from_wire(wire: status_pb2.Receipt) -> Receipt:
         last_to_arrive=LateArrival(late.endpoint, late.seconds)
         if wire.HasField("last_to_arrive") and isfinite(late.seconds)
         else None,
+        drift=tuple(map(_drift, wire.drift)),
     )
+
+
+def _drift(wire: status_pb2.Drift) -> Drift:
+    size = wire.size if wire.HasField("size") and isfinite(wire.size) else None
+    return Drift(wire.endpoint, DriftKind(wire.kind), wire.name, wire.value, wire.expected, size)
 
 
 def _dropped(wire: status_pb2.DroppedMember) -> Dropped:

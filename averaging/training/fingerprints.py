@@ -1,0 +1,232 @@
+"""Makes the fingerprint of a peer's tensors and hyperparameters, see `protocol.fingerprint`."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import struct
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from averaging.protocol.fingerprint import (
+    ENTRY_BYTES,
+    MAX_ENTRIES,
+    MAX_ITEMS,
+    MAX_NAME,
+    MAX_SKETCHES,
+    Fingerprint,
+    Hyperparameters,
+    Value,
+    runs,
+)
+from averaging.training.group_progress import HYPERPARAMETERS
+
+SAMPLE_BYTES = 16 << 20
+"""Bytes of a model that are digested in one fingerprint. If it has more, a part of each tensor is, and the parts move
+on with each fingerprint. docs/operate/reliability.md has the time that it takes."""
+
+LEAST_BYTES = 4096
+"""Bytes of a tensor that are digested at least."""
+
+SKETCHED = 1024
+"""Elements of a tensor from which its sketch is computed."""
+
+NO_HYPERPARAMETERS = frozenset({"self", "params", "foreach", "fused", "capturable", "differentiable"})
+"""Arguments of optimizers that are no hyperparameters, or choose how a step is computed, not what."""
+
+ROUNDING = {torch.float16: 1e-2, torch.bfloat16: 1e-2}
+"""By dtype, the relative difference of tensors up to which unequal machines may have caused it by rounding."""
+
+ROUNDING_OF_OTHERS = 1e-5
+
+
+def tolerance_of(tensors: Sequence[torch.Tensor]) -> float:
+    """The relative difference that rounding may cause in the least precise of these tensors."""
+    return max((ROUNDING.get(tensor.dtype, ROUNDING_OF_OTHERS) for tensor in tensors), default=0.0)
+
+
+def fingerprint_of(tensors: Sequence[torch.Tensor], moment: str, number: int, since: int = 0) -> Fingerprint:
+    """The fingerprint of tensors on any device, equal at all peers whose tensors are equal.
+
+    Args:
+        tensors: in order; no peer writes them meanwhile.
+        moment: see `Fingerprint`.
+        number: which part of large tensors is digested; the same at all peers.
+        since: see `Fingerprint`.
+    """
+    pieces = _on_cpu(_windows(tensors, number))
+    digests = [xxhash.xxh3_64_digest(piece.view(np.uint8).data) for piece in pieces]
+    entries = (
+        digests[run.start] if len(run) == 1 else xxhash.xxh3_64_digest(b"".join(digests[run.start : run.stop]))
+        for run in runs(len(digests), MAX_ENTRIES)
+    )
+    sketched = [
+        sum(_sketch(piece, tensors[place]) for place, piece in zip(run, pieces[run.start : run.stop], strict=True))
+        for run in runs(len(pieces), MAX_SKETCHES)
+    ]
+    return Fingerprint(
+        moment,
+        xxhash.xxh3_64_hexdigest(b"".join(digests)),
+        b"".join(entry[:ENTRY_BYTES] for entry in entries),
+        struct.pack(f"<{len(sketched)}d", *sketched),
+        since,
+    )
+
+
+def _windows(tensors: Sequence[torch.Tensor], number: int) -> list[torch.Tensor]:
+    """Part `number` of each tensor, 1-D; all of it if all tensors together are small enough."""
+    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    windows = []
+    for tensor in tensors:
+        flat, size = tensor.detach().reshape(-1), tensor.element_size()
+        if nbytes > SAMPLE_BYTES:
+            length = max(LEAST_BYTES, flat.numel() * size * SAMPLE_BYTES // nbytes) // size
+            start = number % max(1, -(-flat.numel() // length)) * length
+            flat = flat[start : start + length]
+        windows.append(flat)
+    return windows
+
+
+def _on_cpu(windows: Sequence[torch.Tensor]) -> list[np.ndarray]:
+    """The bytes of 1-D tensors. Those on a device come in one copy for each dtype, since each copy waits for it."""
+    by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+    for place, window in enumerate(windows):
+        by_kind[window.device, window.dtype].append(place)
+    found = list(windows)
+    for (device, _), places in by_kind.items():
+        if device.type != "cpu":
+            together = torch.cat([windows[place] for place in places]).cpu()
+            for place, piece in zip(
+                places, torch.split(together, [windows[place].numel() for place in places]), strict=True
+            ):
+                found[place] = piece
+    return [one.contiguous().view(torch.uint8).numpy() if one.numel() else np.empty(0, np.uint8) for one in found]
+
+
+_SIGNS = np.where(np.random.default_rng(0).random(SKETCHED) < 0.5, -1.0, 1.0)
+
+
+def _sketch(piece: np.ndarray, tensor: torch.Tensor) -> float:
+    """A number that changes by about the relative change of the tensor: a projection of its direction, and its norm."""
+    if not piece.size:
+        return 0.0
+    values = torch.from_numpy(piece).view(tensor.dtype)
+    values = values[:: max(1, -(-values.numel() // SKETCHED))]
+    sampled = (values if tensor.dtype is torch.float64 else values.float()).numpy().astype(np.float64)
+    norm = float(np.sqrt(sampled @ sampled))
+    if not (norm > 0 and np.isfinite(norm)):
+        return 0.0
+    return float(sampled @ _SIGNS[: sampled.size]) / norm + float(np.log(norm))
+
+
+class HyperparameterReader:
+    """Reads the hyperparameters of optimizers by name: arguments of the constructor that the parameter groups hold.
+
+    So neither what a scheduler or the user keeps in a group, nor what the optimizer counts there, is among them. A
+    tensor on a device is left out, since reading it would stop that device.
+
+    Args:
+        optimizer: the inner optimizer.
+        progress: the keys that it changes itself.
+
+    Attributes:
+        optimizers: by the prefix of their names; a strategy adds its own.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, progress: Callable[[], Collection[str]]) -> None:
+        self.optimizers = {"": optimizer}
+        self._progress = progress
+        self._seen: list[object] = []
+        self._read: Hyperparameters = {}
+
+    def read(self) -> Hyperparameters:
+        """The present ones, computed only if a value was replaced since the last call."""
+        seen: list[object] = list(self._progress())
+        for optimizer in self.optimizers.values():
+            names = _arguments(type(optimizer).__mro__)
+            seen += [value for group in optimizer.param_groups for name, value in group.items() if name in names]
+        unchanged = len(seen) == len(self._seen) and all(map(operator.is_, seen, self._seen))
+        if not unchanged or any(isinstance(value, torch.Tensor | list) for value in seen):
+            self._seen, self._read = seen, self._present()
+        return self._read
+
+    def adopt(self, right: Mapping[str, tuple[Value, ...] | bytes]) -> list[str]:
+        """Sets those hyperparameters that have other values at other peers. Returns their names.
+
+        Args:
+            right: as `Fingerprint.hyperparameters` has them; untrusted. Only values of the same type are taken.
+        """
+        changed = []
+        own = self._present()
+        for prefix, optimizer in self.optimizers.items():
+            groups = optimizer.param_groups
+            for name in groups[0]:
+                column = right.get(f"{prefix}{name}")
+                if f"{prefix}{name}" not in own or not isinstance(column, tuple) or len(column) not in (1, len(groups)):
+                    continue
+                for number, group in enumerate(groups):
+                    value = column[min(number, len(column) - 1)]
+                    if _fits(value, group[name]) and _value(group[name]) != value:
+                        _set(group, name, value)
+                        changed.append(f"{prefix}{name}")
+        return list(dict.fromkeys(changed))
+
+    def _present(self) -> dict[str, tuple[Value, ...]]:
+        found: dict[str, tuple[Value, ...]] = {}
+        for prefix, optimizer in self.optimizers.items():
+            names = _arguments(type(optimizer).__mro__) - (set() if prefix else set(self._progress()))
+            groups = optimizer.param_groups
+            found[f"{prefix}optimizer"] = (type(optimizer).__name__[:MAX_NAME],)
+            for name in [name for name in groups[0] if name in names]:
+                column = tuple(_value(group.get(name)) for group in groups)
+                if _UNREADABLE not in column:
+                    found[f"{prefix}{name}"] = column[:1] if column.count(column[0]) == len(column) else column
+        return found
+
+
+_UNREADABLE = "\0"
+
+
+@cache
+def _arguments(kinds: tuple[type, ...]) -> frozenset[str]:
+    """The arguments of the constructors of an optimizer's class and its bases, which may pass others on."""
+    constructors = (one.__dict__["__init__"] for one in kinds if "__init__" in one.__dict__)
+    return HYPERPARAMETERS.union(*(inspect.signature(one).parameters for one in constructors)) - NO_HYPERPARAMETERS
+
+
+def _value(value: object) -> Any:
+    """A value of a group, as it travels."""
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.device.type == "cpu" and value.numel() == 1 else _UNREADABLE
+    if isinstance(value, list | tuple):
+        items = tuple(_value(item) for item in value)
+        return items if len(items) <= MAX_ITEMS and not any(isinstance(one, tuple) for one in items) else _UNREADABLE
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    return value[:MAX_NAME] if isinstance(value, str) else _UNREADABLE
+
+
+def _fits(value: object, present: object) -> bool:
+    """Whether a value from a peer can take the place of the present one."""
+    present = _value(present)
+    if isinstance(value, tuple) and isinstance(present, tuple):
+        return len(value) == len(present) and all(map(_fits, value, present))
+    if isinstance(present, bool) or isinstance(value, bool) or present is None:
+        return type(value) is type(present)
+    if isinstance(present, int | float):
+        return isinstance(value, int | float) and bool(np.isfinite(value))
+    return type(value) is type(present)
+
+
+def _set(group: dict[str, Any], name: str, value: Any) -> None:
+    present = group[name]
+    if isinstance(present, torch.Tensor):
+        present.fill_(value)
+    else:
+        group[name] = list(value) if isinstance(present, list) and isinstance(value, tuple) else value
