@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 _WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"})
 # of torch.compile, FSDP, activation checkpointing, and Lightning Fabric; no module of a user has these names
@@ -44,11 +45,16 @@ def is_placeholder(name: str) -> bool:
     return _PLACEHOLDER.fullmatch(name.rpartition("/")[2]) is not None
 
 
-def digest_of_names(names: Sequence[str]) -> str:
+def digest_of_names(names: Iterable[str]) -> str:
     """What peers compare of the names of their tensors: how many have one, a dash, and a digest; empty for none.
 
     Two of these say something about each other only if they count equally many names.
     """
+    return _digest(tuple(names))
+
+
+@lru_cache(maxsize=128)  # each phase of a topic asks again
+def _digest(names: tuple[str, ...]) -> str:
     named = [(place, name) for place, name in enumerate(without_wrappers(names)) if not is_placeholder(name)]
     if not named:
         return ""
@@ -67,3 +73,10 @@ def first_other_name(ours: Sequence[str], theirs: Sequence[str]) -> tuple[str, s
         if here != there and not is_placeholder(here) and not is_placeholder(there):
             return here, there
     return None
+
+
+def first_moved_name(ours: Sequence[str], theirs: Sequence[str]) -> tuple[str, str] | None:
+    """Like `first_other_name`, where the other side may use names of its own: only names that both have count."""
+    plain = set(without_wrappers(ours))
+    found = first_other_name(ours, theirs)
+    return found if found is not None and found[1] in plain else None

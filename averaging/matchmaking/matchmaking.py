@@ -154,7 +154,10 @@ class Matchmaking:
             SchemaMismatchError: all other peers under the key average other tensors.
         """
         member = unpack_gather(self._endpoint, gather)
-        state = LeaderCandidate(member, self.schema.hash, self._group_size, target_contributors, self._min_group_size)
+        schema, size = self.schema, self._group_size
+        state = LeaderCandidate(
+            member, schema.hash, size, target_contributors, self._min_group_size, names=schema.names
+        )
         search = SearchState(
             state,
             gather,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import msgpack
 
 from averaging.common.addresses import CLIENT_PREFIX, is_endpoint
+from averaging.common.tensor_names import contradict
 from averaging.deadlines.learned_deadlines import VERDICT_SECONDS
 from averaging.discovery.base import Entry
 from averaging.errors import ProtocolViolationError
@@ -76,6 +77,7 @@ class LeaderCandidate:
         followers: the peers that follow it, by endpoint.
         min_group_sizes: the `min_group_size` of each follower.
         assembled: whether its group is complete, so that its search is over.
+        names: digest of the names of its tensors, see `Schema.names`.
     """
 
     member: Member
@@ -88,6 +90,7 @@ class LeaderCandidate:
     followers: dict[str, Member] = field(default_factory=dict)
     min_group_sizes: dict[str, int] = field(default_factory=dict)
     assembled: bool = False
+    names: str = ""
 
 
 def declaration_seconds(group_wait: float, had_too_few: bool) -> float:
@@ -117,7 +120,7 @@ def verdict(
         or request.endpoint in excluded
     ):
         return MessageCode.PROTOCOL_VIOLATION, ""
-    if request.schema_hash != searching.schema_hash:
+    if request.schema_hash != searching.schema_hash or contradict(request.names, searching.names):
         return MessageCode.BAD_SCHEMA_HASH, ""
     if searching.declared is None:
         return MessageCode.NOT_DECLARED, ""

@@ -54,7 +54,7 @@ class SchemaDifferences:
         """Asks `endpoint` for its schema and returns the first difference; `known` caches it."""
         if found := known.get(endpoint):
             return found
-        difference = "its schema hash differs, and it did not send its schema"
+        difference = "the shapes or names of its tensors differ, and it did not send its schema"
         try:
             if self._discovery.knows(endpoint):
                 async with asyncio.timeout(VERDICT_SECONDS):

@@ -96,6 +96,7 @@ class JoinRequest:
     Attributes:
         expiration: end of the follower's wait for a group, in seconds since the epoch.
         min_group_size: the smallest group that the follower accepts; sent in a header of the call.
+        names: digest of the names of its tensors, see `Schema.names`; sent in a header as well.
     """
 
     endpoint: str
@@ -104,6 +105,7 @@ class JoinRequest:
     gather: bytes = b""
     client_mode: bool = False
     min_group_size: int = 2
+    names: str = ""
 
 
 @dataclass(frozen=True, slots=True)

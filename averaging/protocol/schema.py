@@ -10,6 +10,7 @@ from math import prod
 
 import torch
 
+from averaging.common.tensor_names import digest_of_names, first_other_name
 from averaging.errors import TensorError
 from averaging.protocol.aggregation import MEAN, Aggregation
 from averaging.protocol.messages import CompressionType
@@ -36,7 +37,7 @@ class ReplyForm(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor of the schema. `name` is for error texts only and not part of the hash."""
+    """One tensor of the schema. `name` is not part of the hash."""
 
     name: str
     dtype: str
@@ -86,6 +87,11 @@ class Schema:
         return hashlib.sha256(f"1|{tensors}|{self.part_size_bytes}|{self.reply.value}{rule}{topic}".encode()).digest()
 
     @property
+    def names(self) -> str:
+        """What peers of this software compare of the names of the tensors, see `digest_of_names`."""
+        return digest_of_names(spec.name for spec in self.tensors)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors in memory."""
         return sum(spec.numel * spec.torch_dtype.itemsize for spec in self.tensors)
@@ -130,7 +136,7 @@ def describe(
 
 
 def first_difference(ours: Schema, theirs: Schema) -> str | None:
-    """A description of the first difference between two schemas; None if their hashes are equal."""
+    """A description of the first difference between two schemas; None if their hashes are equal and their names fit."""
     if ours.topic != theirs.topic:
         here, there = (schema.topic or "the peer's own tensors" for schema in (ours, theirs))
         return f"{here} are averaged here and {there} there"
@@ -151,4 +157,7 @@ def first_difference(ours: Schema, theirs: Schema) -> str | None:
         return f"reducers answer with the {ours.reply.value} here and with the {theirs.reply.value} there"
     if ours.aggregation != theirs.aggregation:
         return f"contributions are aggregated by {ours.aggregation} here and by {theirs.aggregation} there"
+    if other := first_other_name([spec.name for spec in ours.tensors], [spec.name for spec in theirs.tensors]):
+        here, there = other
+        return f"tensor {here!r} is {there!r} there; parameters and buffers need the same names in the same order"
     return None

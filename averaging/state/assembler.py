@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from averaging.common.shared_tensors import all_finite
+from averaging.common.tensor_names import first_moved_name, first_other_name
 from averaging.errors import StateError
 from averaging.protocol.messages import Buffer, DownloadData, Resume, WireTensor
 from averaging.protocol.schema import Schema
@@ -242,12 +243,12 @@ class StateAssembler:
         if self.outdated:
             declared = f"{self._min_version:.0f} as declared"
             raise StateError(f"it has version {self.version}, not {declared}; it was probably restarted")
-        self._check_announced()
+        self._check_announced(manifest.named)
         self._check(manifest.user)
         if manifest.skipped:
             self._skip(manifest.skipped)
 
-    def _check_announced(self) -> None:
+    def _check_announced(self, named: bool) -> None:
         announced, own = self._announced, self._schema.tensors if self._schema else ()
         if len(announced) < len(own):
             raise StateError(f"it has {len(announced)} tensors, this peer has {len(own)}")
@@ -257,6 +258,12 @@ class StateAssembler:
                     f"{DTYPE_NAMES[d]}{list(s)}" for d, s in ((dtype, shape), (spec.torch_dtype, spec.shape))
                 )
                 raise StateError(f"its tensor {name!r} is {there}, here {spec.name!r} is {here}")
+        ours, theirs = [spec.name for spec in own], [tensor.name for tensor in announced[: len(own)]]
+        if other := (first_other_name if named else first_moved_name)(ours, theirs):
+            raise StateError(
+                f"it averages {other[1]!r} where this peer has {other[0]!r}; use the same model, with its parameters "
+                "and buffers in the same order"
+            )
         if self.nbytes > self._max_bytes:
             raise StateError(f"it announces {self.nbytes} bytes, more than the {self._max_bytes} of max_bytes")
         if self._expected is not None and self.fingerprint != self._expected:

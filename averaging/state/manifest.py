@@ -70,12 +70,15 @@ class Manifest:
 
     Attributes:
         skipped: bytes that are not sent because the reader has them: the first ones of the state.
+        named: whether the names are those of the application, which a reader with names compares; other software may
+            name tensors in its own way.
     """
 
     version: int
     tensors: tuple[TensorInfo, ...]
     user: Mapping[str, Any] = field(default_factory=dict)
     skipped: int = 0
+    named: bool = True
 
     def pack(self) -> bytes:
         """Serializes it for `DownloadData.metadata`."""
@@ -84,6 +87,7 @@ class Manifest:
             "tensors": [[name, DTYPE_NAMES[dtype], list(shape)] for name, dtype, shape, _ in self.tensors],
             "digest": [tensor.digest for tensor in self.tensors],
             "user": dict(self.user),
+            "named": self.named,
         }
         packed: bytes = msgpack.packb(fields | ({"skipped": self.skipped} if self.skipped else {}))
         return packed
@@ -118,7 +122,7 @@ def read_manifest(packed: bytes, max_items: int) -> Manifest:
     if len({name for name, _, _ in specs}) != len(specs):
         raise StateError("two of its tensors have the same name")
     tensors = tuple(TensorInfo(*spec, digest) for spec, digest in zip(specs, digests, strict=True))
-    return Manifest(version, tensors, user, skipped)
+    return Manifest(version, tensors, user, skipped, fields.get("named") is True)
 
 
 def covered(tensors: Sequence[TensorInfo], offset: int) -> tuple[int, int]:

@@ -82,8 +82,8 @@ def named_buffers(given: Any, model: TrainedModel | None = None) -> Buffers:
     """The buffers that peers have in common.
 
     Args:
-        given: the buffers by name, as the user gave them; None for all those of the model that can be averaged or sent.
-            Constants with infinity, such as masks, are not averaged then.
+        given: the buffers by name, as the user gave them; None for all those of the model that can be averaged or sent,
+            which leaves out constants with infinity, such as masks.
         model: gives the names of its buffers.
 
     Raises:
@@ -92,13 +92,11 @@ def named_buffers(given: Any, model: TrainedModel | None = None) -> Buffers:
     """
     if given is None:
         named = {} if model is None else {name: one for name, one in model.buffers.items() if _can_be_sent(one)}
-        constant = {name for name, one in named.items() if one.is_floating_point() and not all_finite(one)}
     else:
-        named, constant = _given_buffers(given, model), set()
-    averaged = {f"{BUFFER}{name}": one for name, one in named.items() if one.is_floating_point()}
-    for name in constant:
-        del averaged[BUFFER + name]
-    return Buffers(averaged, {BUFFER + name: one for name, one in named.items() if BUFFER + name not in averaged})
+        named = _given_buffers(given, model)
+    prefixed = {BUFFER + name: buffer for name, buffer in named.items()}
+    averaged = {name: buffer for name, buffer in prefixed.items() if buffer.is_floating_point()}
+    return Buffers(averaged, {name: buffer for name, buffer in prefixed.items() if name not in averaged})
 
 
 def _given_buffers(given: Any, model: TrainedModel | None) -> dict[str, torch.Tensor]:
@@ -121,8 +119,11 @@ def _can_be_sent(buffer: torch.Tensor) -> bool:
         _check_writable("it", buffer)
     except TensorError:
         return False
-    kinds = DTYPES if buffer.is_floating_point() else STATE_DTYPES
-    return buffer.layout is torch.strided and buffer.dtype in kinds.values()
+    if buffer.layout is not torch.strided:
+        return False
+    if buffer.is_floating_point():
+        return buffer.dtype in DTYPES.values() and all_finite(buffer)
+    return buffer.dtype in STATE_DTYPES.values()
 
 
 def _check_writable(what: str, tensor: torch.Tensor) -> None:

@@ -192,10 +192,7 @@ class TrainingState:
         return copied if parameter is None else self._training.divided(copied, parameter)
 
     def _check_averaged(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Checks that the other peer averages the same tensors.
-
-        Shapes alone would accept a model of another size, and one with its parameters in another order.
-        """
+        """Checks that the other peer averages as many tensors. Their shapes and names were compared before."""
         own = list(self._training.tensors)
         theirs = [
             name
@@ -207,9 +204,6 @@ class TrainingState:
         if len(theirs) != len(own):
             which = f"{theirs[len(own)]!r} only there" if len(theirs) > len(own) else f"{own[len(theirs)]!r} only here"
             raise StateError(f"it averages {len(theirs)} tensors, this peer {len(own)} ({which}); use the same model")
-        if theirs != own and set(theirs) == set(own):
-            there, here = next((there, here) for there, here in zip(theirs, own, strict=True) if there != here)
-            raise StateError(f"it averages {there!r} where this peer has {here!r}; pass parameters in the same order")
 
     def _pack_strategy(self, user: Mapping[str, Any]) -> dict[str, Any]:
         """The strategy's part of a state, without its tensors."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
+from typing import Any
 
 import pytest
 import torch
@@ -493,3 +495,34 @@ def test_a_hundred_peers_keep_the_mean_to_1e6_when_none_dies() -> None:
     swarm.simulate(swarm.average_together(peers, 4))
     assert spread(tensors) < before / 4
     torch.testing.assert_close(torch.stack(tensors).mean(dim=0), mean, rtol=1e-6, atol=1e-6)
+
+
+SWAPPED = {"x": torch.zeros(4), "y": torch.full((4,), 100.0)}, {"y": torch.full((4,), 100.0), "x": torch.zeros(4)}
+
+
+@pytest.mark.parametrize("modes", [(Mode.NODE, Mode.NODE), (Mode.NODE, Mode.CLIENT), (Mode.AUXILIARY, Mode.NODE)])
+@pytest.mark.parametrize("share_state", [True, False])
+def test_tensors_of_one_shape_in_another_order_are_refused_by_name(modes: tuple[Mode, Mode], share_state: bool) -> None:
+    swarm = Swarm(2)
+    peers = [
+        swarm.peer(f"peer:{n}", tensors, mode=mode, share_state=share_state, group_wait=2.0)
+        for n, (tensors, mode) in enumerate(zip(SWAPPED, modes, strict=True), 1)
+    ]
+    receipts = [receipt for [receipt] in swarm.simulate(swarm.average_together(peers))]
+    assert {receipt.outcome for receipt in receipts} == {Outcome.NO_GROUP}
+    assert re.search("tensor '[xy]' is '[xy]' there", " ".join(receipt.reason for receipt in receipts))
+    assert all(peer.own_tensors[list(peer.tensor_names).index("x")].sum() == 0 for peer in peers)
+
+
+def test_wrappers_prefixes_and_tensors_without_names_keep_nobody_apart() -> None:
+    swarm = Swarm(3)
+    zeros, ones = [torch.zeros(3), torch.ones(3)], [torch.ones(3), torch.zeros(3)]
+    sets: list[Any] = [
+        dict(zip(("0.weight", "buffer/0.mean"), zeros, strict=True)),
+        dict(zip(("module.0.weight", "buffer/module.0.mean"), ones, strict=True)),
+        dict(zip(("group0.param0", "buffer/_orig_mod.0.mean"), ones, strict=True)),
+        ones,
+    ]
+    peers = [swarm.peer(f"peer:{n}", tensors, group_size=4, group_wait=2.0) for n, tensors in enumerate(sets, 1)]
+    for [receipt] in swarm.simulate(swarm.average_together(peers)):
+        assert (receipt.outcome, len(receipt.members)) == (Outcome.AVERAGED, 4)

@@ -538,3 +538,29 @@ def test_a_state_that_is_not_finite_is_refused_and_the_next_donor_asked(value: f
 
     assert virtual_time.run(main(True)) == "y:1"
     assert virtual_time.run(main(False)) == "x:1"
+
+
+def feed_names(names: Sequence[str], **changed: object) -> None:
+    """Feeds the first message of a donor whose averaged tensors have these names."""
+    named = dict(zip(names, state(0).tensors.values(), strict=False))
+    first = next(pack(seal(State(3, named))))
+    metadata = msgpack.packb({**msgpack.unpackb(first.metadata), **changed})
+    StateAssembler(SCHEMA).feed(DownloadData(metadata))
+
+
+@pytest.mark.parametrize("names", [("a", "c", "b", "d"), ("b", "a", "c", "d"), ("a", "b", "c", "e")])
+def test_a_state_with_other_names_is_refused_by_name(names: Sequence[str]) -> None:
+    place = next(place for place, name in enumerate(names) if name != NAMES[place])
+    with pytest.raises(StateError, match=f"averages '{names[place]}' where this peer has '{NAMES[place]}'"):
+        feed_names(names)
+
+
+def test_a_state_whose_tensors_have_no_names_or_wrappers_prefixes_is_accepted() -> None:
+    feed_names([f"_orig_mod.{name}" for name in NAMES])
+    feed_names([f"group0.param{place}" for place in range(4)])
+
+
+def test_other_software_may_name_tensors_in_its_own_way_but_not_mix_them() -> None:
+    feed_names(["t0", "t1", "t2", "t3"], named=None)
+    with pytest.raises(StateError, match="averages 'b' where this peer has 'a'"):
+        feed_names(["b", "a", "c", "d"], named=None)

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from averaging.protocol.messages import Resume
+from averaging.protocol.messages import JoinRequest, Resume
 from averaging.transport.grpc.headers import (
     MIN_GROUP_SIZE,
-    of_min_group_size,
+    NAMES,
+    of_join,
     of_resume,
     read_min_group_size,
+    read_names,
     read_resume,
 )
+
+
+def request(members: int = 2, names: str = "") -> JoinRequest:
+    return JoinRequest("192.0.2.1:1", b"hash", 1.0, min_group_size=members, names=names)
+
 
 HAS = Resume(10, bytes(range(32)))
 [HEADER] = of_resume(HAS)
@@ -26,11 +33,11 @@ def test_who_says_twice_what_it_has_is_given_all(further: list[tuple[str, str]])
 
 @pytest.mark.parametrize("members", [2, 3, 10, 4096])
 def test_the_least_group_comes_as_it_was_configured(members: int) -> None:
-    assert read_min_group_size([("other", "7"), *of_min_group_size(members)]) == members
+    assert read_min_group_size([("other", "7"), *of_join(request(members))]) == members
 
 
 def test_nothing_is_said_of_a_size_that_nobody_would_believe() -> None:
-    assert of_min_group_size(4097) == of_min_group_size(2) == ()
+    assert of_join(request(4097)) == of_join(request(2)) == ()
 
 
 @pytest.mark.parametrize(
@@ -42,3 +49,16 @@ def test_nothing_is_said_of_a_size_that_nobody_would_believe() -> None:
 )  # fmt: skip
 def test_what_is_no_size_counts_as_not_said(values: list[str | bytes]) -> None:
     assert read_min_group_size([(MIN_GROUP_SIZE, value) for value in values]) == 2
+
+
+def test_the_digest_of_names_comes_as_it_was_sent() -> None:
+    names = "12-0123456789abcdef"
+    assert read_names([("other", "7"), *of_join(request(3, names))]) == names
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[], ["12-0123456789abcdef"] * 2, ["0-0123456789abcdef"], ["12-0123456789ABCDEF"], ["12"], [b"x"], ["1" * 5000]],
+)
+def test_what_is_no_digest_of_names_counts_as_not_said(values: list[str | bytes]) -> None:
+    assert read_names([(NAMES, value) for value in values]) == ""

@@ -49,7 +49,8 @@ def test_hashes_are_equal_exactly_when_nothing_differs(ours: Schema, theirs: Sch
         and ours.aggregation == theirs.aggregation
     )
     assert (ours.hash == theirs.hash) is agree
-    assert (first_difference(ours, theirs) is None) is agree
+    named_alike = [t.name for t in ours.tensors] == [t.name for t in theirs.tensors]
+    assert (first_difference(ours, theirs) is None) is (agree and named_alike)
 
 
 def test_the_first_difference_is_named() -> None:
@@ -60,6 +61,8 @@ def test_the_first_difference_is_named() -> None:
     assert "2 tensors here and 1 there; 'b'" in str(first_difference(ours, shorter))
     assert "only there" in str(first_difference(shorter, ours))
     assert "delta" in str(first_difference(ours, replace(ours, reply=ReplyForm.DELTA)))
+    swapped = describe(["b", "a"], [torch.zeros(2, 3), torch.zeros(4)], part_size_bytes=1024)
+    assert "tensor 'a' is 'b' there" in str(first_difference(ours, swapped))
     assert "parts are 1024" in str(first_difference(ours, replace(ours, part_size_bytes=2048)))
     gradients = first_difference(ours, replace(ours, topic="gradients"))
     assert gradients == "the peer's own tensors are averaged here and gradients there"

@@ -58,7 +58,7 @@ def test_buffers_are_averaged_or_shared_by_their_kind() -> None:
     model.register_buffer("shared_memory", torch.zeros(1).expand(2))
     buffers = named_buffers(None, TrainedModel(model))
     assert list(buffers.averaged) == ["buffer/1.running_mean", "buffer/1.running_var"]
-    assert list(buffers.shared) == ["buffer/mask", "buffer/seen", "buffer/1.num_batches_tracked"]
+    assert list(buffers.shared) == ["buffer/seen", "buffer/1.num_batches_tracked"]
 
 
 def test_given_buffers_are_the_only_ones_and_get_the_names_of_the_model() -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 from averaging.protocol.group import MAX_GROUP_SIZE
-from averaging.protocol.messages import Resume
+from averaging.protocol.messages import JoinRequest, Resume
 
 RESUME = "averaging-resume"
 """The part of a state that the caller has: number of bytes, space, fingerprint of their tensors in hexadecimal."""
@@ -14,8 +14,12 @@ RESUME = "averaging-resume"
 MIN_GROUP_SIZE = "averaging-min-group-size"
 """Minimum number of members of a group in which the caller takes part, in decimal, from 2 to 4096."""
 
+NAMES = "averaging-names"
+"""What the caller's tensors are named: number of names, a dash, a digest of 16 hexadecimal digits."""
+
 _RESUME = re.compile(r"([0-9]{1,18}) ([0-9a-f]{64})")
 _NUMBER = re.compile(r"[1-9][0-9]{0,3}")
+_NAMES = re.compile(r"[1-9][0-9]{0,8}-[0-9a-f]{16}")
 
 
 def of_resume(resume: Resume | None) -> tuple[tuple[str, str], ...]:
@@ -29,9 +33,16 @@ def read_resume(headers: Iterable[tuple[str, str | bytes]]) -> Resume | None:
     return Resume(int(match[1]), bytes.fromhex(match[2])) if match else None
 
 
-def of_min_group_size(members: int) -> tuple[tuple[str, str], ...]:
-    """Returns the headers of a join request. No header means 2."""
-    return ((MIN_GROUP_SIZE, str(members)),) if 2 < members <= MAX_GROUP_SIZE else ()
+def of_join(request: JoinRequest) -> tuple[tuple[str, str], ...]:
+    """Returns the headers of a join request. Without them the minimum is 2, and the tensors have no names."""
+    size = ((MIN_GROUP_SIZE, str(request.min_group_size)),) if 2 < request.min_group_size <= MAX_GROUP_SIZE else ()
+    return (*size, (NAMES, request.names)) if request.names else size
+
+
+def read_names(headers: Iterable[tuple[str, str | bytes]]) -> str:
+    """Reads the digest of the names of the caller's tensors; empty if the header is missing or malformed."""
+    match = _match(_NAMES, NAMES, headers)
+    return match[0] if match else ""
 
 
 def read_min_group_size(headers: Iterable[tuple[str, str | bytes]]) -> int:

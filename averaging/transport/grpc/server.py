@@ -254,8 +254,9 @@ def _join(service: AveragingService, callers: Callers) -> grpc.RpcMethodHandler[
     method = methods.JOIN_GROUP
 
     async def handle(raw: bytes, context: Context) -> None:
-        least = headers.read_min_group_size(context.invocation_metadata() or ())
-        request = replace(callers.read(method, context)(raw), min_group_size=least)
+        given = context.invocation_metadata() or ()
+        least, names = headers.read_min_group_size(given), headers.read_names(given)
+        request = replace(callers.read(method, context)(raw), min_group_size=least, names=names)
         await write_all(context, method, callers, service.join_group(request))
 
     return grpc.unary_stream_rpc_method_handler(handle)

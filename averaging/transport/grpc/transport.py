@@ -150,8 +150,7 @@ class GrpcTransport:
 
     def join_group(self, endpoint: str, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
         """Asks `endpoint` to lead this peer, and yields its answers."""
-        join_headers = headers.of_min_group_size(request.min_group_size)
-        return call_stream(self._channels, endpoint, methods.JOIN_GROUP, request, join_headers)
+        return call_stream(self._channels, endpoint, methods.JOIN_GROUP, request, headers.of_join(request))
 
     def aggregate_part(
         self, endpoint: str, messages: AsyncIterator[AveragingData]
