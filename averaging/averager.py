@@ -275,8 +275,10 @@ class DecentralizedAverager(OptimizerWrapper):
             self._endpoint = site.agreed(lambda: start(""))
             if site.size > 1:
                 site.together(lambda: None if site.leads else start(self._endpoint))
+            self._training.measure_frozen()
             with self._training.copies.following():
                 self._begin()
+            self._training.name_other_bases()
             self._training.modes.settle(wanted=False)  # a newcomer begins in the mode of the state
             strategy.joined(self._training)
             self._drive_scheduler()

@@ -79,6 +79,7 @@ def train(options: argparse.Namespace) -> None:
     strategy = GradientAveraging(target_batch_size=options.target_batch_size)
     averager = DecentralizedAverager(
         torch.optim.AdamW(model.named_parameters(), lr=0.01),
+        model=model,
         run_id=options.run_id,
         join=options.join,
         listen=options.listen,
@@ -86,7 +87,6 @@ def train(options: argparse.Namespace) -> None:
         **security_of(options),
         mode=Mode.CLIENT if options.client_mode else Mode.NODE,
         strategy=strategy,
-        buffers=dict(model.named_buffers()),
         scheduler=partial(CosineAnnealingLR, T_max=options.steps),
         group_size=max(32, options.wait_for),
         group_wait=3.0,

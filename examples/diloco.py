@@ -84,6 +84,7 @@ def train(options: argparse.Namespace) -> None:
     model = LanguageModel(SIZE)
     averager = DecentralizedAverager(
         torch.optim.AdamW(model.named_parameters(), lr=4e-3, betas=(0.9, 0.95)),
+        model=model,
         run_id=options.run_id,
         join=options.join,
         listen=options.listen,

@@ -75,6 +75,7 @@ def main(arguments: list[str]) -> None:
     fully_shard(model, mesh=mesh)
     opt = DecentralizedAverager(
         optimizer_of(model),
+        model=model,
         run_id="sites",
         listen=listen,
         join=[listen, join],  # whichever is there

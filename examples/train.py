@@ -84,6 +84,7 @@ def train_with_others(training: Training, options: argparse.Namespace) -> None:
     logging.getLogger("averaging.peer").addHandler(notes)
     averager = DecentralizedAverager(
         training.optimizer,
+        model=training.model,
         run_id="demo",
         join=options.join,
         strategy=LocalSGD(every=options.every),

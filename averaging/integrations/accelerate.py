@@ -19,7 +19,8 @@ class AveragingLoop:
 
     ```python
     model, data = accelerator.prepare(model, data)
-    opt = DecentralizedAverager(torch.optim.AdamW(model.parameters()), run_id="example", strategy=LocalSGD(every=50))
+    adamw = torch.optim.AdamW(model.parameters())
+    opt = DecentralizedAverager(adamw, model=model, run_id="example", strategy=LocalSGD(every=50))
     with opt:
         loop = AveragingLoop(accelerator, opt)
         for x, y in data:

@@ -19,7 +19,9 @@ class TensorBoardRounds(RoundLogger):
 
     ```python
     rounds = TensorBoardRounds("runs/a")
-    opt = DecentralizedAverager(optimizer, run_id="example", strategy=LocalSGD(every=50), on_round=rounds)
+    opt = DecentralizedAverager(
+        optimizer, model=model, run_id="example", strategy=LocalSGD(every=50), on_round=rounds
+    )
     rounds.follow(opt)  # steps, samples and peers too, under `averaging/…`
     ```
 

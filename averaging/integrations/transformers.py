@@ -35,7 +35,8 @@ class AveragingCallback(TrainerCallback):
     ```python
     trainer = Trainer(model, arguments, train_dataset=data)
     optimizer = torch.optim.AdamW(trainer.model.parameters())
-    with DecentralizedAverager(optimizer, run_id="example", strategy=LocalSGD(every=50)) as opt:
+    strategy = LocalSGD(every=50)
+    with DecentralizedAverager(optimizer, model=trainer.model, run_id="example", strategy=strategy) as opt:
         AveragingCallback(opt, wait_for=2).attach(trainer)
         trainer.train()
     ```

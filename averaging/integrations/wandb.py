@@ -15,7 +15,9 @@ class WandbRounds(RoundLogger):
 
     ```python
     rounds = WandbRounds(wandb.init(project="example"))
-    opt = DecentralizedAverager(optimizer, run_id="example", strategy=LocalSGD(every=50), on_round=rounds)
+    opt = DecentralizedAverager(
+        optimizer, model=model, run_id="example", strategy=LocalSGD(every=50), on_round=rounds
+    )
     rounds.follow(opt)  # steps, samples and peers too, under `averaging/…`
     ```
 

@@ -236,7 +236,7 @@ class FollowerSide:
             gather=search.gather,
             client_mode=search.state.member.mode is Mode.CLIENT,
             min_group_size=self._min_group_size,
-            names=self._schema.names,
+            names=search.state.names,
         )
         try:
             async with aclosing(self._transport.join_group(leader, message)) as replies:

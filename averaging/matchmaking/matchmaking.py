@@ -156,7 +156,12 @@ class Matchmaking:
         member = unpack_gather(self._endpoint, gather)
         schema, size = self.schema, self._group_size
         state = LeaderCandidate(
-            member, schema.hash, size, target_contributors, self._min_group_size, names=schema.names
+            member,
+            schema.hash,
+            size,
+            target_contributors,
+            self._min_group_size,
+            names=schema.names if member.sends else "",
         )
         search = SearchState(
             state,

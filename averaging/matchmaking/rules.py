@@ -77,7 +77,8 @@ class LeaderCandidate:
         followers: the peers that follow it, by endpoint.
         min_group_sizes: the `min_group_size` of each follower.
         assembled: whether its group is complete, so that its search is over.
-        names: digest of the names of its tensors, see `Schema.names`.
+        names: digest of the names of its tensors, see `Schema.names`; empty if it contributes none.
+        follower_names: likewise of each follower.
     """
 
     member: Member
@@ -91,6 +92,11 @@ class LeaderCandidate:
     min_group_sizes: dict[str, int] = field(default_factory=dict)
     assembled: bool = False
     names: str = ""
+    follower_names: dict[str, str] = field(default_factory=dict)
+
+    def names_fit(self, names: str) -> bool:
+        """Whether a member whose tensors have these names can average with all that are in the group."""
+        return not any(contradict(names, others) for others in (self.names, *self.follower_names.values()))
 
 
 def declaration_seconds(group_wait: float, had_too_few: bool) -> float:
@@ -120,7 +126,7 @@ def verdict(
         or request.endpoint in excluded
     ):
         return MessageCode.PROTOCOL_VIOLATION, ""
-    if request.schema_hash != searching.schema_hash or contradict(request.names, searching.names):
+    if request.schema_hash != searching.schema_hash or not searching.names_fit(request.names):
         return MessageCode.BAD_SCHEMA_HASH, ""
     if searching.declared is None:
         return MessageCode.NOT_DECLARED, ""

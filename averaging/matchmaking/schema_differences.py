@@ -59,7 +59,7 @@ class SchemaDifferences:
             if self._discovery.knows(endpoint):
                 async with asyncio.timeout(VERDICT_SECONDS):
                     theirs = await self._transport.get_schema(endpoint)
-                difference = first_difference(self._schema, theirs) or "its schema is the same but its hash is not"
+                difference = first_difference(self._schema, theirs) or "a member of its group has other names for them"
         except (TimeoutError, AveragingError) as error:
             logger.debug("%s did not send its schema: %s", endpoint, error)
         found = known[endpoint] = SchemaMismatchError(endpoint, difference)

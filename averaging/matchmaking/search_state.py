@@ -116,6 +116,7 @@ class SearchState:
         decision: asyncio.Future[MessageFromLeader] = loop.create_future()
         self.state.followers[request.endpoint] = member
         self.state.min_group_sizes[request.endpoint] = request.min_group_size
+        self.state.follower_names[request.endpoint] = request.names
         self._decisions[request.endpoint] = decision
         self._gathered[request.endpoint] = request.gather
         self.add_seen(request.endpoint)
@@ -192,6 +193,7 @@ class SearchState:
         self._decide(MessageFromLeader(MessageCode.GROUP_DISBANDED, suggested_leader=suggested_leader))
         self.state.followers.clear()
         self.state.min_group_sizes.clear()
+        self.state.follower_names.clear()
         self._gathered = {self.state.member.endpoint: self.gather}
         self.changed.set()
 
@@ -242,7 +244,7 @@ class SearchState:
 
     def _remove_follower(self, endpoint: str) -> None:
         del self._decisions[endpoint], self._gathered[endpoint]
-        del self.state.followers[endpoint], self.state.min_group_sizes[endpoint]
+        del self.state.followers[endpoint], self.state.min_group_sizes[endpoint], self.state.follower_names[endpoint]
 
     def _decide(self, message: MessageFromLeader) -> None:
         for decision in self._decisions.values():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from averaging.common.sanitize import counted, html_table, listed
 from averaging.observe.receipts import Receipt
@@ -58,6 +58,9 @@ class Finish:
         late: endpoints of the peers that still train.
         receipt: receipt of the last round; None if there was none.
         left: whether this peer had left the run before, on SIGTERM.
+        differing: the parts of the model in which another peer differs, by its endpoint: "parameters", "buffers" or
+            "frozen parameters" (those that the optimizer does not train).
+        unchecked: whether buffers and frozen parameters were not compared, since the averager was made without `model`.
     """
 
     digest: str
@@ -65,24 +68,36 @@ class Finish:
     late: tuple[str, ...] = ()
     receipt: Receipt | None = None
     left: bool = False
+    differing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    unchecked: bool = False
 
     @property
     def alike(self) -> bool:
-        """Whether all peers of the run hold the same weights now. True for a single peer."""
-        return not self.left and not self.late and all(digest == self.digest for digest in self.digests.values())
+        """Whether all peers of the run hold the same weights now, as far as they were compared. True for a single peer.
+
+        With `model` all that it computes with is compared: parameters, buffers, and what is not trained.
+        """
+        same = all(digest == self.digest for digest in self.digests.values())
+        return same and not self.left and not self.late and not self.differing
 
     def __str__(self) -> str:
         if self.left:
             return "left the run before its end, so the weights of the other peers are unknown"
         if self.alike:
             count = len(self.digests)
-            return f"all {count + 1} peers hold the same weights" if count else "finished alone"
-        other = [name for name, digest in self.digests.items() if digest and digest != self.digest]
+            unchecked = (
+                "; buffers and frozen parameters were not compared, which takes model=" if self.unchecked else ""
+            )
+            return f"all {count + 1} peers hold the same weights{unchecked}" if count else "finished alone"
+        others: dict[str, list[str]] = {}
+        for name, digest in self.digests.items():
+            if digest and (digest != self.digest or name in self.differing):
+                others.setdefault(" and ".join(self.differing.get(name, ("weights",))), []).append(name)
         silent = [name for name, digest in self.digests.items() if not digest]
         parts = [
             f"{listed(names)} {what}"
             for names, what in (
-                (other, "hold other weights"),
+                *((names, f"hold other {parts}") for parts, names in others.items()),
                 (silent, "did not announce their weights in time"),
                 (self.late, "still train"),
             )

@@ -113,7 +113,9 @@ class Strategy(ABC):
         history = self.announced_history(training)
         rate = training.step_rate
         made = training.standing.announced
-        return Progress(history, self.samples, computing, training.donates, self.stage, self.digest, rate, made)
+        return Progress(
+            history, self.samples, computing, training.donates, self.stage, self.digest, rate, made, training.parts
+        )
 
     def announce(self, training: Training, computing: float = 0.0) -> None:
         """Announces the progress of this peer to the other peers."""

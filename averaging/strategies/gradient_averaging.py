@@ -207,9 +207,9 @@ class GradientAveraging(LockstepStrategy):
 
     def conclude(self, training: Training, partners: Collection[str], timeout: float) -> Receipt | None:
         """Averages the buffers, which may differ since the last global step; the parameters are equal already."""
-        if not training.buffers:
+        if not training.buffers and not training.has_counters:
             return None
-        topic = training.topic("buffers", training.buffers, adopt=Adopt.WHOLE)
+        topic = training.topic("buffers", training.buffers or {"nothing": torch.zeros(1)}, adopt=Adopt.WHOLE)
         return self._average_at_the_end(training, topic, timeout)
 
     def load(self, tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None:

@@ -32,6 +32,7 @@ class RunEnd:
         self._training, self._strategy = training, strategy
         self._end = training.monotonic() + timeout
         self._digests: dict[str, str] = {}  # kept, since a peer that has finished may leave
+        self._parts: dict[str, Mapping[str, str]] = {}  # likewise
 
     def finish(self) -> Finish:
         """Ends the round in progress, makes the weights of all peers equal, and compares them."""
@@ -57,13 +58,22 @@ class RunEnd:
         training.modes.eval()
         self._catch_up(partners, self._remaining)
         own = strategy.digest = training.digest()
+        training.measure_parts()
         self._announce(Stage.ENDED)
         self._wait(lambda seen: all(self._digest_of(name, seen) for name in partners & seen.keys()), self._remaining)
         digests = {name: self._digests.get(name, "") for name in sorted(partners)}
         # A peer that leaves withdraws its record, so it stays until the others have read it.
         self._announce(Stage.COMPARED)
         self._wait(lambda seen: partners & seen.keys() <= done_training(seen, Stage.COMPARED), self._remaining)
-        return Finish(own, digests, tuple(sorted(late)), receipt)
+        differing = {name: _differing(training.parts, self._parts.get(name, {})) for name in digests}
+        return Finish(
+            own,
+            digests,
+            tuple(sorted(late)),
+            receipt,
+            differing={name: parts for name, parts in differing.items() if parts},
+            unchecked=not training.knows_model,
+        )
 
     def _announce(self, stage: Stage) -> None:
         self._strategy.stage = stage
@@ -105,5 +115,10 @@ class RunEnd:
         """The digest of the weights of a peer that has finished; empty if it has not."""
         progress = read_progress({name: seen[name]}).get(name)
         if progress is not None and progress.digest:
-            self._digests[name] = progress.digest
+            self._digests[name], self._parts[name] = progress.digest, progress.parts
         return self._digests.get(name, "")
+
+
+def _differing(own: Mapping[str, str], others: Mapping[str, str]) -> tuple[str, ...]:
+    """The parts of the model that differ, of those that both peers know."""
+    return tuple(part for part, digest in own.items() if others.get(part, digest) != digest)

@@ -43,7 +43,8 @@ class WeightPublisher:
     """Publishes versions of a model's weights, which `Follower` and `averaging follow` receive.
 
     ```python
-    optimizer = DecentralizedAverager(adamw, run_id="demo", strategy=…, services=[WeightPublisher(model)])
+    services = [WeightPublisher(model)]
+    optimizer = DecentralizedAverager(adamw, model=model, run_id="demo", strategy=…, services=services)
     ```
 
     With an averager, the weights are published at the start, and after each round or global step if they have changed,

@@ -199,6 +199,7 @@ class Progress:
         digest: digest of its weights, once the training has ended.
         rate: local steps or samples per second, see `StepRate`; None if unknown.
         made: what this peer has made of the history. A peer of an older version does not say and counts as one.
+        parts: digests of the parts of its model, see `Training.parts`; while it trains only of what does not change.
     """
 
     history: History
@@ -209,10 +210,12 @@ class Progress:
     digest: str = ""
     rate: float | None = None
     made: Made = Made.ALONE
+    parts: Mapping[str, str] = field(default_factory=dict)
 
     def pack(self) -> bytes:
         """For a record in discovery; `step_rate.INDEX` is the place of the rate in it."""
         ends = [int(self.stage), self.digest, self.rate, self.history.pack_trail(), int(self.made)]
+        ends += [dict(self.parts)] if self.parts else []
         packed: bytes = msgpack.packb([self.history.pack(), self.samples, self.computing, self.donates, *ends])
         return packed
 
@@ -228,7 +231,8 @@ class Progress:
             rate = check_rate(more[0]) if more else None
             known = History.unpack(history, more[1] if len(more) > 1 else b"")
             made = Made(more[2]) if len(more) > 2 else Made.ALONE
-            return cls(known, float(samples), float(computing), donates, Stage(stage), digest, rate, made)
+            parts = _read_parts(more[3]) if len(more) > 3 else {}
+            return cls(known, float(samples), float(computing), donates, Stage(stage), digest, rate, made, parts)
         except (StateError, ValueError, TypeError):
             return None
 
@@ -237,6 +241,14 @@ def _unpack_trail(packed: object) -> tuple[str, ...]:
     if not isinstance(packed, bytes) or len(packed) > TRAIL * LINEAGE_BYTES or len(packed) % LINEAGE_BYTES:
         return ()
     return tuple(packed[place : place + LINEAGE_BYTES].hex() for place in range(0, len(packed), LINEAGE_BYTES))
+
+
+def _read_parts(packed: object) -> dict[str, str]:
+    """The digests of parts; empty if they are malformed."""
+    if not isinstance(packed, dict):
+        return {}
+    sound = all(isinstance(one, str) and len(one) <= MAX_LINEAGE for pair in packed.items() for one in pair)
+    return packed if sound else {}
 
 
 def read_progress(announcements: Mapping[str, bytes]) -> dict[str, Progress]:

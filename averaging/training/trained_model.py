@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
+import xxhash
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from averaging.common.shared_tensors import digest_of_tensors
 from averaging.common.tensor_names import without_wrappers
 from averaging.errors import ConfigError, TensorError
-from averaging.training.layout import is_divided
+from averaging.training.layout import is_divided, local
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,16 @@ class TrainedModel:
                     )
         return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
+    def frozen(self, trained: Collection[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The present parameters of the model that are not among the trained ones, by name."""
+        ids = {id(parameter) for parameter in trained}
+        return {name: one for name, one in _named_tensors(self.model)[0].items() if id(one) not in ids}
+
+    @property
+    def present_buffers(self) -> dict[str, torch.Tensor]:
+        """The present buffers of its state dict by name."""
+        return _named_tensors(self.model)[1]
+
     def check(self, buffers: Collection[str]) -> None:
         """Checks that the model has the same tensors as when this was made.
 
@@ -95,6 +108,28 @@ class TrainedModel:
         for name in parameters:
             if name not in self.parameters:
                 raise TensorError(_changed("parameter", name, "is new"))
+
+
+def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
+    """A digest, 16 hexadecimal digits, of the names, shapes and values of tensors; of a DTensor those of this rank."""
+    digest = xxhash.xxh3_64()
+    for name, tensor in tensors.items():
+        values = "".join(digest_of_tensors([part]) for part in _plain_parts(tensor.detach()))
+        digest.update(f"{name}\0{tensor.dtype}\0{list(tensor.shape)}\0{values}\0".encode(errors="surrogatepass"))
+    return digest.hexdigest()
+
+
+def _plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Dense tensors that hold the values of a tensor, which may be sparse, quantized or on no device."""
+    if is_divided(tensor):
+        return _plain_parts(local(tensor))
+    if is_traceable_wrapper_subclass(tensor):
+        return [part for name in tensor.__tensor_flatten__()[0] for part in _plain_parts(getattr(tensor, name))]
+    if tensor.is_quantized:
+        return [tensor.int_repr()]
+    if tensor.is_meta:
+        return []
+    return [tensor if tensor.layout is torch.strided else tensor.to_dense()]
 
 
 def _changed(kind: str, name: str, how: str) -> str:

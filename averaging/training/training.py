@@ -14,6 +14,7 @@ from typing import Any, TypeVar, Unpack
 
 import torch
 
+from averaging.common.sanitize import listed
 from averaging.common.shared_tensors import digest_of_tensors
 from averaging.common.validation import check_weight
 from averaging.config import NonFinite
@@ -28,6 +29,7 @@ from averaging.protocol.fingerprint import Fingerprint, shorten
 from averaging.state.packing import State
 from averaging.state.snapshots import Extras
 from averaging.training.cached_queries import CachedQueries
+from averaging.training.counters import Counters, without_counters
 from averaging.training.event_loop_thread import EventLoopThread, on_loop
 from averaging.training.fetch import Fetch
 from averaging.training.fingerprints import (
@@ -36,7 +38,7 @@ from averaging.training.fingerprints import (
     tolerance_of,
 )
 from averaging.training.group_progress import GroupProgress
-from averaging.training.history import still_training
+from averaging.training.history import read_progress, still_training
 from averaging.training.layout import as_divided, local
 from averaging.training.named_tensors import BUFFER, Buffers
 from averaging.training.parameter_copies import ParameterCopies
@@ -45,7 +47,7 @@ from averaging.training.site import Site
 from averaging.training.site_state import SiteState
 from averaging.training.standing import Standing
 from averaging.training.tensor_math import clip
-from averaging.training.trained_model import TrainedModel
+from averaging.training.trained_model import TrainedModel, digest_of
 from averaging.training.weight_modes import ITERATE, WeightModes
 
 logger = logging.getLogger("averaging.training")
@@ -60,6 +62,9 @@ DRIFT_ADVICE = (
 
 MAX_DRIFT = 1024
 """Differences that are remembered, so that each is logged once."""
+
+FROZEN = "frozen parameters"
+"""Name of the part of a model that the optimizer does not train."""
 
 ASK_AGAIN_SECONDS = 60.0
 """Seconds after which the ranks of a site meet while they wait for the announcements of other peers."""
@@ -91,6 +96,7 @@ class Training:
         parameters: what this rank holds of the parameters, by name.
         buffers: the averaged buffers, by name.
         shared_buffers: the buffers that newcomers get, but that are not averaged, by name.
+        parts: digests of the parts of the model: from the start of what is not trained, at the end of all.
         site: the processes that train this copy of the model.
         donates: whether other peers can download this peer's state.
         standing: this peer's part in its run.
@@ -116,6 +122,9 @@ class Training:
         self.copies = ParameterCopies(optimizer, parameters)
         self._trained = parameters
         self._model = model
+        self.parts: dict[str, str] = {}
+        self._other_bases: set[str] = set()
+        self._counters = Counters(buffers.shared)
         self.parameters = {name: local(one) for name, one in parameters.items()}
         self.buffers, self.shared_buffers = buffers.averaged, buffers.shared
         self.site, self.donates = site, donates
@@ -256,6 +265,11 @@ class Training:
             dtype: torch.dtype | None = getattr(parameter, "grad_dtype", None)
             gradient = as_divided(gradient.to(parameter.dtype if dtype is None else dtype, copy=True), parameter)
         parameter.grad = gradient
+
+    @property
+    def has_counters(self) -> bool:
+        """Whether the peers take the largest values of some integer buffers, see `Counters`."""
+        return bool(self._counters)
 
     def divided(self, part: torch.Tensor, name: str) -> torch.Tensor:
         """The tensor, divided like the parameter of that name, of which this rank holds `part`."""
@@ -478,6 +492,7 @@ class Training:
         self, pending: PendingRound | None, topic: Topic | None, options: RoundOptions
     ) -> Coroutine[Any, Any, Receipt]:
         self._synchronize()
+        gather = self._counters.added_to(options.get("gather"))  # in the training thread, which counts
         config, weight, compared = self._peer.config, self.weight, self._compared(options)
         # One declaration, and another one for each group bit that may have to be dropped.
         search_timeout = min(config.group_wait * (1 + len(config.group_bits)), config.round_timeout)
@@ -503,7 +518,7 @@ class Training:
             if expected and ("expected_peers" in options or "search_timeout" not in options):
                 chosen["stop_search"] = lambda seen: not expected_peers(seen)  # all of them have left
             chosen.update(options)
-            chosen["drift"] = compared
+            chosen["gather"], chosen["drift"] = gather, compared
             if names is not None and pending is not None:
                 chosen["confirm"] = pending.confirm
                 chosen["expected_peers"] = expected_peers
@@ -566,12 +581,70 @@ class Training:
         return self.hyperparameters.adopt(right), donors
 
     def digest(self) -> str:
-        """Digest of the model's weights, 16 hexadecimal digits; equal at all peers that hold the same bytes."""
+        """Digest of what is averaged, 16 hexadecimal digits; equal at all peers that hold the same bytes."""
         with self._peer.tensors() as tensors:
-            found = dict(self.site.together(lambda: (self.site.shard, digest_of_tensors(tensors))))
+            return self._joint_digest(lambda: digest_of_tensors(tensors))
+
+    @property
+    def knows_model(self) -> bool:
+        """Whether the user gave the model."""
+        return self._model is not None
+
+    def measure_frozen(self) -> None:
+        """Sets the digest of the parameters that the optimizer does not train, if the model has some.
+
+        Warns if it is another one than before.
+        """
+        frozen = {} if self._model is None else self._model.frozen(self._trained.values())
+        if not frozen:
+            return
+        before = self.parts.get(FROZEN)
+        self.parts[FROZEN] = self._joint_digest(lambda: digest_of(frozen))
+        if before not in (None, self.parts[FROZEN]) and self.site.leads:
+            logger.warning(
+                "parameters that the optimizer does not train have changed since the start (of %s); they are not "
+                "averaged, so give them to the optimizer, or leave them as they are",
+                listed(list(frozen)),
+            )
+
+    def measure_parts(self) -> None:
+        """Sets the digests of all that the model computes with: parameters, buffers, and what is not trained."""
+        self.measure_frozen()
+        with self._peer.tensors():
+            buffers = self.buffers | self.shared_buffers if self._model is None else self._model.present_buffers
+            plain = {name.removeprefix(BUFFER): buffer for name, buffer in buffers.items()}
+            self.parts["parameters"] = self._joint_digest(lambda: digest_of(self.parameters))
+            if plain:
+                self.parts["buffers"] = self._joint_digest(lambda: digest_of(plain))
+
+    def _joint_digest(self, digest: Callable[[], str]) -> str:
+        """The digest of what all ranks of the site hold; of the ranks with the same shard its owner counts."""
+        of_ranks = self.site.together(lambda: (self.site.shard, digest()) if self.site.owns else None)
+        found = dict(one for one in of_ranks if one is not None)
         if self.site.shards == 1:
             return found[0]
         return hashlib.sha256("".join(found[shard] for shard in sorted(found)).encode()).hexdigest()[:16]
+
+    def name_other_bases(self) -> None:
+        """Warns of peers whose parameters that are not trained are others, once of each."""
+        if FROZEN not in self.parts or not self.site.leads:
+            return
+        with suppress(ClosedError):
+            self._warn_of_other_bases(self.parts[FROZEN])
+
+    def _warn_of_other_bases(self, own: str) -> None:
+        seen = self._queries.recent(
+            self._thread, "announcements", lambda: self._peer.progress.announcements, wait=False
+        )
+        progress = read_progress(seen)
+        others = {name for name, one in progress.items() if one.parts.get(FROZEN, own) != own} - self._other_bases
+        self._other_bases |= others
+        if others:
+            logger.warning(
+                "%s: other values in parameters that the optimizer does not train, so these peers compute something "
+                "else, even if all trained parameters are equal; load the same base model at all peers",
+                listed(sorted(others)),
+            )
 
     def _synchronize(self) -> None:
         """Waits until the device has computed the tensors, since the peer's thread copies them."""
@@ -581,6 +654,14 @@ class Training:
 
     def _report(self, receipt: Receipt) -> Receipt:
         """Passes a receipt on, and warns of a failed round once per reason."""
+        if self._counters and receipt.averaged:
+            dropped = {one.endpoint for one in receipt.dropped}
+            present = [sent for name, sent in receipt.gathered.items() if name not in dropped]
+            with self._peer.tensors():
+                self._counters.take_largest(present)
+        if self._counters:
+            receipt = replace(receipt, gathered={name: without_counters(one) for name, one in receipt.gathered.items()})
+        self.name_other_bases()
         reason = "" if receipt.averaged else receipt.reason
         if reason and reason != self._warned and self.site.leads:
             logger.warning("%s; training goes on, and further rounds that fail like this are not logged", receipt)

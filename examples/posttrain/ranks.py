@@ -52,6 +52,7 @@ class Trainer:
         own = story.sites[site]
         self.averager = DecentralizedAverager(
             torch.optim.AdamW(self.policy.parameters(), lr=4e-4),
+            model=self.policy,
             run_id=RUN_ID,
             listen=local(own.averager),
             join=[local(other.averager) for other in story.sites],

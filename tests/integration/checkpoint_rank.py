@@ -33,7 +33,10 @@ def main(directory: str, action: str) -> None:
             fully_shard(layer)
     fully_shard(model)
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)
-    with DecentralizedAverager(inner, run_id="run", strategy=DiLoCo(every=2), process_group=dist.group.WORLD) as opt:
+    strategy = DiLoCo(every=2)
+    with DecentralizedAverager(
+        inner, model=model, run_id="run", strategy=strategy, process_group=dist.group.WORLD
+    ) as opt:
 
         def step() -> None:
             torch.manual_seed(100 * opt.local_step + dist.get_rank())

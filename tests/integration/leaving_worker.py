@@ -40,6 +40,7 @@ def main(options: dict[str, Any]) -> None:
 
     opt = DecentralizedAverager(
         partial(torch.optim.SGD, lr=0.01)(model.parameters()),
+        model=model,
         run_id="run",
         join=options.get("join", []),
         strategy=strategies[options["strategy"]],

@@ -152,6 +152,7 @@ def main(options: dict[str, Any]) -> None:
         grouped |= doomed(options["death"], options["at"])
     opt = DecentralizedAverager(
         optimizer,
+        model=model,
         run_id="run",
         strategy=strategy_of(options["strategy"], ranks, sites),
         join=options.get("join", []),

@@ -76,6 +76,7 @@ def main(options: dict[str, Any]) -> None:
     )
     opt = DecentralizedAverager(
         partial(torch.optim.AdamW, lr=0.01)(model.parameters()),
+        model=model,
         run_id="run",
         strategy=strategy,
         join=options.get("join", []),

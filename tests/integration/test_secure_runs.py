@@ -184,6 +184,7 @@ def test_averagers_take_the_same_options(directory: Path) -> None:
         model = torch.nn.Linear(2, 1)
         return DecentralizedAverager(
             torch.optim.SGD(model.parameters(), lr=0.1),
+            model=model,
             run_id="demo",
             join=join,
             strategy=LocalSGD(every=1),

@@ -123,6 +123,7 @@ def test_an_averager_writes_receipts_too(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 1)
     with DecentralizedAverager(
         torch.optim.SGD(model.parameters(), lr=0.1),
+        model=model,
         run_id="run",
         strategy=LocalSGD(every=1),
         receipts=tmp_path / "receipts.jsonl",

@@ -478,6 +478,7 @@ def test_the_weights_of_a_round_with_another_peer() -> None:
         averager(publisher, trained, LocalSGD(every=5)) as a,
         DecentralizedAverager(
             torch.optim.SGD(other.parameters(), lr=0.1),
+            model=other,
             run_id="run",
             strategy=LocalSGD(every=5),
             join=[a.endpoint],

@@ -35,6 +35,7 @@ def test_a_wrapped_averager_gets_the_samples_by_a_hook_and_keeps_its_schedule(in
     model = torch.nn.Linear(3, 1)
     opt = DecentralizedAverager(
         torch.optim.AdamW(model.parameters(), lr=1e-3),
+        model=model,
         run_id="example",
         strategy=GradientAveraging(64),
         scheduler=partial(LinearLR, total_iters=100),

@@ -73,12 +73,15 @@ class Run:
         strategy: Strategy,
         optimizer: Callable[..., torch.optim.Optimizer],
         model: torch.nn.Module | None = None,
+        *,
+        gives_model: bool = True,
         **options: Any,
     ) -> DecentralizedAverager:
         """Starts a peer; all but the first join the first."""
         model = model_of(0) if model is None else model
         join = [self.averagers[0].endpoint] if self.averagers else []
-        defaults: dict[str, Any] = {"model": model, "run_id": "test", "join": join, "group_size": 8, "group_wait": 30.0}
+        defaults: dict[str, Any] = {"run_id": "test", "join": join, "group_size": 8, "group_wait": 30.0}
+        defaults["model"] = model if gives_model else None
         averager = DecentralizedAverager(optimizer(model.parameters()), strategy=strategy, **(defaults | options))
         self.models.append(model)
         self.averagers.append(averager)

@@ -500,7 +500,7 @@ def test_a_hundred_peers_keep_the_mean_to_1e6_when_none_dies() -> None:
 SWAPPED = {"x": torch.zeros(4), "y": torch.full((4,), 100.0)}, {"y": torch.full((4,), 100.0), "x": torch.zeros(4)}
 
 
-@pytest.mark.parametrize("modes", [(Mode.NODE, Mode.NODE), (Mode.NODE, Mode.CLIENT), (Mode.AUXILIARY, Mode.NODE)])
+@pytest.mark.parametrize("modes", [(Mode.NODE, Mode.NODE), (Mode.NODE, Mode.CLIENT)])
 @pytest.mark.parametrize("share_state", [True, False])
 def test_tensors_of_one_shape_in_another_order_are_refused_by_name(modes: tuple[Mode, Mode], share_state: bool) -> None:
     swarm = Swarm(2)
@@ -526,3 +526,19 @@ def test_wrappers_prefixes_and_tensors_without_names_keep_nobody_apart() -> None
     peers = [swarm.peer(f"peer:{n}", tensors, group_size=4, group_wait=2.0) for n, tensors in enumerate(sets, 1)]
     for [receipt] in swarm.simulate(swarm.average_together(peers)):
         assert (receipt.outcome, len(receipt.members)) == (Outcome.AVERAGED, 4)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("mode", [Mode.AUXILIARY, Mode.NODE])
+def test_a_leader_without_names_mixes_nobody_who_has_others(seed: int, mode: Mode) -> None:
+    """An auxiliary has none, since nothing of its tensors is in the average."""
+    swarm = Swarm(seed)
+    unnamed = [torch.zeros(4), torch.full((4,), 100.0)]
+    peers = [swarm.peer("peer:1", unnamed if mode is Mode.NODE else SWAPPED[1], mode=mode, group_wait=2.0)]
+    # Members would change their tensors at once, so each peer has its own.
+    sets = [{name: tensor.clone() for name, tensor in tensors.items()} for tensors in (*SWAPPED, SWAPPED[0])]
+    peers += [swarm.peer(f"peer:{n}", tensors, group_wait=3.0) for n, tensors in enumerate(sets, 2)]
+    receipts = [receipt for [receipt] in swarm.simulate(swarm.average_together(peers))]
+    mixed = {"peer:3", "peer:2"}, {"peer:3", "peer:4"}
+    assert not any(pair <= set(receipt.members) for receipt in receipts for pair in mixed)
+    assert any(receipt.averaged for receipt in receipts)

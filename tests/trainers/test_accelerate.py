@@ -38,7 +38,8 @@ def data_of(samples: int, batch_size: int = 4) -> DataLoader[Any]:
 
 def averager_of(model: torch.nn.Module, **options: Any) -> DecentralizedAverager:
     usual: dict[str, Any] = {"run_id": RUN_ID, "strategy": LocalSGD(4)}
-    return DecentralizedAverager(torch.optim.SGD(model.parameters(), lr=0.01), **(usual | options))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    return DecentralizedAverager(optimizer, model=model, **(usual | options))
 
 
 def page_peer(number: int, endpoints: SimpleQueue[str]) -> None:

@@ -57,7 +57,7 @@ class Averaged(Model):
     def configure_optimizers(self) -> Any:
         """The averager."""
         optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
-        self.opt = DecentralizedAverager(optimizer, run_id=RUN_ID, strategy=self.strategy, **self.options)
+        self.opt = DecentralizedAverager(optimizer, model=self, run_id=RUN_ID, strategy=self.strategy, **self.options)
         return self.opt
 
 

@@ -53,7 +53,8 @@ def arguments_of(folder: Path | str, **options: Any) -> TrainingArguments:
 
 def averager_of(trainer: Trainer, **options: Any) -> DecentralizedAverager:
     usual: dict[str, Any] = {"run_id": RUN_ID, "strategy": LocalSGD(4)}
-    return DecentralizedAverager(torch.optim.SGD(trainer.model.parameters(), lr=0.01), **(usual | options))
+    optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.01)
+    return DecentralizedAverager(optimizer, model=trainer.model, **(usual | options))
 
 
 def page_peer(number: int, endpoints: SimpleQueue[str]) -> None:

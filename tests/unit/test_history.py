@@ -250,3 +250,12 @@ def test_a_state_is_taken_only_if_it_is_as_far_as_its_donor_claims() -> None:
     for user in ({"history": A.pack()}, {"history": History().pack()}, {}):
         with pytest.raises(StateError):
             check_history(user, B)
+
+
+def test_the_digests_of_parts_are_announced_and_malformed_ones_ignored() -> None:
+    parts = {"frozen parameters": "00ff"}
+    packed = Progress(A, parts=parts).pack()
+    assert Progress.unpack(packed) == Progress(A, parts=parts)
+    items = msgpack.unpackb(packed)
+    for malformed in ("more", 5, [["a", "b"]], {"a": 1}, {1: "a"}, {"a": "f" * 65}):
+        assert Progress.unpack(msgpack.packb([*items[:-1], malformed])) == Progress(A)

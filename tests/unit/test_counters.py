@@ -1,0 +1,66 @@
+"""Integer buffers take the largest value among the members of a round."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import pytest
+import torch
+
+from averaging.training.counters import KEY, MAX_EACH, Counters, without_counters
+
+
+def counts(*values: int) -> dict[str, torch.Tensor]:
+    return {"buffer/a": torch.tensor(values[0]), "buffer/b": torch.tensor(values[1:], dtype=torch.int32)}
+
+
+def test_each_counter_takes_the_largest() -> None:
+    members = [counts(3, 1, 9), counts(5, 2, 0), counts(4, 0, 7)]
+    sent = [Counters(one).added_to({"samples": 2.0}) for one in members]
+    for one in members:
+        Counters(one).take_largest(sent)
+        assert (one["buffer/a"].item(), one["buffer/b"].tolist()) == (5, [2, 9])
+        assert [tensor.dtype for tensor in one.values()] == [torch.int64, torch.int32]
+
+
+def test_what_the_strategy_sends_stays_as_it_is() -> None:
+    counters = Counters(counts(1, 2))
+    for gather in (None, {"samples": 2.0}):
+        assert without_counters(counters.added_to(gather)) == gather
+    assert counters.added_to("mine") == "mine"
+    assert without_counters("mine") == "mine"
+    assert Counters({}).added_to(None) is None
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        None,
+        5,
+        b"",
+        b"\xc1",
+        *map(msgpack.packb, ([1], [1, 2, 3], [1, None], [1, 2.5], [1, True], [1, 2**53 + 1], {1: 2})),
+    ],
+)
+def test_malformed_and_implausible_values_are_ignored(packed: Any) -> None:
+    own = counts(1, 2)
+    Counters(own).take_largest([{KEY: packed}, None, "text", {KEY: msgpack.packb([7, 1])}])
+    assert (own["buffer/a"].item(), own["buffer/b"].tolist()) == (7, [2])
+
+
+def test_a_value_that_does_not_fit_becomes_the_largest_that_does() -> None:
+    own = {"buffer/a": torch.tensor(1, dtype=torch.int16)}
+    Counters(own).take_largest([{KEY: msgpack.packb([2**40])}])
+    assert own["buffer/a"].item() == 2**15 - 1
+
+
+def test_tables_masks_and_bytes_are_no_counters() -> None:
+    others = {
+        "buffer/table": torch.zeros(MAX_EACH + 1, dtype=torch.int64),
+        "buffer/mask": torch.zeros(2, dtype=torch.bool),
+        "buffer/bytes": torch.zeros(2, dtype=torch.uint8),
+    }
+    assert not Counters(others)
+    many = {f"buffer/{n}": torch.zeros(MAX_EACH, dtype=torch.int64) for n in range(9)}
+    assert len(msgpack.packb(Counters(many | others).added_to(None))) < 20_000
