@@ -34,6 +34,11 @@ class CommandOutput:
         # Lines are meant to be copied, so they are not wrapped or highlighted.
         self._console = Console(file=self._stdout, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
+    @property
+    def stdout_of_children(self) -> int | None:
+        """Descriptor for the output of a child: stderr if stdout has events; None for this process's stdout."""
+        return 2 if self._as_json else None
+
     def emit(self, event: json_events.Event, text: str) -> None:
         """Writes one item at once. A full disk or pipe, or a closed terminal, does not stop the command."""
         if self._as_json:

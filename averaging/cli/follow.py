@@ -33,7 +33,14 @@ if TYPE_CHECKING:
     "command",
     metavar="COMMAND",
     help="Run this shell command after each version. It finds the version in AVERAGING_VERSION and the file in "
-    "AVERAGING_FILE.",
+    "AVERAGING_FILE. With --json its output goes to stderr.",
+)
+@click.option(
+    "--exec-timeout",
+    default=300.0,
+    type=finite(above=0),
+    metavar="SECONDS",
+    help="End the command of --exec, and its children, after this time. The next one gets the newest version.",
 )
 @click.option("--run-id", type=run_id, metavar="ID", help="Follow only the weights of this run.")
 @click.option("--once", is_flag=True, help="Write one version and end.")
@@ -88,7 +95,8 @@ def follow_command(addresses: tuple[str, ...], output: Path, *, as_json: bool, v
     the old version or the new one. If the disk is full, the old file stays.
 
     Only what changed since the last version is received, also if this command is started again. Versions that come
-    faster than they are written are left out, never the newest. The version never goes back. The file's metadata has
+    faster than they are written are left out, never the newest. While the command of --exec runs, the file stays as it
+    is; Ctrl+C ends the command and its children too. The version never goes back. The file's metadata has
     the version ("averaging.version") and the digest of the weights ("averaging.digest").
 
     \b
@@ -107,7 +115,8 @@ def follow_command(addresses: tuple[str, ...], output: Path, *, as_json: bool, v
       ready       publishers, endpoint
       written     version, digest, bytes, received, output
       unwritten   version, output, message
-      executed    version, exit_code, seconds
+      executed    version, exit_code (null after --exec-timeout), seconds
+      waiting     version, executing: a newer version waits for the command
       error       message
     """
     if given["wait"] is not None and not given["once"]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 from averaging.cli import console_text
 from averaging.cli.console import CommandOutput
 from averaging.cli.error_reporting import CommandError
+from averaging.cli.shell_command import run_command
 from averaging.cli.state import VERSION_KEY
 from averaging.cli.tensor_files import NotWrittenError, Output, read
 from averaging.common.threads import in_thread
@@ -29,8 +29,8 @@ DIGEST_KEY, LAYOUT_KEY = "averaging.digest", "averaging.order"
 Of a model in parts, which has no digest of its own, both are that of the whole tensors in the order of the file.
 """
 
-END_SECONDS = 5.0
-"""Seconds that a command has to end after SIGTERM."""
+LONG_SECONDS = 10.0
+"""A command that runs for longer is named when a newer version waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +115,8 @@ class FollowSession:
         )
         self._options, self._output, self._report = options, opened.output, report
         self._command: str | None = given["command"]
+        self._exec_timeout: float = given["exec_timeout"]
+        self._executing: int | None = None  # the version for which the command runs
         self._once: bool = given["once"]
         self._wait: float | None = given["wait"]
         self._min_version: int = given["min_version"]
@@ -205,27 +207,37 @@ class FollowSession:
         )
 
     async def _execute(self, command: str, version: int) -> None:
-        environment = {**os.environ, "AVERAGING_VERSION": str(version), "AVERAGING_FILE": str(self._output.path)}
-        began = time.monotonic()
-        process = await asyncio.create_subprocess_shell(command, env=environment, stdin=asyncio.subprocess.DEVNULL)
+        environment = {"AVERAGING_VERSION": str(version), "AVERAGING_FILE": str(self._output.path)}
+        began, limit = time.monotonic(), self._exec_timeout
+        self._executing = version
+        watching = asyncio.create_task(self._name_if_long(version))
         try:
-            code = await process.wait()
-        except asyncio.CancelledError:
-            if process.returncode is None:
-                process.terminate()
-                try:
-                    async with asyncio.timeout(END_SECONDS):
-                        await process.wait()
-                except TimeoutError:
-                    process.kill()
-                    await process.wait()
-            raise
+            code = await run_command(command, environment, limit, stdout=self._report.stdout_of_children)
+        finally:
+            self._executing = None
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
         seconds = time.monotonic() - began
         event = {"event": "executed", "version": version, "exit_code": code, "seconds": round(seconds, 3)}
-        if code:
+        if code is None:
+            text = f"version {version}: the command of --exec was not done after {limit:g} s (--exec-timeout)"
+            self._report.emit(event, f"{text}; it was ended with its children")
+        elif code:
             self._report.emit(event, f"version {version}: the command of --exec failed with exit code {code}")
         else:
             self._report.note(event, f"version {version}: the command took {seconds:.1f} s")
+
+    async def _name_if_long(self, version: int) -> None:
+        """Says once that a newer version waits for the command."""
+        await asyncio.sleep(LONG_SECONDS)
+        await self._tasks.wait_newer(version, None)
+        newest = self._tasks.newest
+        if newest is not None and newest.manifest.version > version:
+            text = f"version {newest.manifest.version} waits: the command of --exec still runs for version {version}"
+            self._report.emit(
+                {"event": "waiting", "version": newest.manifest.version, "executing": version},
+                f"{text}, at most {self._exec_timeout:g} s (--exec-timeout)",
+            )
 
     def _never_published(self) -> CommandError:
         announced = self._tasks.announced
@@ -241,6 +253,8 @@ class FollowSession:
 
     def _describe(self) -> str:
         announced = self._tasks.announced
+        if self._executing is not None:
+            return f"running the command for version {self._executing}"
         if not self._tasks.connected:
             return f"waiting for {', '.join(self._options.join)}"
         if self._progress is not None and announced is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,43 @@ def test_a_file_follows_and_a_command_runs_after_each_version(tmp_path: Path) ->
         process.signal(signal.SIGINT)
         assert process.wait() == 0
     assert [file.name for file in tmp_path.iterdir() if file.name.endswith("tmp")] == []
+
+
+@pytest.mark.parametrize("end", ["its time is over", "Ctrl+C"])
+def test_a_command_that_hangs_is_ended_with_its_children(end: str, tmp_path: Path) -> None:
+    publisher, weights, path = WeightPublisher(), state(), tmp_path / "now.safetensors"
+    child = tmp_path / "child"
+    command = f"echo hello; sleep 999 & echo $! > {child}.new; mv {child}.new {child}; wait"
+    seconds = "2" if end == "its time is over" else "999"
+    publisher.commit_now(weights, 1)
+    with (
+        Publishing(publisher) as endpoint,
+        follow(endpoint, path, "--exec", command, "--exec-timeout", seconds) as process,
+    ):
+        assert process.expect("written")["version"] == 1
+        while not child.exists():
+            time.sleep(0.01)
+        number = int(child.read_text())
+        for version in (2, 3):
+            weights = stepped(weights)
+            publisher.commit_now(weights, version)
+        if end == "its time is over":
+            executed = process.expect("executed")
+            assert (executed["version"], executed["exit_code"]) == (1, None)
+            assert process.expect("written")["version"] == 3, "the newest"
+            assert same(load_file(path), weights)
+        process.signal(signal.SIGINT)
+        assert process.wait() == 0
+        assert not _lives(number)
+    assert process.stderr.count("hello") == (2 if end == "its time is over" else 1), "its output is no event"
+
+
+def _lives(number: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_a_command_that_is_started_again_receives_only_what_changed(tmp_path: Path) -> None:
