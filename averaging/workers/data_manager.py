@@ -20,6 +20,10 @@ MAX_IDS = 1000
 """Samples in one request for tensors."""
 
 
+MAX_TRANSFERS = 4096
+"""Transfers to one worker before one request, all at the same time."""
+
+
 class DataManager:
     """Stores the tensors of samples, and executes the steps of a `Redistributor`. It belongs to one event loop.
 
@@ -120,12 +124,17 @@ class DataManager:
             ProtocolViolationError: A source sent something else.
             TensorError: A tensor has another dtype or shape than the plan says.
         """
-        found = receptions(steps, self._worker)
+        found = [
+            (source, ids[start : start + MAX_IDS], keys)
+            for source, ids, keys in receptions(steps, self._worker)
+            for start in range(0, len(ids), MAX_IDS)
+        ]
+        if len(found) > MAX_TRANSFERS:
+            raise ProtocolViolationError(f"{len(found)} transfers before one request; {MAX_TRANSFERS} are allowed")
         try:
             async with asyncio.TaskGroup() as group:
                 for source, ids, keys in found:
-                    for start in range(0, len(ids), MAX_IDS):
-                        group.create_task(self._fetch(source, ids[start : start + MAX_IDS], keys))
+                    group.create_task(self._fetch(source, ids, keys))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
 

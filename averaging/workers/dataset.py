@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from averaging.errors import ConfigError
-from averaging.workers.redistributor import divide
+from averaging.workers.redistributor import part_of
 from averaging.workers.samples import Sample
 
 
@@ -55,13 +55,13 @@ class ListDataset:
             raise ConfigError("two samples of the dataset have the same id; give each its own")
         self._seed = seed
         self._all = list(self._by_id)
-        self._part: list[str] = []
+        self._part: Sequence[str] = []
         self._left: deque[str] = deque()
         self._epoch = -1
 
     def place(self, dp_rank: int, dp_size: int) -> None:
         """See `Dataset`."""
-        self._part = divide(self._all, dp_size)[dp_rank]
+        self._part = part_of(self._all, dp_rank, dp_size)
         self._left.clear()
         self._epoch = -1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -117,6 +118,7 @@ class Executor:
         """
         queued: list[Queued] = []
         for request in requests:
+            await asyncio.sleep(0)  # there can be tens of thousands
             try:
                 queued.append(self._queued(request))
             except AveragingError as error:
@@ -132,6 +134,7 @@ class Executor:
                 self._publish_nothing(one.request)
                 reply(self.failed(one.request, error))
         for one in ordered:
+            await asyncio.sleep(0)
             if one.request.request_id not in failed:
                 reply(await self._carry_out(one.request))
 

@@ -98,7 +98,8 @@ class LevelRunner:
                 waiting |= again.keys()
             elif job.part is not None:
                 computed = convert(outcome.data, Computed)
-                self._tracker.replace(job.worker, job.part.ids, computed.keys)
+                stored = [key for key in computed.keys if key in job.part.call.outputs]
+                self._tracker.replace(job.worker, job.part.ids, stored)
                 for name, number in computed.stats.items():
                     numbers[job.part.call.name][name].append(number)
         return {

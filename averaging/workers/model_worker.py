@@ -7,7 +7,7 @@ import logging
 import os
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,7 +33,7 @@ from averaging.workers.methods import (
 from averaging.workers.parameters import ParameterExchange
 from averaging.workers.payload import NO_REPLY, Handle, Payload, pack, unpack
 from averaging.workers.placement import Inventory, Placement
-from averaging.workers.request_book import Next, RequestBook
+from averaging.workers.request_book import MAX_QUEUED, Next, RequestBook
 from averaging.workers.wire_messages import decode_request
 
 logger = logging.getLogger("averaging.workers")
@@ -41,6 +41,12 @@ logger = logging.getLogger("averaging.workers")
 MASTER_SECONDS = 15.0
 """Seconds of silence after which a worker accepts another master, although the stream of the first is open."""
 
+
+ATTACH_SECONDS = 10.0
+"""Seconds within which a master must attach after it has opened its stream."""
+
+MAX_PLACEMENT_BYTES = 4 << 20
+"""Maximum bytes of what a worker must know of a plan: enough for tens of thousands of workers."""
 
 MAX_MASTER_NAME = 128
 """Maximum characters of the random name of a master's process."""
@@ -188,7 +194,10 @@ class ModelWorker:
         Raises:
             ProtocolViolationError: A message is malformed.
         """
-        first = await anext(messages, None)
+        first = None
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ATTACH_SECONDS):
+                first = await anext(messages, None)
         if first is None or not first.HasField("attach"):
             raise ProtocolViolationError("the stream of a master does not begin with attach")
         running, attach = self._open, first.attach
@@ -228,6 +237,8 @@ class ModelWorker:
             return f"this is {self.name!r}, not {attach.worker!r:.200}; correct the endpoints in the plan of the master"
         if not 0 < len(attach.master) <= MAX_MASTER_NAME:
             return f"the name of a master must have 1 to {MAX_MASTER_NAME} characters, not {len(attach.master)}"
+        if len(attach.placement) > MAX_PLACEMENT_BYTES or len(attach.outstanding) > MAX_QUEUED:
+            return f"its plan has {len(attach.placement)} bytes, and it waits for {len(attach.outstanding)} replies"
         session, now = self._session, asyncio.get_running_loop().time()
         if session is not None and session.master != attach.master and session.lives(now, MASTER_SECONDS):
             return (
@@ -242,6 +253,10 @@ class ModelWorker:
             if shard.model not in self._backends:
                 known = ", ".join(self._backends) or "none"
                 return f"{self.name} has no backend of model {shard.model!r:.200}; it has {known}"
+        if not -1 <= placement.dp_rank < max(0, placement.dp_size):
+            return (
+                f"{self.name} is to be rank {placement.dp_rank} of {placement.dp_size} that hold a part of the dataset"
+            )
         if placement.dp_rank >= 0 and self._dataset is None:
             return f"{self.name} is to hold a part of the dataset, and has none; give it a dataset"
         return ""
@@ -271,7 +286,10 @@ class ModelWorker:
                 if message.HasField("attach"):
                     raise ProtocolViolationError("a master attaches twice on one stream")
                 for request in map(decode_request, message.requests):
+                    if self._session is not session:
+                        return  # the rest is no longer wanted
                     self._receive(session, request)
+                    await asyncio.sleep(0)  # one message can hold tens of thousands of requests
                 if message.ping:
                     session.send(message.ping)
             session.ends = True

@@ -8,12 +8,15 @@ from contextlib import aclosing
 
 import torch
 
-from averaging.errors import ProtocolViolationError, TensorError, WorkerError
+from averaging.errors import ConfigError, ProtocolViolationError, TensorError, WorkerError
 from averaging.wire.workers_pb2 import FetchParametersRequest, NamedTensor
 from averaging.workers.methods import FETCH_PARAMETERS, Channels
 from averaging.workers.payload import Realloc
 from averaging.workers.samples import kind_of
 from averaging.workers.tensor_stream import SILENCE_SECONDS, receive, send
+
+MAX_PUBLISHED = 64
+"""Pairs of models whose parameters can be under way at one worker."""
 
 
 class ParameterExchange:
@@ -31,9 +34,16 @@ class ParameterExchange:
         self._changed = asyncio.Event()
 
     def publish(self, realloc: Realloc, copy: dict[str, torch.Tensor] | None) -> None:
-        """Keeps a copy of parameters for its takers; None says that the source has failed."""
-        if realloc.takers:
-            self._published[realloc.source, realloc.target] = _Published(realloc.transfer, copy, realloc.takers)
+        """Keeps a copy of parameters for its takers; None says that the source has failed.
+
+        Raises:
+            ConfigError: Too many copies wait for their takers.
+        """
+        models = realloc.source, realloc.target
+        if copy is not None and models not in self._published and len(self._published) >= MAX_PUBLISHED:
+            raise ConfigError(f"{self._worker} holds parameters for {MAX_PUBLISHED} models that have not taken them")
+        if realloc.takers > 0:
+            self._published[models] = _Published(realloc.transfer, copy, realloc.takers)
         self._changed.set()
         self._changed = asyncio.Event()
 

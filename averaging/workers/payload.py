@@ -249,7 +249,7 @@ class Realloc:
     transfer: str
     source: str
     target: str
-    eta: float
+    eta: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
     origin: str = ""
     takers: int = 0
 
@@ -278,7 +278,7 @@ def unpack(raw: bytes, kind: type[T]) -> T:
     """
     try:
         return unpack_safely(raw, MAX_ITEMS) if kind is object else msgspec.msgpack.decode(raw, type=kind)
-    except (ValueError, msgspec.DecodeError) as error:
+    except (ValueError, msgspec.DecodeError, RecursionError) as error:
         raise ProtocolViolationError(f"a message with data that is no {kind.__name__}: {error}") from None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import TypeVar
 
 from averaging.errors import DataLostError
@@ -99,11 +99,11 @@ def receptions(steps: Sequence[Step], worker: str) -> list[tuple[str, list[str],
     return found
 
 
-def divide(items: Sequence[T], parts: int) -> list[list[T]]:
-    """Divides items into consecutive parts whose sizes differ by at most one."""
+def part_of(items: Sequence[T], rank: int, parts: int) -> Sequence[T]:
+    """One of so many consecutive parts whose sizes differ by at most one."""
     size, longer = divmod(len(items), parts)
-    starts = [part * size + min(part, longer) for part in range(parts + 1)]
-    return [list(items[start:stop]) for start, stop in pairwise(starts)]
+    start = rank * size + min(rank, longer)
+    return items[start : start + size + (rank < longer)]
 
 
 def balance(lengths: Mapping[str, int], ranks: Sequence[int]) -> dict[int, list[str]]:

@@ -127,7 +127,8 @@ class RequestBook:
                 self._release(request_id)
         self._acks = {ack: request_id for ack, request_id in self._acks.items() if request_id in self._unacked}
         self._running = {request_id: request_id in outstanding for request_id in self._running}
-        known = [request_id for request_id in outstanding if self.knows(request_id)]
+        everything = (*self._queued, *self._running, *self._replies, *self._unacked)
+        known = [request_id for request_id in everything if request_id in outstanding]
         syns = [self.syn(request) for request in self._unacked.values()]
         return known, [*syns, *self._replies.values()]
 

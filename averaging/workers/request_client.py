@@ -255,10 +255,9 @@ class RequestClient:
         Raises:
             WorkerError: A request has failed. The replies before it are dropped.
         """
-        found = []
-        while (reply := self.poll(ids)) is not None:
-            found.append(reply)
-        return found
+        wanted = None if ids is None else frozenset(ids)
+        arrived = [request_id for request_id in self._arrived if wanted is None or request_id in wanted]
+        return [_reply(self._take(request_id)) for request_id in arrived]
 
     def forget(self, ids: Iterable[str]) -> None:
         """Drops the replies to these requests, also if they arrive later."""

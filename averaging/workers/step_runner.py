@@ -129,6 +129,8 @@ class StepRunner:
             except WorkerLostError:
                 continue  # the others fetch more
             fetched = convert(reply.data, Fetched)
+            if len(fetched.ids) != len(fetched.seqlens):
+                raise WorkerError(head, f"{head} has sent {len(fetched.seqlens)} lengths of {len(fetched.ids)} samples")
             self._tracker.add(head, fetched.ids, fetched.keys)
             self._buffer |= dict(zip(fetched.ids, fetched.seqlens, strict=True))
             got += fetched.ids

@@ -119,6 +119,7 @@ class WorkerLink:
         broken = loop.time()
         try:
             while not self._ended:
+                began = loop.time()
                 reason, final = await self._attempt(channel)
                 self.reason = reason
                 was_attached, self.inventory = self.inventory is not None, None
@@ -128,7 +129,8 @@ class WorkerLink:
                 if self._incarnation and self.lost is None and (final or loop.time() - broken > self._deadline.seconds):
                     self._lose(reason)
                 self._notify()
-                if (not was_attached or final) and not self._ended:
+                soon = loop.time() - began < RETRY_SECONDS  # a worker that ends each stream at once makes no busy loop
+                if (not was_attached or final or soon) and not self._ended:
                     await asyncio.sleep(RETRY_SECONDS)
         finally:
             await channel.close()

@@ -34,6 +34,10 @@ class MemoryWorkers:
         self._serving[endpoint] = {FETCH_DATA.path: manager.serve}
         self._broken[endpoint] = asyncio.Event()
 
+    def replace(self, endpoint: str, path: str, answer: Callable[[Any], AsyncGenerator[Any, None]]) -> None:
+        """Its process answers a method in another way from now on."""
+        self._serving[endpoint][path] = answer
+
     def connect(self, endpoint: str) -> MemoryChannel:
         return MemoryChannel(self, endpoint)
 

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from averaging.errors import AveragingError, ProtocolViolationError, TensorError, WorkerError, WorkerLostError
+from averaging.errors import (
+    AveragingError,
+    ConfigError,
+    ProtocolViolationError,
+    TensorError,
+    WorkerError,
+    WorkerLostError,
+)
 from averaging.rpc import TensorMessage, tensor_messages
 from averaging.transport import virtual_time
 from averaging.wire.workers_pb2 import FetchDataRequest, NamedTensor
@@ -189,5 +196,32 @@ def test_who_asks_for_parameters_that_are_not_published_is_answered() -> None:
         exchange = ParameterExchange("a", Channels(lambda _: Hostile(at_once())))
         with pytest.raises(WorkerError, match="a has published no parameters for the transfer transfer"):
             await exchange.take(Realloc("transfer", "actor", "ref", 1.0, origin="a"), {})
+
+    virtual_time.run(main())
+
+
+def test_the_number_of_transfers_before_a_request_is_bounded() -> None:
+    async def main() -> None:
+        manager = DataManager("b", Channels(lambda _: Hostile(at_once())), {"a": "a:1"})
+        steps = [Step("bcast", "a", ["a"], ["b"], [["s"]], ["k"])]
+        with pytest.raises(ProtocolViolationError, match="4097 transfers before one request; 4096 are allowed"):
+            await manager.redistribute(steps * 4097)
+
+    virtual_time.run(main())
+
+
+def test_the_parameters_that_wait_for_takers_are_bounded() -> None:
+    """Each pair of names keeps a copy of the model."""
+    exchange = ParameterExchange("a", Channels(lambda _: Hostile(at_once())))
+
+    def publish(target: str) -> None:
+        exchange.publish(Realloc(f"to {target}", "actor", target, 1.0, takers=1), {"weight": torch.zeros(1)})
+
+    async def main() -> None:
+        for number in range(64):
+            publish(str(number))
+        publish("0")  # replaces one
+        with pytest.raises(ConfigError, match="holds parameters for 64 models"):
+            publish("64")
 
     virtual_time.run(main())

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from averaging import Outcome, Peer, Receipt
-from averaging.errors import ConfigError, MasterRefusedError, WorkerError, WorkerLostError
+from averaging.errors import ConfigError, MasterRefusedError, ProtocolViolationError, WorkerError, WorkerLostError
 from averaging.transport import virtual_time
+from averaging.wire.workers_pb2 import Attached, MasterMessage, WorkerMessage
 from averaging.workers import (
     Average,
     Backend,
@@ -34,7 +35,10 @@ from averaging.workers import (
     Topology,
 )
 from averaging.workers.hooks import Hook
+from averaging.workers.methods import REQUEST_REPLY_STREAM
 from averaging.workers.owner_tracker import OwnerTracker
+from averaging.workers.payload import pack
+from averaging.workers.placement import Inventory
 from averaging.workers.request_client import RequestClient
 from averaging.workers.step_runner import StepRunner
 from tests.integration.worker_backends import Actor, Log, Recorded, Reward, dataset, ppo
@@ -747,5 +751,39 @@ def test_a_dataset_that_is_too_small() -> None:
             await runner.initialize()
             with pytest.raises(WorkerError, match="no further samples at a0, a1: a step needs 65, and 64 are there"):
                 await runner.step()
+
+    simulate(scenario)
+
+
+def test_a_worker_that_ends_each_stream_at_once_makes_no_busy_loop() -> None:
+    async def scenario(site: Site) -> None:
+        await site.start_ppo()
+        async with site.master(site.plan()):
+            attached = 0
+
+            async def ending(messages: Any) -> AsyncGenerator[WorkerMessage, None]:
+                nonlocal attached
+                attached += 1
+                yield WorkerMessage(attached=Attached(incarnation="x", inventory=pack(Inventory({}, {}, {}))))
+
+            site.network.replace("a0:1", REQUEST_REPLY_STREAM.path, ending)
+            site.network.break_streams("a0:1")
+            await asyncio.sleep(60.0)
+            assert attached <= 121
+
+    simulate(scenario)
+
+
+def test_who_opens_a_stream_and_does_not_attach_is_refused() -> None:
+    async def scenario(site: Site) -> None:
+        await site.start_ppo()
+
+        async def nothing() -> AsyncGenerator[MasterMessage, None]:
+            await asyncio.Event().wait()
+            yield MasterMessage()
+
+        with pytest.raises(ProtocolViolationError, match="does not begin with attach"):
+            await anext(site.network.connect("a0:1").stream(REQUEST_REPLY_STREAM, nothing()))
+        assert asyncio.get_running_loop().time() == pytest.approx(10.0)
 
     simulate(scenario)

@@ -15,7 +15,7 @@ from averaging.workers.data_manager import DataManager
 from averaging.workers.methods import Channels
 from averaging.workers.owner_tracker import OwnerTracker
 from averaging.workers.payload import Step, pack, unpack
-from averaging.workers.redistributor import Redistributor, balance, divide, receptions
+from averaging.workers.redistributor import Redistributor, balance, part_of, receptions
 from averaging.workers.samples import Sample
 from tests.simulation.memory_workers import MemoryWorkers
 
@@ -166,7 +166,7 @@ def test_a_computed_tensor_makes_copies_outdated() -> None:
 
 @given(st.integers(0, 40), st.integers(1, 9))
 def test_a_dataset_is_divided_without_overlap(count: int, parts: int) -> None:
-    found = divide(range(count), parts)
+    found = [list(part_of(range(count), rank, parts)) for rank in range(parts)]
     assert [item for part in found for item in part] == list(range(count))
     sizes = [len(part) for part in found]
     assert len(sizes) == parts

@@ -150,3 +150,36 @@ def test_what_is_no_request() -> None:
         convert({"call": 3}, Compute)
     with pytest.raises(ProtocolViolationError, match="is no Step"):
         unpack(pack({"comm_type": "bcast"}), Step)
+
+
+def test_the_data_of_requests_that_wait_is_bounded() -> None:
+    book, megabyte = RequestBook(), bytes(1 << 20)
+    assert {book.receive(request(str(n), data=megabyte)) for n in range(128)} == {Next.QUEUED}
+    assert book.receive(request("more", data=b"1")) is Next.TOO_MANY
+    book.forget(["0"])
+    assert book.receive(request("more", data=megabyte)) is Next.QUEUED
+    book.flushed()
+    assert book.receive(request("another", pre_hook_data=[b"1"])) is Next.TOO_MANY  # also while they run
+    book.finish(Payload("worker", Handle.GENERATE, "1"))
+    waiting = request("unacked", data=megabyte, no_syn=False, syn_reply_id="s", ack_reply_id="a")
+    assert book.receive(waiting) is Next.SYN
+    assert book.acked("a", go_on=False) is None
+    assert book.receive(request("last", data=megabyte)) is Next.QUEUED
+    book.attach([])
+    for name in ("2", "3"):
+        book.finish(Payload("worker", Handle.GENERATE, name))
+    assert {book.receive(request(f"new {n}", data=megabyte)) for n in range(3)} == {Next.QUEUED}
+    assert book.receive(request("one more", data=b"1")) is Next.TOO_MANY
+
+
+@pytest.mark.parametrize("eta", [-0.1, 1.1, float("nan"), float("inf")])
+def test_a_share_of_parameters_out_of_range_is_refused(eta: float) -> None:
+    with pytest.raises(ProtocolViolationError, match="is no Realloc"):
+        unpack(pack(Realloc("t", "actor", "ref", eta)), Realloc)
+
+
+def test_names_and_depth_are_bounded() -> None:
+    with pytest.raises(ProtocolViolationError, match="is no Compute"):
+        unpack(pack(Compute("c", "actor", inputs=["x"] * 257)), Compute)
+    with pytest.raises(ProtocolViolationError, match="is no Compute"):
+        unpack(b"\x81\xa1x" + b"\x91" * 100_000, Compute)
