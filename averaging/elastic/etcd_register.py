@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from averaging.elastic.grpc_register import CALL_SECONDS
-from averaging.elastic.register import Entry, Written
+from averaging.elastic.register import LIFETIME, Entry, Written
 from averaging.errors import AveragingError, PeerUnreachableError, ProtocolViolationError
 from averaging.rpc import RpcChannel, RpcMethod
 from averaging.wire.etcd_pb2 import (
     Compare,
     KeyValue,
+    LeaseGrantRequest,
+    LeaseGrantResponse,
     PutRequest,
     RangeRequest,
     RangeResponse,
@@ -24,6 +27,7 @@ MESSAGE_BYTES = 4 << 20
 
 RANGE = RpcMethod("/etcdserverpb.KV/Range", RangeRequest, RangeResponse)
 TXN = RpcMethod("/etcdserverpb.KV/Txn", TxnRequest, TxnResponse, max_request_bytes=MESSAGE_BYTES)
+LEASE = RpcMethod("/etcdserverpb.Lease/LeaseGrant", LeaseGrantRequest, LeaseGrantResponse)
 
 PREFIX = b"averaging/"
 
@@ -33,14 +37,27 @@ Reply = TypeVar("Reply")
 class EtcdRegister:
     """The register in an etcd cluster. A token is the revision in which the entry was written.
 
+    An entry goes when `lifetime` to twice that has passed since its last write, with the lease that it was given then.
+
     Args:
         channels: One channel per member; the member that answered last is called first.
         timeout: Seconds for one call.
+        lifetime: Seconds for which an entry is kept at least.
+        monotonic: A monotonic clock in seconds.
     """
 
-    def __init__(self, channels: Sequence[RpcChannel], timeout: float = CALL_SECONDS) -> None:
+    def __init__(
+        self,
+        channels: Sequence[RpcChannel],
+        timeout: float = CALL_SECONDS,
+        *,
+        lifetime: float = LIFETIME,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._channels = list(channels)
-        self._timeout = timeout
+        self._timeout, self._lifetime = timeout, lifetime
+        self._monotonic = monotonic
+        self._lease: tuple[int, float] | None = None  # and when it is replaced
 
     async def get(self, key: str) -> Entry | None:
         """See `Register`. Reads of etcd are linearizable by default."""
@@ -49,23 +66,35 @@ class EtcdRegister:
 
     async def compare_and_set(self, key: str, value: bytes, token: bytes | None) -> Written:
         """See `Register`."""
-        name = _name(key)
+        name, lease = _name(key), await self._present_lease()
         if token is None:
             condition = Compare(target=Compare.CREATE, key=name, create_revision=0)
         else:
             condition = Compare(target=Compare.MOD, key=name, mod_revision=int.from_bytes(token, "big"))
         request = TxnRequest(
             compare=[condition],
-            success=[RequestOp(request_put=PutRequest(key=name, value=value))],
+            success=[RequestOp(request_put=PutRequest(key=name, value=value, lease=lease))],
             failure=[RequestOp(request_range=RangeRequest(key=name))],
         )
         # Only one member is called: a write with an unknown result must not be repeated without a check.
-        reply = await self._once(lambda channel: channel.call(TXN, request, self._timeout))
+        try:
+            reply = await self._once(lambda channel: channel.call(TXN, request, self._timeout))
+        except AveragingError:
+            self._lease = None  # it may have ended while this machine slept
+            raise
         if reply.succeeded:
             return Written(Entry(value, reply.header.revision.to_bytes(8, "big")), done=True)
         if not reply.responses:
             raise ProtocolViolationError(f"{self._channels[0].endpoint} answered a transaction with nothing")
         return Written(_entry(reply.responses[0].response_range.kvs), done=False)
+
+    async def _present_lease(self) -> int:
+        now = self._monotonic()
+        if self._lease is None or now >= self._lease[1]:
+            request = LeaseGrantRequest(TTL=round(2 * self._lifetime))
+            granted = await self._ask(lambda channel: channel.call(LEASE, request, self._timeout))
+            self._lease = granted.ID, now + self._lifetime
+        return self._lease[0]
 
     async def _ask(self, call: Callable[[RpcChannel], Awaitable[Reply]]) -> Reply:
         """Calls one member after the other, until one answers."""

@@ -18,10 +18,10 @@ class _Address(NamedTuple):
 
 
 _NOBODYS = {
-    socket.AF_INET: _Address(socket.AF_INET, "192.0.2.1"),
-    socket.AF_INET6: _Address(socket.AF_INET6, "2001:db8::1"),
+    socket.AF_INET: _Address(socket.AF_INET, "240.0.0.1"),
+    socket.AF_INET6: _Address(socket.AF_INET6, "100::1"),
 }
-"""Addresses of documentation. If a socket can be bound to one of them, it can be bound to any."""
+"""Addresses that no machine has (reserved, and for discarding). If a socket can be bound to them, it can be to any."""
 
 
 def is_own(host: str) -> bool:

@@ -1,6 +1,6 @@
 """One rank of a site, started by torchrun: it trains its part of the policy with FSDP2. Rank 0 is the actor's worker.
 
-    torchrun --rdzv-backend=averaging … -m examples.posttrain.ranks STORY SITE
+    torchrun --max-restarts=20 --rdzv-backend=averaging … -m examples.posttrain.ranks STORY SITE
 
 Each node holds the whole policy in two shards, and a second node holds it once more (HSDP). So a site that loses a node
 goes on, and its shards remain those of the other site.

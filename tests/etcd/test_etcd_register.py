@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
 
-from averaging import PeerUnreachableError, RpcChannel, TLSFiles
+from averaging import AveragingError, PeerUnreachableError, RpcChannel, TLSFiles
 from averaging.elastic.etcd_register import EtcdRegister
 from averaging.elastic.handler import create_handler
 from averaging.elastic.register import Register, Written
@@ -59,6 +59,28 @@ async def test_get_and_compare_and_set(etcd: Etcd) -> None:
         assert await register.compare_and_set("k", b"3", first.entry.token) == second.__class__(
             second.entry, done=False
         )
+
+
+@pytest.mark.asyncio
+async def test_an_entry_goes_some_time_after_its_last_write(etcd: Etcd) -> None:
+    now = [0.0]
+    async with RpcChannel(f"127.0.0.1:{etcd.port}", credentials=credentials(etcd)) as channel:
+        register = EtcdRegister([channel], lifetime=1.0, monotonic=lambda: now[0])
+        await up(register)
+        written = await register.compare_and_set("k", b"1", None)
+        assert written.entry is not None
+        now[0] = 1.0  # so the next write has a lease of its own, and the end of the first one means nothing
+        longer = EtcdRegister([channel], lifetime=60.0)
+        kept = await longer.compare_and_set("k", b"2", written.entry.token)
+        gone = await register.compare_and_set("other", b"1", None)
+        assert gone.done
+        async with asyncio.timeout(30):
+            while await register.get("other") is not None:  # noqa: ASYNC110 - nothing tells of it
+                await asyncio.sleep(0.2)
+        assert await register.get("k") == kept.entry
+        with pytest.raises(AveragingError, match="lease"):  # as after this machine has slept
+            await register.compare_and_set("other", b"2", None)
+        assert (await register.compare_and_set("other", b"3", None)).done
 
 
 @pytest.mark.asyncio

@@ -45,7 +45,7 @@ def test_other_endpoints_are_not(host: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_where_any_address_can_be_bound_none_is_own_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
     """net.ipv4.ip_nonlocal_bind: each node would host the register, and no two would meet."""
-    interfaces(monkeypatch, {"10.0.0.5", "192.0.2.1"}, {}, "a")
+    interfaces(monkeypatch, {"10.0.0.5", "240.0.0.1"}, {}, "a")
     assert not is_own("10.0.0.5")
 
 
