@@ -184,7 +184,8 @@ class PeerConfig:
 
         share_state: Whether newcomers may download this peer's state. Clients never share it.
         verify_donors: A state is downloaded only if this many donors offer the same version with the same digests of
-            the averaged tensors. 1 trusts a single donor.
+            the averaged tensors. Donors with one certificate, or without certificates on one host, count as one. 1
+            trusts a single donor.
         on_drift: What a training peer does when its parameters or hyperparameters differ from those of most members of
             its group although they should not: `warn`, `adopt` theirs, or `raise`. See docs/operate/reliability.md.
 

@@ -12,6 +12,7 @@ from typing import Any, Self, Unpack
 
 import torch
 
+from averaging.common.addresses import member_of
 from averaging.common.shared_tensors import SharedTensors
 from averaging.common.validation import check_weight
 from averaging.config import NonFinite, PeerConfig, PeerOptions, configure
@@ -415,7 +416,7 @@ class Peer:
         """Downloads the state of the donor with the highest priority, verifies it, and takes it over.
 
         A state with NaN or infinity is refused unless `non_finite` allows them. With `verify_donors` above 1, that many
-        donors must first announce the same version and digests.
+        donors of different certificates or hosts must first announce the same version and digests.
 
         Args:
             apply: called with the verified state, in any thread and with the tensors locked, before they are
@@ -454,6 +455,7 @@ class Peer:
             deadlines=self._entered.service.deadlines,
             declared={name: version for version, name in self.donors},
             verify_donors=self.config.verify_donors,
+            members={name: member_of(name, "") for name in names} | self._entered.donors.members(),
             check=check,
             finite=self.config.non_finite is NonFinite.REFUSE,
         )

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import msgpack
 
+from averaging.common.addresses import member_of
 from averaging.common.safe_msgpack import is_number, unpack
 from averaging.discovery.base import Discovery
 from averaging.discovery.published_record import PublishedRecord
@@ -49,6 +50,10 @@ class Donors:
         found = [(unpack_priority(entry.value), name) for name, entry in entries.items() if name != self._endpoint]
         known = [(priority, name) for priority, name in found if priority is not None]
         return sorted(known, key=lambda donor: (-donor[0], donor[1]))
+
+    def members(self) -> dict[str, str]:
+        """What each donor counts as, see `member_of`."""
+        return {name: member_of(name, entry.holder) for name, entry in self._discovery.get(self._key).items()}
 
 
 def unpack_priority(value: bytes) -> float | None:

@@ -46,6 +46,7 @@ async def download(
     declared: Mapping[str, float] | None = None,
     max_bytes: int | None = None,
     verify_donors: int = 1,
+    members: Mapping[str, str] | None = None,
     check: Check = accept_all,
     finite: bool = False,
     on_progress: Callable[[StateAssembler], object] = lambda _: None,
@@ -68,6 +69,8 @@ async def download(
         max_bytes: see `StateAssembler`.
         verify_donors: number of donors that must announce the same version and digests of the averaged tensors (of all
             tensors, if there is no schema) before one of them is trusted.
+        members: what each donor counts as, see `member_of`: several endpoints of one certificate or host are one donor.
+            If None, each endpoint counts, as for addresses that the user gives.
         check: see `Check`.
         finite: see `StateAssembler`.
         on_progress: called after each message.
@@ -85,22 +88,37 @@ async def download(
         return await this_download.load(donors)
     for _ in range(MAX_COMPARISONS - 1):
         try:
-            return await this_download.load(*await this_download.compare(donors, verify_donors))
+            return await this_download.load(*await this_download.compare(donors, verify_donors, members))
         except _AllDonorsFailedError:
             logger.info("all agreeing donors were lost or have another state now; comparing donors again")
-    return await this_download.load(*await this_download.compare(donors, verify_donors))
+    return await this_download.load(*await this_download.compare(donors, verify_donors, members))
 
 
-def choose(announced: Mapping[str, Fingerprint], wanted: int) -> list[str]:
-    """Returns the donors of the state that most donors announce; empty if fewer than `wanted` agree.
+def choose(announced: Mapping[str, Fingerprint], wanted: int, members: Mapping[str, str] | None = None) -> list[str]:
+    """Returns the donors of the state that most members announce; empty if fewer than `wanted` agree.
 
     A tie is decided for the state of the earliest donor.
+
+    Args:
+        announced: the state of each donor.
+        wanted: number of members that must agree.
+        members: what each donor counts as; itself if it is not in it.
     """
+
+    def count(donors: list[str]) -> int:
+        return len({(members or {}).get(donor, donor) for donor in donors})
+
     by_state: dict[Fingerprint, list[str]] = {}
     for donor, fingerprint in announced.items():
         by_state.setdefault(fingerprint, []).append(donor)
-    most = max(by_state.values(), key=len, default=[])
-    return most if len(most) >= wanted else []
+    most = max(by_state.values(), key=count, default=[])
+    return most if count(most) >= wanted else []
+
+
+def of_all_members(donors: Sequence[str], members: Mapping[str, str]) -> list[str]:
+    """The donors, the first one of each member before all others: one member may have more than can be asked."""
+    first = {members.get(donor, donor): donor for donor in reversed(donors)}.values()
+    return sorted(donors, key=lambda donor: donor not in first)
 
 
 class _Download:
@@ -172,7 +190,9 @@ class _Download:
                 queue.append(donor)
         raise _AllDonorsFailedError(_error_text(failures.values()), gone)
 
-    async def compare(self, donors: Sequence[str], wanted: int) -> tuple[list[str], Fingerprint]:
+    async def compare(
+        self, donors: Sequence[str], wanted: int, members: Mapping[str, str] | None
+    ) -> tuple[list[str], Fingerprint]:
         """Asks donors which state they have, and returns the state that most of them have, with its donors.
 
         Donors that were restarted after their declaration count only if there are no others.
@@ -180,14 +200,14 @@ class _Download:
         Raises:
             StateError: fewer than `wanted` donors have the same state.
         """
-        asked = donors[:MAX_COMPARED]
+        asked = of_all_members(donors, members or {})[:MAX_COMPARED]
         answers: dict[str, Fingerprint | str] = {}
         while True:
             answers |= zip(asked, await asyncio.gather(*(self._announced(donor) for donor in asked)), strict=True)
             announced = {donor: answer for donor, answer in answers.items() if isinstance(answer, Fingerprint)}
             restarted = {donor for donor, state in announced.items() if state.version < self._declared.get(donor, 0.0)}
             current = {donor: state for donor, state in announced.items() if donor not in restarted}
-            agreeing = choose(current or announced, wanted)
+            agreeing = choose(current or announced, wanted, members)
             asked = [donor for donor in answers if self._donor_deadlines.should_retry(donor)]
             if agreeing or not (asked := asked or await self._preparing()):
                 break
@@ -197,7 +217,10 @@ class _Download:
                 answer if isinstance(answer, str) else f"{donor}: {answer}{notes.get(donor, '')}"
                 for donor, answer in answers.items()
             )
-            raise StateError(f"fewer than {wanted} donors have the same state, as verify_donors requires; {reasons}")
+            counted = "" if members is None else " of different certificates or hosts"
+            raise StateError(
+                f"fewer than {wanted} donors{counted} have the same state, as verify_donors requires; {reasons}"
+            )
         return agreeing, announced[agreeing[0]]
 
     async def _preparing(self) -> list[str]:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from averaging.errors import AveragingError, RoundError, StateError
+from averaging.state.download import of_all_members
 from averaging.strategies.progress_claims import ProgressClaims
 from averaging.training.fetch import Fetch
 from averaging.training.history import TRAIL, History
@@ -160,7 +161,7 @@ class CatchUp:
             return
         known = claims.keys() & set(partners) or claims.keys()
         best = max(claims[name] for name in known)
-        names = sorted(name for name in known if claims[name] == best)
+        names = of_all_members(sorted(name for name in known if claims[name] == best), training.members)
         if len(self._fetches) >= MAX_DOWNLOADS:
             training.cancel_fetch(self._fetches.pop(0))
         self._fetches.append(training.fetch(names[: training.verify_donors], partial(check_history, wanted=best)))

@@ -18,7 +18,7 @@ from averaging.state.packing import State, pack, seal
 from tests.simulation.swarm import Swarm
 
 SIZE = 1 << 18
-LIAR, HONEST = "peer:1", ["peer:2", "peer:3"]
+LIAR, HONEST = "peer-1:1", ["peer-2:1", "peer-3:1"]
 """Donors of the same version are asked in the order of their names."""
 
 
@@ -59,7 +59,7 @@ def downloaded(*, mimics: bool, verify_donors: int, honest: int = 2) -> tuple[li
     swarm = Swarm(1)
     donors = [swarm.peer(name, {"w": torch.ones(SIZE)}) for name in (LIAR, *HONEST[:honest])]
     newcomers = [
-        swarm.peer(f"peer:{number}", {"w": torch.zeros(SIZE)}, verify_donors=verify_donors, share_state=False)
+        swarm.peer(f"peer-{number}:1", {"w": torch.zeros(SIZE)}, verify_donors=verify_donors, share_state=False)
         for number in range(10, 13)
     ]
     liar = Liar(donors[0], mimics=mimics)
@@ -102,4 +102,4 @@ def test_where_too_few_agree_nothing_is_taken() -> None:
     found, _ = downloaded(mimics=False, verify_donors=2, honest=1)
     for error in found:
         assert isinstance(error, StateError)
-        assert "fewer than 2 donors have the same state" in str(error)
+        assert "fewer than 2 donors of different certificates or hosts have the same state" in str(error)

@@ -62,7 +62,11 @@ class Donors:
             yield message
 
     async def fetch(
-        self, schema: Schema | None = SCHEMA, verify_donors: int = 1, declared: Mapping[str, float] | None = None
+        self,
+        schema: Schema | None = SCHEMA,
+        verify_donors: int = 1,
+        declared: Mapping[str, float] | None = None,
+        members: Mapping[str, str] | None = None,
     ) -> tuple[State, str]:
         readers: list[StateAssembler] = []
         return await download(
@@ -72,6 +76,7 @@ class Donors:
             silence=5.0,
             declared=declared,
             verify_donors=verify_donors,
+            members=members,
             on_progress=readers.append,
         )
 
@@ -289,6 +294,23 @@ def test_the_choice_is_that_of_the_most(versions: Sequence[int], wanted: int) ->
     most = max((versions.count(version) for version in versions), default=0)
     assert len(chosen) == (most if most >= wanted else 0)
     assert len({announced[donor] for donor in chosen}) <= 1
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=8), st.integers(2, 4))
+def test_the_endpoints_of_one_member_count_as_one_donor(donors: Sequence[tuple[int, int]], wanted: int) -> None:
+    announced = {f"peer:{number}": Fingerprint(version, ()) for number, (version, _) in enumerate(donors)}
+    members = {f"peer:{number}": str(member) for number, (_, member) in enumerate(donors)}
+    most = max((len({m for v, m in donors if v == version}) for version, _ in donors), default=0)
+    chosen = choose(announced, wanted, members)
+    assert len({members[donor] for donor in chosen}) == (most if most >= wanted else 0)
+
+
+@pytest.mark.asyncio
+async def test_one_attacker_with_many_endpoints_is_not_believed_and_hides_no_honest_donor() -> None:
+    false = {f"192.0.2.1:{number}": [state(9)] for number in range(1, MAX_COMPARED + 10)}
+    donors = Donors(false | {"192.0.2.2:1": [state(1)], "192.0.2.3:1": [state(1)]})
+    _, donor = await donors.fetch(verify_donors=2, members={name: name.partition(":")[0] for name in donors.states})
+    assert donor == "192.0.2.2:1"
 
 
 @dataclass
