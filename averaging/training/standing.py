@@ -14,7 +14,7 @@ from averaging.common.addresses import CLIENT_PREFIX, member_of
 from averaging.common.sanitize import counted, listed
 from averaging.training.history import History, Made, Origin, Progress, Stage, read_progress
 
-TRAINED_TOGETHER = 3
+TRAINED_TOGETHER = 1
 """Rounds with others after which a peer leaves its history for no single peer of which it knows nothing."""
 
 MAX_MET = 1024
@@ -269,13 +269,21 @@ class Claim:
     Attributes:
         history: the greatest one of its origin.
         members: those that have made steps of that origin, see `member_of`.
+        endpoints: the peers that have.
     """
 
     history: History
     members: frozenset[str]
+    endpoints: tuple[str, ...]
+
+    @property
+    def weight(self) -> tuple[int, int, History]:
+        """By which claims are compared. Peers of one machine can only be counted one by one."""
+        return len(self.members), len(self.endpoints) if len(self.members) == 1 else 0, self.history
 
     def __str__(self) -> str:
-        return f"step {self.history.step} of {counted(len(self.members), 'member')} ({listed(sorted(self.members))})"
+        members = counted(len(self.members), "member")
+        return f"step {self.history.step} of {members} ({listed(self.endpoints) or 'that has made no step'})"
 
 
 def rank_donors(
@@ -296,30 +304,34 @@ def rank_donors(
     """
     donors = {name for _, name in offered}
     origins = {peers[name].history.origin.id for name in donors & peers.keys()}
-    claims = [
-        Claim(
-            max(one.history for name, one in peers.items() if name in donors and one.history.origin.id == origin),
-            _reached(History(origin=Origin(id=origin)), peers, members),
-        )
-        for origin in origins
-    ]
-    claims.sort(key=lambda claim: (len(claim.members), claim.history), reverse=True)
+    claims = []
+    for origin in origins:
+        offers = [one.history for name, one in peers.items() if name in donors and one.history.origin.id == origin]
+        behind = _reached(History(origin=Origin(id=origin)), peers, members)
+        claims.append(Claim(max(offers), _members(behind, members), tuple(sorted(behind))))
+    claims.sort(key=lambda claim: claim.weight, reverse=True)
     if not claims:
         return [name for _, name in sorted(offered, key=lambda donor: (-donor[0], donor[1]))], []
     chosen = claims[0]
-    reached = {history: len(_reached(history, peers, members)) for history in {one.history for one in peers.values()}}
+    reached = {history: _reached(history, peers, members) for history in {one.history for one in peers.values()}}
+
+    def outvoted(name: str) -> bool:
+        if len(chosen.members) > 1:
+            return 2 * len(_members(reached[peers[name].history], members)) <= len(chosen.members)
+        return 2 * len(reached[peers[name].history]) <= len(chosen.endpoints) > 1
 
     def order(donor: tuple[float, str]) -> tuple[bool, bool, float, str]:
         priority, name = donor
-        known = name in peers
-        outvoted = known and 2 * reached[peers[name].history] <= len(chosen.members) > 1
-        return not known, outvoted, -priority, name
+        return name not in peers, name in peers and outvoted(name), -priority, name
 
     of_others = {name for name, one in peers.items() if one.history.origin.id != chosen.history.origin.id}
     return [name for _, name in sorted(offered, key=order) if name not in of_others], claims
 
 
-def _reached(history: History, peers: Mapping[str, Progress], members: Mapping[str, str]) -> frozenset[str]:
-    """The members that have made the steps of a history; without global steps, as many local ones."""
-    behind = (name for name, one in peers.items() if one.made and one.history.includes(history))
-    return frozenset(members[name] for name in behind if members.get(name))
+def _reached(history: History, peers: Mapping[str, Progress], members: Mapping[str, str]) -> list[str]:
+    """The peers that count and have made the steps of a history; without global steps, as many local ones."""
+    return [name for name, one in peers.items() if members.get(name) and one.made and one.history.includes(history)]
+
+
+def _members(names: Collection[str], members: Mapping[str, str]) -> frozenset[str]:
+    return frozenset(members[name] for name in names)

@@ -16,6 +16,7 @@ from averaging.strategies.catch_up import check_history
 from averaging.strategies.lockstep import MAX_SAMPLES, gathered_samples
 from averaging.training.history import (
     History,
+    Made,
     Origin,
     Progress,
     Rank,
@@ -24,7 +25,7 @@ from averaging.training.history import (
     same_origin,
     still_training,
 )
-from averaging.training.standing import Others, Own
+from averaging.training.standing import TRAINED_TOGETHER, Others, Own, Standing, rank_donors, takes_over
 from averaging.training.standing import compare_progress as compare
 from averaging.training.standing import look_for_greater_origin as look
 
@@ -259,3 +260,90 @@ def test_the_digests_of_parts_are_announced_and_malformed_ones_ignored() -> None
     items = msgpack.unpackb(packed)
     for malformed in ("more", 5, [["a", "b"]], {"a": 1}, {1: "a"}, {"a": "f" * 65}):
         assert Progress.unpack(msgpack.packb([*items[:-1], malformed])) == Progress(A)
+
+
+def at_host(**peers: Progress) -> tuple[dict[str, Progress], dict[str, str]]:
+    """Peers by the name of their host, with a number for each endpoint there."""
+    return dict(peers), {name: name.rstrip("0123456789") for name in peers}
+
+
+TRAINED = Standing(made=True, rounds=TRAINED_TOGETHER, met=frozenset({"b"}))
+MINE = History(100, 1.0, "a" * 16, HERE, trail=("9" * 16,))
+FURTHER = History(10**6, 1.0, "f" * 16, HERE, trail=("9" * 16, "a" * 16))
+ELSEWHERE = History(10**6, 1.0, "f" * 16, Origin(Rank.APPOINTED, -1.0, "evil"))
+
+
+def leaves(standing: Standing, theirs: History, **peers: Progress) -> bool:
+    known, counted = at_host(**peers)
+    return takes_over(Own(MINE, "a", standing), theirs, known, counted)
+
+
+@pytest.mark.parametrize("theirs", [FURTHER, ELSEWHERE], ids=["the same run", "another run"])
+def test_a_history_is_worth_the_members_that_made_it(theirs: History) -> None:
+    liar, partner = Progress(theirs, made=Made.TOGETHER), Progress(MINE, made=Made.TOGETHER)
+    alone = Standing(made=True)
+    assert not leaves(TRAINED, theirs, x=liar)
+    assert not leaves(TRAINED, theirs, x=liar, x1=liar, x2=liar, x3=liar)  # many of one host
+    assert not leaves(TRAINED, theirs, x=liar, b=partner)
+    assert not leaves(TRAINED, theirs, x=liar, y=liar, b=partner, c=partner)
+    assert leaves(TRAINED, theirs, x=liar, y=liar, z=liar, b=partner)
+    assert not leaves(TRAINED, theirs, x=liar, y=Progress(theirs, made=Made.NOTHING), b=partner)
+    assert leaves(alone, theirs, x=liar)
+    assert not leaves(alone, theirs, x=liar, b=partner)
+    assert leaves(replace(TRAINED, allow_takeover=True), theirs, x=liar, b=partner)
+    assert leaves(TRAINED, theirs, b=liar) is (theirs is FURTHER)  # a partner that alone has made the last step
+
+
+def test_a_peer_goes_back_to_the_step_of_the_others() -> None:
+    """It went on alone while they stood still."""
+    others = Progress(replace(MINE, step=101, lineage="c" * 16, trail=("a" * 16,)), made=Made.TOGETHER)
+    gone_on = History(150, 1.0, "d" * 16, HERE)
+    known, counted = at_host(b=others, c=others)
+    assert takes_over(Own(gone_on, "a", TRAINED), others.history, known, counted)
+    behind = Progress(MINE, made=Made.TOGETHER)
+    gone_on = replace(gone_on, trail=("a" * 16, *("e" * 16,) * 49))
+    assert compare(Own(gone_on, "a", TRAINED), {"b": behind.pack(), "c": behind.pack()}, counted).ahead == {}
+    assert compare(Own(gone_on, "a", TRAINED), {"b": others.pack(), "c": others.pack()}, counted).ahead.keys() == {
+        "b",
+        "c",
+    }
+
+
+sides = st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(Made)), min_size=1, max_size=4)
+
+
+@given(sides, sides, st.integers(0, 3), st.integers(0, 3))
+def test_of_two_sides_that_have_met_exactly_one_gives_way(
+    left: list[tuple[str, Made]], right: list[tuple[str, Made]], ours: int, theirs: int
+) -> None:
+    """A peer of each side, which has made its history, sees the same records as the other."""
+    one, other = (History(5 + step, 1.0, letter * 16, HERE) for step, letter in ((ours, "a"), (theirs, "b")))
+    peers = {
+        f"{host}{number}": Progress(one, made=made) for number, (host, made) in enumerate([("x", Made.TOGETHER), *left])
+    }
+    peers |= {
+        f"{host}{number}": Progress(other, made=made)
+        for number, (host, made) in enumerate([("y", Made.TOGETHER), *right], 10)
+    }
+    counted = {name: name[0] for name in peers}
+    standing = Standing(made=True, rounds=9, met=frozenset(peers))
+
+    def gives_way(name: str, own: History, to: History) -> bool:
+        seen = {peer: progress for peer, progress in peers.items() if peer != name}
+        return takes_over(Own(own, counted[name], standing), to, seen, counted)
+
+    assert gives_way("x0", one, other) is not gives_way("y10", other, one)
+
+
+def test_a_newcomer_takes_the_history_of_most_members() -> None:
+    honest, ahead = Progress(MINE, made=Made.TOGETHER), replace(MINE, step=101, lineage="b" * 16, trail=("a" * 16,))
+    peers, counted = at_host(
+        a=honest, b=Progress(ahead, made=Made.TOGETHER), x=Progress(ELSEWHERE), x1=Progress(ELSEWHERE)
+    )
+    offered = [(100.0, "a"), (101.0, "b"), (1e12, "x"), (1e12, "x1")]
+    donors, claims = rank_donors(offered, peers, counted)
+    assert donors == ["a", "b"]  # the history of "b" is not yet that of most
+    assert [claim.history.origin.id for claim in claims] == ["here", "evil"]
+    assert str(claims[0]) == "step 101 of 2 members (a, b)"
+    peers, counted = at_host(a=honest, b=honest, x=Progress(FURTHER), c=Progress(MINE, made=Made.NOTHING))
+    assert rank_donors([(100.0, "a"), (100.0, "b"), (1e12, "x"), (7.0, "f")], peers, counted)[0] == ["a", "b", "x", "f"]
