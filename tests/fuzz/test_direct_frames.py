@@ -15,10 +15,18 @@ from hypothesis import strategies as st
 from averaging.protocol.messages import AveragingData
 from averaging.security.credentials import Credentials
 from averaging.transport.direct import DirectTransport
-from averaging.transport.direct.frames import NONCE_BYTES, TAG_BYTES, Kind, commitment_to, pack_header, pack_hello
+from averaging.transport.direct.frames import (
+    NONCE_BYTES,
+    TAG_BYTES,
+    Kind,
+    commitment_to,
+    pack_header,
+    pack_hello,
+    proof_of,
+)
 from averaging.transport.direct.heads import encode_head
 from averaging.transport.direct.opening import OPEN, Request
-from averaging.transport.direct.sealing import Cipher, Ciphers, derive_keys
+from averaging.transport.direct.sealing import Cipher, Ciphers, derive_keys, shared_secret
 from averaging.transport.grpc.client import call_unary
 from tests.integration.certificates import HERE, secure
 from tests.integration.grpc_fakes import FakePeer, number_of, part
@@ -101,7 +109,8 @@ async def attack(changes: list[tuple[str, float, bytes]], credentials: Credentia
         grant = await call_unary(caller._channels, endpoint, OPEN, request)
         cipher = None
         if credentials:
-            keys = derive_keys(own, grant.public_key, public, grant.public_key, grant.ticket)
+            secret, proof = shared_secret(own, grant.public_key), proof_of(nonce, grant.ticket)
+            keys = derive_keys(secret, public, grant.public_key, proof)
             cipher = Ciphers.of_caller(keys).sending
         reader, writer = await asyncio.open_connection("127.0.0.1", grant.port)
         writer.write(pack_hello(nonce, grant.ticket) + changed(stream(cipher), changes))

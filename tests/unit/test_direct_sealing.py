@@ -10,13 +10,15 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from averaging.errors import ProtocolViolationError
-from averaging.transport.direct.frames import MAGIC, TAG_BYTES, Kind, commitment_to, pack_header, pack_hello
-from averaging.transport.direct.sealing import Cipher, Ciphers, Keys, derive_keys
+from averaging.transport.direct.frames import MAGIC, TAG_BYTES, Kind, commitment_to, pack_header, pack_hello, proof_of
+from averaging.transport.direct.sealing import Cipher, Ciphers, Keys, derive_keys, shared_secret
 
 CALLER = X25519PrivateKey.from_private_bytes(bytes(range(32)))
 CALLEE = X25519PrivateKey.from_private_bytes(bytes(range(32, 64)))
 TICKET = bytes(range(64, 96))
 NONCE = bytes(range(96, 128))
+PROOF = proof_of(NONCE, TICKET)
+SECRET = shared_secret(CALLER, CALLEE.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw))
 HEADER = pack_header(Kind.PART, 4, 8)
 
 
@@ -25,7 +27,7 @@ def public(key: X25519PrivateKey) -> bytes:
 
 
 def keys() -> Keys:
-    return derive_keys(CALLER, public(CALLEE), public(CALLER), public(CALLEE), TICKET)
+    return derive_keys(SECRET, public(CALLER), public(CALLEE), PROOF)
 
 
 def sealed(cipher: Cipher, data: bytes, header: bytes = HEADER) -> bytes:
@@ -46,7 +48,7 @@ def test_vectors_of_the_keys() -> None:
     assert public(CALLEE).hex() == VECTORS["callee's public key"]
     assert keys().to_callee.hex() == VECTORS["key to the callee"]
     assert keys().to_caller.hex() == VECTORS["key to the caller"]
-    assert derive_keys(CALLEE, public(CALLER), public(CALLER), public(CALLEE), TICKET) == keys()
+    assert shared_secret(CALLEE, public(CALLER)) == SECRET
 
 
 def test_vectors_of_the_hello() -> None:
@@ -70,13 +72,14 @@ def test_vectors_of_a_frame() -> None:
     assert opened(receiving, head) == b"head"
 
 
-@pytest.mark.parametrize("changed", ["ticket", "caller", "callee", "role"])
+@pytest.mark.parametrize("changed", ["ticket", "nonce", "caller", "callee", "role"])
 def test_other_inputs_give_other_keys(changed: str) -> None:
     other = {
-        "ticket": lambda: derive_keys(CALLER, public(CALLEE), public(CALLER), public(CALLEE), bytes(32)),
-        "caller": lambda: derive_keys(CALLER, public(CALLEE), bytes(32), public(CALLEE), TICKET),
-        "callee": lambda: derive_keys(CALLER, public(CALLEE), public(CALLER), bytes(32), TICKET),
-        "role": lambda: derive_keys(CALLER, public(CALLEE), public(CALLEE), public(CALLER), TICKET),
+        "ticket": lambda: derive_keys(SECRET, public(CALLER), public(CALLEE), proof_of(NONCE, bytes(32))),
+        "nonce": lambda: derive_keys(SECRET, public(CALLER), public(CALLEE), proof_of(bytes(32), TICKET)),
+        "caller": lambda: derive_keys(SECRET, bytes(32), public(CALLEE), PROOF),
+        "callee": lambda: derive_keys(SECRET, public(CALLER), bytes(32), PROOF),
+        "role": lambda: derive_keys(SECRET, public(CALLEE), public(CALLER), PROOF),
     }[changed]()
     assert not {other.to_callee, other.to_caller} & {keys().to_callee, keys().to_caller}
 
@@ -136,11 +139,11 @@ VECTORS = {
     "proof": "cdbeff31b18f567268411df324404264fc9fc06882554c8c671d22960d2122b1",
     "caller's public key": "8f40c5adb68f25624ae5b214ea767a6ec94d829d3d7b5e1ad1ba6f3e2138285f",
     "callee's public key": "358072d6365880d1aeea329adf9121383851ed21a28e3b75e965d0d2cd166254",
-    "key to the callee": "303591900e5183fecd29fd8a23c1d20befd8cdab02e86183abb49769e4b7b588",
-    "key to the caller": "6e1dd4a7b468b07e2322da15f54aa895b286366d00846546592116fbb4300122",
+    "key to the callee": "6b857d8b6e7d7b0731136dee414a7788ccb47841438f97db9829ab8026dec823",
+    "key to the caller": "6e347fe1c7e743739ee408aa047fc6dba87e32b1d097ed82ebf91856a9dd8104",
     "header": "0300040008000000",
-    "sealed body": "00dd890773703ee7ecca4dfbd32280280404f21f36e9b641",
-    "sealed head": "7f18fed450190081d14e69d3abdc921a4c72567a",
+    "sealed body": "059f9f35bc901385acf6b6469c25a5e5704b72a4577109e7",
+    "sealed head": "92e291f3986716cd2ef4f4a98820abd9a2043474",
 }
 """The private keys are the bytes 0 to 31 and 32 to 63, the ticket the bytes 64 to 95, the nonce the bytes 96 to 127; a
 frame PART with the body `the body` and the head `head`, sent by the caller."""

@@ -146,11 +146,12 @@ class Listener:
         try:
             try:
                 async with asyncio.timeout(HANDSHAKE_SECONDS):
-                    admission = await self._read_hello(connection)
+                    nonce, proof = await self._read_hello(connection)
+                    admission = self.tickets.redeem(nonce, proof, self._clock())
                     if admission is None or not self._admitted.take(admission.host):
                         admission = None
                         return
-                    link = self._link(connection, name, admission)
+                    link = self._link(connection, name, admission, proof)
                     await self._greet(link)
             except (TimeoutError, OSError, AveragingError) as error:
                 logger.debug("a direct connection from %s was not admitted: %s", name, error)
@@ -188,25 +189,23 @@ class Listener:
             if not stream.ended or link.spent:
                 return
 
-    async def _read_hello(self, connection: socket.socket) -> Admission | None:
+    async def _read_hello(self, connection: socket.socket) -> tuple[bytes, bytes]:
         raw = bytearray()
-        while len(raw) < HELLO_BYTES:
+        while len(raw) < HELLO_BYTES and raw.startswith(MAGIC[: len(raw)]):
             received = await self._loop.sock_recv(connection, HELLO_BYTES - len(raw))
             if not received:
-                return None
+                break
             raw += received
-            if not raw.startswith(MAGIC[: len(raw)]):
-                return None
-        return self.tickets.redeem(*read_hello(raw), self._clock())
+        return read_hello(raw)
 
-    def _link(self, connection: socket.socket, name: str, admission: Admission) -> Link:
+    def _link(self, connection: socket.socket, name: str, admission: Admission, proof: bytes) -> Link:
         link = Link(
             connection,
             name,
             accepted=FROM_CALLER,
             max_body=self._max_body,
             buffers=self._buffers,
-            ciphers=admission.ciphers,
+            ciphers=admission.seal(proof) if admission.seal else None,
             hang_ups=self._hang_ups,
         )
         link.ticket = admission.ticket

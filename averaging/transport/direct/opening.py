@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc
@@ -24,10 +25,11 @@ from averaging.transport.direct.frames import (
     Kind,
     commitment_to,
     pack_hello,
+    proof_of,
 )
 from averaging.transport.direct.lanes import NOT_SERVED
 from averaging.transport.direct.link import Link
-from averaging.transport.direct.sealing import KEY_BYTES, Ciphers, derive_keys
+from averaging.transport.direct.sealing import KEY_BYTES, Ciphers, derive_keys, shared_secret
 from averaging.transport.direct.tickets import VALID_SECONDS, Admission, Tickets
 from averaging.transport.grpc import message_limits
 from averaging.transport.grpc.authentication import Callers, host_of
@@ -154,13 +156,12 @@ def open_handler(
 
     async def handle(raw: bytes, context: Context) -> None:
         request = callers.read(OPEN, context)(raw)
-        ticket, public_key, ciphers = os.urandom(TICKET_BYTES), b"", None
+        ticket, public_key, seal = os.urandom(TICKET_BYTES), b"", None
         if sealed:
             own = X25519PrivateKey.generate()
             public_key = _public_bytes(own)
-            keys = derive_keys(own, request.public_key, request.public_key, public_key, ticket)
-            ciphers = Ciphers.of_callee(keys)
-        admission = Admission(host_of(context), ticket, callers.checker(context), ciphers)
+            seal = partial(_ciphers_of_callee, shared_secret(own, request.public_key), request.public_key, public_key)
+        admission = Admission(host_of(context), ticket, callers.checker(context), seal)
         tickets.grant(admission, request.commitment, clock())
 
         async def reply() -> Any:
@@ -169,6 +170,10 @@ def open_handler(
         await write_all(context, OPEN, callers, reply())
 
     return grpc.unary_unary_rpc_method_handler(handle)
+
+
+def _ciphers_of_callee(secret: bytes, caller: bytes, callee: bytes, proof: bytes) -> Ciphers:
+    return Ciphers.of_callee(derive_keys(secret, caller, callee, proof))
 
 
 async def open_link(
@@ -206,8 +211,8 @@ async def open_link(
         raise NotServedError(endpoint, f"its direct lane has version {grant.version}, and this peer's {VERSION}")
     ciphers = None
     if own is not None:
-        keys = derive_keys(own, grant.public_key, public_key, grant.public_key, grant.ticket)
-        ciphers = Ciphers.of_caller(keys)
+        secret, proof = shared_secret(own, grant.public_key), proof_of(nonce, grant.ticket)
+        ciphers = Ciphers.of_caller(derive_keys(secret, public_key, grant.public_key, proof))
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(CONNECT_SECONDS):

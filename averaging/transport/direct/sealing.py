@@ -35,15 +35,12 @@ class Keys:
     to_caller: bytes = field(repr=False)
 
 
-def derive_keys(own: X25519PrivateKey, other: bytes, caller: bytes, callee: bytes, ticket: bytes) -> Keys:
-    """Derives the keys of a connection; both sides get the same.
+def shared_secret(own: X25519PrivateKey, other: bytes) -> bytes:
+    """Returns the secret of both sides.
 
     Args:
         own: this side's private key of this connection.
         other: the other side's public key.
-        caller: the caller's public key.
-        callee: the callee's public key.
-        ticket: of this connection.
 
     Raises:
         ProtocolViolationError: `other` is not a public key, or one with which everybody would know the secret.
@@ -51,10 +48,21 @@ def derive_keys(own: X25519PrivateKey, other: bytes, caller: bytes, callee: byte
     if len(other) != KEY_BYTES:
         raise ProtocolViolationError(f"a public key of {len(other)} bytes instead of {KEY_BYTES}")
     try:
-        secret = own.exchange(X25519PublicKey.from_public_bytes(other))
+        return own.exchange(X25519PublicKey.from_public_bytes(other))
     except ValueError:
         raise ProtocolViolationError("a public key that makes the secret known to everybody") from None
-    derived = HKDF(hashes.SHA256(), 2 * KEY_BYTES, salt=ticket, info=CONTEXT + caller + callee).derive(secret)
+
+
+def derive_keys(secret: bytes, caller: bytes, callee: bytes, proof: bytes) -> Keys:
+    """Derives the keys of a connection; both sides get the same.
+
+    Args:
+        secret: of both sides.
+        caller: the caller's public key.
+        callee: the callee's public key.
+        proof: of the caller's nonce and the callee's ticket, so that the callee cannot choose the caller's first frame.
+    """
+    derived = HKDF(hashes.SHA256(), 2 * KEY_BYTES, salt=proof, info=CONTEXT + caller + callee).derive(secret)
     return Keys(derived[:KEY_BYTES], derived[KEY_BYTES:])
 
 

@@ -30,13 +30,13 @@ class Admission:
         host: from which the ticket was requested.
         ticket: the ticket itself.
         check: raises a ForeignEndpointError if the holder may not use an endpoint as its own.
-        ciphers: of the connection; None for a plain one.
+        seal: makes the ciphers of the connection from the caller's proof; None for a plain one.
     """
 
     host: str
     ticket: bytes
     check: Callable[[str], None]
-    ciphers: Ciphers | None
+    seal: Callable[[bytes], Ciphers] | None
 
 
 @dataclass(slots=True)
