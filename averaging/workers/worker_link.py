@@ -15,7 +15,7 @@ from averaging.wire.workers_pb2 import Payload as PayloadMessage
 from averaging.workers.methods import BATCH_BYTES, REQUEST_REPLY_STREAM, Channel, Connect
 from averaging.workers.payload import NO_REPLY, Handle, Payload, pack, unpack
 from averaging.workers.placement import Inventory, Placement
-from averaging.workers.wire_messages import decode_reply, encode_payload
+from averaging.workers.wire_messages import decode_reply, decode_request, encode_payload
 
 logger = logging.getLogger("averaging.workers")
 
@@ -217,12 +217,12 @@ class WorkerLink:
         if (began := self._pinged.pop(message.pong, None)) is not None:
             now = asyncio.get_running_loop().time()
             self._options.deadlines.record(self.worker, Phase.ANSWER, 0, now - began, now)
-        for reply in map(decode_reply, message.replies):
+        for reply in message.replies:  # data is decoded only if it is wanted
             if self._outstanding.pop(reply.request_id, None) is not None:
                 self._received.append(reply.request_id)
-                self._on_reply(reply)
+                self._on_reply(decode_reply(reply))
             elif reply.handle_name == Handle.SYN:
-                self._on_reply(reply)
+                self._on_reply(decode_request(reply))
 
     def _attach(self, attached: Attached) -> None:
         if self._incarnation not in ("", attached.incarnation) and self.lost is None:
