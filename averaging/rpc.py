@@ -60,6 +60,7 @@ __all__ = [
     "RpcService",
     "TensorMessage",
     "TensorReader",
+    "check_named",
     "check_size",
     "read_credentials",
     "rpc_caller",
@@ -98,6 +99,19 @@ def read_credentials(
         insecure=insecure,
         inspection=inspection,
     )
+
+
+async def check_named(endpoint: str, *, loopback: bool) -> None:
+    """Checks that an endpoint which another peer has named may be dialled, as `RpcChannel(named_by_peer=True)` does.
+
+    Args:
+        endpoint: `host:port`.
+        loopback: Whether it may be on this machine's loopback.
+
+    Raises:
+        ProtocolViolationError: No peer can be there.
+    """
+    await Dialling(loopback=loopback).check(endpoint)
 
 
 class RpcServer:

@@ -105,7 +105,7 @@ async def _carry_out(command: wire.SyncCommand, module: Module | None, reply: wi
         await result_of(module.set_state_dict_meta(meta_from(command.set_state_dict_meta.tensors)))
     elif kind == "setup_weight_sync_group" and isinstance(module, SendsWeights | ReceivesWeights):
         joined = command.setup_weight_sync_group
-        host, port = methods.address_from(joined.master_address, joined.master_port)
+        host, port = await methods.address_from(joined.master_address, joined.master_port)
         size, rank = joined.world_size, joined.rank
         await result_of(module.setup_weight_sync_group(host, port, size, joined.group_name, joined.timeout, rank))
     elif kind == "teardown_weight_sync_group" and isinstance(module, SendsWeights | ReceivesWeights):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from averaging.common.addresses import parse_address
 from averaging.errors import ConfigError, ProtocolViolationError
-from averaging.rpc import RpcMethod
+from averaging.rpc import RpcMethod, check_named
 from averaging.synchronizer.coordination import RunningStatus
 from averaging.synchronizer.state_stream import MAX_PART_BYTES
 from averaging.wire import synchronizer_pb2 as wire
@@ -78,16 +78,21 @@ def status_from(number: wire.SyncRunningStatus.ValueType) -> RunningStatus:
     return status
 
 
-def address_from(host: str, port: int) -> tuple[str, int]:
-    """Returns a host and a port of another process.
+async def address_from(host: str, port: int) -> tuple[str, int]:
+    """Returns a host and a port, named by another process, at which a weight sync group meets.
+
+    Loopback is allowed: all members may be on one machine, and torch's store sends nothing that others choose.
 
     Raises:
-        ProtocolViolationError: They are malformed.
+        ProtocolViolationError: They are malformed, or no process can be there.
     """
+    endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        parse_address(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
-    except ConfigError as error:
-        raise ProtocolViolationError(f"the address of a weight sync group: {error}") from None
+        parse_address(endpoint)
+        await check_named(endpoint, loopback=True)
+    except (ConfigError, ProtocolViolationError) as error:
+        reason = str(error).partition("; to dial it anyway")[0]
+        raise ProtocolViolationError(f"the address of a weight sync group: {reason}") from None
     if not port:
         raise ProtocolViolationError("the address of a weight sync group has port 0")
     return host, port

@@ -295,7 +295,7 @@ class SynchronizerService:
 
     async def _setup_weight_sync_group(self, request: SyncGroupRequest) -> SyncDone:
         self._member(request.session, request.namespace)
-        address, port = methods.address_from(request.master_address, request.master_port)
+        address, port = await methods.address_from(request.master_address, request.master_port)
         meta = meta_from(request.meta.tensors) if request.HasField("meta") else None
         await self._find(request.namespace).setup_weight_sync_group(address, port, meta)
         return _DONE

@@ -185,7 +185,7 @@ class _Sender(_Member):
 
     async def get_weight_sync_info(self) -> tuple[str, int, Meta]:
         reply = await self._session.ask(get_weight_sync_info=SyncDone())
-        return *address_from(reply.master_address, reply.master_port), meta_from(reply.meta.tensors)
+        return *await address_from(reply.master_address, reply.master_port), meta_from(reply.meta.tensors)
 
 
 class _Receiver(_Member):

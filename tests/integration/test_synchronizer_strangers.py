@@ -17,7 +17,9 @@ from averaging import (
     RunningStatus,
     Synchronizer,
     SynchronizerConfig,
+    WeightGroupError,
     WeightPublisher,
+    WeightReceiver,
 )
 from averaging.errors import AveragingError
 from averaging.synchronizer import methods, service, sessions
@@ -155,6 +157,36 @@ async def test_one_address_cannot_take_all_sessions(monkeypatch: pytest.MonkeyPa
                 await asyncio.sleep(0.01)
         for explorer in explorers:
             await explorer.set_explorer_status(RunningStatus.RUNNING)
+
+
+class Member(WeightReceiver):
+    """An explorer that notes where it is called to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[str] = []
+
+    async def setup_weight_sync_group(self, master_address: str, *others: object) -> None:
+        self.called.append(master_address)
+
+
+@pytest.mark.asyncio
+async def test_explorers_are_not_called_to_addresses_at_which_no_trainer_can_be() -> None:
+    async with AsyncExitStack() as stack:
+        synchronizer, endpoint = await stack.enter_async_context(served())
+        explorer, stranger = [await stack.enter_async_context(Synchronizer.connect(endpoint)) for _ in range(2)]
+        member = Member()
+        await explorer.add_module(member)
+        async with asyncio.timeout(LIMIT):
+            while not synchronizer.module_count:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        with pytest.raises(CallRefusedError, match="not dialled: 169.254.169.254 is a link-local address"):
+            await stranger.setup_weight_sync_group("169.254.169.254", 80)
+        with pytest.raises(WeightGroupError, match="a link-local address"):  # the synchronizer itself is not trusted
+            await synchronizer.setup_weight_sync_group("169.254.169.254", 80)
+        assert not member.called
+        await stranger.setup_weight_sync_group("127.0.0.1", 80)
+        assert member.called == ["127.0.0.1"]
 
 
 @pytest.mark.asyncio
