@@ -288,7 +288,7 @@ class Database:
         now = self._clock()
         for _, config, name, connected, owner in execute("SELECT * FROM envs ORDER BY id"):
             decoded = msgspec.json.decode(config, type=RegisterEnv)
-            state.envs.append(Env(decoded, name, bool(connected), owner or b"", heard=now, waited=now))
+            state.envs.append(Env(decoded, name, bool(connected), owner or b"", heard=now, posted=True, waited=now))
         query = "SELECT place, step, number, env, size, length(content) FROM groups ORDER BY place, number"
         for place, step, *fields in execute(query):
             state.restore(Group(*fields), queued=place is not None, step=step)

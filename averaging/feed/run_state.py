@@ -66,6 +66,7 @@ class Env:
     Attributes:
         owner: identifies who registered it; empty if that is unknown.
         heard: time of its last request.
+        posted: whether it has posted since its registration.
         waited: time since which the run waits for its groups: that of its last post, or of a batch with its groups.
         silent: whether it has given up its reservation, because the run waited for longer than `RunState.env_timeout`.
     """
@@ -75,6 +76,7 @@ class Env:
     connected: bool = True
     owner: bytes = b""
     heard: float = field(default=0.0, compare=False)
+    posted: bool = field(default=False, compare=False)
     waited: float = field(default=0.0, compare=False)
     silent: bool = field(default=False, compare=False)
 
@@ -205,10 +207,13 @@ class RunState:
         if env_id == MAX_ENVS:
             raise FeedRefusedError(409, f"{MAX_ENVS} environments have registered; begin another run")
         if env_id == len(self.envs):
-            self.envs.append(Env(config, f"{config.desired_name}_{len(namesakes)}"))
+            self.envs.append(Env(config, f"{config.desired_name}_{len(namesakes)}", posted=True))
         env = self.envs[env_id]
-        env.connected, env.owner, env.heard = True, owner, now
-        self._wait_for(env_id, now)
+        if env.posted:
+            # Environments that register again and again without a post, under whatever name, have one time together.
+            idle = [each.waited for each in self.envs if each.connected and not each.posted]
+            env.waited = min([now, *idle])
+        env.connected, env.owner, env.heard, env.posted = True, owner, now, False
         self._candidate_is_current = False
         return env_id
 
@@ -217,14 +222,6 @@ class RunState:
             return False
         same_key = owner.startswith(KEYED) and owner == env.owner
         return same_key or not env.connected or now - env.heard >= self.env_timeout
-
-    def _wait_for(self, env_id: int, now: float) -> None:
-        """Waits for the groups of an environment from now on, whether it was silent or not."""
-        env = self.envs[env_id]
-        env.waited = now
-        if env.silent:
-            env.silent, self._candidate_is_current = False, False
-            self.notices.append(("returned", env_id))
 
     def disconnect(self, env_id: int, owners: Collection[bytes]) -> None:
         """Ends the reservation of an environment.
@@ -268,8 +265,7 @@ class RunState:
             self._check_size(env, size, smaller)
         self._check_room(now)
         for env in {env for env, _, _ in groups if env is not None}:
-            self.envs[env].heard = now
-            self._wait_for(env, now)
+            self._heard_post(env, now)
         added = Added(self.next_number, [], [])
         for env, size, nbytes in groups:
             self._enqueue(Group(self.next_number, env, size, nbytes), added)
@@ -420,6 +416,13 @@ class RunState:
                 "post the same again once the trainer has fetched a batch",
                 1.0,
             )
+
+    def _heard_post(self, env_id: int, now: float) -> None:
+        env = self.envs[env_id]
+        env.heard, env.waited, env.posted = now, now, True
+        if env.silent:
+            env.silent = False
+            self.notices.append(("returned", env_id))
 
     def _enqueue(self, group: Group, added: Added) -> None:
         if group.env is None or group.size == self.envs[group.env].config.group_size:

@@ -616,6 +616,8 @@ async def test_an_environment_that_posts_nothing_does_not_stop_the_run(caplog: p
         assert (await client.get("/status")).json()["silent_environments"] == ["a\x1bb_0"]
         assert "averaging_feed_silent_environments 1.0" in (await client.get("/metrics")).text
         assert (await client.post("/register-env", json=reserved)).json()["env_id"] == 1, "its old place"
+        assert (await client.get("/status")).json()["silent_environments"] == ["a\x1bb_0"], "it has posted nothing yet"
+        await client.post("/scored_data", json=GROUP | {"env_id": 1})
         assert {"event": "returned", "env_id": 1, "name": "a\x1bb_0"} in events
         assert "silent_environments" not in (await client.get("/status")).json()
     lines = [record.getMessage() for record in caplog.records if "environment 1" in record.getMessage()]

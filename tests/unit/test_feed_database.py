@@ -459,6 +459,29 @@ def test_an_environment_that_waits_for_the_trainer_keeps_its_reservation() -> No
     assert database.batch(2, None, 10_060.0) is not None
 
 
+@pytest.mark.parametrize("own_names", [False, True])
+def test_environments_that_only_register_again_and_again_do_not_stop_the_run(own_names: bool) -> None:
+    """For example one that is restarted each minute, and fails before its first post."""
+    database = running(batch_size=100, env_timeout=300.0)
+    database.post(a_post(*((name, None, 2) for name in range(1000))), 0.0)
+    formed = []
+    for minute in range(20):
+        config = environment(2, 0.5)
+        if own_names:
+            config = msgspec.structs.replace(config, desired_name=f"pod-{minute}")
+        register_env(database, config, now=60.0 * minute)
+        formed.append(database.batch(None, None, 60.0 * minute + 30) is not None)
+    assert formed == [False] * 5 + [True] * 15
+    own = a_post((2000, 19 if own_names else 0, 2))
+    database.post(own, 1200.0)
+    assert database.batch(None, None, 1200.0) is None, "it posts, so it has its reservation again"
+    for _ in range(24):
+        database.post(own, 1200.0)
+    found = database.batch(None, None, 1200.0)
+    assert found is not None
+    assert names(found[2]).count(2000) == 25
+
+
 def test_a_restarted_server_waits_again(tmp_path: Path) -> None:
     database = running(tmp_path / "store", env_timeout=60.0)
     register_env(database, environment(2, 0.5))
