@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import sqlite3
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from averaging.errors import ConfigError, FeedRefusedError
+from averaging.errors import ConfigError, FeedBusyError, FeedRefusedError
 from averaging.feed.messages import RegisterEnv, Registration
 from averaging.feed.run_state import Env, Group, RunState
 
@@ -23,6 +25,12 @@ APPLICATION_ID, VERSION = 0x61766664, 2
 
 KEY_SECONDS = 86400.0
 """Seconds for which the key of a post is remembered."""
+
+MAX_HEADROOM, VOLUME_PARTS = 32 << 20, 16
+"""Free bytes of the disk that posts leave to the writes of delivered batches, and the limit of that as a part of it."""
+
+WRITE_RETRY_SECONDS = 5.0
+"""`Retry-After` while the file cannot be written."""
 
 SCHEMA = """
 CREATE TABLE facts (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
@@ -39,6 +47,10 @@ CREATE TABLE posts (
 CREATE INDEX by_time ON posts (time);
 """
 # place: the order in the queue; NULL while a group waits in the buffer of its environment. step: that of its batch.
+
+
+def _env_row(env_id: int, env: Env) -> tuple[object, ...]:
+    return env_id, msgspec.json.encode(env.config), env.name, env.connected, env.owner
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +73,9 @@ class Post:
 class Database:
     """Opens a file, and creates it if needed.
 
+    While the file cannot be written, for example because the disk is full, the database can be detached from it: what
+    the trainer and the environments do then changes the state in memory only, and `write_state` writes it later.
+
     Args:
         path: the file; ":memory:" keeps everything in memory.
         fsync: whether a commit waits for the disk.
@@ -70,9 +85,10 @@ class Database:
     Attributes:
         state: the state of the run. Change it through the methods below only.
         latest: content of the group that entered the queue last; empty if none did since the file was opened.
+        detached: whether changes are kept in memory. Neither `post` nor `reset` may be called then.
 
     Raises:
-        ConfigError: the file cannot be opened, is of another kind, or is used by another process.
+        ConfigError: the file cannot be opened, is of another kind, is used by another process, or a part of it is gone.
     """
 
     def __init__(
@@ -84,13 +100,19 @@ class Database:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._new_state, self._clock, self._stale = new_state, clock, False
-        self.latest = b""
+        self.latest, self.detached = b"", False
+        self._delivered: dict[int, int] = {}  # while detached: the steps of groups by their number
+        self._path = None if str(path) == ":memory:" else Path(path)
         try:
-            if str(path) != ":memory:":
-                Path(path).touch(mode=0o600)
+            log_bytes = self._look_for_log()
             self._db = sqlite3.connect(path, isolation_level=None, timeout=0.0)
-            self._open(fsync=fsync)
-            self._load()
+            try:
+                self._open(fsync=fsync)
+                self._check_log(log_bytes)
+                self._load()
+            except BaseException:
+                self._db.close()
+                raise
         except (sqlite3.Error, OSError) as error:
             reason = "another process uses it" if "locked" in str(error) else str(error)
             raise ConfigError(f"store {path} cannot be used: {reason}; give another file") from None
@@ -125,8 +147,40 @@ class Database:
         if reload:
             self._load()
 
+    def write_state(self) -> None:
+        """Writes what has changed while the database was detached, in the present transaction.
+
+        Raises:
+            sqlite3.Error: the file still cannot be written.
+        """
+        state, saved = self.state, self.state.saved
+        forgotten = [(number,) for number, step in self._delivered.items() if step <= saved]
+        kept = [(step, number) for number, step in self._delivered.items() if step > saved]
+        self._db.executemany("DELETE FROM groups WHERE number = ?", forgotten)  # first, because it makes room
+        self._db.execute("DELETE FROM groups WHERE step <= ?", (saved,))
+        self._db.executemany("UPDATE groups SET step = ? WHERE number = ?", kept)
+        self._db.executemany(
+            "INSERT OR REPLACE INTO envs VALUES (?, ?, ?, ?, ?)", [_env_row(*each) for each in enumerate(state.envs)]
+        )
+        facts: dict[str, object] = {name: getattr(state, name) for name in ("step", "saved", "started", "trainer")}
+        if state.registration is not None:
+            facts["registration"] = msgspec.json.encode(state.registration)
+        self._db.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", list(facts.items()))
+
+    def detach(self) -> None:
+        """Keeps changes in memory until `attach`."""
+        self.detached = True
+
+    def attach(self) -> None:
+        """Writes changes to the file again. Call it after `write_state` and `commit`."""
+        self.detached = False
+        self._delivered.clear()
+
     def close(self) -> None:
-        """Closes the file."""
+        """Closes the file, and marks it as whole without its write-ahead log."""
+        with suppress(sqlite3.Error):  # otherwise the log stays beside the file
+            if not self.detached:
+                self._set(open=0)
         self._db.close()
 
     def register(self, registration: Registration, trainer: int = 0) -> bool:
@@ -142,14 +196,14 @@ class Database:
         """See `RunState.register_env`."""
         env_id = self.state.register_env(config, owner, now)
         if env_id >= 0:
-            row = (env_id, msgspec.json.encode(config), self.state.envs[env_id].name, owner)
-            self._db.execute("INSERT OR REPLACE INTO envs VALUES (?, ?, ?, 1, ?)", row)
+            row = _env_row(env_id, self.state.envs[env_id])
+            self._write("INSERT OR REPLACE INTO envs VALUES (?, ?, ?, ?, ?)", [row])
         return env_id
 
     def disconnect(self, env_id: int, owners: Collection[bytes]) -> None:
         """See `RunState.disconnect`."""
         self.state.disconnect(env_id, owners)
-        self._db.execute("UPDATE envs SET connected = 0 WHERE id = ?", (env_id,))
+        self._write("UPDATE envs SET connected = 0 WHERE id = ?", [(env_id,)])
 
     def post(self, post: Post, now: float) -> tuple[list[int], bool]:
         """Adds groups, once for each key.
@@ -163,7 +217,7 @@ class Database:
 
         Raises:
             FeedRefusedError: a group can never be part of a batch, or the key belongs to other data.
-            FeedBusyError: the queue is full.
+            FeedBusyError: the queue is full, or nearly the disk.
         """
         earlier = self._db.execute("SELECT digest, buffered FROM posts WHERE key = ?", (post.key,)).fetchone()
         if earlier is not None:
@@ -172,6 +226,7 @@ class Database:
                     422, "this Idempotency-Key was used for other data before; send new data with a new key"
                 )
             return msgspec.json.decode(earlier[1], type=list[int]), True
+        self._check_disk(sum(map(len, post.contents)))
         groups = [(*group, len(content)) for group, content in zip(post.groups, post.contents, strict=True)]
         added = self.state.add(groups, now)
         self._db.executemany(
@@ -219,14 +274,17 @@ class Database:
             formed = self.state.next_batch(now)
             if formed is not None:
                 rows = [(formed[0], group.number) for group in formed[1]]
-                self._db.executemany("UPDATE groups SET step = ? WHERE number = ?", rows)
+                self._write("UPDATE groups SET step = ? WHERE number = ?", rows)
+                if self.detached:
+                    self._delivered.update((number, step) for step, number in rows)
                 self._set(step=formed[0])
             elif step is None:
                 return None
         found = self.state.step if step is None else step
-        sequences = sum(group.size for group in self.state.batches.get(found, ()))
-        query = "SELECT content FROM groups WHERE step = ? ORDER BY place"
-        contents = [content for (content,) in self._db.execute(query, (found,))]
+        groups = self.state.batches.get(found, ())
+        sequences = sum(group.size for group in groups)
+        query = "SELECT content FROM groups WHERE number = ?"
+        contents = [self._db.execute(query, (group.number,)).fetchone()[0] for group in groups]
         self._forget(found if step is None else found - 1 if saved is None else min(saved, found - 1))
         return (found, sequences, contents) if contents else None
 
@@ -235,7 +293,7 @@ class Database:
         trainer = self.state.trainer
         for table in ("facts", "envs", "groups", "posts"):
             self._db.execute(f"DELETE FROM {table}")  # noqa: S608 - one of these
-        self._set(trainer=trainer)
+        self._set(trainer=trainer, open=1)
         self.latest = b""
         self._load()
 
@@ -248,17 +306,68 @@ class Database:
                 after,
             )
         if after > before:
-            self._db.execute("DELETE FROM groups WHERE step <= ?", (after,))
+            self._write("DELETE FROM groups WHERE step <= ?", [(after,)])
             self._set(saved=after)
 
     def _set(self, **facts: object) -> None:
-        self._db.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", list(facts.items()))
+        self._write("INSERT OR REPLACE INTO facts VALUES (?, ?)", list(facts.items()))
+
+    def _write(self, statement: str, rows: Sequence[tuple[object, ...]]) -> None:
+        if not self.detached:
+            self._db.executemany(statement, rows)
+
+    def _check_disk(self, nbytes: int) -> None:
+        """Refuses a post that would leave too little of the disk to write that batches are delivered and forgotten."""
+        if self._path is None:
+            return
+        free_pages, page_size = (
+            self._db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("freelist_count", "page_size")
+        )
+        disk, log = shutil.disk_usage(self._path.parent), Path(f"{self._path}-wal")
+        # A post goes to the log first, and what is in the log needs room in the file, too.
+        needed = (
+            min(MAX_HEADROOM, disk.total // VOLUME_PARTS) + 2 * nbytes + (log.stat().st_size if log.exists() else 0)
+        )
+        if disk.free < needed and free_pages * page_size < needed:
+            raise FeedBusyError(
+                503,
+                f"the store cannot be written: its disk is nearly full, with {disk.free} bytes free; nothing was "
+                "changed, so send the same again",
+                WRITE_RETRY_SECONDS,
+            )
+
+    def _look_for_log(self) -> int:
+        """Creates the file if needed. Returns the bytes of its write-ahead log, which SQLite may remove later."""
+        if self._path is None:
+            return 0
+        log = Path(f"{self._path}-wal")
+        log_bytes = log.stat().st_size if log.exists() else 0
+        if log_bytes and not (self._path.exists() and self._path.stat().st_size):
+            raise OSError(f"it is gone or empty, but {log} is there; put it back, or remove that to begin another run")
+        self._path.touch(mode=0o600)
+        return log_bytes
+
+    def _check_log(self, log_bytes: int) -> None:
+        """Notices that the log of a file that was not closed is gone, and marks this file as not closed."""
+        if self._path is None:
+            return
+        was_open = self._db.execute("SELECT value FROM facts WHERE name = 'open'").fetchone()
+        if was_open == (1,) and not log_bytes:
+            raise OSError(
+                f"its server was killed, and {self._path}-wal is gone, which holds the groups and batches that were "
+                "stored last; put it back beside the store"
+            )
+        if was_open != (1,):
+            with suppress(sqlite3.OperationalError):  # a full disk: it can be drained all the same
+                self._set(open=1)
+                self._db.execute("PRAGMA wal_checkpoint")  # the mark is in the file itself; the log is not cut
 
     def _open(self, *, fsync: bool) -> None:
         execute = self._db.execute
         execute("PRAGMA locking_mode = EXCLUSIVE")
         execute("PRAGMA page_size = 16384")
         execute("PRAGMA journal_mode = WAL")
+        execute("PRAGMA wal_autocheckpoint = 256")  # 4 MiB; a log of the default 16 MiB fills small disks
         execute(f"PRAGMA synchronous = {'FULL' if fsync else 'NORMAL'}")
         execute("BEGIN EXCLUSIVE")
         found = tuple(execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version"))

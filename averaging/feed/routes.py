@@ -120,7 +120,7 @@ class Limits:
         queue_bytes, queue_groups: groups that wait; posts to a full queue are answered with status 503.
         replay_bytes: batches kept for a trainer that resumes; the oldest are forgotten first.
         seconds: time for the header of a request, for its body, and for a client that reads nothing of its reply.
-        connections: connections at one time.
+        connections: connections at one time, of which one address may have half.
         env_timeout: seconds after which an environment for whose groups the run waits gives up its reservation.
 
     Raises:
@@ -211,8 +211,8 @@ class Routes:
         except Exception:  # the request has succeeded, so its client gets the answer
             logger.exception("on_event has failed")
 
-    async def _run(self, job: Callable[[Database], T]) -> T:
-        """Runs a job on the database, and says what else it changed."""
+    async def _run(self, job: Callable[[Database], T], *, drains: bool = True) -> T:
+        """Runs a job on the database, and says what else it changed. See `DatabaseThread.run`."""
 
         def run(database: Database) -> tuple[T, list[Event], str]:
             result, state = job(database), database.state
@@ -222,7 +222,7 @@ class Routes:
             ]
             return result, events, state.warning()
 
-        result, events, warning = await self._database.run(run)
+        result, events, warning = await self._database.run(run, drains=drains)
         for event in events:
             self._emit(event)
             logger.warning(NOTICES[event["event"]], event["env_id"], printable(event["name"]))
@@ -413,7 +413,7 @@ class Routes:
 
     async def _post(self, post: Post) -> list[int]:
         now = time.time()
-        buffered, repeated = await self._run(lambda database: database.post(post, now))
+        buffered, repeated = await self._run(lambda database: database.post(post, now), drains=False)
         if repeated:
             self._counters["repeated_posts_total"].inc()
         else:
@@ -461,7 +461,7 @@ class Routes:
         return _json(await self._run(status))
 
     async def _reset_data(self, request: Request, body: bytearray) -> Response:
-        await self._run(lambda database: database.reset())
+        await self._run(lambda database: database.reset(), drains=False)
         self._emit({"event": "reset"})
         return PlainTextResponse("Reset successful")
 

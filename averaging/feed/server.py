@@ -17,7 +17,7 @@ from typing import Any, Self
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from averaging.common.addresses import is_loopback, parse_address
+from averaging.common.addresses import is_loopback, parse_address, parse_ip
 from averaging.errors import ConfigError, ListenError
 from averaging.feed.database import Database
 from averaging.feed.database_thread import DatabaseThread
@@ -27,6 +27,13 @@ from averaging.security.credentials import read_tls, read_tokens
 
 KEEP_ALIVE = 30
 """Seconds for which a connection without a request is kept open."""
+
+TOO_MANY = (
+    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nContent-Length: 100\r\nRetry-After: 1\r\n"
+    b"Connection: close\r\n\r\n"
+    b'{"status":"error","message":"this address has too many connections to the server; close some first"}'
+)
+"""The answer to a connection above the share of its address."""
 
 GRACE = 10
 """Seconds for unfinished requests when the server ends."""
@@ -130,7 +137,11 @@ class FeedServer:
             options = self._tls_files | {"ssl_cert_reqs": verify}
         return uvicorn.Config(
             routes.application,
-            http=type("HTTPProtocol", (_StallTimeout,), {"seconds": self._limits.seconds}),
+            http=type(
+                "HTTPProtocol",
+                (_LimitedConnection,),
+                {"seconds": self._limits.seconds, "share": max(1, self._limits.connections // 2)},
+            ),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -143,16 +154,24 @@ class FeedServer:
         )
 
 
-class _StallTimeout(H11Protocol):
-    """Aborts a connection without progress for `seconds`: no request arrives, or the client does not read its reply."""
+class _LimitedConnection(H11Protocol):
+    """Aborts a connection without progress for `seconds`: no request arrives, or the client does not read its reply.
+
+    A connection of an address that has `share` connections already is answered with 503 and closed at once.
+    """
 
     seconds: float
+    share: int
     _timer: asyncio.TimerHandle
     _last: tuple[object, int] = (None, 0)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._timer = self.loop.call_later(self.seconds, self._check_progress)
+        self.network = _network(self.client)
+        if sum(getattr(each, "network", "") == self.network for each in self.connections) > self.share:
+            transport.write(TOO_MANY)
+            transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
@@ -167,6 +186,15 @@ class _StallTimeout(H11Protocol):
             return
         self._last = (self.cycle, unread)
         self._timer = self.loop.call_later(self.seconds, self._check_progress)
+
+
+def _network(client: tuple[str, int] | None) -> str:
+    """Returns what one client can have many addresses of: the first half of an IPv6 address, or an IPv4 address."""
+    host = client[0] if client else ""
+    address = parse_ip(host.partition("%")[0])
+    if address is None or address.version == 4 or address.ipv4_mapped:
+        return host
+    return address.exploded[:19]
 
 
 def _listening(address: str) -> socket.socket:

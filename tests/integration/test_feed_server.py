@@ -22,6 +22,7 @@ from averaging.errors import ConfigError, ListenError
 from averaging.feed import FeedServer, Limits
 from averaging.feed.messages import Registration
 from averaging.feed.run_state import RunState
+from averaging.feed.server import _network
 from tests.integration import certificates
 from tests.integration.certificates import OLD_TOKEN, TOKEN
 from tests.integration.feeds import environment, registration
@@ -311,6 +312,40 @@ async def test_connections_are_bounded() -> None:
         assert (await first.get("/status")).status_code == 200
         assert (await second.get("/status")).status_code == 503
         assert (await first.get("/status")).status_code == 200, "an open connection is not affected"
+
+
+@pytest.mark.asyncio
+async def test_one_address_does_not_take_all_connections() -> None:
+    """Sockets without a request stay open for the time of a request."""
+    async with FeedServer(":memory:", limits=Limits(connections=8)) as server:
+        host, _, port = server.url.removeprefix("http://").partition(":")
+        idle = [await asyncio.open_connection(host, int(port), local_addr=("127.0.0.2", 0)) for _ in range(12)]
+        async with asyncio.timeout(30):
+            refused = [await reader.read() for reader, _ in idle[4:]]
+        assert all(reply.startswith(b"HTTP/1.1 503 ") and b"too many connections" in reply for reply in refused)
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            assert (await client.get("/status")).status_code == 200
+            for _, writer in idle:
+                writer.close()
+            for _, writer in idle:
+                await writer.wait_closed()
+        elsewhere = httpx.AsyncHTTPTransport(local_address="127.0.0.2")
+        async with httpx.AsyncClient(base_url=server.url, transport=elsewhere) as client:
+            assert (await client.get("/status")).status_code == 200, "closed connections do not count"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("192.0.2.1", "192.0.2.2", False),
+        ("2001:db8::1", "2001:db8::2:3:4:5", True),
+        ("2001:db8::1", "2001:db8:0:1::1", False),
+        ("::ffff:192.0.2.1", "::ffff:192.0.2.2", False),
+        ("fe80::1%eth0", "fe80::2%eth1", True),
+    ],
+)
+def test_addresses_that_one_client_can_have(one: str, other: str, same: bool) -> None:
+    assert (_network((one, 1)) == _network((other, 2))) == same
 
 
 def becomes_closed(port: int) -> bool:

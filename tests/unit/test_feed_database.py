@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
 import tempfile
 from collections import Counter
@@ -17,8 +18,8 @@ from hypothesis import strategies as st
 
 from averaging.cli.feed import event_text
 from averaging.errors import ConfigError, FeedBusyError, FeedError, FeedRefusedError
-from averaging.feed.database import KEY_SECONDS, Database, Post
-from averaging.feed.database_thread import WRITE_RETRY_SECONDS, DatabaseThread
+from averaging.feed.database import KEY_SECONDS, MAX_HEADROOM, WRITE_RETRY_SECONDS, Database, Post
+from averaging.feed.database_thread import DatabaseThread
 from averaging.feed.messages import RegisterEnv, Registration, ScoredData
 from averaging.feed.run_state import KEYED, MAX_BUFFERED, RunState
 
@@ -373,6 +374,145 @@ async def test_a_full_disk_is_busy_until_there_is_room(tmp_path: Path) -> None:
         await thread.run(limit_pages(1000))
         await thread.run(lambda database: database.post(large, 0.0))
         assert thread.state.waiting_groups == 1
+
+
+FULL = (
+    "CREATE TEMP TRIGGER full_{0} BEFORE {0} ON groups BEGIN SELECT RAISE(ROLLBACK, 'database or disk is full'); END",
+    "DROP TRIGGER full_{0}",
+)
+
+
+async def fill(thread: DatabaseThread, *, full: bool) -> None:
+    """Lets the file refuse all writes of groups, or allows them again."""
+    for operation in ("INSERT", "UPDATE", "DELETE"):
+        statement = FULL[not full].format(operation)
+        await thread.run(lambda database, statement=statement: database._db.execute(statement).fetchall())  # type: ignore[misc]
+
+
+@pytest.mark.asyncio
+async def test_batches_are_delivered_while_the_disk_is_full(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("averaging.feed.database_thread.ATTACH_SECONDS", 0.0)
+    open_store = partial(open_database, tmp_path / "store")
+    async with DatabaseThread(open_store) as thread:
+        await thread.run(lambda database: database.register(registration(2)))
+        await thread.run(lambda database: database.post(a_post(*((name, None, 2) for name in range(5))), 0.0))
+        await fill(thread, full=True)
+        for _ in range(20):
+            with pytest.raises(FeedBusyError, match="cannot be written: .*full"):
+                await thread.run(lambda database: database.post(a_post((9, None, 2)), 0.0))
+        for step in (1, 2, 3, 3):
+            found = await thread.run(lambda database, step=step: database.batch(step, 0, 0.0), drains=True)  # type: ignore[misc]
+            assert found is not None
+            assert (found[0], names(found[2])) == (step, [step - 1])
+        await thread.run(lambda database: register_env(database, environment()), drains=True)
+        found = await thread.run(lambda database: database.batch(4, 2, 0.0), drains=True)
+        assert found is not None
+        with pytest.raises(FeedBusyError, match="cannot be written: .*full"):
+            await thread.run(lambda database: database.post(a_post((9, None, 2)), 0.0))
+        assert len(caplog.records) == 1, "one warning, and not one for each request"
+    assert "does not hold the last changes" in caplog.text
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("saved", [0, 2, 3])
+async def test_a_full_disk_that_has_room_again_holds_everything(
+    saved: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("averaging.feed.database_thread.ATTACH_SECONDS", 0.0)
+    open_store = partial(open_database, tmp_path / "store")
+    async with DatabaseThread(open_store) as thread:
+        await thread.run(lambda database: database.register(registration(2)))
+        await thread.run(lambda database: database.post(a_post(*((name, None, 2) for name in range(6))), 0.0))
+        await thread.run(lambda database: database.batch(1, 0, 0.0), drains=True)
+        await fill(thread, full=True)
+        for step in (2, 3):
+            await thread.run(lambda database, step=step: database.batch(step, 0, 0.0), drains=True)  # type: ignore[misc]
+        await thread.run(lambda database: database.batch(4, saved, 0.0), drains=True)
+        await thread.run(lambda database: register_env(database, environment()), drains=True)
+        await thread.run(lambda database: database.disconnect(0, [OWNER]), drains=True)
+        assert thread._database.detached
+        for operation in ("INSERT", "UPDATE", "DELETE"):
+            await thread.run(
+                lambda database, operation=operation: database._db.execute(FULL[1].format(operation)),  # type: ignore[misc]
+                drains=True,
+            )
+        await thread.run(lambda database: database.post(a_post((9, None, 2)), 0.0))
+        assert not thread._database.detached
+        before = thread.state
+    database = open_store()
+    for name in ("registration", "step", "saved", "queue", "batches", "waiting_groups", "envs", "started", "trainer"):
+        assert getattr(before, name) == getattr(database.state, name), name
+    for step in range(saved + 1, 5):
+        found = database.batch(step, saved, 0.0)
+        assert found is not None
+        assert names(found[2]) == [step - 1]
+    assert database._db.execute("SELECT count(*) FROM groups WHERE step <= ?", (saved,)).fetchone() == (0,)
+    database.close()
+
+
+def test_posts_leave_a_part_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    database = running(tmp_path / "store", batch_size=1)
+    database.post(a_post((0, None, 1)), 0.0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(total=1 << 40, free=MAX_HEADROOM - 1))
+    with pytest.raises(FeedBusyError, match="its disk is nearly full, with 33554431 bytes free") as full:
+        database.post(a_post((1, None, 1)), 0.0)
+    assert (full.value.status, full.value.retry_after) == (503, WRITE_RETRY_SECONDS)
+    assert database.batch(1, None, 0.0) is not None
+    log = tmp_path / "store-wal"
+    small = usage._replace(total=1 << 20, free=(1 << 16) + 1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: small._replace(free=small.free + log.stat().st_size))
+    database.post(a_post((1, None, 1)), 0.0)  # what is in the log needs room in the file
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: small)
+    with pytest.raises(FeedBusyError, match="its disk is nearly full"):
+        database.post(a_post((2, None, 1)), 0.0)
+    database.close()
+
+
+def test_a_store_without_its_log_is_noticed(tmp_path: Path) -> None:
+    """It would begin with an old state, so groups would be lost or trained twice."""
+    database = running(tmp_path / "store")
+    database.post(a_post((0, None, 2)), 0.0)
+    for name in ("store", "store-wal"):  # as after a kill
+        (tmp_path / "killed").mkdir(exist_ok=True)
+        shutil.copy(tmp_path / name, tmp_path / "killed" / name)
+    database.close()
+    assert not (tmp_path / "store-wal").exists()
+    open_database(tmp_path / "store").close()
+    open_database(tmp_path / "store").close()
+    killed = tmp_path / "killed"
+    shutil.copytree(killed, tmp_path / "main only")
+    (tmp_path / "main only" / "store-wal").unlink()
+    for _ in range(2):
+        with pytest.raises(
+            ConfigError, match="store-wal is gone, which holds the groups and batches that were stored last"
+        ):
+            open_database(tmp_path / "main only" / "store")
+    shutil.copytree(killed, tmp_path / "log only")
+    (tmp_path / "log only" / "store").unlink()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="it is gone or empty, but .*store-wal is there; put it back"):
+            open_database(tmp_path / "log only" / "store")
+    for _ in range(2):  # a store that was killed is opened again, and killed again
+        database = open_database(killed / "store")
+        assert database.state.waiting_groups == 1
+        assert (killed / "store-wal").stat().st_size
+        shutil.copytree(killed, tmp_path / "again", dirs_exist_ok=True)
+        database.close()
+        shutil.rmtree(killed)
+        (tmp_path / "again").rename(killed)
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_store_that_is_killed_right_after_its_start_is_whole(reset: bool, tmp_path: Path) -> None:
+    database = open_database(tmp_path / "store")
+    if reset:
+        database.reset()
+    shutil.copytree(tmp_path, tmp_path.parent / f"{tmp_path.name} killed")
+    database.close()
+    open_database(tmp_path.parent / f"{tmp_path.name} killed" / "store").close()
 
 
 @pytest.mark.parametrize(("fsync", "level"), [(False, 1), (True, 2)])
