@@ -25,12 +25,14 @@ def joining(waiting: Waiting) -> str:
     return f"joining: {printable(str(waiting))}; --join-timeout limits this"
 
 
-def ready(endpoint: str, run_id: str, schema: Schema, join_command: Sequence[str]) -> str:
+def ready(endpoint: str, run_id: str, schema: Schema, join_command: Sequence[str], kept: Sequence[str] = ()) -> str:
     """The peer is up; how other peers join it."""
     first = (
         f"{endpoint} is up in run {printable(run_id)}: "
         f"{counted(len(schema.tensors), 'tensor')}, {size(schema.nbytes)}, schema {schema.hash.hex()[:8]}"
     )
+    if kept:
+        first += f"\nnot averaged, but kept as they are: {listed(kept)}"
     if endpoint.startswith(CLIENT_PREFIX):
         return f"{first}\nother peers cannot join through it: it is a client"
     if is_loopback(parse_address(endpoint)[0]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from averaging.common.addresses import CLIENT_PREFIX
@@ -30,7 +30,7 @@ def joining(waiting: Waiting) -> Event:
     }
 
 
-def ready(endpoint: str, run_id: str, mode: str, schema: Schema) -> Event:
+def ready(endpoint: str, run_id: str, mode: str, schema: Schema, kept: Sequence[str] = ()) -> Event:
     """The peer serves and is part of its run."""
     return {
         "event": "ready",
@@ -41,6 +41,7 @@ def ready(endpoint: str, run_id: str, mode: str, schema: Schema) -> Event:
         "schema_hash": schema.hash.hex(),
         "tensors": len(schema.tensors),
         "bytes": schema.nbytes,
+        "kept": list(kept),
     }
 
 

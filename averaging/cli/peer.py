@@ -35,6 +35,16 @@ if TYPE_CHECKING:
     help="File for the average, written after all rounds; with --serve after each of them.",
 )
 @click.option("--overwrite", is_flag=True, help="Let --output replace a file that exists, FILE included.")
+@click.option(
+    "--only",
+    multiple=True,
+    metavar="PATTERN",
+    help="Average only tensors with such names, for example '*.lora_*', and keep the others as they are; may be given "
+    "several times.",
+)
+@click.option(
+    "--exclude", multiple=True, metavar="PATTERN", help="Keep tensors with such names as they are; may be repeated."
+)
 @click.option("--weight", default=1.0, type=finite(at_least=0), metavar="W", help="Weight of FILE in the average.")
 @click.option("--gather", type=json_value, metavar="JSON", help="A value that is sent to the members of each round.")
 @click.option(
@@ -53,9 +63,10 @@ def peer_command(
 ) -> None:
     r"""Averages the tensors of FILE.safetensors with the other peers of a run.
 
-    Every peer brings a file with the same tensors. They are sorted by name, because the format keeps no order; dtypes
-    and shapes must be the same everywhere, names need not. After the rounds every member holds the weighted mean, which
-    is written with the names, dtypes and metadata of the own file.
+    Every peer brings a file with the same tensors. They are sorted by name, because the format keeps no order; names,
+    dtypes and shapes must be the same everywhere, apart from the prefixes of wrappers (module., _orig_mod.). After the
+    rounds every member holds the weighted mean, which is written with the names, dtypes and metadata of the own file.
+    Tensors of integers, such as counters, stay as they are, and those that --only or --exclude leaves out.
 
     \b
     Two peers; the first prints the exact command that joins it:
@@ -92,7 +103,8 @@ def peer_command(
     \b
     Events of --json, each with "event":
       joining  seconds, timeout, waiting_for (why each of --join has not answered): after 1 s, then less and less often
-      ready    endpoint, join (for --join of other peers; null for a client), run_id, mode, schema_hash, tensors, bytes
+      ready    endpoint, join (for --join of other peers; null for a client), run_id, mode, schema_hash, tensors, bytes,
+               kept (names of the tensors that are not averaged)
       round    round (from 1), group_id, members, dropped, dropped_reasons, gathered (both by endpoint), seconds,
                allreduce_seconds, bytes_sent, bytes_received, kept_local (elements), state_version
       retry    round, outcome (no_group or failed), message, members, dropped, dropped_reasons, seconds
@@ -130,7 +142,7 @@ def _run(file: Path, output: Path | None, config: PeerConfig, given: dict[str, A
 
     keep_freed_memory()
     destination = Output(output, overwrite=given["overwrite"]) if output else None
-    document = read(file)
+    document = read(file).divided(file, given["only"], given["exclude"])
     # An auxiliary contributes no numbers.
     lenient = config.non_finite is NonFinite.ALLOW or config.mode is Mode.AUXILIARY
     check_can_be_averaged(file, document.tensors, allow_non_finite=lenient)
@@ -148,6 +160,11 @@ def _run(file: Path, output: Path | None, config: PeerConfig, given: dict[str, A
     report.emit(
         json_events.done(session.rounds, session.output), console_text.finished(session.rounds, session.output, why_not)
     )
+
+
+def _patterns(option: str, given: dict[str, Any]) -> list[str]:
+    """What another peer of the run must give as well."""
+    return [word for pattern in given[option.removeprefix("--")] for word in (option, pattern)]
 
 
 def _session(
@@ -172,7 +189,7 @@ def _session(
         interval=given["interval"],
         weight=given["weight"],
         gather=given["gather"],
-        join_command=join_command(file, config),
+        join_command=[*join_command(file, config), *_patterns("--only", given), *_patterns("--exclude", given)],
     )
 
     def tell_joining(waiting: Waiting) -> None:

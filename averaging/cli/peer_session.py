@@ -79,15 +79,15 @@ class Session:
             CommandError: a round failed, or the output could not be written.
             Stopped: a signal ended the command early.
         """
-        peer, plan = self._peer, self._plan
+        peer, plan, kept = self._peer, self._plan, list(self._document.kept)
         try:
             async with peer:
                 stop.wait = self._must_finish
                 command = [*plan.join_command, "--join", peer.endpoint]
                 mode = peer.config.mode.name.lower()
                 self._report.emit(
-                    json_events.ready(peer.endpoint, peer.run_id, mode, peer.schema),
-                    console_text.ready(peer.endpoint, peer.run_id, peer.schema, command),
+                    json_events.ready(peer.endpoint, peer.run_id, mode, peer.schema, kept),
+                    console_text.ready(peer.endpoint, peer.run_id, peer.schema, command, kept),
                 )
                 await self._average_until_done(stop)
                 stop.wait = lambda: True  # leaving takes at most a second
@@ -151,7 +151,8 @@ class Session:
         # The tensors are written only in rounds, so they need no lock here.
         self._writing = True
         self.written, self.unwritten = False, ""
-        write = asyncio.to_thread(self._output.write, self._document.tensors, self._document.metadata)
+        document = self._document
+        write = asyncio.to_thread(self._output.write, document.tensors | document.kept, document.metadata)
         writing = asyncio.create_task(write)
         cancelled = await _until_done(writing)
         try:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -26,10 +27,39 @@ class Document:
     Attributes:
         tensors: tensors by name, sorted by name: the format has no order, and all peers need the same one.
         metadata: text values by name; None if the file has none.
+        kept: tensors that are not averaged; the output has them as they are.
     """
 
     tensors: dict[str, torch.Tensor]
     metadata: dict[str, str] | None
+    kept: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def divided(self, path: Path, only: Sequence[str], exclude: Sequence[str]) -> Document:
+        """The same content, where tensors of integers and those that the user did not choose are kept as they are.
+
+        Args:
+            path: of the file.
+            only: patterns, such as `*.lora_*`, of the names to average; empty for all.
+            exclude: patterns of names to keep.
+
+        Raises:
+            CommandError: exit code 2: a pattern matches no name.
+        """
+        for option, pattern in [*(("--only", one) for one in only), *(("--exclude", one) for one in exclude)]:
+            if not any(fnmatchcase(name, pattern) for name in self.tensors):
+                first = next(iter(self.tensors), "")
+                raise CommandError(
+                    f"{option} {pattern!r} matches no tensor of {path}, whose first one is {first!r}", WRONG_USAGE
+                )
+
+        def is_averaged(name: str, tensor: torch.Tensor) -> bool:
+            chosen = not only or any(fnmatchcase(name, pattern) for pattern in only)
+            is_integer = not (tensor.is_floating_point() or tensor.is_complex())
+            return chosen and not is_integer and not any(fnmatchcase(name, pattern) for pattern in exclude)
+
+        averaged = {name: tensor for name, tensor in self.tensors.items() if is_averaged(name, tensor)}
+        kept = {name: tensor for name, tensor in self.tensors.items() if name not in averaged}
+        return Document(averaged, self.metadata, kept)
 
 
 def read(path: Path) -> Document:
@@ -67,12 +97,12 @@ def check_can_be_averaged(path: Path, tensors: Mapping[str, torch.Tensor], *, al
         CommandError: exit code 2; the message names the tensors.
     """
     if not tensors:
-        raise CommandError(f"{path} contains no tensors; there is nothing to average", WRONG_USAGE)
+        raise CommandError(f"{path} contains no tensors to average, apart from integers and excluded ones", WRONG_USAGE)
     wrong = [f"{name!r} ({tensor.dtype})" for name, tensor in tensors.items() if tensor.dtype not in DTYPES.values()]
     if wrong:
         raise CommandError(
-            f"{path}: {_listed(wrong)} cannot be averaged; {', '.join(DTYPES)} can. Remove such tensors from the "
-            "file, or convert them",
+            f"{path}: {_listed(wrong)} cannot be averaged; {', '.join(DTYPES)} can. Leave them out with "
+            "--exclude, or convert them",
             WRONG_USAGE,
         )
     broken = [repr(name) for name, tensor in tensors.items() if not all_finite(tensor)]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from typing import TypeVar
+
+T = TypeVar("T")
 
 _WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"})
 # of torch.compile, FSDP, activation checkpointing, and Lightning Fabric; no module of a user has these names
@@ -38,6 +41,11 @@ def without_wrappers(names: Iterable[str]) -> list[str]:
         )
         for (prefix, slash, _), path in zip(split, paths, strict=True)
     ]
+
+
+def plain_state(state: Mapping[str, T]) -> dict[str, T]:
+    """A state dict under the names without wrappers' prefixes."""
+    return dict(zip(without_wrappers(state), state.values(), strict=True))
 
 
 def is_placeholder(name: str) -> bool:

@@ -13,6 +13,7 @@ from typing import Self
 
 import torch
 
+from averaging.common.tensor_names import plain_state
 from averaging.common.threads import in_thread
 from averaging.config import FilePath, TLSFiles, check_tls_files
 from averaging.errors import ClosedError, ConfigError, TensorError
@@ -58,8 +59,8 @@ class Follower:
     version never goes back.
 
     Args:
-        model: A module, or tensors by name. They are overwritten in place, on any device. If it is divided by
-            `fully_shard`, each rank follows for itself and receives only the parts that it holds.
+        model: A module, with or without wrappers, or tensors by name. They are overwritten in place, on any device. If
+            `fully_shard` divides it, each rank follows for itself and receives only the parts that it holds.
         join: Addresses HOST:PORT of publishers of one model. They are tried in this order.
         run_id: The run whose weights are followed; empty for any.
         listen: `host:port` at which this follower hands on versions; None if it does not. One that listens on loopback
@@ -254,7 +255,8 @@ class Follower:
     def _own(self) -> list[tuple[WeightSpec, torch.Tensor]]:
         """What the model holds here: whole tensors, or parts of divided ones."""
         state = self._model.state_dict() if isinstance(self._model, torch.nn.Module) else self._model
-        return [part_of(name, tensor) for name, tensor in state.items() if isinstance(tensor, torch.Tensor)]
+        plain = plain_state(state)
+        return [part_of(name, tensor) for name, tensor in plain.items() if isinstance(tensor, torch.Tensor)]
 
     def _check(self, manifest: Manifest) -> None:
         own = [spec for spec, _ in self._own()]

@@ -13,6 +13,7 @@ import torch
 
 from averaging import DecentralizedAverager
 from averaging.common.addresses import CLIENT_PREFIX, is_endpoint, is_loopback, parse_address
+from averaging.common.tensor_names import plain_state
 from averaging.common.threads import in_thread
 from averaging.common.validation import is_count
 from averaging.errors import AveragingError, BusyError, ConfigError, StateError, TensorError, WrongRunError
@@ -65,7 +66,8 @@ class WeightPublisher:
     tensors that changed.
 
     Args:
-        model: Its state dict is published if `commit` gets none.
+        model: Its state dict is published if `commit` gets none. Names are published without the prefixes of wrappers,
+            such as `_orig_mod.` of `torch.compile` and `module.` of DistributedDataParallel.
         run_id: Only followers of this run are served; None for the run of the averager, or for all followers.
         dtype: Floating-point tensors are published in this dtype. In `torch.bfloat16` a version is half as long, and a
             difference a tenth of one in float32.
@@ -186,6 +188,7 @@ class WeightPublisher:
             if self._model is None:
                 raise ConfigError("there is nothing to publish; give a state dict, or a model to the publisher")
             state = self._model.state_dict()
+        state = plain_state(state)
         if self._ranks is not None and not self._ranks.leads:  # tensors that are not divided are those of rank 0
             state = {name: tensor for name, tensor in state.items() if is_divided(tensor)}
         return copy_state(state, self._dtype)

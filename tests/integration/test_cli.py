@@ -100,6 +100,35 @@ def test_two_peers_average_their_files(start: Start, files: list[Path]) -> None:
     assert_holds(files[0], 1.0)
 
 
+def test_counters_and_excluded_tensors_stay_as_they_are(start: Start, tmp_path: Path) -> None:
+    paths = [tmp_path / f"{name}.safetensors" for name in "ab"]
+    for value, path in enumerate(paths, 1):
+        layer = {"0.weight": torch.full((3,), float(value)), "head.weight": torch.full((2,), float(value))}
+        save_file(layer | {"1.num_batches_tracked": torch.tensor(10 * value)}, path)
+    first = start("peer", paths[0], *PAIR, "--output", out(paths[0]), "--exclude", "head.*")
+    ready = first.expect("ready")
+    assert (ready["tensors"], ready["kept"]) == (1, ["1.num_batches_tracked", "head.weight"])
+    second = start("peer", paths[1], *PAIR, "--output", out(paths[1]), "--only", "0.*", "--join", ready["join"])
+    for value, (process, path) in enumerate(zip((first, second), paths, strict=True), 1):
+        assert process.wait() == 0, process.stderr
+        found = load_file(out(path))
+        assert torch.equal(found["0.weight"], torch.full((3,), 1.5))
+        assert torch.equal(found["head.weight"], torch.full((2,), float(value)))
+        assert found["1.num_batches_tracked"].item() == 10 * value
+
+
+def test_files_with_other_names_are_refused_by_name(start: Start, tmp_path: Path) -> None:
+    paths = [tmp_path / f"{name}.safetensors" for name in "ab"]
+    for names, path in zip((("mean", "scale"), ("mean", "variance")), paths, strict=True):
+        save_file({name: torch.ones(3) for name in names}, path)
+    quick = (*PAIR, "--group-wait", "1", "--round-timeout", "5")
+    first = start("peer", paths[0], *quick)
+    second = start("peer", paths[1], *quick, "--join", first.expect("ready")["join"])
+    for process in (first, second):
+        assert process.wait() == 1
+    assert re.search("tensor '(scale|variance)' is '(scale|variance)' there", first.stderr + second.stderr)
+
+
 def test_a_client_and_an_auxiliary_peer_take_part(start: Start, files: list[Path]) -> None:
     options = ("--run-id", "demo", "--group-size", "3", "--min-group-size", "3", "--rounds", "2")
     node = start("peer", files[0], *options, "--output", out(files[0]), "--compression", "none")

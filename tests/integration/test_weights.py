@@ -367,6 +367,26 @@ def test_another_model_is_refused_by_the_name_of_its_first_difference() -> None:
     assert same(model, {name: tensor for name, tensor in state(1).items() if name != "bias"})
 
 
+def compiled(model: torch.nn.Module) -> torch.nn.Module:
+    """As `torch.compile` wraps it, without a compiler."""
+    wrapper = torch.nn.Module()
+    wrapper.add_module("_orig_mod", model)
+    return wrapper
+
+
+@pytest.mark.parametrize("ours", [torch.nn.DataParallel, compiled, lambda model: model])
+@pytest.mark.parametrize("theirs", [lambda model: torch.nn.DataParallel(compiled(model)), lambda model: model])
+def test_wrappers_at_either_side_change_no_name(
+    ours: Callable[[torch.nn.Module], torch.nn.Module], theirs: Callable[[torch.nn.Module], torch.nn.Module]
+) -> None:
+    published, followed = (torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)) for _ in range(2))
+    publisher = WeightPublisher(ours(published))
+    publisher.commit_now(version=1)
+    with Publishing(publisher) as endpoint, Follower(theirs(followed), join=[endpoint]) as follower:
+        assert follower.update(timeout=LIMIT)
+    assert same(followed.state_dict(), published.state_dict())
+
+
 def test_a_model_that_turns_out_to_be_another_one_later() -> None:
     publisher, model = WeightPublisher(), {"other": torch.zeros(2)}
     with Publishing(publisher) as endpoint, Follower(model, join=[endpoint]) as follower:

@@ -155,6 +155,7 @@ def test_the_command_that_joins_can_be_pasted() -> None:
     lines = console_text.ready(ME, "demo", SCHEMA, command).splitlines()
     assert shlex.split(lines[-1]) == command
     assert "this machine" in lines[1]
+    assert "not averaged, but kept as they are: seen" in console_text.ready(ME, "demo", SCHEMA, command, ["seen"])
     assert "this machine" in console_text.ready("127.0.1.1:1", "demo", SCHEMA, command)
     elsewhere = console_text.ready("192.0.2.7:1", "demo", SCHEMA, command)
     assert "this machine" not in elsewhere

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from averaging.cli import main
 from averaging.cli.error_reporting import CommandError
 from averaging.cli.state import _metadata
-from averaging.cli.tensor_files import Output, read
+from averaging.cli.tensor_files import Document, Output, read
 from averaging.state.packing import State
 
 GOOD = {"w": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(1.5, dtype=torch.bfloat16), "e": torch.empty(0, 3)}
@@ -54,10 +54,13 @@ BAD_FILES = {
     "text": (write_text, "cannot be read as a safetensors file", "copy it again"),
     "truncated": (write_truncated, "cannot be read as a safetensors file", "copy it again"),
     "trailing": (write_trailing, "cannot be read as a safetensors file", "copy it again"),
-    "no tensors": (saver(), "contains no tensors", "nothing to average"),
-    "integer": (saver(w=torch.ones(2), step=torch.tensor(3)), "tensor 'step' (torch.int64)", "convert"),
-    "bool": (saver(mask=torch.tensor([True])), "tensor 'mask' (torch.bool)", "convert"),
-    "float8": (saver(q=torch.ones(2).to(torch.float8_e4m3fn)), "tensor 'q' (torch.float8", "convert"),
+    "no tensors": (saver(), "contains no tensors to average", "excluded ones"),
+    "integers": (
+        saver(step=torch.tensor(3), mask=torch.tensor([True])),
+        "no tensors to average",
+        "apart from integers",
+    ),
+    "float8": (saver(q=torch.ones(2).to(torch.float8_e4m3fn)), "tensor 'q' (torch.float8", "--exclude"),
     "nan": (saver(a=torch.ones(2), z=torch.tensor([1.0, torch.nan])), "tensor 'z'", "--non-finite allow"),
     "infinity": (saver(z=torch.tensor(-torch.inf, dtype=torch.float16)), "tensor 'z'", "--non-finite allow"),
 }
@@ -264,3 +267,33 @@ def test_metadata_of_a_state() -> None:
     exotics: list[dict[Any, Any]] = [{"raw": b"\x00"}, {1: 2}, {"nan": float("nan")}]
     for exotic in exotics:
         assert set(_metadata(State(0, {}, exotic))) == {"averaging.version", "averaging.user.msgpack"}
+
+
+LAYERS = {name: torch.ones(2) for name in ("base.weight", "lora_a.weight", "lora_b.weight")} | {"seen": torch.tensor(7)}
+
+
+@pytest.mark.parametrize(
+    ("only", "exclude", "averaged"),
+    [
+        ([], [], ["base.weight", "lora_a.weight", "lora_b.weight"]),
+        (["lora_*"], [], ["lora_a.weight", "lora_b.weight"]),
+        (["lora_a*", "base*"], [], ["base.weight", "lora_a.weight"]),
+        ([], ["lora_?.weight"], ["base.weight"]),
+        (["lora_*"], ["*_b.*"], ["lora_a.weight"]),
+        (["seen", "base.weight"], [], ["base.weight"]),
+    ],
+)
+def test_integers_and_what_is_not_chosen_are_kept(only: list[str], exclude: list[str], averaged: list[str]) -> None:
+    divided = Document(LAYERS, {"format": "pt"}).divided(Path("in.safetensors"), only, exclude)
+    assert list(divided.tensors) == averaged
+    assert divided.kept == {name: tensor for name, tensor in LAYERS.items() if name not in averaged}
+    assert divided.metadata == {"format": "pt"}
+
+
+@pytest.mark.parametrize("option", ["--only", "--exclude"])
+def test_a_pattern_that_matches_nothing_is_refused(tmp_path: Path, option: str) -> None:
+    source = tmp_path / "in.safetensors"
+    save_file(LAYERS, source)
+    result = peer(source, option, "lora*", option, "Lora*")
+    assert result.exit_code == 2
+    assert f"{option} 'Lora*' matches no tensor of {source}, whose first one is 'base.weight'" in result.stderr
