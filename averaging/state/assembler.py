@@ -251,7 +251,9 @@ class StateAssembler:
     def _check_announced(self, named: bool) -> None:
         announced, own = self._announced, self._schema.tensors if self._schema else ()
         if len(announced) < len(own):
-            raise StateError(f"it has {len(announced)} tensors, this peer has {len(own)}")
+            lacking = own[len(announced)].name
+            hint = "; give all peers of the run model=model, or none" if lacking.startswith("buffer/") else ""
+            raise StateError(f"it has {len(announced)} tensors, this peer has {len(own)} ({lacking!r} only here{hint})")
         for (name, dtype, shape, _), spec in zip(announced, own, strict=False):
             if (dtype, shape) != (spec.torch_dtype, spec.shape):
                 there, here = (

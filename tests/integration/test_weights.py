@@ -451,7 +451,9 @@ async def test_tls_and_tokens(tmp_path: Path) -> None:
 
 def averager(publisher: WeightPublisher, model: torch.nn.Module, strategy: Strategy) -> DecentralizedAverager:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return DecentralizedAverager(optimizer, run_id="run", strategy=strategy, services=[publisher], round_timeout=20.0)
+    return DecentralizedAverager(
+        optimizer, model=model, run_id="run", strategy=strategy, services=[publisher], round_timeout=20.0
+    )
 
 
 def train(optimizer: DecentralizedAverager, model: torch.nn.Module, steps: int) -> None:
