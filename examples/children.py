@@ -24,8 +24,8 @@ from types import FrameType
 
 import psutil
 
-MARKS = "AVERAGING_DRIVERS"
-"""Variable with a mark for each driver above a process."""
+MARKS = "DRIVERS_OF_THIS_PROCESS"
+"""Variable with a mark for each driver above a process; not AVERAGING_…, which would be an option."""
 
 PAUSE = 0.1
 """Seconds between two looks for processes. One that is being started has the mark only after its exec."""
