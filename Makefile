@@ -11,7 +11,7 @@ TORCH ?= torch==2.13.0
 # Two workers more than cores, because tests with processes are idle much of the time.
 WORKERS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 2 )))
 
-.PHONY: help demo posttrain test test-long test-examples test-etcd test-integrations test-feed test-synchronizer check lint docs reference dist bench bench-hivemind proto soak clean
+.PHONY: help demo posttrain test test-long test-examples test-etcd test-integrations test-optimizers test-feed test-synchronizer check lint docs reference dist bench bench-hivemind proto soak clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -22,7 +22,7 @@ demo: $(VENV)/installed ## train in four processes that average, and kill one of
 posttrain: $(VENV)/installed ## reinforcement learning at two elastic sites, of which parts are killed; about 6 minutes
 	$(BIN)/python -m examples.posttrain
 
-test: $(VENV)/installed ## all tests except those of the next six targets
+test: $(VENV)/installed ## all tests except those of the next seven targets
 	$(BIN)/python -m pytest -m "not long and not interop and not etcd" --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 test-long: $(VENV)/installed ## the long tests, and the fuzz tests with eight times as many examples; about 20 minutes
@@ -40,6 +40,10 @@ test-etcd: $(VENV)/installed ## the tests with a real etcd server (apt-get insta
 # In one process, because every worker would import all the trainers.
 test-integrations: $(VENV)/integrations ## the tests in trainers and loggers, which are installed first (300 MB); about 1 minute
 	$(BIN)/python -m pytest -m integrations tests/trainers $(PYTEST_ARGS)
+
+# In two processes, because the models are small.
+test-optimizers: $(VENV)/optimizers ## newcomers of every optimizer of torch, schedulefree, prodigyopt, bitsandbytes and transformers; about 3 minutes
+	$(BIN)/python -m pytest -m optimizers --numprocesses 2 --dist worksteal tests/optimizers $(PYTEST_ARGS)
 
 test-feed: $(VENV)/installed $(FEED)/installed ## test the feed with the server, environments and trainer of atroposlib
 	FEED_PYTHON=$(CURDIR)/$(FEED)/bin/python $(BIN)/python -m pytest -m interop --numprocesses 2 tests/interop \
@@ -93,6 +97,10 @@ $(VENV)/installed: pyproject.toml hatch_build.py $(wildcard protos/averaging/wir
 
 $(VENV)/integrations: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --group dev --editable '.[integrations]'
+	touch $@
+
+$(VENV)/optimizers: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --group optimizers
 	touch $@
 
 $(VENV)/docs: $(VENV)/installed

@@ -47,8 +47,8 @@ class OptimizerWrapper(torch.optim.Optimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """Defaults of the inner optimizer."""
-        return self._inner.defaults
+        """Defaults of the inner optimizer; empty if it is none of torch's class and has none."""
+        return getattr(self._inner, "defaults", {})
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise ConfigError(

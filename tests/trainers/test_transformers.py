@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Callable
@@ -17,12 +18,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.optim.lr_scheduler import LinearLR
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from averaging import ConfigError, DecentralizedAverager, GradientAveraging, LocalSGD
+from averaging import ConfigError, DecentralizedAverager, GradientAveraging, LocalSGD, PeerConfig
 from averaging.integrations.transformers import AveragingCallback, samples_of_step
 from tests.integration.training import Run
 from tests.trainers import page
 from tests.trainers.forked import told_by
-from tests.trainers.partner import RUN_ID, Noted, founder, going_on
+from tests.trainers.partner import RUN_ID, Noted, founder, going_on, train
 
 pytestmark = pytest.mark.integrations
 
@@ -126,6 +127,34 @@ def test_samples_are_counted_and_the_averagers_schedule_is_followed_until_the_gl
     assert [entry["averaging/global_step"] for entry in logs] == [0, 1, 1, 2, 2, 3]
     rates = [0.01 * (1 / 3 + 2 / 3 * before / 4) for before in (0, 0, 1, 1, 2, 2)]
     assert [entry["learning_rate"] for entry in logs] == pytest.approx(rates)
+
+
+def test_the_trainers_schedule_free_optimizer_is_switched_and_its_evaluation_weights_are_saved(
+    run: Run, tmp_path: Path
+) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 100, "eval_strategy": "steps", "eval_steps": 3}
+    arguments = arguments_of(tmp_path, **saving, max_steps=13, optim="schedule_free_adamw", learning_rate=0.01)
+    trainer = Trainer(model_of(), arguments, train_dataset=data_of(80), eval_dataset=data_of(8))
+    kind, arguments_of_kind = Trainer.get_optimizer_cls_and_kwargs(arguments)
+    make = partial(kind, **arguments_of_kind)
+    first = run.add(LocalSGD(4), make, copy.deepcopy(trainer.model), run_id=RUN_ID, group_size=2)
+    first.train()
+    train(run, 0, 5)
+    optimizer = make(trainer.model.parameters())
+    peer = PeerConfig(run_id=RUN_ID, join=[first.endpoint], group_size=2, group_wait=30.0)
+    with DecentralizedAverager(optimizer, model=trainer.model, strategy=LocalSGD(4), config=peer) as opt:
+        AveragingCallback(opt).attach(trainer)
+        with going_on(run, 8) as told:
+            trainer.train()
+        assert opt.local_step == 13
+        assert opt.param_groups[0]["k"] == 13
+        assert not opt.param_groups[0]["train_mode"]
+    assert told == ["all 2 peers hold the same weights"]
+    saved = load_file(tmp_path / "checkpoint-9" / "model.safetensors")
+    for name, parameter in run.models[0].named_parameters():
+        torch.testing.assert_close(saved[name], parameter, rtol=0, atol=0)
+    evaluated = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(evaluated[-1])
 
 
 @pytest.mark.parametrize(
