@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from averaging.errors import ConfigError
 
@@ -128,6 +128,32 @@ def objection(host: str, *, loopback: bool) -> str | None:
     if address.is_link_local:
         return "a link-local address, used by the metadata services of clouds"
     return "the address of a cloud's metadata service" if address in _METADATA else None
+
+
+def apart(own: str, other: str, given: Collection[str]) -> str:
+    """Why two peers cannot average together, as far as their endpoints show; empty if they may.
+
+    A name may lead to any address, so it is no reason, unless it is that of the loopback interface.
+
+    Args:
+        own: endpoint of this peer.
+        other: endpoint of the other one.
+        given: the addresses that this peer was told to dial.
+    """
+    if not is_endpoint(other) or other.startswith(CLIENT_PREFIX):
+        return ""
+    there = parse_address(other)[0]
+    if own.startswith(CLIENT_PREFIX):
+        here = any(is_loopback(parse_address(address)[0]) for address in given)
+    else:
+        here = is_loopback(parse_address(own)[0])
+    if here and parse_ip(there) is not None and not is_loopback(there) and not own.startswith(CLIENT_PREFIX):
+        return (
+            f"{other} is elsewhere and does not call {own}, a loopback address. Listen on an address that other peers "
+            "can reach, advertise one that is forwarded to this peer, or use client mode"
+        )
+    reason = None if other in given else objection(there, loopback=here)
+    return "" if reason is None else f"{other} is {reason}. Let that peer advertise an address that others can reach"
 
 
 def covers(hosts: Iterable[str], host: str) -> bool:

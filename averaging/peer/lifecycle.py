@@ -100,7 +100,7 @@ async def start(
         if shard is not None:
             discovery = shard.found_in(run_discovery, endpoint)
         service.discovery = discovery
-        progress = RunProgress(config.run_id, endpoint, discovery, clock)
+        progress = RunProgress(config.run_id, endpoint, discovery, clock, config.join)
         rounds = Rounds(config, endpoint, transport, discovery, progress, service, snapshots, clock=clock, rng=rng)
         service.matchmaking = rounds.matchmaking(schema)
         donors = Donors(config.run_id, endpoint, discovery, lambda: snapshots.version, clock)

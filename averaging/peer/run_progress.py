@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import aclosing
 
-from averaging.common.addresses import member_of
+from averaging.common.addresses import apart, member_of
 from averaging.discovery.base import Discovery, Entry
 from averaging.discovery.published_record import PublishedRecord
 from averaging.observe.step_rate import rate_in
 from averaging.protocol.group import progress_key
 
+logger = logging.getLogger("averaging.peer")
+
 LIFETIME, REFRESH = 15.0, 5.0
 """Seconds for which an announcement is valid, also after its peer's death; and after which it is renewed."""
+
+MAX_JUDGED = 4096
+"""Peers of which it is remembered whether this peer can average with them."""
 
 PAUSE = 0.02
 """Minimum seconds between two announcements of a peer."""
@@ -28,9 +34,17 @@ class RunProgress:
             `announcements` is read, so any thread may read it.
     """
 
-    def __init__(self, run_id: str, endpoint: str, discovery: Discovery, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        endpoint: str,
+        discovery: Discovery,
+        clock: Callable[[], float],
+        given: Collection[str] = (),
+    ) -> None:
         self._key, self._endpoint, self._discovery = progress_key(run_id), endpoint, discovery
         self._own: bytes | None = None
+        self._given, self._apart = given, dict[str, str]()  # peers that this one cannot average with, and why
         self.members: Mapping[str, str] = {endpoint: member_of(endpoint, "")}
         self._gone: dict[str, Entry] = {}  # last announcements of peers that refuse connections
         self.notice = PublishedRecord(
@@ -57,14 +71,29 @@ class RunProgress:
 
     @property
     def announcements(self) -> dict[str, bytes]:
-        """The last announcement of each other peer, by endpoint, without peers marked as gone."""
+        """The last announcement of each other peer, by endpoint.
+
+        Without peers that are marked as gone, and those that this peer cannot average with, see `apart`.
+        """
         entries = self._discovery.get(self._key)
         self._gone = {name: entry for name, entry in self._gone.items() if entries.get(name) == entry}
         members = {name: member_of(name, entry.holder) for name, entry in entries.items()}
         self.members = {self._endpoint: self.members[self._endpoint]} | members
         return {
-            name: entry.value for name, entry in entries.items() if name != self._endpoint and name not in self._gone
+            name: entry.value
+            for name, entry in entries.items()
+            if name != self._endpoint and name not in self._gone and not self._is_apart(name)
         }
+
+    def _is_apart(self, name: str) -> bool:
+        """Whether this peer cannot average with another one; warns once of each."""
+        if name not in self._apart:
+            if len(self._apart) >= MAX_JUDGED:
+                self._apart.clear()
+            reason = self._apart[name] = apart(self._endpoint, name, self._given)
+            if reason:
+                logger.warning("this peer averages with no peer at %s, and waits for none there: %s", name, reason)
+        return bool(self._apart[name])
 
     @property
     def announcers(self) -> frozenset[str]:

@@ -245,7 +245,7 @@ class Deaf:
     def branches(self, start: int, end: int, fanout: int) -> list[BroadcastBranch]:
         return [BroadcastBranch(start, end, ("deaf:1",))]
 
-    def suspect(self, endpoint: str, now: float, why: str) -> None:
+    def suspect(self, endpoint: str, now: float, why: str, *, refused: bool) -> None:
         pass
 
 

@@ -29,7 +29,7 @@ class Silent:
     def branches(self, start: int, end: int, fanout: int) -> list[BroadcastBranch]:
         return [BroadcastBranch(start, end, ("one:1", "other:1") if start == 1 else ("other:1",))]
 
-    def suspect(self, endpoint: str, now: float, why: str) -> None:
+    def suspect(self, endpoint: str, now: float, why: str, *, refused: bool) -> None:
         self.suspected.append(endpoint)
 
 

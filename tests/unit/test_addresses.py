@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.common.addresses import covers, is_loopback, objection
+from averaging.common.addresses import apart, covers, is_loopback, member_of, objection
 
 
 @pytest.mark.parametrize(
@@ -97,3 +97,49 @@ def test_random_addresses_are_refused_by_their_kind(address: ipaddress.IPv4Addre
 )
 def test_hosts_that_a_certificate_covers(hosts: list[str], host: str, covered: bool) -> None:
     assert covers(hosts, host) is covered
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "given", "words"),
+    [
+        ("192.0.2.1:1", "127.0.0.1:2", (), "advertise an address that others can reach"),
+        ("127.0.0.1:2", "192.0.2.1:1", ("192.0.2.1:1",), "is elsewhere and does not call 127.0.0.1:2"),
+        ("[::1]:2", "[2001:db8::7]:1", (), "is elsewhere"),
+        ("a.example:1", "[::1]:2", (), "a loopback address"),
+        ("192.0.2.1:1", "169.254.0.9:2", (), "link-local"),
+        ("client::1", "127.0.0.1:2", ("192.0.2.1:1",), "a loopback address"),
+        ("192.0.2.1:1", "127.0.0.1:2", ("127.0.0.1:2",), ""),
+        ("127.0.0.1:1", "127.0.0.1:2", (), ""),
+        ("127.0.0.1:1", "localhost:2", (), ""),
+        ("127.0.0.1:1", "machine:2", (), ""),  # it may lead here
+        ("192.0.2.1:1", "192.0.2.2:1", (), ""),
+        ("client::1", "127.0.0.1:2", ("localhost:1",), ""),
+        ("client::1", "192.0.2.1:2", (), ""),
+        ("127.0.0.1:1", "client::1", (), ""),
+        ("127.0.0.1:1", "nonsense", (), ""),
+    ],
+)
+def test_peers_whose_addresses_keep_them_apart(own: str, other: str, given: tuple[str, ...], words: str) -> None:
+    reason = apart(own, other, given)
+    assert (words in reason) if words else not reason
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "holder", "member"),
+    [
+        ("192.0.2.1:1", "", "192.0.2.1"),
+        ("192.0.2.1:2", "ab12", "ab12"),
+        ("A.Example.:1", "", "a.example"),
+        ("127.0.0.1:1", "", "localhost"),
+        ("127.9.9.9:1", "", "localhost"),
+        ("[::1]:1", "", "localhost"),
+        ("[::ffff:192.0.2.1]:1", "", "192.0.2.1"),
+        ("[2001:db8::1]:1", "", "2001:db8::/64"),
+        ("[2001:db8::ffff:1]:1", "", "2001:db8::/64"),
+        ("client::0", "", ""),
+        ("client::0", "cd34", "cd34"),
+        ("nonsense", "", ""),
+    ],
+)
+def test_peers_count_by_certificate_or_host(endpoint: str, holder: str, member: str) -> None:
+    assert member_of(endpoint, holder) == member

@@ -55,6 +55,29 @@ def test_silent_peers_are_listed_with_the_reason_for_a_minute() -> None:
     assert several.silent(165.0) == {"b:1": "why again"}
 
 
+def test_a_member_whose_address_refuses_connections_is_gone_until_it_is_alive() -> None:
+    several = members("seed:1", "other:1")
+    for name in ("a:1", "seed:1"):
+        several.add(name)
+    for name in ("a:1", "seed:1", "other:1"):
+        several.suspect(name, 100.0, "connection refused", refused=True)
+    assert several.lost == {"a:1", "seed:1"}
+    assert several.silent(101.0).keys() == {"a:1", "seed:1", "other:1"}  # their records may be those of live peers
+    for name in ("a:1", "seed:1"):
+        several.remove(name, 120.0, expired=True)
+    for now in (130.0, 1000.0):
+        several.pick_missing(now)
+        several.suspect("seed:1", now, "connection refused", refused=True)
+        several.suspect("other:1", now, "connection refused", refused=True)
+        assert several.silent(now).keys() == {"other:1"}  # never seen: the address in `join` may be wrong
+    several.suspect("seed:1", 1001.0, "no answer")
+    assert several.silent(1001.0)["seed:1"] == "no answer"
+    several.suspect("seed:1", 1002.0, "connection refused", refused=True)
+    several.note_answer("seed:1")
+    assert not several.lost
+    assert several.silent(1003.0).keys() == {"other:1"}
+
+
 def test_suspects_are_the_last_candidates_of_a_branch() -> None:
     several = members()
     names = [f"peer-{number}:1" for number in range(20)]

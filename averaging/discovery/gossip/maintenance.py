@@ -10,7 +10,7 @@ from contextlib import aclosing
 
 from averaging.discovery.gossip.anti_entropy import AntiEntropy
 from averaging.discovery.gossip.membership import Membership
-from averaging.discovery.gossip.settings import CALL_FAILURES, GossipSettings, why_failed
+from averaging.discovery.gossip.settings import CALL_FAILURES, GossipSettings, is_refused, why_failed
 from averaging.protocol.messages import Record
 from averaging.transport.base import Transport
 
@@ -76,7 +76,7 @@ class Maintenance:
                     await self._read_stream(endpoint)
                 except CALL_FAILURES as error:
                     logger.debug("the stream of %s ended: %s", endpoint, error)
-                    self._members.suspect(endpoint, self._clock(), why_failed(error))
+                    self._members.suspect(endpoint, self._clock(), why_failed(error), refused=is_refused(error))
                 finally:
                     self._members.stream_source = None
                     # The backoff goes on growing while each stream ends as soon as it has begun.
@@ -104,7 +104,7 @@ class Maintenance:
             await self._anti_entropy.compare(endpoint)
         except CALL_FAILURES as error:
             logger.debug("no exchange with %s: %s", endpoint, error)
-            self._members.suspect(endpoint, self._clock(), why_failed(error))
+            self._members.suspect(endpoint, self._clock(), why_failed(error), refused=is_refused(error))
             return False
         self._members.note_answer(endpoint)
         self._on_answer()

@@ -36,6 +36,8 @@ class Membership:
         self._suspects: dict[str, None] = {}  # ordered, so that simulations are reproducible
         self._lost: dict[str, float] = {}
         self._failures: dict[str, tuple[float, str]] = {}  # when and why the last call failed
+        self._refusing: set[str] = set()  # those that have refused a connection, without a sign of life since
+        self._joined_seeds: set[str] = set()  # the seeds that have been members
         self.stream_source: str | None = None
 
     @property
@@ -49,8 +51,11 @@ class Membership:
     def add(self, endpoint: str) -> None:
         """Adds a member, or notes that it has renewed its record."""
         self._suspects.pop(endpoint, None)
+        self._refusing.discard(endpoint)
         if endpoint in self._ring:
             return
+        if endpoint in self._seeds:
+            self._joined_seeds.add(endpoint)
         self._lost.pop(endpoint, None)
         self._failures.pop(endpoint, None)
         if endpoint != self._endpoint and is_endpoint(endpoint) and not endpoint.startswith(CLIENT_PREFIX):
@@ -63,6 +68,7 @@ class Membership:
         self._suspects.pop(endpoint, None)
         if not expired:
             self._failures.pop(endpoint, None)
+            self._refusing.discard(endpoint)
         if known and expired:
             self._lost[endpoint] = now
             if len(self._lost) > self._max_lost:
@@ -70,33 +76,43 @@ class Membership:
 
     @property
     def lost(self) -> Set[str]:
-        """The members whose record has expired lately, as that of a killed peer does, and that have not come back."""
-        return self._lost.keys()
+        """The members that seem to be gone, like a killed peer.
+
+        Their record has expired lately, or they have refused a connection, and have given no sign of life since.
+        """
+        return self._lost.keys() | self._refusing
 
     def note_call(self, endpoint: str) -> None:
         """`endpoint` has called this peer, so it is up."""
         self._suspects.pop(endpoint, None)
+        self._refusing.discard(endpoint)
 
     def note_answer(self, endpoint: str) -> None:
         """`endpoint` has answered this peer."""
         self._suspects.pop(endpoint, None)
+        self._refusing.discard(endpoint)
         self._failures.pop(endpoint, None)
 
-    def suspect(self, endpoint: str, now: float, why: str) -> None:
-        """`endpoint` did not answer: until there is a sign of life, it is tried after all others."""
+    def suspect(self, endpoint: str, now: float, why: str, *, refused: bool = False) -> None:
+        """`endpoint` did not answer, or has refused the connection: it is tried after all others, until it is alive."""
         if endpoint in self._ring:
             self._suspects[endpoint] = None
+        if not refused:
+            self._refusing.discard(endpoint)
+        elif endpoint in self._ring or endpoint in self._lost or endpoint in self._joined_seeds:
+            self._refusing.add(endpoint)
         if endpoint in self._ring or endpoint in self._seeds or endpoint in self._lost:
             self._failures[endpoint] = now, why
 
     def silent(self, now: float) -> dict[str, str]:
-        """The members and seeds that did not answer within the last minute, and why."""
+        """The members and seeds that did not answer within the last minute, and why; not those that are gone."""
         self._failures = {
             name: (when, why)
             for name, (when, why) in self._failures.items()
             if now - when < _FAILURE_SECONDS and (name in self._ring or name in self._seeds or name in self._lost)
         }
-        return {name: why for name, (_, why) in self._failures.items()}
+        gone = {name for name in self._refusing if name not in self._ring}
+        return {name: why for name, (_, why) in self._failures.items() if name not in gone}
 
     def pick(self) -> str | None:
         """A random member, if possible one that is not suspected; None if there are no members."""
@@ -116,6 +132,8 @@ class Membership:
     def pick_missing(self, now: float) -> list[str]:
         """The peers to try again: seeds that are not members, and a few of the lost members."""
         self._lost = {name: since for name, since in self._lost.items() if now - since < self._retry_lost}
+        known = self._lost.keys() | self._joined_seeds
+        self._refusing = {name for name in self._refusing if name in self._ring or name in known}
         lost = self._rng.sample(list(self._lost), min(len(self._lost), _LOST_AT_ONCE))
         return list(dict.fromkeys([*(seed for seed in self._seeds if seed not in self._ring), *lost]))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from averaging.discovery.gossip.membership import Membership
 from averaging.discovery.gossip.record import Reason
-from averaging.discovery.gossip.settings import CALL_FAILURES, GossipSettings, why_failed
+from averaging.discovery.gossip.settings import CALL_FAILURES, GossipSettings, is_refused, why_failed
 from averaging.protocol.messages import Record, Refusal, Rumour
 from averaging.transport.base import Transport
 
@@ -143,7 +143,7 @@ class Rumours:
                     return
                 except CALL_FAILURES as error:
                     logger.debug("%s did not receive a rumour: %s", target, error)
-                    self._members.suspect(target, self._clock(), why_failed(error))
+                    self._members.suspect(target, self._clock(), why_failed(error), refused=is_refused(error))
         finally:
             # On a timeout in the queue, remove the own batches: there may never be another call to that target.
             own = set(map(id, batches))

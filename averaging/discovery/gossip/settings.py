@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from averaging.discovery.gossip.record import Limits
-from averaging.errors import ProtocolViolationError, TransportError
+from averaging.errors import PeerUnreachableError, ProtocolViolationError, TransportError
 
 CALL_FAILURES = (TransportError, ProtocolViolationError, TimeoutError)
 """The errors of a call that concern only the peer that was called."""
@@ -14,6 +14,11 @@ CALL_FAILURES = (TransportError, ProtocolViolationError, TimeoutError)
 def why_failed(error: Exception) -> str:
     """The reason of one of `CALL_FAILURES`, without the peer's endpoint."""
     return error.reason if isinstance(error, TransportError) else str(error) or "no answer"
+
+
+def is_refused(error: Exception) -> bool:
+    """Whether nobody listens at the address that was called."""
+    return isinstance(error, PeerUnreachableError) and error.refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
