@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from averaging.elastic.envelope import MAX_OVERRULED, Seal, Sealed, is_newer, overrules
+from averaging.elastic.envelope import MAX_NAMED, Seal, Sealed, is_newer, overrules
 from averaging.elastic.register import Entry, Register
 from averaging.errors import ConfigError, PeerUnreachableError, ProtocolViolationError
 
@@ -68,6 +68,8 @@ class Cell:
         self._clock, self._monotonic = clock, monotonic
         self._held: Sealed | None = None
         self._held_at = 0.0
+        self._rooted = False  # see `envelope`
+        self._written: bytes | None = None  # the name of this node's last write
         self._void: bytes | None = None  # the token of a void entry, which may be overwritten
         self._unsure: tuple[bytes, bytes | None, Sealed] | None = None
         self._asked_at: float | None = None
@@ -101,6 +103,7 @@ class Cell:
         written = await self._register.compare_and_set(self._key, sealed.raw, token)
         self._unsure = None
         if written.entry is not None and written.entry.value == sealed.raw:
+            self._written = sealed.name
             return self._hold(Fenced(sealed, written.entry.token)), True
         return await self._settle(written.entry), False
 
@@ -116,11 +119,14 @@ class Cell:
             world=self._world,
             nonce=os.urandom(16),
             overruled=base.overruled if base else (),
+            follows=(*base.follows, base.name)[-MAX_NAMED:] if base else (),
+            rooted=self._rooted or base is None,
             ended=ended,
         )
 
-    def _overruling(self, held: Sealed, found: Sealed) -> Sealed:
-        """The same state, so that the nodes which hold `found` take it."""
+    def _against(self, held: Sealed, found: Sealed) -> Sealed:
+        """The same state as a new write, in the place of another lineage."""
+        named = self._rooted and overrules(held, found)
         return self._seal.close(
             held.payload,
             origin=held.origin,
@@ -130,7 +136,9 @@ class Cell:
             writer=self._writer,
             world=held.world,
             nonce=os.urandom(16),
-            overruled=(*held.overruled, found.origin)[-MAX_OVERRULED:],
+            overruled=(*held.overruled, found.origin)[-MAX_NAMED:] if named else held.overruled,
+            follows=held.follows,
+            rooted=self._rooted,
             ended=held.ended,
         )
 
@@ -139,7 +147,7 @@ class Cell:
         for _ in range(TRIES):
             found, refused = self._open(entry)
             held = self._held
-            if held is None or self._is_of_a_later_job(held, found):
+            if held is None or self._yields(held, found):
                 if refused is not None:
                     raise refused
                 return self._take_first(entry, found)
@@ -147,8 +155,8 @@ class Cell:
                 return self._hold(self._fenced(entry, found))
             if refused is not None:
                 logger.warning("%s; this node puts back what it holds", refused)
-            if found is not None and overrules(held, found):
-                held = self._overruling(held, found)
+            if found is not None and found.origin != held.origin:
+                held = self._against(held, found)
             written = await self._register.compare_and_set(self._key, held.raw, entry.token if entry else None)
             entry = written.entry
             if written.done:
@@ -159,10 +167,13 @@ class Cell:
                 )
         raise PeerUnreachableError("the register", f"{self._key!r} changes too fast; try again")
 
-    def _is_of_a_later_job(self, held: Sealed, found: Sealed | None) -> bool:
-        """Whether this node was away while its job ended and another one with the same id began."""
+    def _yields(self, held: Sealed, found: Sealed | None) -> bool:
+        """Whether this node takes another lineage as a newcomer does."""
+        if found is None or found.origin == held.origin:
+            return False
+        # A rooted node may have been away while its job ended, and another one with the same id began.
         away = self._monotonic() - self._held_at > FORGOTTEN
-        return away and found is not None and found.origin != held.origin and found.sent > held.sent
+        return (away or not self._rooted) and found.sent > held.sent
 
     def _open(self, entry: Entry | None) -> tuple[Sealed | None, ProtocolViolationError | None]:
         if entry is None:
@@ -200,12 +211,16 @@ class Cell:
         return Fenced(found, entry.token)
 
     def _hold(self, fenced: Fenced) -> Fenced:
-        now = self._clock()
-        if self._held is None or self._held.origin != fenced.sealed.origin:
+        now, sealed = self._clock(), fenced.sealed
+        own = sealed.writer == self._writer
+        if self._held is None or self._held.origin != sealed.origin:
             self._asked_at = None  # the time of a write in another lineage is unknown
-        if self._held is None or self._held.raw != fenced.sealed.raw:
-            self._compare_clocks(fenced.sealed, now)
-        self._held, self._held_at, self._asked_at = fenced.sealed, self._monotonic(), now
+            self._rooted = own and sealed.version == 1
+        if not own and sealed.rooted and self._written in sealed.follows:
+            self._rooted = True
+        if self._held is None or self._held.raw != sealed.raw:
+            self._compare_clocks(sealed, now)
+        self._held, self._held_at, self._asked_at = sealed, self._monotonic(), now
         return fenced
 
     def _compare_clocks(self, sealed: Sealed, now: float) -> None:

@@ -4,6 +4,10 @@ A *lineage* is a first write and all writes that follow it. A job has one, unles
 newcomer begins another. Then the older lineage overrules the other, and its writes name the other, so that the nodes of
 the other follow. A node refuses a lineage that does not name its own: it may be that of an earlier job with the same id
 and token, whose states somebody kept.
+
+A newcomer cannot tell such a state from a present one. So it overrules nothing, and takes a later state of another
+lineage, until it is *rooted*: it has begun its lineage, or a rooted node has built on one of its writes, as no kept
+state does.
 """
 
 from __future__ import annotations
@@ -21,10 +25,10 @@ from averaging.errors import ProtocolViolationError
 
 MAC_BYTES = 32
 _PURPOSE = b"averaging register 1"
-_FIELDS = (bytes, float, int, float, str, str, list, bool, bytes, bytes)
+_FIELDS = (bytes, float, int, float, str, str, list, list, bool, bool, bytes, bytes)
 
-MAX_OVERRULED = 16
-"""Lineages that a write names, the latest ones."""
+MAX_NAMED = 16
+"""Lineages, and earlier writes, that a write names: the latest ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,8 @@ class Sealed:
         writer: The node that made it.
         world: The options that must be equal at all nodes of the job, as text.
         overruled: Origins of the lineages that this one replaces, the latest last.
+        follows: Names of the writes before this one, the latest last.
+        rooted: Whether its writer was rooted.
         ended: Whether the job has ended.
         payload: The state.
         raw: The complete value in the register.
@@ -51,9 +57,16 @@ class Sealed:
     writer: str
     world: str
     overruled: tuple[bytes, ...]
+    follows: tuple[bytes, ...]
+    rooted: bool
     ended: bool
     payload: bytes = field(repr=False)
     raw: bytes = field(repr=False)
+
+    @property
+    def name(self) -> bytes:
+        """Identifies this write, 16 bytes."""
+        return self.raw[: MAC_BYTES // 2]
 
 
 class Seal:
@@ -80,13 +93,16 @@ class Seal:
         world: str,
         nonce: bytes,
         overruled: tuple[bytes, ...] = (),
+        follows: tuple[bytes, ...] = (),
+        rooted: bool = False,
         ended: bool = False,
     ) -> Sealed:
         """Seals a write; `nonce` makes it differ from every other."""
-        fields = [origin, created, version, sent, writer, world, list(overruled), ended, nonce, payload]
+        named = list(overruled), list(follows)
+        fields = [origin, created, version, sent, writer, world, *named, rooted, ended, nonce, payload]
         body: bytes = msgpack.packb(fields)
         raw = self._mac(self._secrets[0], body) + body
-        return Sealed(origin, created, version, sent, writer, world, overruled, ended, payload, raw)
+        return Sealed(origin, created, version, sent, writer, world, overruled, follows, rooted, ended, payload, raw)
 
     def open(self, raw: bytes) -> Sealed:
         """Checks and reads a write.
@@ -101,15 +117,17 @@ class Seal:
                 "refused. Give all nodes the same token_file, and find out who else can write there"
             )
         try:
-            fields: Any = unpack(body, len(_FIELDS) + MAX_OVERRULED + 1)
+            fields: Any = unpack(body, len(_FIELDS) + 2 * MAX_NAMED + 1)
         except ValueError:
             fields = None
-        if not isinstance(fields, list) or tuple(map(type, fields)) != _FIELDS or {*map(type, fields[6])} - {bytes}:
+        fits = isinstance(fields, list) and tuple(map(type, fields)) == _FIELDS
+        if not fits or not all(isinstance(name, bytes) for name in (*fields[6], *fields[7])):
             raise ProtocolViolationError(
                 f"the register holds another version's bytes for {self._key!r}; update all nodes"
             )
-        origin, created, version, sent, writer, world, overruled, ended, _, payload = fields
-        return Sealed(origin, created, version, sent, writer, world, tuple(overruled), ended, payload, raw)
+        origin, created, version, sent, writer, world, overruled, follows, rooted, ended, _, payload = fields
+        named = tuple(overruled), tuple(follows)
+        return Sealed(origin, created, version, sent, writer, world, *named, rooted, ended, payload, raw)
 
     def _mac(self, secret: bytes, body: bytes) -> bytes:
         place = self._key.encode()

@@ -131,12 +131,29 @@ class AveragingRendezvousHandler(DynamicRendezvousHandler):
             except _NodeLost as lost:
                 logger.warning("%s; the nodes meet again", lost)
             except RendezvousClosedError:
+                with self._backend.retrying(max(1.0, end - time.monotonic())):
+                    if not self._last_nodes and not self._stays_closed():
+                        continue
                 raise RendezvousClosedError(
                     f"the job {self._settings.run_id!r} has ended, and takes no node any more. To start another one, "
                     "give another --rdzv-id, or wait two minutes"
                 ) from None
             except RendezvousTimeoutError:
                 raise RendezvousTimeoutError(self._too_few()) from None
+
+    def _stays_closed(self) -> bool:
+        """Whether the job has ended, and nobody puts another state back.
+
+        A node that has no state of its own believes what it is shown, which may be the end of an earlier job.
+        """
+        end = time.monotonic() + 2 * self._settings.keep_alive_interval.total_seconds()
+        while time.monotonic() < end:
+            time.sleep(POLL)
+            with self._heartbeat_lock:
+                self._state_holder.sync()
+                if not self._state_holder.state.closed:
+                    return False
+        return True
 
     def num_nodes_waiting(self) -> int:
         """See torch's `RendezvousHandler`. Returns 0 while the register does not answer."""

@@ -183,37 +183,93 @@ async def test_a_node_that_was_away_takes_no_job_older_than_its_own() -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("seed", range(20))
+async def test_a_newcomer_that_is_shown_an_earlier_job_does_not_bring_it_to_the_others() -> None:
+    """It has the token, so it could name their lineage as an older one does."""
+    place = Place()
+    earlier = place.cell("earlier")
+    await earlier.write(b"earlier", None)
+    kept = await place.get(KEY)
+    assert kept is not None
+    place.restart()
+    place.now += 10
+    node = place.cell("node")
+    await node.write(b"running", None)
+    newcomer = place.cell("newcomer")
+    await place.overwrite(kept.value)
+    shown, done = await newcomer.write(b"earlier, joined", await newcomer.read())
+    assert (payload(shown), done) == (b"earlier, joined", True)
+    for _ in range(3):
+        place.now += 1
+        assert payload(await node.read()) == b"running"
+        assert payload(await newcomer.read()) == b"running"
+        await place.overwrite(kept.value if shown is None else shown.sealed.raw)
+    assert (await node.write(b"still running", await node.read()))[1]
+    assert payload(await newcomer.read()) == b"still running"
+
+
+@pytest.mark.asyncio
+async def test_a_node_on_whose_write_another_has_built_overrules_as_the_first_does() -> None:
+    place = Place()
+    first, second = place.cell("first"), place.cell("second")
+    await first.write(b"1", None)
+    await second.write(b"2", await second.read())
+    await first.write(b"3", await first.read())
+    await second.read()
+    place.restart()
+    place.now += 1
+    newcomer = place.cell("newcomer")
+    await newcomer.write(b"new", None)
+    assert payload(await second.read()) == b"3"  # the first one is gone
+    assert payload(await newcomer.read()) == b"3"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("seed", range(40))
 async def test_all_nodes_agree_after_any_losses_and_replays(seed: int) -> None:
-    """Whoever runs the register may show any state that it has seen, or none. Versions never go back at a node."""
+    """Whoever runs the register may show any state that it has seen, or none, also to newcomers.
+
+    Versions never go back at a node, no node of the job takes the state of an earlier job, and once the register is
+    honest all agree.
+    """
     rng, place, kept = random.Random(seed), Place(), list[bytes]()
+
+    async def keep() -> None:
+        if (entry := await place.get(KEY)) is not None:
+            kept.append(entry.value)
+
     earlier = place.cell("earlier")
     base, _ = await earlier.write(b"earlier", None)
     for _ in range(3):
-        base, _ = await earlier.write(b"earlier", base, ended=True)
-        kept.append(entry.value if (entry := await place.get(KEY)) else b"")
+        await keep()
+        base, _ = await earlier.write(b"earlier", base, ended=rng.random() < 0.5)
     place.restart()
-    cells = [place.cell(name) for name in "abcd"]
+    cells = [place.cell("first")]
+    await cells[0].write(b"job", None)
     seen: dict[int, tuple[bytes, int]] = {}
     for step in range(200):
-        place.now += rng.random()
+        place.now += rng.random() / 4
+        if len(cells) < 5 and rng.random() < 0.05:
+            cells.append(place.cell(f"node{len(cells)}"))
         number = rng.randrange(len(cells))
         fenced = await cells[number].read()
         if fenced is None or rng.random() < 0.3:
-            fenced, _ = await cells[number].write(f"{step}".encode(), fenced)
+            text = f"job {step}" if fenced is None or payload(fenced) != b"earlier" else "earlier"
+            fenced, _ = await cells[number].write(text.encode(), fenced)
+        await keep()
         if fenced is not None:
-            assert fenced.payload != b"earlier"
+            assert number != 0 or fenced.payload.startswith(b"job")
             origin, version = seen.get(number, (fenced.sealed.origin, 0))
             assert origin != fenced.sealed.origin or version <= fenced.sealed.version
             seen[number] = fenced.sealed.origin, fenced.sealed.version
-            kept.append(fenced.sealed.raw)
         if rng.random() < 0.1:
             place.restart()
-        elif rng.random() < 0.2 and len(seen) == len(cells):
+        elif rng.random() < 0.2:
             await place.overwrite(rng.choice(kept))
-    for _ in range(4):
+    for _ in range(6):
         found = [await cell.read() for cell in cells]
     assert len({(one.sealed.origin, one.sealed.version, one.payload) for one in found if one is not None}) == 1
+    assert found[0] is not None
+    assert found[0].payload.startswith(b"job")
 
 
 @pytest.mark.asyncio
