@@ -115,8 +115,8 @@ def follow_command(addresses: tuple[str, ...], output: Path, *, as_json: bool, v
       ready       publishers, endpoint
       written     version, digest, bytes, received, output
       unwritten   version, output, message
-      executed    version, exit_code (null after --exec-timeout), seconds
-      waiting     version, executing: a newer version waits for the command
+      executed    version, exit_code, seconds; after --exec-timeout exit_code is null, and there is a message
+      waiting     version, executing, message: a newer version waits for the command
       error       message
     """
     if given["wait"] is not None and not given["once"]:

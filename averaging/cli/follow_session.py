@@ -221,7 +221,8 @@ class FollowSession:
         event = {"event": "executed", "version": version, "exit_code": code, "seconds": round(seconds, 3)}
         if code is None:
             text = f"version {version}: the command of --exec was not done after {limit:g} s (--exec-timeout)"
-            self._report.emit(event, f"{text}; it was ended with its children")
+            text = f"{text}; it was ended with its children"
+            self._report.emit({**event, "message": text}, text)
         elif code:
             self._report.emit(event, f"version {version}: the command of --exec failed with exit code {code}")
         else:
@@ -234,10 +235,9 @@ class FollowSession:
         newest = self._tasks.newest
         if newest is not None and newest.manifest.version > version:
             text = f"version {newest.manifest.version} waits: the command of --exec still runs for version {version}"
-            self._report.emit(
-                {"event": "waiting", "version": newest.manifest.version, "executing": version},
-                f"{text}, at most {self._exec_timeout:g} s (--exec-timeout)",
-            )
+            text = f"{text}, at most {self._exec_timeout:g} s (--exec-timeout)"
+            event = {"event": "waiting", "version": newest.manifest.version, "executing": version}
+            self._report.emit({**event, "message": text}, text)
 
     def _never_published(self) -> CommandError:
         announced = self._tasks.announced

@@ -17,7 +17,8 @@ from averaging.common.tensor_names import plain_state
 from averaging.common.threads import in_thread
 from averaging.common.validation import is_count
 from averaging.errors import AveragingError, BusyError, ConfigError, StateError, TensorError, WrongRunError
-from averaging.rpc import RpcHandler
+from averaging.rpc import RpcHandler, rpc_caller
+from averaging.synchronizer.places import Place, Places
 from averaging.synchronizer.publisher_ranks import Ranks
 from averaging.synchronizer.weights_layout import first_difference
 from averaging.synchronizer.weights_messages import FETCH, FOLLOW, NOTHING_YET, version_message
@@ -29,7 +30,7 @@ from averaging.wire.weights_pb2 import WeightsFetchRequest, WeightsFollowRequest
 
 logger = logging.getLogger("averaging.synchronizer")
 
-MAX_FOLLOWERS = 4096
+MAX_FOLLOWERS, MAX_FOLLOWERS_PER_HOST, MAX_FOLLOWERS_PER_CONNECTION = 4096, 512, 64
 """Followers of one publisher at once."""
 
 FAN_OUT, FAN_OUT_OF_DIFFERENCES = 1, 4
@@ -110,6 +111,7 @@ class WeightPublisher:
         self._model, self._run_id, self._dtype = model, run_id, dtype
         self._copies, self._fan_out = copies, fan_out
         self._store = Store(bases, max_bytes)
+        self._places = Places("followers", MAX_FOLLOWERS, MAX_FOLLOWERS_PER_HOST, MAX_FOLLOWERS_PER_CONNECTION)
         self._committing = threading.Lock()
         self._followers: dict[bytes, str] = {}  # endpoints of those that follow now
         self._trees: dict[bytes, Tree] = {}  # by the digest of the version
@@ -244,24 +246,29 @@ class WeightPublisher:
     async def _follow(self, request: WeightsFollowRequest) -> AsyncGenerator[WeightsVersion, None]:
         self._check_run(request.run_id)
         name = request.follower
-        if name in self._followers or len(self._followers) >= MAX_FOLLOWERS:
-            raise BusyError(f"{len(self._followers)} followers are here, perhaps this one too; try again later")
+        if name in self._followers:
+            raise BusyError("a follower of this name is here; try again later")
+        place = Place(rpc_caller(), lose=self._store.changes.happened)
+        self._places.enter(place, now=0.0)
         self._followers[name] = request.endpoint if _can_be_called(request.endpoint) else ""
         try:
             told = self._store.newest
             yield NOTHING_YET if told is None else version_message(told.manifest)
             while True:
-                told = await self._newer_than(told)
+                told = await self._newer_than(told, place)
                 yield version_message(told.manifest)
         finally:
+            self._places.leave(place)
             del self._followers[name]
             for tree in self._trees.values():
                 tree.leave(name)
 
-    async def _newer_than(self, told: Snapshot | None) -> Snapshot:
+    async def _newer_than(self, told: Snapshot | None, place: Place) -> Snapshot:
         newest = None
         while newest is None or newest is told:
-            await self._store.changes.wait(lambda: self._store.newest is not told)
+            await self._store.changes.wait(lambda: place.lost or self._store.newest is not told)
+            if place.lost:
+                raise BusyError("your host has the most followers, and another one needs a place; try again later")
             newest = self._store.newest
         return newest
 

@@ -75,6 +75,7 @@ def test_a_command_that_hangs_is_ended_with_its_children(end: str, tmp_path: Pat
         if end == "its time is over":
             executed = process.expect("executed")
             assert (executed["version"], executed["exit_code"]) == (1, None)
+            assert "was not done after 2 s (--exec-timeout); it was ended with its children" in executed["message"]
             assert process.expect("written")["version"] == 3, "the newest"
             assert same(load_file(path), weights)
         process.signal(signal.SIGINT)

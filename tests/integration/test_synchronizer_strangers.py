@@ -23,11 +23,12 @@ from averaging import (
 )
 from averaging.errors import AveragingError
 from averaging.synchronizer import methods, service, sessions
+from averaging.synchronizer import publisher as publishing
 from averaging.synchronizer.follower_tasks import FollowerOptions, FollowerTasks
 from averaging.synchronizer.remote import RemoteSynchronizer
-from averaging.synchronizer.weights_messages import FETCH
+from averaging.synchronizer.weights_messages import FETCH, FOLLOW
 from averaging.wire import synchronizer_pb2 as wire
-from averaging.wire.weights_pb2 import WeightsFetchRequest, WeightsRange
+from averaging.wire.weights_pb2 import WeightsFetchRequest, WeightsFollowRequest, WeightsRange
 from tests.integration.test_limits import NARROW, called_from
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
@@ -201,6 +202,33 @@ async def test_a_call_that_says_nothing_ends(monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(CallRefusedError, match=r"a call without a message for 0\.1 s"):
             async for _ in channel.stream(methods.ATTEND, nothing()):
                 pass
+
+
+@pytest.mark.asyncio
+async def test_one_connection_cannot_take_all_places_of_followers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, most in (("MAX_FOLLOWERS", 8), ("MAX_FOLLOWERS_PER_HOST", 4), ("MAX_FOLLOWERS_PER_CONNECTION", 4)):
+        monkeypatch.setattr(publishing, name, most)
+    publisher = WeightPublisher(run_id="run")
+
+    async def follow(channel: RpcChannel, number: int) -> None:
+        request = WeightsFollowRequest(run_id="run", follower=bytes([number]))
+        async with aclosing(channel.stream(FOLLOW, request)) as announcements:
+            async for _ in announcements:
+                pass
+
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(RpcServer("127.0.0.1:0", [publisher]))
+        channel = await stack.enter_async_context(RpcChannel(server.endpoint))
+        strangers = await stack.enter_async_context(running(*(follow(channel, number) for number in range(5))))
+        done, others = await asyncio.wait(strangers, return_when=asyncio.FIRST_COMPLETED, timeout=LIMIT)
+        with pytest.raises(CallRefusedError, match="there are 4 followers here"):
+            done.pop().result()
+        options = FollowerOptions(join=[server.endpoint], run_id="run")
+        follower = await stack.enter_async_context(FollowerTasks(options))
+        assert follower.connected
+        done, _ = await asyncio.wait(others, return_when=asyncio.FIRST_COMPLETED, timeout=LIMIT)
+        with pytest.raises(CallRefusedError, match="your host has the most followers"):
+            done.pop().result()
 
 
 @pytest.mark.asyncio
