@@ -17,15 +17,15 @@ def local_credentials(service: str) -> Credentials:
     Raises:
         ConfigError: the file cannot be made or read, or other users can read it.
     """
-    file = token_path(service)
     try:
+        file = token_path(service)
         if not file.exists():
             _make(file)
         status = file.stat()
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # the user may have no home
         raise ConfigError(
-            f"the token in {file} cannot be made: {error.strerror}; set XDG_STATE_HOME to a folder of your own, or "
-            "give credentials"
+            f"the token that {service} of one user share cannot be made: {error}; set XDG_STATE_HOME to a folder of "
+            "your own, or give credentials"
         ) from None
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise ConfigError(f"{file} belongs to another user or can be read by others; delete it and start again")

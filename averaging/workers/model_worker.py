@@ -65,7 +65,8 @@ class ModelWorker:
     Args:
         name: Its name in the plan of the master.
         backends: The backend of each model of which it holds a shard.
-        listen: `host:port` to listen on; port 0 takes a free one. None if a server or peer has it in `services`.
+        listen: `host:port` to listen on; port 0 takes a free one. None if a server or peer has it in `services`, whose
+            credentials then decide who may connect.
         dataset: Where samples come from, if it may be a DP head of the first call's model.
         advertise: `host:port` at which others reach it, if that differs from `listen`.
         credentials: Certificates and tokens, see `averaging.rpc.read_credentials`. Without them only processes of this

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import tracemalloc
+from contextlib import suppress
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from averaging.errors import ConfigError, ProtocolViolationError
 from averaging.rpc import TENSOR_DTYPES, TensorMessage, TensorReader, tensor_messages
-from averaging.wire.runtime_pb2 import FLOAT16
+from averaging.wire.runtime_pb2 import FLOAT16, CompressionType
 
 
 def sent(tensor: torch.Tensor, compression: str = "none", chunk_bytes: int = 4 << 20) -> torch.Tensor:
@@ -122,3 +125,28 @@ def test_bools_of_strangers_are_bools() -> None:
     found = TensorReader().read(TensorMessage(size=[3], dtype="bool", buffer=b"\x00\x02\xff"))
     assert found is not None
     assert found.tolist() == [False, True, True]
+
+
+extents = st.integers(0, 4) | st.sampled_from([1 << 30, (1 << 31) - 1])
+messages = st.builds(
+    TensorMessage,
+    size=st.lists(extents, max_size=3),
+    dtype=st.sampled_from([*TENSOR_DTYPES, "", "uint64", "rounded_float32", "clamped_float32"]),
+    buffer=st.binary(max_size=9) | st.sampled_from([b"", bytes(4), bytes(8)]),
+    chunks=extents | st.sampled_from([-1, -(1 << 31)]),
+    compression=st.sampled_from([*CompressionType.values(), 99]),
+)
+
+
+@given(st.lists(messages, max_size=5))
+@example([TensorMessage(size=[1 << 30] * 3, dtype="int8", chunks=1 << 30)])
+def test_messages_of_strangers_are_tensors_or_refused(found: list[TensorMessage]) -> None:
+    reader, received = TensorReader(), 0
+    with suppress(ProtocolViolationError):
+        for message in found:
+            received += len(message.buffer)
+            tensor = reader.read(message)
+            assert reader.complete == (tensor is not None)
+            if tensor is not None:
+                assert tensor.nbytes <= 8 * received  # at most a byte for each float64
+                received = 0
