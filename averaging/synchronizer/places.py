@@ -22,6 +22,7 @@ class Place:
         caller: Whose place it is.
         amount: What it counts for.
         rank: A caller of a higher rank takes the places of lower ones.
+        serial: The order in which callers have come.
         due: When the caller is late, because it sends or reads nothing; infinite while nothing is expected from it.
         lost: Whether another caller has got the place. Its owner then has to end.
         lose: Called when that happens.
@@ -30,6 +31,7 @@ class Place:
     caller: RpcCaller
     amount: int = 1
     rank: int = 0
+    serial: int = 0
     due: float = math.inf
     lost: bool = False
     lose: Callable[[], object] = bool
@@ -38,8 +40,9 @@ class Place:
 class Places:
     """The places of one kind.
 
-    A newcomer that finds no place takes one of those who have a lower rank, who are late, or whose host or connection
-    keeps at least as much as that of the newcomer afterwards. So callers cannot take places from each other in turn.
+    A newcomer that finds no place takes one of those who have a lower rank or who are late. Of its own rank it takes
+    one of those whose host or connection keeps at least as much as that of the newcomer afterwards, and if it has
+    nothing, one of those who came later. So callers that are in time cannot take places from each other in turn.
 
     Args:
         what: What has the places, for errors.
@@ -98,13 +101,12 @@ class Places:
             callers[place.caller] += place.amount
 
         def gives_way(place: Place) -> bool:
-            if place.rank != new.rank:
-                return place.rank < new.rank
             if place.caller.host != new.caller.host:
                 fair = hosts[place.caller.host] - place.amount >= hosts[new.caller.host] + new.amount
             else:
                 fair = callers[place.caller] - place.amount >= callers[new.caller] + new.amount
-            return fair or now > place.due
+            elder = new.serial < place.serial and not callers[new.caller]
+            return place.rank < new.rank or now > place.due or (place.rank == new.rank and (fair or elder))
 
         def weakness(place: Place) -> tuple[int, bool, int, int]:
             return -place.rank, now > place.due, hosts[place.caller.host], callers[place.caller]

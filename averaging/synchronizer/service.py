@@ -52,8 +52,8 @@ two largest ones."""
 HELLO_SECONDS = 10.0
 """A call that should open a session, or send a state, must begin within this time."""
 
-LATE_SECONDS = 2.0
-"""An upload that sends nothing for this time gives way to others."""
+LATE_SECONDS, LATE_SECONDS_OF_TRAINER = 2.0, 10.0
+"""An upload that is so far behind the least rate gives way to others."""
 
 ALIVE_SECONDS = 1.0
 """Interval of the messages with which both ends of a session say that they are alive."""
@@ -75,7 +75,6 @@ class SynchronizerService:
         self._sessions = Sessions()
         self._pinned = PinnedStates()
         self._uploads: WeakKeyDictionary[Synchronizer, Places] = WeakKeyDictionary()
-        self._publisher_hosts: WeakKeyDictionary[Synchronizer, str] = WeakKeyDictionary()
 
     def add(self, synchronizer: Synchronizer) -> None:
         """Serves another one. One that has ended makes room in its namespace.
@@ -214,25 +213,29 @@ class SynchronizerService:
         if first is None:
             raise ProtocolViolationError("a state without messages")
         synchronizer = self._find(first.namespace)
-        member = self._member(first.session, first.namespace)
+        session = self._sessions.find(first.session, first.namespace)
         assembler = StateAssembler(synchronizer.config.max_state_bytes)
         assembler.add(first)
-        state = await self._receive(parts, assembler, synchronizer, member)
+        state = await self._receive(parts, assembler, synchronizer, session)
         member = self._member(first.session, first.namespace)  # it may have left meanwhile
         version = await synchronizer.adopt_model_state_dict(state, first.step, member)
-        self._publisher_hosts[synchronizer] = rpc_caller().host
         return SyncVersion(version=version)
 
     async def _receive(
-        self, parts: AsyncIterator[SyncStatePart], assembler: StateAssembler, synchronizer: Synchronizer, member: str
+        self,
+        parts: AsyncIterator[SyncStatePart],
+        assembler: StateAssembler,
+        synchronizer: Synchronizer,
+        session: Session,
     ) -> ModelState:
         """Receives the rest of a state. The upload of a trainer takes the place of one of a stranger."""
         config, host, now = synchronizer.config, rpc_caller().host, asyncio.get_running_loop().time
         most = 2 * config.max_state_bytes
         places = self._uploads.setdefault(synchronizer, Places("states on their way", most, most, most))
-        trains = synchronizer.is_trainer(member)
-        rank = trains + (trains and self._publisher_hosts.get(synchronizer) == host)
-        place = Place(RpcCaller(host, member), max(assembler.nbytes, most // MAX_UPLOADS), rank, now() + LATE_SECONDS)
+        trains = synchronizer.is_trainer(session.member)
+        late = LATE_SECONDS_OF_TRAINER if trains else LATE_SECONDS
+        amount = max(assembler.nbytes, most // MAX_UPLOADS)
+        place = Place(RpcCaller(host, session.member), amount, int(trains), session.serial, now() + late)
         places.enter(place, now())
         left = longest = config.silence_timeout  # seconds without progress; each byte adds to them
         try:
@@ -241,7 +244,7 @@ class SynchronizerService:
                 while not (assembler.finished or place.lost) and (part := await anext(parts, None)) is not None:
                     left = min(left - limit.waited + len(part.data) / LEAST_RATE, longest)
                     limit.restart(Deadline(left, f"{LEAST_RATE >> 10} KiB/s"))
-                    place.due = now() + LATE_SECONDS - (longest - left)
+                    place.due = now() + late - (longest - left)
                     assembler.add(part)
         except TimeoutError:
             if not place.lost:

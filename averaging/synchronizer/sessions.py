@@ -34,10 +34,12 @@ class Session:
         number: Names the session in calls. It is secret, because it stands for the statuses of this process.
         member: Name of the process among the members.
         place: Its place among the sessions.
+        serial: Its number in the order in which sessions were opened.
     """
 
     def __init__(self, name: str, namespace: str, serial: int, place: Place) -> None:
         self.number = secrets.token_bytes(16)
+        self.serial = serial
         self.member = f"{printable(name, MAX_NAME) or 'session'} {serial}"
         self.namespace = namespace
         self.place = place

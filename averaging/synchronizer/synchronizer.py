@@ -95,7 +95,11 @@ class Synchronizer:
 
     def __repr__(self) -> str:
         name = f" {self.config.namespace!r}" if self.config.namespace else ""
-        return f"<Synchronizer{name} at version {self._state.version}, trainer {self.trainer_status.value}>"
+        stopped = self.trainer_status is RunningStatus.STOPPED
+        trainer = (
+            "no trainer yet" if stopped and not self._state.trainers_stopped else f"trainer {self.trainer_status.value}"
+        )
+        return f"<Synchronizer{name} at version {self._state.version}, {trainer}>"
 
     # Life
 
@@ -210,7 +214,10 @@ class Synchronizer:
 
     @property
     def trainer_status(self) -> RunningStatus:
-        """The status of the trainer; of several, the first of REQUIRE_SYNC, RUNNING and STOPPED that one has."""
+        """The status of the trainer; of several, the first of REQUIRE_SYNC, RUNNING and STOPPED that one has.
+
+        It is STOPPED before the first trainer has come, too; `trainer_requires_weight_sync` distinguishes the two.
+        """
         return self._state.trainer_status
 
     @property

@@ -106,8 +106,19 @@ async def test_the_trainer_does_not_wait_for_the_states_of_strangers() -> None:
 
 @pytest.mark.asyncio
 async def test_the_trainer_does_not_wait_for_states_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if those who do not send them call themselves trainers."""
-    monkeypatch.setattr(service, "LATE_SECONDS", 0.0)
+    """Also if those who do not send them call themselves trainers, and it does not, and came later."""
+    monkeypatch.setattr(service, "LATE_SECONDS_OF_TRAINER", 0.0)
+    async with served() as (_, endpoint):
+        uploads = Uploads()
+        async with running(*(uploads.send(endpoint, trains=True) for _ in range(service.MAX_UPLOADS))) as strangers:
+            for _ in strangers:
+                await uploads.begun.acquire()
+            async with Synchronizer.connect(endpoint, name="trainer") as trainer:
+                assert await trainer.set_model_state_dict(STATE, 1) == 1
+
+
+@pytest.mark.asyncio
+async def test_the_trainer_does_not_wait_for_those_who_came_later_and_call_themselves_trainers() -> None:
     async with served() as (_, endpoint), Synchronizer.connect(endpoint, name="trainer") as trainer:
         await trainer.set_trainer_status("running")
         uploads = Uploads()

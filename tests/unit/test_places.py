@@ -86,8 +86,26 @@ def test_a_higher_rank_takes_the_places_of_lower_ones_and_never_the_reverse() ->
     there.enter(of("b", amount=50, rank=1), 1.0)  # lower ranks go first, even if a higher one is late
     assert all(place.lost for place in strangers)
     assert not trainer.lost
+    trainer.due = math.inf
     with pytest.raises(BusyError):
         there.enter(of("c", amount=25), 1.0)
+    trainer.due = 0.0
+    there.enter(of("c", amount=25), 1.0)
+    assert trainer.lost, "a place that nobody uses is of no rank"
+
+
+def test_an_earlier_caller_with_nothing_takes_the_place_of_a_later_one_and_not_the_reverse() -> None:
+    there = Places("states", 100, 100, 100)
+    later = [of("a", number, amount=25, rank=1, serial=number) for number in range(2, 6)]
+    enter(there, *later)
+    trainer = of("a", 1, amount=25, rank=1, serial=1)
+    there.enter(trainer, 0.0)
+    assert [place.lost for place in later] == [False, False, False, True]
+    for refused in (later[3], of("a", 0, amount=25, serial=0)):  # the second is of a lower rank
+        refused.lost = False
+        with pytest.raises(BusyError):
+            there.enter(refused, 0.0)
+    assert not trainer.lost
 
 
 def test_nobody_is_displaced_for_a_caller_that_gets_no_place() -> None:
