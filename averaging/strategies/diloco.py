@@ -27,7 +27,7 @@ from averaging.training.pending_round import PendingRound
 from averaging.training.standing import Others
 from averaging.training.tensor_math import full_precision
 from averaging.training.training import Training
-from averaging.training.training_state import count_in, take_tensor
+from averaging.training.training_state import count_in, take_tensor, under_own_names
 
 OuterFactory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -310,8 +310,10 @@ class DiLoCo(LockstepStrategy):
         outer = user.get("outer")
         if not isinstance(outer, list) or len(outer) != len(self._fragments):
             raise StateError(f"its model is not divided into {len(self._fragments)} fragments, as this peer's is")
+        own = [name for fragment in self._fragments for name in fragment.anchors]
+        anchors_in_state = under_own_names(tensors, "anchor/", own)
         found = [
-            {name: take_tensor(tensors, f"anchor/{name}", anchor) for name, anchor in fragment.anchors.items()}
+            {name: take_tensor(anchors_in_state, name, anchor) for name, anchor in fragment.anchors.items()}
             for fragment in self._fragments
         ]
         with ExitStack() as all_or_none:

@@ -613,7 +613,9 @@ class Training:
         with self._peer.tensors():
             buffers = self.buffers | self.shared_buffers if self._model is None else self._model.present_buffers
             plain = {name.removeprefix(BUFFER): buffer for name, buffer in buffers.items()}
-            self.parts["parameters"] = self._joint_digest(lambda: digest_of(self.parameters))
+            # By number, since a peer that was made without the model has no names for them.
+            numbered = {str(number): parameter for number, parameter in enumerate(self.parameters.values())}
+            self.parts["parameters"] = self._joint_digest(lambda: digest_of(numbered))
             if plain:
                 self.parts["buffers"] = self._joint_digest(lambda: digest_of(plain))
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from averaging.common.safe_msgpack import all_numbers_finite
+from averaging.common.tensor_names import first_other_name
 from averaging.common.validation import is_count
 from averaging.errors import ConfigError, StateError
 from averaging.state.packing import State
@@ -239,6 +240,23 @@ def take_tensor(tensors: Mapping[str, torch.Tensor], name: str, like: torch.Tens
     if found.shape != like.shape or found.dtype != like.dtype:
         there, here = (f"{t.dtype} {list(t.shape)}" for t in (found, like))
         raise StateError(f"{name!r} is {there} in the state, but {here} at this peer")
+    return found
+
+
+def under_own_names(tensors: Mapping[str, torch.Tensor], prefix: str, own: Sequence[str]) -> dict[str, torch.Tensor]:
+    """The tensors with that prefix under the names that this peer has for them.
+
+    A state may come from an averager that was made without the model, or a checkpoint from an older one. Then the names
+    only count the tensors, whose order is the same.
+
+    Args:
+        tensors: of a state, by name.
+        prefix: of the names in the state.
+        own: names at this peer, in order and without the prefix.
+    """
+    found = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    if len(found) == len(own) and first_other_name(own, list(found)) is None:
+        return dict(zip(own, found.values(), strict=True))
     return found
 
 

@@ -177,3 +177,21 @@ def test_a_replaced_parameter_is_named_at_the_next_step(run: Run) -> None:
     model.load_state_dict({name: one.clone() for name, one in model.state_dict().items()}, assign=True)
     with pytest.raises(TensorError, match=r"parameter '0.weight' of the model has been replaced .*assign=True"):
         opt.step()
+
+
+@pytest.mark.parametrize("first_gives_it", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_peers_with_the_model_and_without_train_together_if_it_has_no_buffers(
+    run: Run, strategy: Callable[[], Strategy], first_gives_it: bool
+) -> None:
+    for gives_model in (first_gives_it, not first_gives_it):
+        torch.manual_seed(len(run.models))
+        run.add(strategy(), SGD, nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)), gives_model=gives_model)
+    assert all(finish.alike for finish in train(run))
+    assert differing(run.models) == []
+
+
+def test_a_peer_without_the_model_lacks_its_buffers_and_is_told_so(run: Run) -> None:
+    run.add(LocalSGD(3), SGD, normed(0), gives_model=False)
+    with pytest.raises(StateError, match="'buffer/1.running_mean' only here; give all peers of the run model=model"):
+        run.add(LocalSGD(3), SGD, normed(0))

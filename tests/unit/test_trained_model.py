@@ -10,7 +10,7 @@ from torch import nn
 
 from averaging.errors import ConfigError, TensorError
 from averaging.training.named_tensors import named_buffers, named_parameters
-from averaging.training.trained_model import TrainedModel
+from averaging.training.trained_model import TrainedModel, digest_of
 
 
 def network() -> nn.Sequential:
@@ -126,3 +126,24 @@ def test_writes_in_place_and_buffers_that_are_left_out_are_no_change() -> None:
     trained.check(trained.buffers)
     replace_buffer(model)
     trained.check({"1.running_var"})
+
+
+KINDS = {
+    "bool": torch.tensor([True, False]),
+    "complex": torch.tensor([1 + 2j, 3 + 4j]).conj(),
+    "float8": torch.ones(2).to(torch.float8_e4m3fn),
+    "bfloat16": torch.ones(2, dtype=torch.bfloat16),
+    "sparse": torch.eye(3).to_sparse(),
+    "transposed": torch.arange(6.0).reshape(2, 3).t(),
+    "empty": torch.empty(0, 3),
+    "scalar": torch.tensor(3),
+    "meta": torch.empty(3, device="meta"),
+}
+
+
+@pytest.mark.parametrize("tensor", KINDS.values(), ids=KINDS)
+def test_tensors_of_every_kind_have_a_digest(tensor: torch.Tensor) -> None:
+    assert digest_of({"a": tensor}) == digest_of({"a": tensor.clone()})
+    assert digest_of({"a": tensor}) != digest_of({"b": tensor})
+    if tensor.numel() and not tensor.is_meta:
+        assert digest_of({"a": tensor}) != digest_of({"a": torch.zeros_like(tensor)})
