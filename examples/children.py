@@ -31,6 +31,10 @@ PAUSE = 0.1
 """Seconds between two looks for processes. One that is being started has the mark only after its exec."""
 
 
+ORDERLY = b"ended"
+"""What a driver tells its guard; one that was killed tells nothing."""
+
+
 @contextmanager
 def ending_children() -> Iterator[None]:
     """Context or decorator of a driver. SIGTERM ends the block as Ctrl+C does, and the process with exit code 143."""
@@ -50,7 +54,7 @@ def ending_children() -> Iterator[None]:
             yield
     finally:
         os.environ[MARKS] = above
-        guard.communicate()  # closes the pipe, on which the guard ends what is left
+        guard.communicate(ORDERLY)  # the guard ends what is left
         if terminated.is_set():
             sys.exit(128 + signal.SIGTERM)
 
@@ -91,14 +95,16 @@ def guard(mark: str) -> None:
     parent = os.getppid()
     while not select.select([sys.stdin], [], [], 1.0)[0] and os.getppid() == parent:
         continue  # a fork of the parent may hold the pipe open
-    empty = 0
-    while empty < 2:
+    gone = os.getppid() != parent or sys.stdin.buffer.read() != ORDERLY
+    looks = 2 if gone else 1  # a parent that was killed may have been starting a process
+    while looks:
         left = marked(mark)
-        empty = 0 if left else empty + 1
         for process in left:
             with suppress(psutil.Error):
                 process.kill()
-        time.sleep(PAUSE)
+        looks -= not left
+        if looks:
+            time.sleep(PAUSE)
 
 
 if __name__ == "__main__":

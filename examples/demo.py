@@ -24,7 +24,7 @@ from examples.children import ending_children
 from examples.demo_plot import draw
 from examples.demo_record import Member, Record, judge
 from examples.demo_view import View
-from examples.outputs import write_plot
+from examples.outputs import claim, write_plot
 from examples.sources import describe, divide, standard_library
 
 ROOT = Path(__file__).parent.parent
@@ -59,9 +59,9 @@ def main() -> None:
             f"this Python has only {len(files)} sources of its library to learn from; run the demo with another one"
         )
     try:
-        options.output.mkdir(parents=True, exist_ok=True)
+        claim(options.output)
     except OSError as unmade:
-        sys.exit(f"{options.output} cannot be made: {unmade.strerror}; give --output another folder")
+        sys.exit(f"cannot write to {options.output}: {unmade.strerror}; give --output another folder")
     # The width of a pipe is unknown, so lines and tables are not wrapped.
     console = Console(width=None if sys.stdout.isatty() else 100)
     parts = divide(files, options.peers).parts

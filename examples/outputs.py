@@ -2,14 +2,39 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import shutil
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
+from typing import IO
+
+LOCK = ".lock"
+"""File in the folder of a run, which the run keeps locked."""
+
+
+_claimed: list[IO[bytes]] = []  # a lock lasts as long as its file is open
+
+
+def claim(directory: Path) -> None:
+    """Makes a folder, and keeps other runs out of it until this process ends.
+
+    Raises:
+        OSError: it cannot be made, or belongs to another run.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    lock = (directory / LOCK).open("ab")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise OSError(errno.EBUSY, "another run writes there") from None
+    _claimed.append(lock)
 
 
 def clear(directory: Path) -> None:
-    """Removes everything in a folder except its plots.
+    """Removes everything in a folder except its plots, and the lock of `claim`.
 
     Raises:
         OSError: something cannot be removed.
@@ -17,7 +42,7 @@ def clear(directory: Path) -> None:
     for one in directory.iterdir():
         if one.is_dir() and not one.is_symlink():
             shutil.rmtree(one)
-        elif one.suffix != ".png":
+        elif one.suffix != ".png" and one.name != LOCK:
             one.unlink()
 
 

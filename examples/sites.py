@@ -33,7 +33,7 @@ from torch.nn import functional
 from examples.children import ending_children
 from examples.command_line import positive
 from examples.digits import Digits
-from examples.outputs import clear, write_plot
+from examples.outputs import claim, clear, write_plot
 from examples.ports import free_ports
 from examples.sites_rank import SITES, batch_of, data_of, model_of, optimizer_of
 
@@ -102,6 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = Console(highlight=False)
     directory = options.directory.resolve()
     try:
+        claim(directory)
         if (directory / "logs").exists():
             clear(directory)
         (directory / "logs").mkdir(parents=True)

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from examples.children import ending_children
 from examples.command_line import positive
-from examples.outputs import clear, write_plot
+from examples.outputs import claim, clear, write_plot
 from examples.posttrain.alone import train_alone
 from examples.posttrain.explorer import digest_of
 from examples.posttrain.kills import Kills
@@ -70,6 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
     console = Console(highlight=False)
     directory = options.directory.resolve()
     try:
+        claim(directory)
         if (directory / "story.json").exists():
             clear(directory)
         for name in ("events", "logs"):

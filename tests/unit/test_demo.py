@@ -137,7 +137,7 @@ def test_a_folder_that_cannot_be_made_is_reported(run_demo: Demo, tmp_path: Path
     (tmp_path / "file").touch()
     for output in (tmp_path / "file", tmp_path / "file" / "folder"):
         code, _ = run_demo(f"--quick --output {output}")
-        assert str(code).startswith(f"{output} cannot be made: ")
+        assert str(code).startswith(f"cannot write to {output}: ")
         assert str(code).endswith("; give --output another folder")
 
 

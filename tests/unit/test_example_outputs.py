@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.outputs import clear, write_plot
+from examples.outputs import claim, clear, write_plot
 
 
 def drawn(text: str, file: Path) -> None:
@@ -52,3 +52,11 @@ def test_a_new_run_removes_everything_but_plots(tmp_path: Path) -> None:
     clear(run)
     assert sorted(one.name for one in run.iterdir()) == ["plot-1.png", "plot.png"]
     assert (tmp_path / "outside" / "file").exists()
+
+
+def test_two_runs_at_the_same_time_do_not_share_a_folder(tmp_path: Path) -> None:
+    claim(tmp_path / "run")
+    clear(tmp_path / "run")
+    with pytest.raises(OSError, match="another run writes there"):
+        claim(tmp_path / "run")
+    claim(tmp_path / "other")
