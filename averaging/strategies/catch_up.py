@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
+from averaging.common.sanitize import listed
 from averaging.errors import AveragingError, RoundError, StateError
 from averaging.state.download import of_all_members
 from averaging.strategies.progress_claims import ProgressClaims
@@ -45,7 +46,7 @@ class CatchUp:
         self._claims = ProgressClaims()
         self._fetches: list[Fetch] = []  # in progress, the oldest first
         self._warned = False  # of a failure since the last success
-        self._refused: dict[str, str] = {}  # peers whose history was refused, and its origin
+        self._refused: dict[str, str] = {}  # peers of whose history a warning was logged, and its origin
 
     @property
     def busy(self) -> bool:
@@ -111,21 +112,21 @@ class CatchUp:
             logger.info("caught up from global step %d to %d", before.step, now.step)
 
     def note_refused(self, own: History, others: Others) -> None:
-        """Warns once of each peer whose greater history is refused."""
-        for name, history in others.refused.items():
-            if self._refused.get(name) == history.origin.id:
-                continue
-            if len(self._refused) >= MAX_REFUSED:
-                self._refused.clear()
-            self._refused[name] = history.origin.id
-            logger.warning(
-                "%s announces step %d of %s, and too few members stand behind it: this peer stays at its own step %d. "
-                "To take over such a state, start this peer with allow_takeover=True",
-                name,
-                history.step,
-                "this run" if history.origin.id == own.origin.id else "a run with another origin",
-                own.step,
-            )
+        """Warns once of the peers whose greater history is refused."""
+        new = {name: one for name, one in others.refused.items() if self._refused.get(name) != one.origin.id}
+        if not new:
+            return
+        if len(self._refused) + len(new) > MAX_REFUSED:
+            self._refused.clear()
+        self._refused |= {name: history.origin.id for name, history in new.items()}
+        greatest = max(new.values())
+        logger.warning(
+            "too few members stand behind the history of %s, which is said to be at step %d of %s: this peer stays at "
+            "its own step %d. To take over such a state, start this peer with allow_takeover=True",
+            *(listed(sorted(new)), greatest.step),
+            "this run" if greatest.origin.id == own.origin.id else "a run with another origin",
+            own.step,
+        )
 
     def failed(self, training: Training, own: History, fetch: Fetch, error: AveragingError) -> None:
         """Records that a download has failed, or that its state does not fit: its donors are ignored for a while."""

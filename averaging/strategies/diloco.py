@@ -264,11 +264,11 @@ class DiLoCo(LockstepStrategy):
         self.announce(training)
 
     def _take_over(self, training: Training, fetch: Fetch) -> None:
-        """Adds the local steps that no result includes to the state, unless it is of another origin."""
-        origin = self.history.origin.id
+        """Adds the local steps that no result includes to the state, if it follows this peer's own."""
+        before = self.history
         own = [] if self._discarded else [fragment.local_steps() for fragment in self._fragments]
         super()._take_over(training, fetch)
-        if origin == self.history.origin.id:
+        if self.history.includes(before):  # or they belong to other parameters, perhaps false ones
             with training.locked(), training.changing_parameters():
                 for fragment, steps in zip(self._fragments, own, strict=False):
                     fragment.rebase(steps)

@@ -99,12 +99,13 @@ class RunStart:
         if above:
             ahead = self._strategy.others(self._training, announcements).ahead
             offered = [donor for donor in offered if donor[1] in ahead]
-        found, claims = rank_donors(offered, read_progress(announcements), self._peer.progress.members)
+        peers, members = read_progress(announcements), self._peer.progress.members
+        found, claims = rank_donors(offered, peers, members, self._peer.config.join)
         runs = frozenset(claim.history.origin.id for claim in claims)
         if len(runs) > 1 and runs not in self._named:
             self._named.add(runs)
             logger.warning(
-                "the peers of run %r have different histories: %s. This peer takes the first, behind which most stand",
+                "the peers of run %r have different histories: %s. This peer takes the first if it can",
                 *(self._peer.run_id, "; ".join(map(str, claims))),
             )
         return found

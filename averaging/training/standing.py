@@ -270,16 +270,18 @@ class Claim:
         history: the greatest one of its origin.
         members: those that have made steps of that origin, see `member_of`.
         endpoints: the peers that have.
+        given: whether the newcomer was told to join one of them.
     """
 
     history: History
     members: frozenset[str]
     endpoints: tuple[str, ...]
+    given: bool
 
     @property
-    def weight(self) -> tuple[int, int, History]:
+    def weight(self) -> tuple[int, int, bool, History]:
         """By which claims are compared. Peers of one machine can only be counted one by one."""
-        return len(self.members), len(self.endpoints) if len(self.members) == 1 else 0, self.history
+        return len(self.members), len(self.endpoints) if len(self.members) == 1 else 0, self.given, self.history
 
     def __str__(self) -> str:
         members = counted(len(self.members), "member")
@@ -287,45 +289,54 @@ class Claim:
 
 
 def rank_donors(
-    offered: Collection[tuple[float, str]], peers: Mapping[str, Progress], members: Mapping[str, str]
+    offered: Collection[tuple[float, str]],
+    peers: Mapping[str, Progress],
+    members: Mapping[str, str],
+    given: Collection[str] = (),
 ) -> tuple[list[str], list[Claim]]:
     """The peers that a newcomer asks for their state, the best first.
 
-    These are the donors of the origin that most members have trained with; of equally many, of the greatest history.
-    Donors whose own history most of these members have reached come first, then those with the highest priority.
+    The donors of the origin that most members have trained with come first; of equally many, those of the origin of a
+    peer that it was told to join, then of the greatest history. Of these, the donors whose own history most of these
+    members have reached come first, then those with the highest priority.
 
     Args:
         offered: priorities and endpoints of the donors.
         peers: progress of all other peers.
         members: see `takes_over`.
+        given: the peers that the newcomer was told to join.
 
     Returns:
         The donors, and what was announced for each origin that has any, the chosen one first.
     """
     donors = {name for _, name in offered}
     origins = {peers[name].history.origin.id for name in donors & peers.keys()}
-    claims = []
+    claims, given_names = [], set(given)
     for origin in origins:
         offers = [one.history for name, one in peers.items() if name in donors and one.history.origin.id == origin]
         behind = _reached(History(origin=Origin(id=origin)), peers, members)
-        claims.append(Claim(max(offers), _members(behind, members), tuple(sorted(behind))))
+        told = not given_names.isdisjoint(behind)
+        claims.append(Claim(max(offers), _members(behind, members), tuple(sorted(behind)), told))
     claims.sort(key=lambda claim: claim.weight, reverse=True)
     if not claims:
         return [name for _, name in sorted(offered, key=lambda donor: (-donor[0], donor[1]))], []
-    chosen = claims[0]
+    place = {claim.history.origin.id: number for number, claim in enumerate(claims)}
     reached = {history: _reached(history, peers, members) for history in {one.history for one in peers.values()}}
 
-    def outvoted(name: str) -> bool:
-        if len(chosen.members) > 1:
-            return 2 * len(_members(reached[peers[name].history], members)) <= len(chosen.members)
-        return 2 * len(reached[peers[name].history]) <= len(chosen.endpoints) > 1
+    def outvoted(history: History, claim: Claim) -> bool:
+        if len(claim.members) > 1:
+            return 2 * len(_members(reached[history], members)) <= len(claim.members)
+        return 2 * len(reached[history]) <= len(claim.endpoints) > 1
 
-    def order(donor: tuple[float, str]) -> tuple[bool, bool, float, str]:
+    def order(donor: tuple[float, str]) -> tuple[int, bool, float, str]:
         priority, name = donor
-        return name not in peers, name in peers and outvoted(name), -priority, name
+        if name not in peers:
+            return len(claims), False, -priority, name
+        history = peers[name].history
+        number = place[history.origin.id]
+        return number, outvoted(history, claims[number]), -priority, name
 
-    of_others = {name for name, one in peers.items() if one.history.origin.id != chosen.history.origin.id}
-    return [name for _, name in sorted(offered, key=order) if name not in of_others], claims
+    return [name for _, name in sorted(offered, key=order)], claims
 
 
 def _reached(history: History, peers: Mapping[str, Progress], members: Mapping[str, str]) -> list[str]:

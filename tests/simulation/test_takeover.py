@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import random
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
@@ -135,10 +136,22 @@ def honest(run: Run, disturb: Callable[[], Coroutine[Any, Any, object]]) -> None
 @pytest.mark.parametrize("value", [WRONG, float("nan")])
 @pytest.mark.parametrize("same_origin", [False, True], ids=["another run", "the same run"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_one_stranger_takes_no_run_over(strategy: str, same_origin: bool, value: float) -> None:
-    run = some(3, 1, strategy, until=30.0)
-    run.sites[2].starts = 20.0  # a newcomer that sees both histories
+def test_one_stranger_takes_no_run_over(
+    strategy: str, same_origin: bool, value: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    run = some(3, 1, strategy, until=24.0)
+    run.sites[2].starts = 17.0  # a newcomer that sees both histories
     honest(run, lying(run, ["evil:1"], 12.0, same_origin=same_origin, value=value))
+    if strategy != "local" or not same_origin:  # of one run, peers with LocalSGD may differ and follow nobody
+        assert "too few members stand behind the history of evil:1, which is said to be at step 1000000" in caplog.text
+    if not same_origin:
+        assert "the peers of run 'run' have different histories" in caplog.text
+
+
+def test_a_newcomer_whose_local_steps_come_from_a_false_state_adds_none_of_them() -> None:
+    """It is cut off with many liars of one host, which are gone from the majority's sight, and comes back."""
+    honest(*scenario(212))
 
 
 def scenario(seed: int) -> tuple[Run, Callable[[], Coroutine[Any, Any, object]]]:

@@ -342,8 +342,11 @@ def test_a_newcomer_takes_the_history_of_most_members() -> None:
     )
     offered = [(100.0, "a"), (101.0, "b"), (1e12, "x"), (1e12, "x1")]
     donors, claims = rank_donors(offered, peers, counted)
-    assert donors == ["a", "b"]  # the history of "b" is not yet that of most
+    assert donors == ["a", "b", "x", "x1"]  # the history of "b" is not yet that of most
     assert [claim.history.origin.id for claim in claims] == ["here", "evil"]
     assert str(claims[0]) == "step 101 of 2 members (a, b)"
+    peers, counted = at_host(a=honest, x=Progress(ELSEWHERE))
+    assert rank_donors(offered[:3:2], peers, counted)[0] == ["x", "a"]
+    assert rank_donors(offered[:3:2], peers, counted, given=["a"])[0] == ["a", "x"]
     peers, counted = at_host(a=honest, b=honest, x=Progress(FURTHER), c=Progress(MINE, made=Made.NOTHING))
     assert rank_donors([(100.0, "a"), (100.0, "b"), (1e12, "x"), (7.0, "f")], peers, counted)[0] == ["a", "b", "x", "f"]
