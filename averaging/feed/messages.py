@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from averaging.errors import ConfigError, FeedRefusedError
 
-MAX_NAME, MAX_BATCH_SIZE, MAX_STEP, MAX_WEIGHT = 1024, 1 << 20, 1 << 53, 1e9
+MAX_NAME, MAX_TEXT, MAX_BATCH_SIZE, MAX_STEP, MAX_WEIGHT = 1024, 4096, 1 << 20, 1 << 53, 1e9
 
 MAX_TOKEN = (1 << 31) - 1
 """The largest token id."""
@@ -39,7 +40,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
         num_steps: the last step of the training; less than 0 means no limit.
 
     Raises:
-        ConfigError: batch_size or starting_step is out of range.
+        ConfigError: batch_size or starting_step is out of range, or a text is too long.
     """
 
     wandb_group: str
@@ -56,6 +57,9 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"batch_size must be from 1 to {MAX_BATCH_SIZE}, not {self.batch_size}")
         if not 0 <= self.starting_step <= MAX_STEP:
             raise ConfigError(f"starting_step must be at least 0 and at most {MAX_STEP}, not {self.starting_step}")
+        longest = max(len(text) for text in (self.wandb_group, self.wandb_project, self.checkpoint_dir))
+        if longest > MAX_TEXT:
+            raise ConfigError(f"a name or path may have {MAX_TEXT} characters, not {longest}")
 
 
 class RegisterEnv(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,6 +182,20 @@ class BatchReply(msgspec.Struct, frozen=True):
     message: str = ""
     step: int | None = None
     warning: str = ""
+
+
+def check_finite(group: ScoredData) -> None:
+    """Checks the numbers that JSON can spell as text, such as "nan", which `decode` takes.
+
+    Raises:
+        FeedRefusedError: one of them is not finite, so the group cannot be encoded.
+    """
+    distilled = (numbers for sequence in group.distill_logprobs or () for numbers in sequence)
+    of_sequences = (group.advantages, group.ref_logprobs, group.inference_logprobs)
+    for numbers in chain(distilled, *(each or () for each in of_sequences)):
+        # The sum is quick, but may overflow.
+        if not math.isfinite(sum(numbers)) and not all(map(math.isfinite, numbers)):
+            raise FeedRefusedError(422, "an advantage or logprob is not finite; drop the group or give finite numbers")
 
 
 def object_count(body: bytes | bytearray) -> int:

@@ -28,7 +28,15 @@ from averaging.common.addresses import is_loopback, parse_ip
 from averaging.errors import ConfigError, FeedBusyError, FeedRefusedError, printable
 from averaging.feed.database import Database, Post
 from averaging.feed.database_thread import DatabaseThread
-from averaging.feed.messages import EnvIdentifier, RegisterEnv, Registration, ScoredData, decode, object_count
+from averaging.feed.messages import (
+    EnvIdentifier,
+    RegisterEnv,
+    Registration,
+    ScoredData,
+    check_finite,
+    decode,
+    object_count,
+)
 from averaging.feed.run_state import KEYED, NO_TRAINER, RunState
 
 logger = logging.getLogger(__name__)
@@ -519,6 +527,7 @@ def _post_of(groups: Sequence[ScoredData], key: str) -> Post:
     digest = blake2b(digest_size=16)
     contents = []
     for group in groups:
+        check_finite(group)
         contents.append(msgspec.json.encode(group))
         if key:  # without env_id: an environment that was restarted may have a new one
             digest.update(msgspec.json.encode(msgspec.structs.replace(group, env_id=None)))

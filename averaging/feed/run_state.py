@@ -21,6 +21,9 @@ MIN_ENV_WEIGHT = 0.01
 MAX_ENVS, MAX_BUFFERED = 1 << 16, 1024
 """Environments of a run, and groups in the buffer of one environment."""
 
+MAX_TRAINER = 1 << 31
+"""Largest number that a server without its earlier store takes over from a trainer that registers again."""
+
 KEYED = b"key "
 """Prefix of an owner that is known by a secret key."""
 
@@ -152,7 +155,7 @@ class RunState:
         if 0 < trainer < self.trainer:
             raise self._superseded(trainer)
         if self.registration is not None:
-            self.trainer = max(self.trainer, trainer) + 1
+            self.trainer = max(self.trainer, min(trainer, MAX_TRAINER)) + 1
             return False
         largest = max((group.size for group in self.queue), default=0)
         if largest > registration.batch_size:
@@ -161,7 +164,7 @@ class RunState:
                 f"a group in the queue has {largest} sequences, more than batch_size {registration.batch_size}; "
                 "register a larger batch_size, or drop all groups with GET /reset_data",
             )
-        self.trainer = max(self.trainer, trainer) + 1
+        self.trainer = max(self.trainer, min(trainer, MAX_TRAINER)) + 1
         self.registration, self._candidate_is_current = registration, False
         self.step = self.saved = registration.starting_step
         return True

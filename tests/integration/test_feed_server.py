@@ -114,6 +114,7 @@ BAD = [
     ("/register", REGISTRATION | {"starting_step": -1}, "starting_step must be at least 0"),
     ("/register", REGISTRATION | {"starting_step": 2**63}, "at most 9007199254740992"),
     ("/register", REGISTRATION | {"num_steps": 2**64}, "num_steps"),
+    ("/register", REGISTRATION | {"checkpoint_dir": "d" * 5000}, "may have 4096 characters, not 5000"),
     ("/register-env", ENVIRONMENT | {"weight": 1e300}, "weight must be finite and at most"),
     ("/register-env", ENVIRONMENT | {"max_token_length": -(2**64)}, "max_token_length"),
     ("/scored_data", GROUP | {"tokens": [[1, 2], [-1]]}, "Expected `int` >= 0 - at `$.tokens[1][0]`"),
@@ -121,6 +122,8 @@ BAD = [
     ("/scored_data", GROUP | {"masks": [[-101, 2], [3]]}, "Expected `int` >= -100 - at `$.masks[0][0]`"),
     ("/scored_data", GROUP | {"distill_token_ids": [[[2**40]]]}, "`$.distill_token_ids[0][0][0]`"),
     ("/scored_data", GROUP | {"env_id": 2**70}, "env_id"),
+    ("/scored_data", GROUP | {"advantages": [[1.0], ["nan"]]}, "an advantage or logprob is not finite"),
+    ("/scored_data_list", [GROUP, GROUP | {"distill_logprobs": [[["-inf"]]]}], "an advantage or logprob is not finite"),
     ("/register-env", ENVIRONMENT | {"group_size": 0}, "group_size must be from 1"),
     ("/register-env", ENVIRONMENT | {"group_size": 5}, "group_size 5 is above the run's batch_size 4"),
     ("/register-env", ENVIRONMENT | {"min_batch_allocation": 1.5}, "min_batch_allocation must be from 0 to 1"),
@@ -177,6 +180,14 @@ async def test_invalid_json_is_refused(body: bytes, expected: str) -> None:
         reply = await client.post("/scored_data", content=body)
         assert reply.status_code == 422, reply.text
         assert expected in reply.json()["message"]
+
+
+@pytest.mark.asyncio
+async def test_large_finite_numbers_are_taken() -> None:
+    async with serving() as client:
+        await begin(client)
+        reply = await client.post("/scored_data", json=GROUP | {"advantages": [[1e308, 1e308], [-1e308]]})
+        assert reply.json() == {"status": "received"}
 
 
 @pytest.mark.asyncio
@@ -692,3 +703,6 @@ async def test_a_trainer_with_an_earlier_registration_is_refused(caplog: pytest.
         assert "another trainer has registered since" in old.json()["message"]
         assert (await client.post("/register?registration=1", json=REGISTRATION)).status_code == 409
         assert (await client.get("/batch?step=1&registration=2")).json()["step"] == 1
+        for _ in range(3):  # no number is so large that trainers cannot send it any more
+            reply = await client.post(f"/register?registration={10**18 - 1}", json=REGISTRATION)
+        assert (await client.get(f"/batch?step=2&registration={reply.json()['registration']}")).status_code == 200
