@@ -30,10 +30,13 @@ class RestartBudget:
     """Gives an agent back the restart that the loss of another node has cost it.
 
     The workers of a node fail when those of another node are gone, and torch counts that as their own failure.
+
+    Attributes:
+        left: restarts after the last rendezvous; None if it is not known.
     """
 
     def __init__(self) -> None:
-        self._left: int | None = None
+        self.left: int | None = None
 
     def settle(self, lost: bool) -> bool:
         """Call it at the end of a rendezvous, from the agent's thread.
@@ -48,10 +51,11 @@ class RestartBudget:
         left = getattr(agent, _RESTARTS_LEFT, None)
         if not isinstance(left, int):
             return False
-        give_back = lost and self._left is not None and left < self._left
+        give_back = lost and self.left is not None and left < self.left
         if give_back:
-            setattr(agent, _RESTARTS_LEFT, self._left)
-        self._left = self._left if give_back else left
+            setattr(agent, _RESTARTS_LEFT, self.left)
+        else:
+            self.left = left
         return give_back
 
 

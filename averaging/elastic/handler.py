@@ -112,10 +112,12 @@ class AveragingRendezvousHandler(DynamicRendezvousHandler):
         with told_in_one_line():
             info = self._meet()
         nodes = frozenset(self._state_holder.state.participants)
-        lost, self._last_nodes = self._last_nodes - nodes, nodes
+        lost, begins, self._last_nodes = self._last_nodes - nodes, not self._last_nodes, nodes
         if self._budget.settle(bool(lost)):
             gone = ", ".join(str(node) for node in sorted(lost))
             logger.warning("this restart is not counted against --max-restarts: it follows the loss of %s", gone)
+        if begins and self._budget.left == 0 and self._settings.max_nodes > 1:
+            logger.warning("--max-restarts is 0, torchrun's default: the loss of one worker or node ends this job")
         return info
 
     def _meet(self) -> RendezvousInfo:

@@ -500,10 +500,10 @@ async def test_other_versions_have_no_lane_and_say_so() -> None:
     async def answers(_: Request) -> Grant:
         return Grant(1, bytes(32), version=0)
 
-    with pytest.raises(NotServedError, match="its direct lane has version 0, and this peer's 2"):
+    with pytest.raises(NotServedError, match="its direct lane has version 1, and this peer's 2"):
         await opened_by(answers)
     async with serving(FakePeer()) as (_, endpoint), client() as caller:
-        with pytest.raises(CallRefusedError, match="version 0 of the direct lane; this peer has version 2"):
+        with pytest.raises(CallRefusedError, match="version 1 of the direct lane; this peer has version 2"):
             await call_unary(caller._channels, endpoint, OPEN, Request(commitment_to(NONCE), version=0))
 
 

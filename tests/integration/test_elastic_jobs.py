@@ -139,6 +139,7 @@ def test_a_node_that_joins_late_is_no_restart(stack: ExitStack, tmp_path: Path) 
     late.until_step(6, world=2)
     job.finish(early, late)
     assert early.starts() == [(1, 0), (2, 0)]
+    assert early.stderr.count("--max-restarts is 0, torchrun's default") == 1
 
 
 @long

@@ -33,6 +33,7 @@ class Agent(LocalElasticAgent):
 def test_the_loss_of_another_node_costs_no_restart() -> None:
     agent = Agent(1)
     assert agent.meets(failed=False, lost=False) == 1
+    assert agent.budget.left == 1
     for _ in range(5):
         assert agent.meets(failed=True, lost=True) == 1
     assert agent.meets(failed=False, lost=True) == 1

@@ -86,8 +86,8 @@ def _encode_request(request: Request) -> bytes:
 
 def _decode_request(raw: bytes) -> Request:
     wire = parse(direct_pb2.OpenRequest(), raw)
-    if wire.version != VERSION:
-        raise ProtocolViolationError(f"version {wire.version} of the direct lane; this peer has version {VERSION}")
+    if wire.version != VERSION:  # version 1 did not tell it
+        raise ProtocolViolationError(f"version {wire.version or 1} of the direct lane; this peer has version {VERSION}")
     if len(wire.commitment) != DIGEST_BYTES:
         raise ProtocolViolationError(f"a commitment of {len(wire.commitment)} bytes instead of {DIGEST_BYTES}")
     return Request(wire.commitment, wire.public_key, wire.version)
@@ -208,7 +208,7 @@ async def open_link(
     except NotServedError:
         raise NotServedError(endpoint, NOT_SERVED) from None
     if grant.version != VERSION:
-        raise NotServedError(endpoint, f"its direct lane has version {grant.version}, and this peer's {VERSION}")
+        raise NotServedError(endpoint, f"its direct lane has version {grant.version or 1}, and this peer's {VERSION}")
     ciphers = None
     if own is not None:
         secret, proof = shared_secret(own, grant.public_key), proof_of(nonce, grant.ticket)
