@@ -280,12 +280,13 @@ async def test_a_callee_that_reads_nothing_is_alive(credentials: Credentials | N
         await may_go_on.wait()
         for number in range(5):
             yield replace(part(number, MIB), endpoint="")
+        await checked.wait()  # the connection ends soon after the stream
 
     async def nameless() -> AsyncGenerator[AveragingData, None]:
         while True:
             yield replace(part(7, MIB), endpoint="")
 
-    may_go_on = asyncio.Event()
+    may_go_on, checked = asyncio.Event(), asyncio.Event()
     service = FakePeer(aggregate=reads_nothing)
     async with (
         serving(service, credentials=credentials) as (_, endpoint),
@@ -300,6 +301,7 @@ async def test_a_callee_that_reads_nothing_is_alive(credentials: Credentials | N
         checks = [asyncio.create_task(is_alive(caller, endpoint)) for _ in range(5)]
         assert [number_of(await anext(replies)) for _ in range(5)] == list(range(5))
         assert all([await check for check in checks])
+        checked.set()
 
 
 @pytest.mark.asyncio
