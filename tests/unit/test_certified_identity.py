@@ -202,3 +202,19 @@ def test_the_number_of_cached_proofs_is_limited(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_record_stays_below_a_kibibyte_and_a_half() -> None:
     assert len(record(identity("a.example.org", "192.0.2.7", "2001:db8::7"), "a.example.org:1").signature) < 1024
+
+
+def test_readers_see_which_certificate_has_written_a_record() -> None:
+    """Peers of one certificate count as one member, whatever their keys, hosts and ports are."""
+    one, other = identity("a.example.org", "b.example.org"), identity("c.example.org")
+    table = RecordTable(Limits(), lambda known: READER.verify("run", known), lambda known: READER.holder("run", known))
+    again = CertifiedIdentity(one._tls, lambda: T)
+    for writer, endpoint in ((one, "a.example.org:1"), (again, "b.example.org:2"), (other, "c.example.org:1")):
+        merged = table.merge(record(writer, endpoint), T)
+        assert merged.is_new
+    holders = [
+        entry.holder for key in {known.key for known in table.list_records("")} for entry in table.read(key).values()
+    ]
+    assert len(holders) == 3
+    assert len(set(holders)) == 2
+    assert all(holders)
