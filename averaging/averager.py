@@ -39,7 +39,7 @@ from averaging.training.history import Stage, same_origin
 from averaging.training.layout import is_divided, local
 from averaging.training.named_tensors import named_buffers, named_parameters
 from averaging.training.optimizer_wrapper import OptimizerWrapper
-from averaging.training.scheduler import drive, make_scheduler
+from averaging.training.scheduler import SchedulerDriver, make_scheduler
 from averaging.training.site import ProcessGroupSite, Site
 from averaging.training.site_options import check_alike, described, of_rank
 from averaging.training.standing import Others, Standing
@@ -258,6 +258,7 @@ class DecentralizedAverager(OptimizerWrapper):
             self._adoption = Adoption(self._training, strategy)
             self.weight = weight  # checked by the property
             self.scheduler = None if scheduler is None else make_scheduler(scheduler, optimizer)
+            self._driver = None if self.scheduler is None else SchedulerDriver(self.scheduler, optimizer)
             self._training_state = TrainingState(self._training, strategy, self.scheduler, max_steps)
             strategy.start(self._training)
             context = self._peer if site.owns else nullcontext()
@@ -412,8 +413,8 @@ class DecentralizedAverager(OptimizerWrapper):
                 service.averaged(self)
 
     def _drive_scheduler(self) -> None:
-        if self.scheduler is not None:
-            drive(self.scheduler, self.strategy.schedule(self._training))
+        if self._driver is not None:
+            self._driver.drive(self.strategy.schedule(self._training))
 
     def _own_state(self) -> dict[str, Any]:
         return self._training_state.saved()

@@ -60,13 +60,42 @@ def loaded(scheduler: LRScheduler | None, saved: object) -> Iterator[None]:
         raise
 
 
-def drive(scheduler: LRScheduler, steps: int) -> None:
-    """Steps a scheduler until it has made `steps` steps."""
-    with warnings.catch_warnings():
-        # A newcomer's scheduler catches up with the run before the inner optimizer has stepped.
-        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
-        while _steps_of(scheduler) < steps:
-            scheduler.step()
+SCHEDULED = ("lr", "momentum", "betas")
+"""What the schedulers of torch set in parameter groups."""
+
+
+class SchedulerDriver:
+    """Keeps a scheduler at the step of its run, which may also be an earlier one: that of another origin.
+
+    Args:
+        scheduler: made from `optimizer`, and not stepped yet.
+        optimizer: the inner optimizer.
+    """
+
+    def __init__(self, scheduler: LRScheduler, optimizer: torch.optim.Optimizer) -> None:
+        self._scheduler, self._optimizer = scheduler, optimizer
+        self._state = copy.deepcopy(scheduler.state_dict())
+        groups = optimizer.param_groups
+        self._values = [{key: copy.deepcopy(group[key]) for key in SCHEDULED if key in group} for group in groups]
+
+    def drive(self, steps: int) -> None:
+        """Steps the scheduler until it has made `steps` steps, from its beginning if it has made more."""
+        if _steps_of(self._scheduler) > steps:
+            self._rewind()
+        with warnings.catch_warnings():
+            # A newcomer's scheduler catches up with the run before the inner optimizer has stepped.
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
+            while _steps_of(self._scheduler) < steps:
+                self._scheduler.step()
+
+    def _rewind(self) -> None:
+        self._scheduler.load_state_dict(copy.deepcopy(self._state))
+        for group, values in zip(self._optimizer.param_groups, self._values, strict=True):
+            for key, value in values.items():
+                if isinstance(value, torch.Tensor):
+                    group[key].copy_(value)
+                else:
+                    group[key] = value
 
 
 def _steps_of(scheduler: Any) -> int:
