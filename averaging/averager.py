@@ -366,6 +366,7 @@ class DecentralizedAverager(OptimizerWrapper):
                 loss = self.strategy.step(self._training, closure, batch_size)
         except ClosedError:
             if not self._has_left():  # on SIGTERM, in the midst of this step
+                self._thread.stop_at_exit()
                 raise
             loss = None if closure is None else math.nan
         self._resolve_drift()

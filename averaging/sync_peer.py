@@ -8,6 +8,7 @@ from typing import Any, Self, Unpack
 
 import torch
 
+from averaging.common.in_process import InProcess
 from averaging.config import PeerConfig, PeerOptions
 from averaging.observe.receipts import Receipt
 from averaging.observe.status import PeerStatus
@@ -16,7 +17,7 @@ from averaging.state.packing import State
 from averaging.training.event_loop_thread import EventLoopThread, on_loop
 
 
-class SyncPeer:
+class SyncPeer(InProcess):
     """A `Peer` in a thread of its own, with methods that block until their result is there.
 
     ```python

@@ -13,6 +13,7 @@ from typing import Any, Self, Unpack
 import torch
 
 from averaging.common.addresses import member_of
+from averaging.common.in_process import InProcess
 from averaging.common.shared_tensors import SharedTensors
 from averaging.common.validation import check_weight
 from averaging.config import NonFinite, PeerConfig, PeerOptions, configure
@@ -53,7 +54,7 @@ class FetchedState:
     donor: str
 
 
-class Peer:
+class Peer(InProcess):
     """One peer of a run, as an async context manager: while it is entered, other peers can reach it.
 
     ```python

@@ -7,6 +7,8 @@ import atexit
 import logging
 import os
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, suppress
@@ -21,6 +23,10 @@ T = TypeVar("T")
 
 SIGNAL_PERIOD = 0.5
 """Seconds between two checks of a waiting thread, since a signal right before a wait does not interrupt it."""
+
+
+EXIT_SECONDS = 10.0
+"""Maximum seconds for which interpreter exit waits until a daemon thread has ended what it computes."""
 
 
 class _EventLoop(asyncio.SelectorEventLoop):
@@ -38,7 +44,9 @@ class _EventLoop(asyncio.SelectorEventLoop):
 class EventLoopThread:
     """A daemon thread whose event loop keeps an async context entered until `close`, or until the context fails.
 
-    The constructor returns once the context is entered. At interpreter exit the thread is closed in order.
+    The constructor returns once the context is entered. At interpreter exit the thread is closed in order. A daemon
+    thread that uses it then stops in its next call, and never returns: a thread that computes with torch while the
+    interpreter ends would abort the process.
 
     Calling threads share no lock with it: a signal handler may raise between any two of their instructions, and would
     leave the lock held.
@@ -65,7 +73,9 @@ class EventLoopThread:
         self._gone = False  # from here on no call returns
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run_thread, name=name, daemon=True)
-        atexit.register(self.close)
+        self._users = _Users()
+        self._exiting = False
+        atexit.register(self._close_at_exit)
         try:
             self._thread.start()
             self._wait_for(self._entered)
@@ -91,7 +101,7 @@ class EventLoopThread:
         except BaseException:
             self._abandon(call)
             raise
-        result: T = call.result.result()
+        result: T = self._result(call.result)
         return result
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> SignalSafeFuture[T]:
@@ -116,7 +126,7 @@ class EventLoopThread:
             Exception: whatever the coroutine raises.
         """
         self._wait_for(result)
-        return result.result()
+        return self._result(result)
 
     def check(self) -> None:
         """Checks that the thread is running.
@@ -124,8 +134,28 @@ class EventLoopThread:
         Raises:
             ClosedError: it is not.
         """
+        self._users.note(time.monotonic())
         if self._ended or self._in_fork:
+            self.stop_at_exit()
             raise self._not_running()
+
+    def stop_at_exit(self) -> None:
+        """Called where the thread is found closed; does not return in a daemon thread at interpreter exit."""
+        if self._exiting and not self._in_fork and threading.current_thread().daemon:
+            self._users.stop()
+
+    def _result(self, future: SignalSafeFuture[T]) -> T:
+        try:
+            return future.result()
+        except ClosedError:
+            self.stop_at_exit()
+            raise
+
+    def _close_at_exit(self) -> None:
+        self._exiting = True
+        self.close()
+        if not self._in_fork:
+            self._users.wait_for_stop(time.monotonic())
 
     def begin_to_close(self) -> None:
         """Starts to close the thread without waiting for its end."""
@@ -139,7 +169,7 @@ class EventLoopThread:
         self._schedule(self._stop)
         while self._thread.is_alive():
             self._thread.join(SIGNAL_PERIOD)
-        atexit.unregister(self.close)
+        atexit.unregister(self._close_at_exit)
 
     @property
     def _in_fork(self) -> bool:
@@ -260,6 +290,36 @@ class EventLoopThread:
             call.result.set_exception(error)
         else:
             call.result.set_result(task.result())
+
+
+class _Users:
+    """The daemon thread that has used an `EventLoopThread` last, and how long it computes between two uses."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._last = 0.0
+        self._gaps: deque[float] = deque(maxlen=32)
+        self._stopped = threading.Event()
+
+    def note(self, now: float) -> None:
+        """Notes a use by the present thread, in seconds of a monotonic clock."""
+        thread = threading.current_thread()
+        if not thread.daemon:
+            return
+        if thread is self._thread:
+            self._gaps.append(now - self._last)
+        self._thread, self._last = thread, now
+
+    def stop(self) -> None:
+        """Stops the present thread for ever."""
+        self._stopped.set()
+        threading.Event().wait()
+
+    def wait_for_stop(self, now: float) -> None:
+        """Waits until the thread has stopped, if it will be back soon."""
+        limit = min(EXIT_SECONDS, 0.5 + 2 * max(self._gaps, default=0.0))
+        if self._thread is not None and self._thread.is_alive() and now - self._last < limit:
+            self._stopped.wait(limit)
 
 
 async def on_loop(read: Callable[[], T]) -> T:

@@ -7,10 +7,11 @@ from typing import Any, NoReturn
 
 import torch
 
+from averaging.common.in_process import InProcess
 from averaging.errors import ConfigError
 
 
-class OptimizerWrapper(torch.optim.Optimizer):
+class OptimizerWrapper(InProcess, torch.optim.Optimizer):
     """Has the parameters, state and defaults of an inner optimizer, and its own hooks; subclasses define `step`.
 
     Schedulers, gradient scalers and other users of a `torch.optim.Optimizer` work with it. It adds one key to the state
@@ -24,6 +25,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
     """
 
     state_key = "averaging"
+    _instead = "save its state_dict(), or copy the inner `optimizer`"
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._inner = optimizer
@@ -49,12 +51,6 @@ class OptimizerWrapper(torch.optim.Optimizer):
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         """Defaults of the inner optimizer; empty if it is none of torch's class and has none."""
         return getattr(self._inner, "defaults", {})
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise ConfigError(
-            f"a {type(self).__name__} holds a thread and connections, so it cannot be copied or pickled; "
-            "save its state_dict(), or copy the inner `optimizer`"
-        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets the gradients with the inner optimizer."""

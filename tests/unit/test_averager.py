@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from averaging import LocalSGD
+from averaging import DecentralizedAverager, LocalSGD, Peer
 from averaging.errors import ConfigError
 from tests.unit.alone import Make, backward, linear, train
 
@@ -222,6 +222,35 @@ def test_it_is_neither_copied_nor_pickled(make: Make) -> None:
     for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(ConfigError, match="cannot be copied or pickled; save its state_dict"):
             attempt(opt)
+
+
+class Trainer:
+    """An object that holds an averager, as that of a training script."""
+
+    def __init__(self, opt: DecentralizedAverager) -> None:
+        self.opt = opt
+
+    def collate(self, items: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(items)
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_the_error_of_a_data_loader_names_the_way_out(make: Make, method: str) -> None:
+    trainer = Trainer(make(torch.optim.SGD(linear().parameters())))
+    loader: Any = torch.utils.data.DataLoader(
+        [torch.ones(4)] * 4,  # type: ignore[arg-type]
+        num_workers=1,
+        collate_fn=trainer.collate,
+        multiprocessing_context=method,
+    )
+    with pytest.raises(ConfigError, match="DataLoader with the start method spawn or forkserver .* collate_fn"):
+        next(iter(loader))
+
+
+def test_a_peer_is_neither_copied_nor_pickled() -> None:
+    for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(ConfigError, match="a Peer holds .* DataLoader"):
+            attempt(Peer([torch.ones(1)], run_id="run"))
 
 
 def test_a_strategy_is_copied_and_pickled_only_until_an_averager_has_it(make: Make) -> None:

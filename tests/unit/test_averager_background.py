@@ -357,7 +357,7 @@ def test_a_result_is_waited_for_asleep_and_holds_no_circle() -> None:
 
 
 SCRIPT = """
-import asyncio, os, sys
+import asyncio, os, sys, threading
 from contextlib import asynccontextmanager
 from averaging.training import event_loop_thread
 from averaging.training.event_loop_thread import EventLoopThread
@@ -394,6 +394,52 @@ def test_the_end_of_the_interpreter_closes_it() -> None:
 def test_an_error_that_ends_the_interpreter_closes_it_too() -> None:
     ended = run_script("raise SystemExit(3)")
     assert (ended.returncode, ended.stdout, ended.stderr) == (3, "left\n", "")
+
+
+def test_a_daemon_thread_that_uses_it_ends_quietly_with_the_interpreter() -> None:
+    ended = run_script(
+        """
+def use():
+    while True:
+        thread.run(asyncio.sleep(0))
+        sum(range(1_000_000))
+
+threading.Thread(target=use, daemon=True).start()
+while len(thread._users._gaps) < 3:
+    thread.wait(thread.start(asyncio.sleep(0.01)))
+"""
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "left\n", "")
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["DiLoCo(2)", *(pytest.param(name, marks=pytest.mark.long) for name in ("LocalSGD(2)", "GradientAveraging(8)"))],
+)
+def test_a_daemon_thread_that_trains_ends_quietly_with_the_interpreter(strategy: str) -> None:
+    """It would print a traceback, or abort the process if it comes back from torch while the interpreter ends."""
+    script = f"""
+import logging, threading
+import torch
+from averaging import DecentralizedAverager, DiLoCo, GradientAveraging, LocalSGD
+
+model = torch.nn.Linear(300, 300)
+opt = DecentralizedAverager(torch.optim.SGD(model.parameters()), model=model, strategy={strategy}, run_id="run")
+logging.disable()
+busy = threading.Event()
+
+def train():
+    while True:
+        model(torch.ones(64, 300)).sum().backward()
+        opt.step(batch_size=8)
+        if opt.local_step > 5:
+            busy.set()
+
+threading.Thread(target=train, daemon=True).start()
+assert busy.wait(30)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
 def test_in_a_forked_process_it_refuses_and_leaves_the_parent_alone() -> None:

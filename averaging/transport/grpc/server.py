@@ -40,16 +40,6 @@ Context = grpc.aio.ServicerContext[bytes, bytes]
 Handlers: TypeAlias = "dict[Method[Any, Any], grpc.RpcMethodHandler[Any, Any]]"
 
 
-class _LostEnds(logging.Filter):
-    """Drops one harmless error that grpcio logs: a caller disconnected while its call ended."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Returns whether the record stays in the log."""
-        return not record.getMessage().startswith("ExecuteBatchError raised in core by servicer method")
-
-
-_LOST_ENDS = _LostEnds()
-
 END_DOUBT_SECONDS = 0.02
 """Wait after the last message: gRPC reports the loss of a caller as that, and cancels the call a millisecond later."""
 
@@ -66,7 +56,6 @@ class Server:
         Raises:
             ListenError: the port cannot be bound.
         """
-        logging.getLogger("grpc._cython.cygrpc").addFilter(_LOST_ENDS)
         self._calls = _Calls()
         self._credentials = credentials = credentials or Credentials()
         self._callers = Callers(authenticated=credentials.tls is not None)

@@ -32,6 +32,7 @@ from averaging.transport.grpc.channels import Channels
 from averaging.transport.grpc.client import call_both_ways, call_stream, call_unary
 from averaging.transport.grpc.dialling import Dialling, is_on_loopback
 from averaging.transport.grpc.listen_check import check_listen, endpoint_of, warn_of_loopback
+from averaging.transport.grpc.log_filters import quieten
 from averaging.transport.grpc.server import Handlers, Server
 from averaging.transport.rpc_methods import RpcHandler, RpcService, handlers_of
 
@@ -68,6 +69,7 @@ class GrpcTransport:
         for address in (listen, advertise):
             if address is not None:
                 parse_address(address)
+        quieten()
         self._listen = listen
         self._advertise = advertise
         self._given = given
