@@ -163,7 +163,7 @@ class History:
 
     @classmethod
     def unpack(cls, packed: object, trail: object = b"") -> History:
-        """Unpacks what `pack` and `pack_trail` returned; a malformed trail is ignored.
+        """Unpacks what `pack` and `pack_trail` returned, the trail also in hexadecimal; a malformed one is ignored.
 
         Raises:
             StateError: `packed` is malformed.
@@ -238,6 +238,11 @@ class Progress:
 
 
 def _unpack_trail(packed: object) -> tuple[str, ...]:
+    if isinstance(packed, str) and len(packed) <= 2 * TRAIL * LINEAGE_BYTES:
+        try:
+            packed = bytes.fromhex(packed)
+        except ValueError:
+            return ()
     if not isinstance(packed, bytes) or len(packed) > TRAIL * LINEAGE_BYTES or len(packed) % LINEAGE_BYTES:
         return ()
     return tuple(packed[place : place + LINEAGE_BYTES].hex() for place in range(0, len(packed), LINEAGE_BYTES))

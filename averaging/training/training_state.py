@@ -209,7 +209,8 @@ class TrainingState:
     def _pack_strategy(self, user: Mapping[str, Any]) -> dict[str, Any]:
         """The strategy's part of a state, without its tensors."""
         history = self._strategy.announced_history(self._training)
-        packed = {"history": history.pack(), "trail": history.pack_trail()}
+        # As text, since torch.load(weights_only=True) refuses bytes in a checkpoint.
+        packed = {"history": history.pack(), "trail": history.pack_trail().hex()}
         return {"kind": type(self._strategy).__name__, **packed, **user}
 
     def _load_strategy(self, tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any], *, made: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -111,3 +112,14 @@ def test_a_checkpoint_of_another_model_is_torchs_own_error(make: Make) -> None:
         opt.load_state_dict(saved | {"averaging": {"local_step": 9}})
     assert opt.local_step == 0
     train(model, opt, 1)
+
+
+@pytest.mark.parametrize("steps", [0, 5])
+def test_a_checkpoint_is_read_without_pickled_objects(make: Make, tmp_path: Path, steps: int) -> None:
+    model = linear()
+    opt = make(torch.optim.SGD(model.parameters(), lr=0.5), strategy=DiLoCo(1))
+    train(model, opt, steps)
+    torch.save(opt.state_dict(), tmp_path / "checkpoint.pt")
+    history = opt.strategy.history
+    opt.load_state_dict(torch.load(tmp_path / "checkpoint.pt", weights_only=True))
+    assert (opt.strategy.history, opt.strategy.history.trail) == (history, history.trail)
