@@ -426,9 +426,9 @@ def test_checkpoints(original: Original, tmp_path: Path) -> None:
             latest.write_text(text)
             for _ in range(3):
                 pair.original.do("advance", 1.0)
+            while pair.state["version"] != int(text):  # the file is read in a thread
                 pair.ours.do("advance", 1.0)
-                for _ in range(20):
-                    pair.ours.loop.run_until_complete(_a_moment())
+                pair.ours.loop.run_until_complete(_a_moment())
             pair.call("get_latest_model_version")
             pair.call("get_latest_model_path", True)
             pair.call("get_model_state_dict")
