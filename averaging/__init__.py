@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from averaging.averager import DecentralizedAverager, close_all
     from averaging.checkpoint import DistributedCheckpoint
-    from averaging.common.malloc import keep_freed_memory
+    from averaging.common import keep_freed_memory
     from averaging.config import Inspection, NonFinite, OnDrift, PeerConfig, TLSFiles
     from averaging.errors import (
         AveragingError,
@@ -52,29 +52,39 @@ if TYPE_CHECKING:
         WorkerLostError,
         WrongRunError,
     )
-    from averaging.observe.drift import Drift, DriftKind
-    from averaging.observe.receipts import Account, DropCode, Dropped, LateArrival, Outcome, Receipt, Role, Straggler
-    from averaging.observe.status import PeerStatus
-    from averaging.observe.training_status import Finish, TrainingStatus
-    from averaging.peer.peer import Peer
-    from averaging.peer.topics import Adopt, Topic
-    from averaging.protocol.group import Mode
-    from averaging.protocol.messages import CompressionType
-    from averaging.protocol.schema import ReplyForm
+    from averaging.observe import (
+        Account,
+        Drift,
+        DriftKind,
+        DropCode,
+        Dropped,
+        Finish,
+        LateArrival,
+        Outcome,
+        PeerStatus,
+        Receipt,
+        Role,
+        Straggler,
+        TrainingStatus,
+    )
+    from averaging.peer import Adopt, Peer, Topic
+    from averaging.protocol import CompressionType, Mode
+    from averaging.rl.synchronizer import (
+        RemoteSynchronizer,
+        RunningStatus,
+        Synchronizer,
+        SynchronizerConfig,
+        SyncMethod,
+        WeightReceiver,
+        WeightSender,
+    )
     from averaging.rpc import RpcChannel, RpcHandler, RpcMethod, RpcServer, RpcService
-    from averaging.state.packing import State
-    from averaging.state.snapshots import Extras
+    from averaging.state import Extras, State
     from averaging.strategies import DiLoCo, GradientAveraging, LocalSGD, Strategy
     from averaging.sync_peer import SyncPeer
-    from averaging.synchronizer.collective import WeightReceiver, WeightSender
-    from averaging.synchronizer.coordination import RunningStatus
-    from averaging.synchronizer.follower import Follower
-    from averaging.synchronizer.follower_staleness import Staleness
-    from averaging.synchronizer.options import SynchronizerConfig, SyncMethod
-    from averaging.synchronizer.publisher import WeightPublisher
-    from averaging.synchronizer.remote import RemoteSynchronizer
-    from averaging.synchronizer.synchronizer import Synchronizer
-    from averaging.training.training import Training
+    from averaging.tensors import ReplyForm
+    from averaging.training import Training
+    from averaging.weights import Follower, Staleness, WeightPublisher
 
 __all__ = [
     "Account",
@@ -168,93 +178,93 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Account": "observe.receipts",
-    "Adopt": "peer.topics",
+    "Account": "observe",
+    "Adopt": "peer",
     "AveragingError": "errors",
     "BusyError": "errors",
     "CallRefusedError": "errors",
     "ClosedError": "errors",
-    "CompressionType": "protocol.messages",
+    "CompressionType": "protocol",
     "ConfigError": "errors",
     "DataLostError": "errors",
     "DecentralizedAverager": "averager",
     "DiLoCo": "strategies",
     "DistributedCheckpoint": "checkpoint",
     "DiscoveryError": "errors",
-    "DropCode": "observe.receipts",
-    "Drift": "observe.drift",
+    "DropCode": "observe",
+    "Drift": "observe",
     "DriftError": "errors",
-    "DriftKind": "observe.drift",
-    "Dropped": "observe.receipts",
-    "Extras": "state.snapshots",
+    "DriftKind": "observe",
+    "Dropped": "observe",
+    "Extras": "state",
     "FeedBusyError": "errors",
     "FeedError": "errors",
     "FeedRefusedError": "errors",
     "FeedUnreachableError": "errors",
-    "Finish": "observe.training_status",
-    "Follower": "synchronizer.follower",
+    "Finish": "observe",
+    "Follower": "weights",
     "ForeignEndpointError": "errors",
     "GradientAveraging": "strategies",
     "Inspection": "config",
     "JoinRefusedError": "errors",
-    "LateArrival": "observe.receipts",
+    "LateArrival": "observe",
     "ListenError": "errors",
     "LocalSGD": "strategies",
     "LyingLeaderError": "errors",
     "MasterRefusedError": "errors",
-    "Mode": "protocol.group",
+    "Mode": "protocol",
     "NoSeedAnsweredError": "errors",
     "NonFinite": "config",
     "NonFiniteError": "errors",
     "NotServedError": "errors",
     "OnDrift": "config",
-    "Outcome": "observe.receipts",
-    "Peer": "peer.peer",
+    "Outcome": "observe",
+    "Peer": "peer",
     "PeerConfig": "config",
-    "PeerStatus": "observe.status",
+    "PeerStatus": "observe",
     "PeerUnreachableError": "errors",
     "PeersMissingError": "errors",
     "ProtocolViolationError": "errors",
-    "Receipt": "observe.receipts",
-    "RemoteSynchronizer": "synchronizer.remote",
-    "ReplyForm": "protocol.schema",
-    "Role": "observe.receipts",
+    "Receipt": "observe",
+    "RemoteSynchronizer": "rl.synchronizer",
+    "ReplyForm": "tensors",
+    "Role": "observe",
     "RoundError": "errors",
     "RpcChannel": "rpc",
     "RpcHandler": "rpc",
     "RpcMethod": "rpc",
     "RpcServer": "rpc",
     "RpcService": "rpc",
-    "RunningStatus": "synchronizer.coordination",
+    "RunningStatus": "rl.synchronizer",
     "SchemaMismatchError": "errors",
     "SiteError": "errors",
-    "Staleness": "synchronizer.follower_staleness",
-    "State": "state.packing",
+    "Staleness": "weights",
+    "State": "state",
     "StateError": "errors",
-    "Straggler": "observe.receipts",
+    "Straggler": "observe",
     "Strategy": "strategies",
-    "SyncMethod": "synchronizer.options",
+    "SyncMethod": "rl.synchronizer",
     "SyncPeer": "sync_peer",
     "SyncTimeoutError": "errors",
-    "Synchronizer": "synchronizer.synchronizer",
-    "SynchronizerConfig": "synchronizer.options",
+    "Synchronizer": "rl.synchronizer",
+    "SynchronizerConfig": "rl.synchronizer",
     "TLSFiles": "config",
     "TensorError": "errors",
-    "Topic": "peer.topics",
-    "Training": "training.training",
-    "TrainingStatus": "observe.training_status",
+    "Topic": "peer",
+    "Training": "training",
+    "TrainingStatus": "observe",
     "TransportError": "errors",
     "UnauthenticatedError": "errors",
     "UnprovenViolationError": "errors",
     "WeightGroupError": "errors",
-    "WeightReceiver": "synchronizer.collective",
-    "WeightSender": "synchronizer.collective",
-    "WeightPublisher": "synchronizer.publisher",
+    "WeightReceiver": "rl.synchronizer",
+    "WeightSender": "rl.synchronizer",
+    "WeightPublisher": "weights",
     "WorkerError": "errors",
     "WorkerLostError": "errors",
     "WrongRunError": "errors",
     "close_all": "averager",
-    "keep_freed_memory": "common.malloc",
+    "keep_freed_memory": "common",
 }
 
 

@@ -17,37 +17,38 @@ from weakref import WeakSet
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from averaging.common.validation import is_count, is_finite
+from averaging.common import EventLoopThread, is_count, is_finite, on_loop
 from averaging.config import OnDrift, PeerConfig, PeerOptions, configure
-from averaging.discovery.shard_of_run import ShardOfRun
+from averaging.discovery import ShardOfRun
 from averaging.errors import AveragingError, ClosedError, ConfigError, DriftError, PeersMissingError, RoundError
-from averaging.observe.receipts import Receipt
-from averaging.observe.status import PeerStatus
-from averaging.observe.training_status import Finish, TrainingStatus
-from averaging.peer.lifecycle import DiscoveryFactory
-from averaging.peer.peer import Peer
-from averaging.peer.round_options import RoundOptions
-from averaging.protocol.group import Mode
-from averaging.strategies.adoption import Adoption
-from averaging.strategies.base import Strategy
-from averaging.strategies.run_end import RunEnd
-from averaging.strategies.run_start import RunStart
-from averaging.strategies.site_start import SiteStart
-from averaging.training import sigterm
-from averaging.training.event_loop_thread import EventLoopThread, on_loop
-from averaging.training.history import Stage, same_origin
-from averaging.training.layout import is_divided, local
-from averaging.training.named_tensors import named_buffers, named_parameters
-from averaging.training.optimizer_wrapper import OptimizerWrapper
-from averaging.training.scheduler import SchedulerDriver, make_scheduler
-from averaging.training.site import ProcessGroupSite, Site
-from averaging.training.site_options import check_alike, described, of_rank
-from averaging.training.standing import Others, Standing
-from averaging.training.trained_model import TrainedModel
-from averaging.training.training import Training
-from averaging.training.training_state import TrainingState
-from averaging.transport.base import Transport
-from averaging.transport.rpc_methods import RpcService
+from averaging.observe import Finish, PeerStatus, Receipt, TrainingStatus
+from averaging.peer import DiscoveryFactory, Peer, RoundOptions
+from averaging.protocol import Mode
+from averaging.strategies import Adoption, RunEnd, RunStart, SiteStart, Strategy
+from averaging.training import (
+    OptimizerWrapper,
+    Others,
+    ProcessGroupSite,
+    SchedulerDriver,
+    Site,
+    Stage,
+    Standing,
+    TrainedModel,
+    Training,
+    TrainingState,
+    check_alike,
+    described,
+    is_divided,
+    local,
+    make_scheduler,
+    named_buffers,
+    named_parameters,
+    of_rank,
+    same_origin,
+    stay_on_sigterm,
+)
+from averaging.training import leave_on_sigterm as register_leaver
+from averaging.transport import RpcService, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -264,7 +265,7 @@ class DecentralizedAverager(OptimizerWrapper):
             context = self._peer if site.owns else nullcontext()
             self._started = EventLoopThread(context, f"the averager of run {self._config.run_id!r}")
             if leave_on_sigterm:
-                sigterm.leave_on_sigterm(self)
+                register_leaver(self)
             self._training.run_in(self._thread, self._training_state.shared)
             if not site.owns:
                 return leader
@@ -632,7 +633,7 @@ class DecentralizedAverager(OptimizerWrapper):
     def close(self) -> None:
         """Ends a round in progress, leaves the run and ends the thread. The inner optimizer stays usable."""
         _open_averagers.discard(self)
-        sigterm.stay_on_sigterm(self)
+        stay_on_sigterm(self)
         if self._started is not None:
             self._started.close()
         self._site.close()

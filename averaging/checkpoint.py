@@ -9,7 +9,7 @@ import torch
 
 from averaging.averager import DecentralizedAverager
 from averaging.errors import ConfigError
-from averaging.training.layout import local
+from averaging.training import local
 
 
 class DistributedCheckpoint:

@@ -10,22 +10,20 @@ from enum import StrEnum
 from numbers import Integral, Real
 from typing import Any, Self, TypeAlias, TypedDict, TypeVar
 
-from averaging.common.addresses import parse_address
-from averaging.common.option_sources import (
+from averaging.common import (
     Setting,
     merge,
+    one_of,
+    parse_address,
     read_arguments,
     read_environment,
     read_toml,
     unknown_option,
     with_sources,
 )
-from averaging.common.validation import one_of
 from averaging.errors import ConfigError
-from averaging.protocol.aggregation import parse_aggregation
-from averaging.protocol.group import Mode
-from averaging.protocol.messages import CompressionType, parse_compression
-from averaging.protocol.schema import ReplyForm
+from averaging.protocol import CompressionType, Mode, parse_aggregation, parse_compression
+from averaging.tensors import ReplyForm
 
 DEFAULT_PART_SIZE_BYTES = 1 << 20
 """Smaller parts cost more per byte; larger ones gain nothing (docs/design/performance.md)."""

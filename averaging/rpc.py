@@ -23,25 +23,23 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Self, TypeVar
 
-from averaging.common.addresses import parse_address
-from averaging.compression.base import check_size
+from averaging.common import EventLoopThread, parse_address
 from averaging.config import FilePath, Inspection, TLSFiles
-from averaging.deadlines.fair_timeout import FairTimeout
-from averaging.deadlines.learned_deadlines import Deadline, Deadlines, Phase
 from averaging.errors import ClosedError, ConfigError
-from averaging.security.credentials import Credentials, read_tls, read_tokens
-from averaging.training.event_loop_thread import EventLoopThread
-from averaging.transport.grpc import GrpcTransport
-from averaging.transport.grpc.dialling import Dialling
-from averaging.transport.grpc.rpc_channel import Caller
-from averaging.transport.grpc.tensor_messages import (
+from averaging.security import Credentials, read_tls, read_tokens
+from averaging.tensors import check_size
+from averaging.timing import Deadline, Deadlines, FairTimeout, Phase
+from averaging.transport import Message, RpcCaller, RpcHandler, RpcMethod, RpcService, rpc_caller
+from averaging.transport.grpc import (
     TENSOR_DTYPES,
+    Caller,
+    Dialling,
+    GrpcTransport,
     TensorMessage,
     TensorReader,
     tensor_dtype_name,
     tensor_messages,
 )
-from averaging.transport.rpc_methods import Message, RpcCaller, RpcHandler, RpcMethod, RpcService, rpc_caller
 
 __all__ = [
     "TENSOR_DTYPES",

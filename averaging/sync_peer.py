@@ -8,13 +8,11 @@ from typing import Any, Self, Unpack
 
 import torch
 
-from averaging.common.in_process import InProcess
+from averaging.common import EventLoopThread, InProcess, on_loop
 from averaging.config import PeerConfig, PeerOptions
-from averaging.observe.receipts import Receipt
-from averaging.observe.status import PeerStatus
-from averaging.peer.peer import Peer
-from averaging.state.packing import State
-from averaging.training.event_loop_thread import EventLoopThread, on_loop
+from averaging.observe import PeerStatus, Receipt
+from averaging.peer import Peer
+from averaging.state import State
 
 
 class SyncPeer(InProcess):

@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import save_file
 
 from averaging import RpcServer, WeightPublisher, keep_freed_memory
-from averaging.synchronizer.follower_tasks import FollowerOptions, FollowerTasks
+from averaging.weights.follower_tasks import FollowerOptions, FollowerTasks
 
 LEARNING_RATE = 1e-6
 TENSORS = 16

@@ -21,10 +21,10 @@ from averaging.discovery.gossip.gossip_discovery import GossipDiscovery, peers_k
 from averaging.discovery.gossip.identity import UnsignedIdentity
 from averaging.discovery.gossip.settings import GossipSettings
 from averaging.protocol.messages import Digest, ExchangeReply, Record, Refusal, Rumour
-from averaging.transport import virtual_time
+from averaging.testing import virtual_time
+from averaging.testing.transport import MemoryNetwork, MemoryTransport
 from averaging.transport.base import AveragingService, Transport
 from averaging.transport.grpc import GrpcTransport, conversion
-from averaging.transport.memory import MemoryNetwork, MemoryTransport
 
 RUN = "bench"
 KEY = f"{RUN}.0b"

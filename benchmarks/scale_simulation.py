@@ -22,13 +22,13 @@ import torch
 
 from averaging import Peer, Receipt
 from averaging.discovery.base import Discovery
-from averaging.discovery.gossip.broadcast_tree import peer_hash
+from averaging.discovery.gossip.membership import peer_hash
 from averaging.discovery.gossip.record import Limits
 from averaging.discovery.gossip.settings import GossipSettings
-from averaging.discovery.memory import MemoryDiscovery, MemoryRegistry
-from averaging.transport import virtual_time
+from averaging.testing import virtual_time
+from averaging.testing.discovery import MemoryDiscovery, MemoryRegistry
+from averaging.testing.transport import MemoryNetwork
 from averaging.transport.base import Transport
-from averaging.transport.memory import MemoryNetwork
 from benchmarks.gossip import Host, sees, simulated
 from benchmarks.scale_worker import resident_bytes
 from benchmarks.workers import ROOT, say, without_interrupts

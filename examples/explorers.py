@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load, save
 
 from averaging import AveragingError, RpcServer, RunningStatus, Synchronizer
-from averaging.synchronizer.remote import RemoteSynchronizer
+from averaging.rl.synchronizer.remote import RemoteSynchronizer
 from examples.cart_pole import Episodes, explore, learn, policy_of
 from examples.children import ending_children
 from examples.command_line import in_order, positive

@@ -4,7 +4,13 @@ Read in this order: `partition` (who reduces what), `sender_side` (parts out, av
 averages out), `shard_reducer` (the sums), `round_account` (the results), `round` (both sides, with their deadlines).
 """
 
+from averaging.allreduce.partition import Part
 from averaging.allreduce.round import AllReduce
 from averaging.allreduce.round_account import RoundResult, changes
 
-__all__ = ["AllReduce", "RoundResult", "changes"]
+__all__ = [
+    "AllReduce",
+    "Part",
+    "RoundResult",
+    "changes",
+]

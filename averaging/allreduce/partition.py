@@ -14,10 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from averaging.compression import bytes_per_element
 from averaging.errors import ConfigError, RoundError
-from averaging.protocol.group import Member
-from averaging.protocol.schema import Schema, TensorSpec
+from averaging.protocol import Member
+from averaging.tensors import Schema, TensorSpec, bytes_per_element
 
 
 class Part(NamedTuple):

@@ -13,22 +13,17 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from averaging.allreduce.drop_codes import ANSWERS, code_of
-from averaging.allreduce.hold_ups import HoldUps, blocking
 from averaging.allreduce.partition import Part, packed_sizes
-from averaging.allreduce.robust_reducer import reducer_for
-from averaging.allreduce.round_account import RoundAccount
+from averaging.allreduce.round_account import ANSWERS, RoundAccount, code_of
 from averaging.allreduce.send_window import SendWindow
-from averaging.allreduce.wait_monitor import Overdue, WaitMonitor
-from averaging.common.shared_tensors import finite_as
-from averaging.compression import decode, decode_as, encode
+from averaging.allreduce.shard_reducer import reducer_for
+from averaging.allreduce.wait_monitor import HoldUps, Overdue, WaitMonitor, blocking
 from averaging.config import NonFinite
-from averaging.deadlines.learned_deadlines import Deadline, Phase
 from averaging.errors import LyingLeaderError, NonFiniteError, ProtocolViolationError, TransportError
-from averaging.observe.receipts import DropCode, Dropped
-from averaging.protocol.group import Member
-from averaging.protocol.messages import AveragingData, CompressionType, MessageCode, WireTensor
-from averaging.protocol.schema import ReplyForm, Schema
+from averaging.observe import DropCode, Dropped
+from averaging.protocol import AveragingData, CompressionType, Member, MessageCode, WireTensor
+from averaging.tensors import ReplyForm, Schema, decode, decode_as, encode, finite_as
+from averaging.timing import Deadline, Phase
 
 logger = logging.getLogger("averaging.allreduce")
 

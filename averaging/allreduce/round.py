@@ -12,23 +12,19 @@ from typing import TypeAlias
 
 import torch
 
-from averaging.allreduce.hold_ups import HoldUps
 from averaging.allreduce.partition import Part, busiest_link, packed_size, packed_sizes, partition, shares
 from averaging.allreduce.reducer_side import ReducerSide
 from averaging.allreduce.round_account import AdoptPart, RoundAccount, RoundResult
 from averaging.allreduce.send_window import send_limits, window_bytes
 from averaging.allreduce.sender_side import SenderSide
-from averaging.allreduce.wait_monitor import WaitMonitor
+from averaging.allreduce.wait_monitor import HoldUps, WaitMonitor
 from averaging.config import NonFinite
-from averaging.deadlines.donor_rates import SLOW_LINK
-from averaging.deadlines.fair_timeout import FairTimeout
-from averaging.deadlines.learned_deadlines import Deadline, Deadlines, size_class
 from averaging.errors import LyingLeaderError, RoundError
-from averaging.observe.receipts import DropCode, Dropped
-from averaging.protocol.group import Group
-from averaging.protocol.messages import AveragingData, MessageCode
-from averaging.protocol.schema import ReplyForm, Schema
-from averaging.transport.base import Transport
+from averaging.observe import DropCode, Dropped
+from averaging.protocol import AveragingData, Group, MessageCode
+from averaging.tensors import ReplyForm, Schema
+from averaging.timing import SLOW_LINK, Deadline, Deadlines, FairTimeout, size_class
+from averaging.transport import Transport
 
 Prepare: TypeAlias = "Callable[[], Awaitable[Sequence[torch.Tensor]]]"
 

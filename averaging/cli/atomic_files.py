@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 
 def beside(path: Path) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,7 +16,9 @@ from averaging.cli.atomic_files import replaced_atomically
 from averaging.cli.error_reporting import NOT_DONE, WRONG_USAGE, CommandError, failure_of, starting, write_line
 
 if TYPE_CHECKING:
-    from averaging.security.ca import Issued
+    from collections.abc import Iterator, Mapping
+
+    from averaging.security import Issued
 
 CA_DAYS, PEER_DAYS = 3650, 365
 """Default validity of certificates."""
@@ -81,7 +82,7 @@ def init_command(directory: Path, name: str, days: float, force: bool) -> None:
     """
     with starting():
         from averaging.errors import AveragingError
-        from averaging.security.ca import make_authority
+        from averaging.security import make_authority
 
         try:
             made = make_authority(name, datetime.now(UTC), days)
@@ -130,7 +131,7 @@ def issue_command(
         raise click.UsageError("give --host for every host at which other peers reach the peer, or --client-mode.")
     with starting():
         from averaging.errors import AveragingError
-        from averaging.security.ca import issue
+        from averaging.security import issue
 
         authority = _read_authority(directory)
         try:
@@ -160,7 +161,7 @@ def _report(text: str) -> None:
 
 
 def _read_authority(directory: Path) -> Issued:
-    from averaging.security.ca import Issued
+    from averaging.security import Issued
 
     certificate, key = _paths(directory, AUTHORITY)
     try:

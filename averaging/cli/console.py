@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import os
+import select
+import shlex
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+import threading
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
-from typing import IO, cast
+from typing import IO, TYPE_CHECKING, TextIO, cast
 
 import click
 from rich.console import Console
@@ -18,7 +23,152 @@ from rich.text import Text
 
 from averaging.cli import json_events
 from averaging.cli.error_reporting import CommandError
-from averaging.cli.nonblocking_output import NonblockingOutput
+from averaging.common import CLIENT_PREFIX, duration, is_loopback, listed, parse_address
+from averaging.common import counted as counted
+from averaging.common import size as size
+from averaging.errors import printable as printable
+from averaging.observe import Outcome, Receipt
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+
+    from averaging.discovery.gossip import Waiting
+    from averaging.tensors import Schema
+
+# The texts that commands print. Pure.
+
+
+def round_name(number: int, rounds: int | None) -> str:
+    """Returns for example `round 1 of 3`; `number` counts from 1."""
+    return f"round {number}" + (f" of {rounds}" if rounds and number <= rounds else "")
+
+
+def joining(waiting: Waiting) -> str:
+    """The peer still waits for an answer from one of --join."""
+    return f"joining: {printable(str(waiting))}; --join-timeout limits this"
+
+
+def ready(endpoint: str, run_id: str, schema: Schema, join_command: Sequence[str], kept: Sequence[str] = ()) -> str:
+    """The peer is up; how other peers join it."""
+    first = (
+        f"{endpoint} is up in run {printable(run_id)}: "
+        f"{counted(len(schema.tensors), 'tensor')}, {size(schema.nbytes)}, schema {schema.hash.hex()[:8]}"
+    )
+    if kept:
+        first += f"\nnot averaged, but kept as they are: {listed(kept)}"
+    if endpoint.startswith(CLIENT_PREFIX):
+        return f"{first}\nother peers cannot join through it: it is a client"
+    if is_loopback(parse_address(endpoint)[0]):
+        where = "in another terminal of this machine (for other machines, --listen on an address that they can reach)"
+    else:
+        where = "with --listen on an address that other peers can reach, or with --mode client"
+    return f"{first}\njoin it {where}:\n  {shlex.join(join_command)}"
+
+
+def looking(name: str, known: int) -> str:
+    """The peer looks for a group; `known` is the number of other peers in discovery."""
+    return f"{name}: looking for a group, {known} other {'peer' if known == 1 else 'peers'} seen"
+
+
+def averaged(name: str, endpoint: str, receipt: Receipt, gathered: Mapping[str, object]) -> str:
+    """A round averaged."""
+    others = listed([printable(member) for member in receipt.members if member != endpoint])
+    lines = [
+        f"{name}: averaged with {others} in {duration(receipt.seconds)} "
+        f"(all-reduce {duration(receipt.allreduce_seconds)}, {size(receipt.bytes_sent)} sent, "
+        f"{size(receipt.bytes_received)} received)"
+    ]
+    lines += [f"  {printable(who)} sent {printable(str(data))}" for who, data in gathered.items() if data is not None]
+    lines += [f"  lost {printable(dropped.endpoint)}: {printable(dropped.reason)}" for dropped in receipt.dropped]
+    if receipt.kept_local:
+        lines.append(f"  {counted(receipt.kept_local, 'element')} kept the local value, because their reducer was lost")
+    return "\n".join(lines)
+
+
+def not_averaged(name: str, receipt: Receipt) -> str:
+    """A round did not average."""
+    reason = printable(receipt.reason)
+    if receipt.outcome is Outcome.NO_GROUP:
+        return f"{name}: no group within {receipt.seconds:.1f} s: {reason}"
+    return f"{name}: failed after {receipt.seconds:.1f} s: {reason}"
+
+
+def finished(rounds: int, output: str | None, why_not: str) -> str:
+    """The last line of the output."""
+    return f"done: {counted(rounds, 'round')}, " + (f"wrote {output}" if output else f"nothing written: {why_not}")
+
+
+# Output that never blocks the event loop, even if a pipe is full or a terminal is stopped.
+
+
+TIMEOUT = 1.0
+"""Seconds to wait for a slow reader."""
+
+
+class NonblockingOutput:
+    """Writes to one of the standard streams with a timeout.
+
+    A write that has timed out continues in the background. Until it is done, further text is lost.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # log messages come from several threads
+        self._written: Future[None] | None = None
+
+    def write(self, stream: TextIO, text: str) -> None:
+        """Writes the text.
+
+        Raises:
+            OSError: the write failed or timed out.
+        """
+        with self._lock:
+            timeout = 0.0
+            if self._written is None or self._written.done():
+                self._written, timeout = begin(stream, text), TIMEOUT
+            try:
+                self._written.result(timeout)
+            except TimeoutError:
+                raise TimeoutError(errno.ETIMEDOUT, "it is full and is not read") from None
+
+
+def begin(stream: TextIO, text: str) -> Future[None]:
+    """Begins an unbuffered write in a thread of its own, because a blocked write cannot be interrupted.
+
+    Returns:
+        A future that is done when all is written, or raises the OSError.
+    """
+    written: Future[None] = Future()
+    written.set_running_or_notify_cancel()  # a cancelled wait must not cancel the write
+
+    def write() -> None:
+        try:
+            _write(stream, text)
+        except Exception as error:
+            written.set_exception(error)
+        else:
+            written.set_result(None)
+
+    try:
+        threading.Thread(target=write, daemon=True).start()  # a daemon, so that the command can end
+    except RuntimeError:  # no more threads can be started
+        write()
+    return written
+
+
+def _write(stream: TextIO, text: str) -> None:
+    try:
+        descriptor = stream.fileno()
+    except OSError:  # not a real file
+        stream.write(text)
+        stream.flush()
+        return
+    data = text.encode(stream.encoding, stream.errors or "strict")
+    while data:
+        try:
+            data = data[os.write(descriptor, data) :]
+        except BlockingIOError:  # another process that shares the stream has made it non-blocking
+            select.select((), (descriptor,), ())
+
 
 REFRESH_SECONDS = 0.25
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"

@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 import signal
 import threading
-from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from types import FrameType
+
     from averaging.errors import AveragingError
 
 NOT_DONE, WRONG_USAGE, SIGNALLED = 1, 2, 128

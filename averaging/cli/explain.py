@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,9 @@ import click
 from averaging.cli.error_reporting import WRONG_USAGE, CommandError, starting, write_line
 
 if TYPE_CHECKING:
-    from averaging.observe.receipt_log import Recorded
+    from collections.abc import Sequence
+
+    from averaging.observe import Recorded
 
 MAX_BAD_LINES = 5
 """Number of bad lines per file that are printed. Further ones are counted."""
@@ -53,7 +54,7 @@ def explain_command(files: Sequence[Path], summary: bool) -> None:
     Exit codes: 0 done; 1 stdout cannot be written; 2 wrong usage, or a file or a line that cannot be read.
     """
     with starting():
-        from averaging.observe.explain import explain
+        from averaging.observe import explain
 
         recorded = [(file, _read(file)) for file in files]
         for line in explain([one for _, found in recorded for one in found.receipts], summary_only=summary):
@@ -71,7 +72,7 @@ def _read(path: Path) -> Recorded:
     Raises:
         CommandError: exit code 2: the file cannot be read or contains no receipts.
     """
-    from averaging.observe.receipt_log import read
+    from averaging.observe import read
 
     if str(path) == "-" and sys.stdin is None:
         raise CommandError("stdin is closed; pipe receipts into this command, or give a file of them", WRONG_USAGE)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from averaging.cli.error_reporting import WRONG_USAGE, CommandError, Stopped, failure_of, starting
-from averaging.cli.option_types import address, finite
-from averaging.cli.security_options import security_options
+from averaging.cli.option_types import address, finite, security_options
 from averaging.errors import printable
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from averaging.cli.console import CommandOutput
     from averaging.cli.signals import Stop
 
@@ -110,7 +110,7 @@ def feed_command(listen: str, store: str, *, as_json: bool, verbose: int, **give
     r"""Serves batches of scored rollouts: environments post groups, a trainer fetches batches.
 
     Existing environments and trainers of the Atropos API work unchanged. FeedEnvironment and BatchFeed of
-    averaging.feed lose and repeat nothing when the server or the trainer is restarted. See docs/how-to/feed.md.
+    averaging.rl.feed lose and repeat nothing when the server or the trainer is restarted. See docs/how-to/feed.md.
 
     \b
     On this machine:
@@ -153,8 +153,7 @@ def feed_command(listen: str, store: str, *, as_json: bool, verbose: int, **give
 
 def _run(listen: str, store: str, given: dict[str, Any], report: CommandOutput) -> None:
     try:
-        from averaging.feed.routes import Limits
-        from averaging.feed.server import FeedServer
+        from averaging.rl.feed import FeedServer, Limits
     except ModuleNotFoundError as error:
         raise CommandError(f"{error.name} is not installed; run: pip install 'averaging[feed]'", WRONG_USAGE) from None
     from averaging.cli import signals

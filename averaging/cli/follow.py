@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,10 +15,11 @@ from averaging.cli.error_reporting import (
     starting,
     stopped,
 )
-from averaging.cli.option_types import PathToLookAt, address, address_to_dial, finite, run_id
-from averaging.cli.security_options import security_options
+from averaging.cli.option_types import PathToLookAt, address, address_to_dial, finite, run_id, security_options
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from averaging.cli.console import CommandOutput
     from averaging.cli.signals import Stop
 
@@ -135,7 +135,7 @@ def _run(addresses: list[str], path: Path, given: dict[str, Any], report: Comman
     from averaging.config import TLSFiles, check_tls_files
     from averaging.errors import AveragingError
     from averaging.rpc import read_credentials
-    from averaging.synchronizer.follower_tasks import FollowerOptions
+    from averaging.weights import FollowerOptions
 
     try:
         ca, cert, key = given["tls_ca"], given["tls_cert"], given["tls_key"]

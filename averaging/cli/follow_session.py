@@ -3,25 +3,102 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
-from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from averaging.cli import console_text
-from averaging.cli.console import CommandOutput
+from averaging.cli import console as console_text
 from averaging.cli.error_reporting import CommandError
-from averaging.cli.shell_command import run_command
 from averaging.cli.state import VERSION_KEY
 from averaging.cli.tensor_files import NotWrittenError, Output, read
-from averaging.common.threads import in_thread
 from averaging.errors import TensorError
-from averaging.synchronizer.follower_shards import Received, ShardTasks
-from averaging.synchronizer.follower_tasks import FollowerOptions
-from averaging.synchronizer.weights_layout import Manifest
-from averaging.synchronizer.weights_shards import missing_part, whole_of
-from averaging.synchronizer.weights_snapshot import Snapshot, seal, view_state
+from averaging.tensors import in_thread
+from averaging.weights import (
+    FollowerOptions,
+    Manifest,
+    Received,
+    ShardTasks,
+    Snapshot,
+    missing_part,
+    seal,
+    view_state,
+    whole_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from averaging.cli.console import CommandOutput
+
+# Runs a shell command of the user for a limited time, and ends it with all its children.
+
+
+END_SECONDS = 5.0
+"""Seconds that the processes of a command have to end after SIGTERM, before SIGKILL."""
+
+POLL_SECONDS = 0.05
+
+
+async def run_command(
+    command: str, environment: Mapping[str, str], timeout: float, *, stdout: int | None = None
+) -> int | None:
+    """Runs a command in a session of its own, so that Ctrl+C on the terminal does not reach it.
+
+    What it leaves in the background when it ends by itself goes on. If its time is over, or this is cancelled, all its
+    processes are ended.
+
+    Args:
+        command: What the shell runs.
+        environment: Added to the environment of this process.
+        timeout: Seconds that it may take.
+        stdout: Descriptor for its output; None for that of this process.
+
+    Returns:
+        Its exit code, which is negative if a signal ended it; None if its time was over.
+    """
+    process = await asyncio.create_subprocess_shell(
+        command,
+        env={**os.environ, **environment},
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=stdout,
+        start_new_session=True,
+    )
+    try:
+        async with asyncio.timeout(timeout):
+            return await process.wait()
+    except TimeoutError:
+        return None
+    finally:
+        if process.returncode is None:
+            await _end(process)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Ends a process and all others of its session. A cancellation meanwhile ends them at once."""
+    try:
+        _signal(process.pid, signal.SIGTERM)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(END_SECONDS):
+                await process.wait()
+                while _signal(process.pid, 0):  # noqa: ASYNC110 - nothing tells when the last child has ended
+                    await asyncio.sleep(POLL_SECONDS)
+    finally:
+        _signal(process.pid, signal.SIGKILL)
+        await process.wait()
+
+
+def _signal(group: int, number: int) -> bool:
+    """Sends a signal to a process group, and returns whether the group exists."""
+    try:
+        os.killpg(group, number)
+    except OSError:
+        return False
+    return True
+
 
 DIGEST_KEY, LAYOUT_KEY = "averaging.digest", "averaging.order"
 """Keys in the file's metadata: the digest of the weights as published, and the digest of them in the order of the file.

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from averaging.common.addresses import CLIENT_PREFIX
-from averaging.common.sanitize import plain as plain
-from averaging.discovery.gossip.bootstrap import Waiting
-from averaging.observe.receipts import Receipt
-from averaging.protocol.schema import Schema
+from averaging.common import CLIENT_PREFIX
+from averaging.common import plain as plain
+
+if TYPE_CHECKING:
+    from averaging.discovery.gossip import Waiting
+    from averaging.observe import Receipt
+    from averaging.tensors import Schema
 
 Event = Mapping[str, Any]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,11 +11,13 @@ from averaging.cli.option_types import PathToLookAt, finite, json_value
 from averaging.cli.peer_options import PeerCommand, join_command, peer_options, read_config
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from averaging.cli.console import CommandOutput
     from averaging.cli.peer_session import Session
     from averaging.cli.tensor_files import Document, Output
     from averaging.config import PeerConfig
-    from averaging.discovery.gossip.bootstrap import Waiting
+    from averaging.discovery.gossip import Waiting
 
 
 @click.command("peer", cls=PeerCommand)
@@ -134,11 +135,12 @@ def _run(file: Path, output: Path | None, config: PeerConfig, given: dict[str, A
     Raises:
         Failure: the round failed.
     """
-    from averaging.cli import console_text, json_events, signals
+    from averaging.cli import console as console_text
+    from averaging.cli import json_events, signals
     from averaging.cli.tensor_files import Output, check_can_be_averaged, read
-    from averaging.common.malloc import keep_freed_memory
+    from averaging.common import keep_freed_memory
     from averaging.config import NonFinite
-    from averaging.protocol.group import Mode
+    from averaging.protocol import Mode
 
     keep_freed_memory()
     destination = Output(output, overwrite=given["overwrite"]) if output else None
@@ -175,12 +177,13 @@ def _session(
     given: dict[str, Any],
     report: CommandOutput,
 ) -> Session:
-    from averaging.cli import console_text, json_events
+    from averaging.cli import console as console_text
+    from averaging.cli import json_events
     from averaging.cli.peer_session import Plan, Session
-    from averaging.elastic.grpc_register import RegisterService
+    from averaging.elastic import RegisterService
     from averaging.errors import AveragingError
-    from averaging.peer.peer import Peer
-    from averaging.protocol.group import Mode, pack_gather
+    from averaging.peer import Peer
+    from averaging.protocol import Mode, pack_gather
 
     plan = Plan(
         rounds=given["rounds"] or (None if given["serve"] else 1),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from averaging.cli.option_types import (
+    FILE,
     PathToLookAt,
     address,
     address_or_word,
@@ -21,8 +22,7 @@ from averaging.cli.option_types import (
     group_bits,
     run_id,
 )
-from averaging.cli.security_options import FILE
-from averaging.protocol.messages import COMPRESSIONS
+from averaging.protocol import COMPRESSIONS
 
 if TYPE_CHECKING:
     from averaging.config import PeerConfig
@@ -275,7 +275,7 @@ def read_config(file: Path, output: Path | None, given: dict[str, Any]) -> PeerC
         ConfigError: An option is invalid.
     """
     from averaging.config import PeerConfig
-    from averaging.protocol.group import Mode
+    from averaging.protocol import Mode
 
     arguments = {name: given[name] for options in SECTIONS.values() for name in options}
     if given["config"] is None:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from averaging.cli import console_text, json_events
-from averaging.cli.console import CommandOutput
+from averaging.cli import console as console_text
+from averaging.cli import json_events
 from averaging.cli.error_reporting import CommandError, Stopped, failure_of, name_options
-from averaging.cli.signals import Stop
 from averaging.cli.tensor_files import Document, NotWrittenError, Output
 from averaging.errors import AveragingError
-from averaging.observe.receipts import Outcome, Receipt
-from averaging.peer.peer import Peer
+from averaging.observe import Outcome, Receipt
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from averaging.cli.console import CommandOutput
+    from averaging.cli.signals import Stop
+    from averaging.peer import Peer
 
 RETRY_PAUSE = 1.0
 """Seconds between a failed round and the next one."""

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from averaging.cli.error_reporting import Stopped, failure_of, starting
-from averaging.cli.option_types import address
-from averaging.cli.security_options import security_options
+from averaging.cli.option_types import address, security_options
 
 if TYPE_CHECKING:
     from averaging.cli.console import CommandOutput
@@ -103,7 +102,7 @@ def register_command(
 
 
 async def _serve(listen: str, advertise: str | None, credentials: Credentials, report: CommandOutput) -> None:
-    from averaging.elastic.grpc_register import RegisterService
+    from averaging.elastic import RegisterService
     from averaging.errors import AveragingError
     from averaging.rpc import RpcServer
 

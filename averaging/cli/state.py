@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,15 +15,15 @@ from averaging.cli.error_reporting import (
     starting,
     stopped,
 )
-from averaging.cli.option_types import PathToLookAt, address_to_dial, finite
-from averaging.cli.security_options import credentials_of, security_options
+from averaging.cli.option_types import PathToLookAt, address_to_dial, credentials_of, finite, security_options
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from averaging.cli.console import CommandOutput
     from averaging.cli.signals import Stop
-    from averaging.security.credentials import Credentials
-    from averaging.state.assembler import StateAssembler
-    from averaging.state.packing import State
+    from averaging.security import Credentials
+    from averaging.state import State, StateAssembler
 
 MAX_MESSAGE_BYTES = 64 << 20
 """Chunks of a state have at most 1 MiB, and its metadata at most 16 MiB."""
@@ -95,7 +94,8 @@ def state_command(addresses: tuple[str, ...], output: Path, *, as_json: bool, ve
 
 
 def _run(addresses: list[str], path: Path, given: dict[str, Any], report: CommandOutput) -> None:
-    from averaging.cli import console_text, json_events, signals
+    from averaging.cli import console as console_text
+    from averaging.cli import json_events, signals
     from averaging.cli.tensor_files import Output
     from averaging.errors import AveragingError
 
@@ -125,9 +125,10 @@ def _run(addresses: list[str], path: Path, given: dict[str, Any], report: Comman
 async def _download(
     addresses: list[str], credentials: Credentials, given: dict[str, Any], report: CommandOutput
 ) -> State:
-    from averaging.cli import console_text, json_events
+    from averaging.cli import console as console_text
+    from averaging.cli import json_events
     from averaging.errors import AveragingError
-    from averaging.state.download import download
+    from averaging.state import download
     from averaging.transport.grpc import GrpcTransport
 
     announced, address = False, addresses[0] if len(addresses) == 1 else f"one of {', '.join(addresses)}"

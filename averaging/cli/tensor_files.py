@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from averaging.cli.atomic_files import beside, replaced_atomically
 from averaging.cli.error_reporting import NOT_DONE, WRONG_USAGE, CommandError
-from averaging.common.shared_tensors import all_finite
-from averaging.protocol.schema import DTYPES
+from averaging.tensors import DTYPES, all_finite
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    import torch
 
 RESERVED_NAME = "__metadata__"
 """A tensor of this name would make a safetensors file unreadable."""

@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from averaging.cli.console import begin
 from averaging.cli.error_reporting import CHECK_ADDRESS, WITHOUT_REMEDY, CommandError, Stopped, failure_of, starting
-from averaging.cli.nonblocking_output import begin
-from averaging.cli.option_types import address_to_dial
-from averaging.cli.security_options import credentials_of, security_options
+from averaging.cli.option_types import address_to_dial, credentials_of, security_options
 
 if TYPE_CHECKING:
     from averaging.cli.signals import Stop
-    from averaging.observe.receipt_book import Watched
-    from averaging.security.credentials import Credentials
+    from averaging.observe import Watched
+    from averaging.security import Credentials
 
 MAX_MESSAGE_BYTES = 16 << 20
 
@@ -96,9 +95,8 @@ async def _watch(address: str, credentials: Credentials, last: int, rounds: int 
 
 async def _print(watched: Watched, as_json: bool) -> str:
     """Prints one receipt; returns the reason if that fails. It waits for slow output, and the peer skips receipts."""
-    from averaging.common.sanitize import counted
-    from averaging.observe.explain import Round, describe
-    from averaging.observe.receipt_log import dumps
+    from averaging.common import counted
+    from averaging.observe import Round, describe, dumps
 
     if watched.skipped:
         click.echo(f"{counted(watched.skipped, 'receipt')} missing before the next one: output is too slow", err=True)

@@ -1,10 +1,36 @@
 """How the peers of a run find each other: a replicated table of small records that expire.
 
-Read the files in this order:
-
-1. `base`: the contract. Everything outside this package uses only this, `published_record` and the constructors.
-2. `published_record`: keeps one record of a peer up to date.
-3. `memory`: the contract within one process, over one shared table. The smallest complete implementation.
-4. `watchers`: waiting for changes under a key. Both implementations use it.
-5. `gossip/`: the default implementation between peers on a network; its docstring continues this list.
+Read in this order: `base` (the contract; everything outside this room uses only this and the constructors),
+`gossip/` (the default implementation between peers on a network), `shard_of_run` (a discovery for each part of a
+divided model). `averaging.testing` has the smallest
+complete implementation.
 """
+
+from averaging.discovery.base import (
+    MAX_LIFETIME,
+    MAX_VALUE_BYTES,
+    Diagnosis,
+    Discovery,
+    Entry,
+    KnownPeer,
+    PublishedRecord,
+    Watchers,
+    clock_difference,
+)
+from averaging.discovery.shard_of_run import LIFETIME, REFRESH, ShardOfRun, shards_key
+
+__all__ = [
+    "LIFETIME",
+    "MAX_LIFETIME",
+    "MAX_VALUE_BYTES",
+    "REFRESH",
+    "Diagnosis",
+    "Discovery",
+    "Entry",
+    "KnownPeer",
+    "PublishedRecord",
+    "ShardOfRun",
+    "Watchers",
+    "clock_difference",
+    "shards_key",
+]

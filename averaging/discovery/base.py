@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
+
+from averaging.errors import AveragingError
 
 MAX_VALUE_BYTES = 1024
 """The largest value of a record."""
@@ -116,3 +121,134 @@ class Discovery(Protocol):
     def diagnose(self) -> Diagnosis:
         """The other peers and what may keep them from this one; used to explain why no group was found."""
         ...
+
+
+# Waits for changes under a key, for the readers of a discovery.
+
+
+_MIN_WAIT = 0.001  # s; the loop's clock and the wall clock differ slightly
+
+
+class Watchers:
+    """Wakes the readers of a key when it changes or when something under it expires.
+
+    Args:
+        clock: seconds since the epoch.
+        read: returns the entries under a key.
+        next_expiration: when the first of them expires; None if there are none.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        read: Callable[[str], Mapping[str, Entry]],
+        next_expiration: Callable[[str], float | None],
+    ) -> None:
+        self._clock, self._read, self._next_expiration = clock, read, next_expiration
+        self._waiting: dict[str, dict[asyncio.Event, None]] = {}
+        self._closed = False
+
+    def notify(self, key: str) -> None:
+        """Wakes the readers of `key`."""
+        for event in self._waiting.get(key, ()):
+            event.set()
+
+    def close(self) -> None:
+        """Ends all `watch` generators."""
+        self._closed = True
+        for key in self._waiting:
+            self.notify(key)
+
+    async def watch(self, key: str) -> AsyncGenerator[Mapping[str, Entry], None]:
+        """See `Discovery.watch`."""
+        event = asyncio.Event()
+        waiting = self._waiting.setdefault(key, {})
+        waiting[event] = None
+        yielded: Mapping[str, Entry] | None = None
+        try:
+            while not self._closed:
+                event.clear()
+                entries = self._read(key)
+                if entries != yielded:
+                    yielded = entries
+                    yield entries
+                else:
+                    await self._wait(event, self._next_expiration(key))
+        finally:
+            del waiting[event]
+            if not waiting and self._waiting.get(key) is waiting:
+                del self._waiting[key]
+
+    async def _wait(self, event: asyncio.Event, until: float | None) -> None:
+        seconds = None if until is None else max(_MIN_WAIT, until - self._clock())
+        try:
+            async with asyncio.timeout(seconds):
+                await event.wait()
+        except TimeoutError:
+            return
+
+
+# A record of this peer that is kept up to date in discovery.
+
+
+logger = logging.getLogger(__name__)
+
+
+class PublishedRecord:
+    """The record of this peer under one key.
+
+    Args:
+        value: returns the value to store; None if there is nothing to store now.
+        lifetime: seconds until the record expires after this peer has died.
+        refresh: seconds after which it is stored again, changed or not.
+        pause: minimum seconds between two stores, except after an urgent change; faster changes are merged.
+    """
+
+    def __init__(
+        self,
+        discovery: Discovery,
+        key: str,
+        endpoint: str,
+        value: Callable[[], bytes | None],
+        *,
+        lifetime: float,
+        refresh: float,
+        pause: float = 0.0,
+        clock: Callable[[], float],
+    ) -> None:
+        self._discovery, self._key, self._endpoint = discovery, key, endpoint
+        self._value, self._clock = value, clock
+        self._lifetime, self._refresh, self._pause = lifetime, refresh, pause
+        self._changed, self._urgent = asyncio.Event(), asyncio.Event()
+
+    def changed(self, *, urgent: bool = False) -> None:
+        """Has `keep` store the record again, because its value has changed; if urgent, without a pause."""
+        self._changed.set()
+        if urgent:
+            self._urgent.set()
+
+    async def keep(self) -> None:
+        """Stores the record after each change and before it expires, until cancelled. Call `store` first."""
+        while True:
+            try:
+                async with asyncio.timeout(self._refresh):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+            self._changed.clear()
+            self._urgent.clear()
+            await self.store()
+            if self._pause:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._pause):
+                        await self._urgent.wait()
+
+    async def store(self) -> None:
+        """Stores the record once. A failure is logged only, since `keep` tries again."""
+        value = self._value()
+        if value is None:
+            return
+        try:
+            await self._discovery.store(self._key, self._endpoint, value, self._clock() + self._lifetime)
+        except AveragingError as error:
+            logger.warning("could not store this peer's record under %s in discovery: %s", self._key, error)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import msgpack
 
-from averaging.common.safe_msgpack import unpack
+from averaging.common import unpack
 from averaging.discovery.base import Diagnosis, Discovery, Entry
 from averaging.errors import ConfigError
 

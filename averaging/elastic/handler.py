@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Hashable, Mapping
 from datetime import timedelta
 from hashlib import sha256
+from typing import Generic, TypeVar
 
 import msgpack
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -27,7 +29,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _remove_participant_epilogue,
 )
 
-from averaging.common.addresses import parse_address
+from averaging.common import parse_address
 from averaging.elastic.agent import RestartBudget, told_in_one_line
 from averaging.elastic.backend import LOG_INTERVAL, NAME, AveragingBackend
 from averaging.elastic.cell import Cell
@@ -35,9 +37,43 @@ from averaging.elastic.options import RendezvousOptions, read_options
 from averaging.elastic.own_addresses import address_for_others, are_same, is_own
 from averaging.elastic.rendezvous_state import decode_place
 from averaging.elastic.session import Session
-from averaging.elastic.silence import Silence
 from averaging.errors import ConfigError
 from averaging.rpc import EventLoopThread, read_credentials
+
+# Finds silent nodes by this node's own clock, without a comparison of clocks. Pure.
+
+
+Node = TypeVar("Node", bound=Hashable)
+
+
+class Silence(Generic[Node]):
+    """Counts for how long the last heartbeat of each node has stayed the same.
+
+    If this node could not read heartbeats, because it was stopped or the register did not answer, that time counts as
+    at most one interval.
+
+    Args:
+        interval: Seconds between two heartbeats.
+        limit: Seconds of silence after which a node is dead.
+    """
+
+    def __init__(self, interval: float, limit: float) -> None:
+        self._interval, self._limit = interval, limit
+        self._seen: dict[Node, tuple[object, float]] = {}  # the last heartbeat, and the seconds without a change
+        self._looked: float | None = None
+
+    def silent(self, heartbeats: Mapping[Node, object], now: float) -> list[Node]:
+        """The nodes that are silent for too long, given the last heartbeat of each, at `now` on a monotonic clock."""
+        passed = 0.0 if self._looked is None else min(now - self._looked, self._interval)
+        self._looked = now
+        seen: dict[Node, tuple[object, float]] = {}
+        for node, heartbeat in heartbeats.items():
+            last = self._seen.get(node)
+            same = last is not None and last[0] == heartbeat
+            seen[node] = (heartbeat, last[1] + passed if same and last is not None else 0.0)
+        self._seen = seen
+        return [node for node, (_, silence) in seen.items() if silence > self._limit]
+
 
 logger = logging.getLogger("averaging.elastic")
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from averaging.common.addresses import is_loopback, parse_address
+from averaging.common import is_loopback, parse_address
 from averaging.config import TLSFiles, check_tls_files
 from averaging.errors import ConfigError
 

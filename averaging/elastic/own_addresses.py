@@ -6,7 +6,7 @@ import socket
 from contextlib import suppress
 from typing import NamedTuple
 
-from averaging.common.addresses import is_loopback
+from averaging.common import is_loopback
 
 
 class _Address(NamedTuple):

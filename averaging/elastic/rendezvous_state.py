@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgpack
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
-from averaging.common.safe_msgpack import unpack
+from averaging.common import unpack
 from averaging.errors import ProtocolViolationError
 
 MAX_ADDRESS = 256

@@ -6,7 +6,7 @@ import logging
 from contextlib import AsyncExitStack
 from typing import Self
 
-from averaging.common.addresses import is_loopback, parse_address
+from averaging.common import is_loopback, parse_address
 from averaging.elastic.etcd_register import EtcdRegister
 from averaging.elastic.grpc_register import GrpcRegister, RegisterService
 from averaging.elastic.options import RendezvousOptions

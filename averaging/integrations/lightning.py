@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from averaging import ConfigError, DecentralizedAverager
-from averaging.integrations.duties import Duties
-from averaging.integrations.extras import missing
+from averaging.integrations.duties import Duties, missing
 
 try:
     from lightning.pytorch import Callback

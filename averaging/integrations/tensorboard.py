@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from averaging import Receipt
-from averaging.integrations.extras import missing
-from averaging.integrations.rounds import RoundLogger
+from averaging.integrations.duties import RoundLogger, missing
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim.lr_scheduler import LRScheduler
 
 from averaging import ConfigError, DecentralizedAverager
-from averaging.integrations.duties import Duties
-from averaging.integrations.extras import missing
+from averaging.integrations.duties import Duties, missing
 
 try:
     from transformers import TrainerCallback

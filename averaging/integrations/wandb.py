@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from averaging import ConfigError, Receipt
-from averaging.integrations.extras import missing
-from averaging.integrations.rounds import RoundLogger
+from averaging.integrations.duties import RoundLogger, missing
 
 
 class WandbRounds(RoundLogger):

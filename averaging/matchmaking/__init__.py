@@ -4,6 +4,17 @@ Read `rules` first: it holds the decisions as pure functions. Then read `matchma
 and `follower_side`, which asks other peers to lead. The other modules are what these remember or report.
 """
 
+from averaging.matchmaking.arrivals import Arrivals
+from averaging.matchmaking.exclusions import Exclusions
 from averaging.matchmaking.matchmaking import Matchmaking, NoGroupError
+from averaging.matchmaking.response_history import ResponseHistory
+from averaging.matchmaking.schema_differences import LoggedDifferences
 
-__all__ = ["Matchmaking", "NoGroupError"]
+__all__ = [
+    "Arrivals",
+    "Exclusions",
+    "LoggedDifferences",
+    "Matchmaking",
+    "NoGroupError",
+    "ResponseHistory",
+]

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from averaging.common.addresses import CLIENT_PREFIX
+from averaging.common import CLIENT_PREFIX
 from averaging.matchmaking.rules import CLOCK_TOLERANCE
-from averaging.observe.receipts import LateArrival
+from averaging.observe import LateArrival
 
 MIN_LATE_SECONDS = 0.1
 """The last member is reported if it arrived at least this many seconds after the one before it ..."""

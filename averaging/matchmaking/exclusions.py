@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from averaging.observe.receipts import DropCode, Dropped
+from averaging.observe import DropCode, Dropped
 
 FIRST_SECONDS, MAX_SECONDS = 300.0, 6 * 3600.0
 """Seconds of the first exclusion of a peer, doubled each further time; and the longest exclusion."""

@@ -9,10 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 
-from averaging.deadlines.fair_clock import TICKS
-from averaging.deadlines.fair_timeout import FairTimeout, learned_timeout
-from averaging.deadlines.learned_deadlines import VERDICT_SECONDS, Deadline, Deadlines, Phase
-from averaging.discovery.base import Discovery
+from averaging.discovery import Discovery
 from averaging.errors import ProtocolViolationError, TransportError, UnprovenViolationError
 from averaging.matchmaking import rules
 from averaging.matchmaking.exclusions import Exclusions
@@ -20,11 +17,11 @@ from averaging.matchmaking.response_history import ResponseHistory, Standing
 from averaging.matchmaking.rules import Declaration
 from averaging.matchmaking.schema_differences import SchemaDifferences
 from averaging.matchmaking.search_state import OpenRequest, SearchState
-from averaging.observe.receipts import DropCode
-from averaging.protocol.group import Group, Mode
-from averaging.protocol.messages import JoinRequest, MessageCode, MessageFromLeader
-from averaging.protocol.schema import Schema
-from averaging.transport.base import Transport
+from averaging.observe import DropCode
+from averaging.protocol import Group, JoinRequest, MessageCode, MessageFromLeader, Mode
+from averaging.tensors import Schema
+from averaging.timing import TICKS, VERDICT_SECONDS, Deadline, Deadlines, FairTimeout, Phase, learned_timeout
+from averaging.transport import Transport
 
 logger = logging.getLogger(__name__)
 

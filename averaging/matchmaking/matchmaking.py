@@ -8,9 +8,7 @@ import math
 import random
 from collections.abc import AsyncGenerator, Callable, Container
 
-from averaging.deadlines.fair_timeout import FairTimeout
-from averaging.deadlines.learned_deadlines import VERDICT_SECONDS, Deadline, Deadlines
-from averaging.discovery.base import Discovery
+from averaging.discovery import Discovery
 from averaging.errors import AveragingError
 from averaging.matchmaking import rules
 from averaging.matchmaking.arrivals import Arrivals
@@ -20,10 +18,19 @@ from averaging.matchmaking.response_history import ResponseHistory
 from averaging.matchmaking.rules import Declaration, LeaderCandidate
 from averaging.matchmaking.schema_differences import LoggedDifferences, SchemaDifferences
 from averaging.matchmaking.search_state import SearchDeadline, SearchState
-from averaging.protocol.group import Group, Mode, group_key, next_group_bits, unpack_gather
-from averaging.protocol.messages import JoinRequest, MessageCode, MessageFromLeader
-from averaging.protocol.schema import Schema
-from averaging.transport.base import Transport
+from averaging.protocol import (
+    Group,
+    JoinRequest,
+    MessageCode,
+    MessageFromLeader,
+    Mode,
+    group_key,
+    next_group_bits,
+    unpack_gather,
+)
+from averaging.tensors import Schema
+from averaging.timing import VERDICT_SECONDS, Deadline, Deadlines, FairTimeout
+from averaging.transport import Transport
 
 logger = logging.getLogger(__name__)
 

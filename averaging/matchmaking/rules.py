@@ -13,24 +13,25 @@ from dataclasses import dataclass, field
 
 import msgpack
 
-from averaging.common.addresses import CLIENT_PREFIX, is_endpoint
-from averaging.common.tensor_names import contradict
-from averaging.deadlines.learned_deadlines import VERDICT_SECONDS
-from averaging.discovery.base import Entry
+from averaging.common import CLIENT_PREFIX, contradict, is_endpoint
+from averaging.discovery import Entry
 from averaging.errors import ProtocolViolationError
 from averaging.matchmaking.response_history import Standing
-from averaging.protocol.group import (
+from averaging.protocol import (
     MAX_GROUP_SIZE,
     NONCE_BYTES,
     Group,
+    JoinRequest,
     Member,
+    MessageCode,
+    MessageFromLeader,
     Mode,
     group_digest,
     is_committed,
     make_group_id,
     unpack_gather,
 )
-from averaging.protocol.messages import JoinRequest, MessageCode, MessageFromLeader
+from averaging.timing import VERDICT_SECONDS
 
 CLOCK_TOLERANCE = 3.0
 """Seconds by which the clocks of two peers may differ."""

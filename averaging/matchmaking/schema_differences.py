@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from averaging.deadlines.learned_deadlines import VERDICT_SECONDS
-from averaging.discovery.base import Discovery
+from averaging.discovery import Discovery
 from averaging.errors import AveragingError, SchemaMismatchError
-from averaging.protocol.schema import Schema, first_difference
-from averaging.transport.base import Transport
+from averaging.tensors import Schema, first_difference
+from averaging.timing import VERDICT_SECONDS
+from averaging.transport import Transport
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from operator import itemgetter
 
-from averaging.common.addresses import member_of
+from averaging.common import member_of
 from averaging.errors import printable
-from averaging.protocol.fingerprint import (
+from averaging.protocol import (
     ENTRY_BYTES,
     MAX_ENTRIES,
     MAX_SKETCHES,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from averaging.common.sanitize import counted, duration, html_table, size
+from averaging.common import counted, duration, html_table, size
 from averaging.errors import printable
 from averaging.observe.drift import Drift, DriftKind
 

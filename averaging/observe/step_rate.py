@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 
-from averaging.common.safe_msgpack import is_number, unpack
+from averaging.common import is_number, unpack
 
 REMEMBERED = 16
 """Steps of which the median is used, so that an evaluation between two steps does not change the rate."""

@@ -2,3 +2,20 @@
 
 Read in this order: `peer`, `topics` (what is averaged under which name), `rounds`.
 """
+
+from averaging.peer.lifecycle import DiscoveryFactory
+from averaging.peer.peer import FetchedState, Peer
+from averaging.peer.round_options import ExpectedPeers, RoundOptions, all_of
+from averaging.peer.topics import Adopt, Topic, TopicOptions
+
+__all__ = [
+    "Adopt",
+    "DiscoveryFactory",
+    "ExpectedPeers",
+    "FetchedState",
+    "Peer",
+    "RoundOptions",
+    "Topic",
+    "TopicOptions",
+    "all_of",
+]

@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
-from averaging.common.shared_tensors import SharedTensors
 from averaging.config import PeerConfig
-from averaging.discovery.base import Discovery
-from averaging.discovery.gossip import GossipDiscovery
-from averaging.discovery.gossip.bootstrap import Waiting
-from averaging.discovery.gossip.certified_identity import CertifiedIdentity
-from averaging.discovery.published_record import PublishedRecord
-from averaging.discovery.shard_of_run import LIFETIME, REFRESH, ShardOfRun
-from averaging.observe.receipt_book import ReceiptBook
-from averaging.observe.receipt_log import ReceiptLog
+from averaging.discovery import LIFETIME, REFRESH, Discovery, PublishedRecord, ShardOfRun
+from averaging.discovery.gossip import CertifiedIdentity, GossipDiscovery, Waiting
+from averaging.observe import ReceiptBook, ReceiptLog
 from averaging.peer.rounds import Rounds
 from averaging.peer.run_progress import RunProgress
 from averaging.peer.service import PeerService
-from averaging.protocol.schema import Schema
-from averaging.security.credentials import Credentials
-from averaging.state.donors import Donors
-from averaging.state.snapshots import Snapshots
-from averaging.transport.base import Transport
+from averaging.protocol import Mode
+from averaging.security import Credentials
+from averaging.state import Donors, Snapshots
+from averaging.tensors import Schema, SharedTensors
+from averaging.transport import RpcService, Transport
+from averaging.transport.direct import DirectTransport
+from averaging.transport.grpc import GrpcTransport
 
 CLOSING_GRACE = 1.0
 """Seconds for which calls in progress may go on when a peer closes."""
@@ -137,4 +133,34 @@ def _gossip(
         clock=clock,
         rng=rng,
         on_joining=on_joining,
+    )
+
+
+# Creates the transport of a peer from its options.
+
+
+def make_transport(config: PeerConfig, credentials: Credentials, services: Sequence[RpcService]) -> Transport:
+    """Creates a transport over gRPC, with the direct lane unless `config` switches it off."""
+    listen = None if config.mode is Mode.CLIENT else config.listen
+    # A part and its codec's tables, a few hundred records of discovery, or the largest metadata of a state.
+    most = 2 * config.part_size_bytes + (32 << 20)
+    if config.direct_listen is None:
+        return GrpcTransport(
+            listen,
+            config.advertise,
+            max_message_bytes=most,
+            credentials=credentials,
+            given=config.join,
+            services=services,
+        )
+    return DirectTransport(
+        listen,
+        config.advertise,
+        direct_listen=config.direct_listen,
+        direct_advertise=config.direct_advertise,
+        max_part_bytes=2 * config.part_size_bytes + (64 << 10),
+        max_message_bytes=most,
+        credentials=credentials,
+        given=config.join,
+        services=services,
     )

@@ -2,43 +2,80 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Self, Unpack
 
 import torch
 
-from averaging.common.addresses import member_of
-from averaging.common.in_process import InProcess
-from averaging.common.shared_tensors import SharedTensors
-from averaging.common.validation import check_weight
+from averaging.common import InProcess, check_weight, member_of
 from averaging.config import NonFinite, PeerConfig, PeerOptions, configure
-from averaging.discovery.base import Discovery
-from averaging.discovery.gossip.bootstrap import Waiting
-from averaging.discovery.shard_of_run import ShardOfRun, shards_key
-from averaging.errors import ClosedError, ConfigError
-from averaging.observe.drift import DriftCheck
-from averaging.observe.receipts import DropCode, Receipt
-from averaging.observe.status import PeerStatus
-from averaging.peer.lifecycle import DiscoveryFactory, Running, start
+from averaging.discovery import Discovery, ShardOfRun, shards_key
+from averaging.discovery.gossip import Waiting
+from averaging.errors import ClosedError, ConfigError, RoundError
+from averaging.observe import DriftCheck, DropCode, PeerStatus, Receipt
+from averaging.peer.lifecycle import DiscoveryFactory, Running, make_transport, start
 from averaging.peer.round_options import Confirm, ExpectedPeers, StartSize, StopSearch
 from averaging.peer.run_progress import RunProgress
-from averaging.peer.single_average import SingleAverage
-from averaging.peer.sockets import make_transport
 from averaging.peer.topics import Topic, TopicOptions, make_topic
-from averaging.protocol.fingerprint import attach
-from averaging.protocol.group import Mode, pack_gather, progress_key
-from averaging.security.credentials import read_credentials
-from averaging.state.download import download
-from averaging.state.packing import State
-from averaging.state.snapshots import Extras, Snapshots
-from averaging.transport.base import Transport
+from averaging.protocol import Mode, attach, pack_gather, progress_key
+from averaging.security import read_credentials
+from averaging.state import Extras, Snapshots, State, download
+from averaging.tensors import SharedTensors
+from averaging.timing import expire
+from averaging.transport import RpcService, Transport
 from averaging.transport.grpc import GrpcTransport
-from averaging.transport.rpc_methods import RpcService
+
+# Allows one `average` of a peer at a time, and ends it when the peer closes.
+
+
+class SingleAverage:
+    """The `average` in progress of a peer, if there is one."""
+
+    def __init__(self) -> None:
+        self._timeout: asyncio.Timeout | None = None  # expires only when the peer closes
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def in_progress(self) -> bool:
+        """Whether an `average` is in progress."""
+        return self._timeout is not None
+
+    @asynccontextmanager
+    async def until_closed(self, endpoint: str) -> AsyncIterator[None]:
+        """Wraps an `average` of the peer at `endpoint`.
+
+        Raises:
+            RoundError: another one is in progress.
+            ClosedError: the peer was closed meanwhile.
+        """
+        if self._timeout is not None:
+            raise RoundError("another average() of this peer is in progress; await it first")
+        self._timeout = timeout = asyncio.timeout(None)
+        self._idle.clear()
+        try:
+            async with timeout:
+                yield
+        except TimeoutError:
+            if timeout.expired():
+                raise ClosedError(f"{endpoint} was closed while it averaged") from None
+            raise
+        finally:
+            self._timeout = None
+            self._idle.set()
+
+    async def close(self) -> None:
+        """Ends the `average` in progress and waits for its end."""
+        if self._timeout is not None:
+            expire(self._timeout)
+        await self._idle.wait()
+
 
 logger = logging.getLogger("averaging.peer")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any, TypedDict
 
-from averaging.observe.drift import DriftCheck
-from averaging.protocol.group import Group
+from averaging.observe import DriftCheck
+from averaging.protocol import Group
 
 StopSearch = Callable[[Mapping[str, bytes]], bool]
 """Whether the search for a group ends, given the others' packed progress by endpoint."""

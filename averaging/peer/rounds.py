@@ -15,31 +15,65 @@ from typing import Any
 import torch
 
 from averaging.allreduce import AllReduce, RoundResult
-from averaging.common.addresses import CLIENT_PREFIX
-from averaging.common.sanitize import counted
-from averaging.common.threads import offload
-from averaging.common.timeouts import expire
+from averaging.common import CLIENT_PREFIX, counted
 from averaging.config import NonFinite, PeerConfig
-from averaging.discovery.base import Discovery
-from averaging.errors import AveragingError, LyingLeaderError, RoundError, SchemaMismatchError
-from averaging.matchmaking import Matchmaking, NoGroupError
-from averaging.matchmaking.arrivals import Arrivals
-from averaging.matchmaking.exclusions import Exclusions
-from averaging.matchmaking.response_history import ResponseHistory
-from averaging.matchmaking.schema_differences import LoggedDifferences
-from averaging.observe.drift import Drift, DriftCheck
-from averaging.observe.receipts import Account, DropCode, LateArrival, Outcome, Receipt, Role
-from averaging.peer.liveness import find_gone
+from averaging.discovery import Discovery
+from averaging.errors import AveragingError, LyingLeaderError, PeerUnreachableError, RoundError, SchemaMismatchError
+from averaging.matchmaking import Arrivals, Exclusions, LoggedDifferences, Matchmaking, NoGroupError, ResponseHistory
+from averaging.observe import Account, Drift, DriftCheck, DropCode, LateArrival, Outcome, Receipt, Role
 from averaging.peer.round_options import Confirm, ExpectedPeers, StartSize, StopSearch
 from averaging.peer.run_progress import RunProgress
 from averaging.peer.service import PeerService
 from averaging.peer.topics import Adopt, Topic
-from averaging.protocol.fingerprint import Fingerprint, detach
-from averaging.protocol.group import Group, Mode
-from averaging.protocol.schema import Schema
-from averaging.security.client_names import is_bound
-from averaging.state.snapshots import Snapshots
-from averaging.transport.base import Transport
+from averaging.protocol import Fingerprint, Group, Mode, detach
+from averaging.security import is_bound
+from averaging.state import Snapshots
+from averaging.tensors import Schema, offload
+from averaging.timing import expire
+from averaging.transport import Transport
+
+# Finds expected peers whose process was killed, which leaves their records in discovery.
+
+
+FIRST_PAUSE, LAST_PAUSE = 0.2, 2.0
+"""Seconds until an expected peer is called for the first time, doubled with each further call; and their maximum.
+A peer that arrives in time is not called."""
+
+MAX_CALLS = 16
+"""Peers that are called at a time."""
+
+CALL_TIMEOUT = 2.0
+"""Seconds for which a call may take; a refused connection takes one round trip."""
+
+
+async def find_gone(transport: Transport, missing: Callable[[], Collection[str]]) -> AsyncGenerator[str, None]:
+    """Yields missing peers whose address refuses connections, until it is closed.
+
+    Args:
+        transport: transport of this peer.
+        missing: called before each check for the peers that are expected but have not arrived.
+    """
+    pause = FIRST_PAUSE
+    while True:
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, LAST_PAUSE)
+        names = sorted(name for name in missing() if not name.startswith(CLIENT_PREFIX))[:MAX_CALLS]
+        gone = await asyncio.gather(*(_is_refused(transport, name) for name in names))
+        for name, refused in zip(names, gone, strict=True):
+            if refused:
+                yield name
+
+
+async def _is_refused(transport: Transport, endpoint: str) -> bool:
+    try:
+        async with asyncio.timeout(CALL_TIMEOUT):
+            await transport.get_schema(endpoint)
+    except PeerUnreachableError as error:
+        return error.refused
+    except (TimeoutError, AveragingError):
+        return False
+    return False
+
 
 logger = logging.getLogger("averaging.peer")
 

@@ -7,11 +7,10 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import aclosing
 
-from averaging.common.addresses import apart, member_of
-from averaging.discovery.base import Discovery, Entry
-from averaging.discovery.published_record import PublishedRecord
-from averaging.observe.step_rate import rate_in
-from averaging.protocol.group import progress_key
+from averaging.common import apart, member_of
+from averaging.discovery import Discovery, Entry, PublishedRecord
+from averaging.observe import rate_in
+from averaging.protocol import progress_key
 
 logger = logging.getLogger("averaging.peer")
 

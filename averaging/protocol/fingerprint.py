@@ -13,8 +13,7 @@ from typing import Any, TypeAlias
 import msgpack
 import xxhash
 
-from averaging.common.safe_msgpack import is_number
-from averaging.common.validation import is_count
+from averaging.common import is_count, is_number
 
 KEY = "averaging/state"
 """Key in a member's `gather` under which its packed fingerprint travels."""

@@ -15,8 +15,7 @@ from typing import Any
 
 import msgpack
 
-from averaging.common.addresses import CLIENT_PREFIX
-from averaging.common.safe_msgpack import check_keys, is_number, unpack
+from averaging.common import CLIENT_PREFIX, check_keys, is_number, unpack
 from averaging.errors import UnprovenViolationError
 
 MAX_GATHER_BYTES = 64 * 1024

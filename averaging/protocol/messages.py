@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TypeAlias
 
-from averaging.common.validation import named
+from averaging.common import named
 
 
 class MessageCode(IntEnum):

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from averaging.common.addresses import parse_ip
+from averaging.common import parse_ip
 from averaging.errors import ConfigError
 
 BACKDATED = datetime.timedelta(hours=1)

@@ -12,7 +12,7 @@ import uuid
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from averaging.common.addresses import CLIENT_PREFIX
+from averaging.common import CLIENT_PREFIX
 
 _DOMAIN = b"averaging.v1.ClientName"
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import datetime
 import logging
+import os
+import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias, TypeVar
@@ -16,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from averaging.common.addresses import covers
+from averaging.common import covers
 from averaging.config import FilePath, Inspection, PeerConfig, check_tls_files
 from averaging.errors import ConfigError
 
@@ -225,3 +228,46 @@ def _parse(source: str, wanted: str, parse: Callable[[], Read]) -> Read:
         return parse()
     except (ValueError, TypeError, UnsupportedAlgorithm):
         raise ConfigError(f"{source} holds no {wanted}; give the right file") from None
+
+
+# A token that the processes of one user share on one machine, so that a service on loopback is not open to others.
+
+
+def local_credentials(service: str) -> Credentials:
+    """The credentials of a service whose user gives none: the token in `token_path`, which is made if it is missing.
+
+    Raises:
+        ConfigError: the file cannot be made or read, or other users can read it.
+    """
+    try:
+        file = token_path(service)
+        if not file.exists():
+            _make(file)
+        status = file.stat()
+    except (OSError, RuntimeError) as error:  # the user may have no home
+        raise ConfigError(
+            f"the token that {service} of one user share cannot be made: {error}; set XDG_STATE_HOME to a folder of "
+            "your own, or give credentials"
+        ) from None
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise ConfigError(f"{file} belongs to another user or can be read by others; delete it and start again")
+    return Credentials(tokens=read_tokens(file))
+
+
+def token_path(service: str) -> Path:
+    """The file with the token of a service: in $XDG_STATE_HOME, by default ~/.local/state."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "averaging" / f"{service}.token"
+
+
+def _make(file: Path) -> None:
+    """Makes the file in one step, so that of several processes that start at once all read the same token."""
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    mine = file.with_suffix(f".{secrets.token_hex(8)}")
+    try:
+        mine.touch(mode=0o600, exist_ok=False)
+        mine.write_text(f"{secrets.token_hex(32)}\n")
+        with suppress(FileExistsError):
+            os.link(mine, file)
+    finally:
+        mine.unlink(missing_ok=True)

@@ -1,1 +1,27 @@
-"""The state that newcomers download: snapshots, donors, and the verified, resumable download."""
+"""The state that newcomers download, verified and resumable.
+
+Read in this order: `manifest` (what a state consists of), `snapshots` (the donor's copy), `donors` (who has one, and
+how long each may take), `assembler` (pieces in, state out), `downloads` (the whole download).
+"""
+
+from averaging.state.assembler import StateAssembler
+from averaging.state.donors import MIN_RATE, Donors, Throughput
+from averaging.state.downloads import download, of_all_members
+from averaging.state.manifest import STATE_DTYPES, State, nbytes_of, pack
+from averaging.state.snapshots import NO_EXTRAS, Extras, Snapshots
+
+__all__ = [
+    "MIN_RATE",
+    "NO_EXTRAS",
+    "STATE_DTYPES",
+    "Donors",
+    "Extras",
+    "Snapshots",
+    "State",
+    "StateAssembler",
+    "Throughput",
+    "download",
+    "nbytes_of",
+    "of_all_members",
+    "pack",
+]

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from averaging.common.shared_tensors import all_finite
-from averaging.common.tensor_names import first_moved_name, first_other_name
+from averaging.common import first_moved_name, first_other_name
 from averaging.errors import StateError
-from averaging.protocol.messages import Buffer, DownloadData, Resume, WireTensor
-from averaging.protocol.schema import Schema
+from averaging.protocol import Buffer, DownloadData, Resume, WireTensor
+from averaging.state.donors import PER_TENSOR
 from averaging.state.manifest import (
     DTYPE_NAMES,
     STATE_DTYPES,
+    State,
     TensorInfo,
     can_skip,
     covered,
@@ -25,8 +25,7 @@ from averaging.state.manifest import (
     read_manifest,
     resume_at,
 )
-from averaging.state.packing import State
-from averaging.state.throughput import PER_TENSOR
+from averaging.tensors import Schema, all_finite
 
 Check = Callable[[Mapping[str, Any]], None]
 """Called with the user dict of a state before its tensors arrive. Raises StateError to refuse the state."""

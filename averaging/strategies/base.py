@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -10,17 +11,24 @@ from typing import Any, SupportsIndex
 
 import torch
 
-from averaging.common.validation import is_finite
+from averaging.common import is_finite
 from averaging.errors import ConfigError, RoundError, StateError
-from averaging.observe.receipts import Receipt
-from averaging.peer.topics import Topic
-from averaging.protocol.messages import CompressionType, parse_compression
-from averaging.state.snapshots import NO_EXTRAS, Extras
+from averaging.observe import Receipt
+from averaging.peer import Topic
+from averaging.protocol import CompressionType, parse_compression
+from averaging.state import NO_EXTRAS, Extras
 from averaging.strategies.catch_up import CatchUp
-from averaging.training.fetch import Fetch
-from averaging.training.history import History, Progress, Stage, done_training
-from averaging.training.standing import Others, Own, look_for_greater_origin
-from averaging.training.training import Training
+from averaging.training import (
+    Fetch,
+    History,
+    Others,
+    Own,
+    Progress,
+    Stage,
+    Training,
+    done_training,
+    look_for_greater_origin,
+)
 
 
 class Strategy(ABC):
@@ -261,3 +269,98 @@ class Strategy(ABC):
         if self.max_norm is not None:
             options.append(f"max_norm={self.max_norm:g}")
         return "".join(f", {option}" for option in options)
+
+
+# Decides when a peer's next round is due. Pure: the caller passes the time.
+
+
+SMOOTHING = 0.2
+"""Weight of the newest step in the running mean of the seconds per step."""
+
+
+class AveragingSchedule:
+    """Counts the local steps between two rounds of a peer.
+
+    A round is due every `every` steps. It is due earlier if other peers look for a group and would stop looking before
+    this peer has made all its steps. So a slower peer, or one that joined in between, aligns with the others.
+
+    Args:
+        every: steps between two rounds, at least 1.
+
+    Raises:
+        ConfigError: `every` is not an integer of at least 1.
+    """
+
+    def __init__(self, every: int) -> None:
+        self.every = check_whole_number("every", every, 1)
+        self.steps = 0
+        self._seconds = 0.0  # running mean per step
+        self._last: float | None = None
+
+    def count(self, now: float) -> None:
+        """Counts one step, which ended at `now`."""
+        self.steps += 1
+        if self._last is not None:
+            seconds = now - self._last
+            self._seconds = seconds if self._seconds == 0 else self._seconds + SMOOTHING * (seconds - self._seconds)
+        self._last = now
+
+    def is_due(self, now: float, declared_until: float | None) -> bool:
+        """Whether this peer averages now.
+
+        Args:
+            now: seconds since the epoch.
+            declared_until: when the last of the other peers' declarations expires; None if nobody looks for a group.
+        """
+        if self.steps >= self.every:
+            return True
+        if self.steps == 0 or self._seconds <= 0 or declared_until is None:
+            return False
+        return now < declared_until < now + (self.every - self.steps + 1) * self._seconds
+
+    def restart(self) -> None:
+        """Starts counting anew, because a round begins; its duration does not count as a step's."""
+        self.steps = 0
+        self._last = None
+
+
+def check_whole_number(name: str, value: int, minimum: int) -> int:
+    """Returns `value`.
+
+    Raises:
+        ConfigError: it is not an integer of at least `minimum`.
+    """
+    if type(value) is not int or value < minimum:
+        raise ConfigError(f"{name} must be a whole number of steps, at least {minimum}, not {value!r}")
+    return value
+
+
+# What a peer with `on_drift="adopt"` does that differs from most members of its group although it should not.
+
+
+logger = logging.getLogger("averaging.training")
+
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 600.0
+"""Seconds between two downloads; each pause is twice as long as the last one. A cause that remains, such as a loop that
+writes parameters, would otherwise cost a download in each round."""
+
+
+class Adoption:
+    """Takes over the hyperparameters and the state of most members."""
+
+    def __init__(self, training: Training, strategy: Strategy) -> None:
+        self._training, self._strategy = training, strategy
+        self._next, self._pause = 0.0, FIRST_PAUSE
+
+    def adopt(self) -> None:
+        """Called after the step whose round has found that this peer differs."""
+        training = self._training
+        changed, donors = training.adopt_hyperparameters()
+        if changed and training.site.leads:
+            logger.warning("drift: this peer has taken over %s from most peers of its group", ", ".join(changed))
+        now = training.agreed(training.monotonic)
+        if not donors or now < self._next:
+            return
+        self._next, self._pause = now + self._pause, min(2 * self._pause, LONGEST_PAUSE)
+        if self._strategy.adopt(training, donors) and training.site.leads:
+            logger.warning("drift: this peer has taken over the state of most peers of its group")

@@ -9,25 +9,30 @@ from typing import Any
 
 import torch
 
-from averaging.common.validation import is_finite
+from averaging.common import is_finite
 from averaging.errors import AveragingError, ConfigError, StateError
-from averaging.observe.receipts import Receipt
-from averaging.peer.round_options import RoundOptions
-from averaging.peer.topics import Adopt
-from averaging.protocol.messages import CompressionType
-from averaging.state.snapshots import Extras
-from averaging.strategies.averaging_schedule import AveragingSchedule, check_whole_number
+from averaging.observe import Receipt
+from averaging.peer import Adopt, RoundOptions
+from averaging.protocol import CompressionType
+from averaging.state import Extras
+from averaging.strategies.base import AveragingSchedule, check_whole_number
 from averaging.strategies.lockstep import LockstepStrategy
 from averaging.strategies.model_fragment import Fragment, cut
-from averaging.training.fetch import Fetch
-from averaging.training.history import History
-from averaging.training.optimizer_state import load_optimizer, pack_optimizer, restored_on_error
-from averaging.training.optimizer_wrapper import needs_closure
-from averaging.training.pending_round import PendingRound
-from averaging.training.standing import Others
-from averaging.training.tensor_math import full_precision
-from averaging.training.training import Training
-from averaging.training.training_state import count_in, take_tensor, under_own_names
+from averaging.training import (
+    Fetch,
+    History,
+    Others,
+    PendingRound,
+    Training,
+    count_in,
+    full_precision,
+    load_optimizer,
+    needs_closure,
+    pack_optimizer,
+    restored_on_error,
+    take_tensor,
+    under_own_names,
+)
 
 OuterFactory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 

@@ -8,16 +8,13 @@ from typing import Any
 
 import torch
 
-from averaging.common.shared_tensors import all_finite
 from averaging.errors import ConfigError, TensorError
-from averaging.observe.receipts import Receipt
-from averaging.peer.topics import Adopt
-from averaging.protocol.messages import CompressionType
+from averaging.observe import Receipt
+from averaging.peer import Adopt
+from averaging.protocol import CompressionType
 from averaging.strategies.lockstep import LockstepStrategy
-from averaging.training.optimizer_wrapper import needs_closure
-from averaging.training.standing import Others
-from averaging.training.tensor_math import full_precision
-from averaging.training.training import Training
+from averaging.tensors import all_finite
+from averaging.training import Others, Training, full_precision, needs_closure
 
 WAITED_BATCHES = 2.0
 """How long a peer waits until other peers complete the joint batch, in multiples of its own last batch time."""

@@ -10,15 +10,13 @@ from typing import Any
 
 import torch
 
-from averaging.common.safe_msgpack import is_number
+from averaging.common import is_number
 from averaging.errors import StateError
-from averaging.observe.receipts import Receipt
-from averaging.peer.round_options import ExpectedPeers
+from averaging.observe import Receipt
+from averaging.peer import ExpectedPeers
 from averaging.strategies.base import Strategy
 from averaging.strategies.catch_up import START_TIMEOUT
-from averaging.training.history import History, Stage, read_progress
-from averaging.training.standing import Others, compare_progress, find_together
-from averaging.training.training import Training
+from averaging.training import History, Others, Stage, Training, compare_progress, find_together, read_progress
 
 logger = logging.getLogger(__name__)
 

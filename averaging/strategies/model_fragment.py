@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from averaging.common.shared_tensors import sharing_memory
 from averaging.errors import ConfigError
-from averaging.peer.topics import Topic
-from averaging.training.group_progress import GroupProgress
+from averaging.peer import Topic
+from averaging.tensors import sharing_memory
+from averaging.training import GroupProgress
 
 
 class Fragment:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 
-from averaging.common.sanitize import listed
-from averaging.observe.training_status import Finish
+from averaging.common import listed
+from averaging.observe import Finish
 from averaging.strategies.base import Strategy
-from averaging.training.history import Stage, done_training, read_progress, still_training
-from averaging.training.standing import Others
-from averaging.training.training import Training
+from averaging.training import Others, Stage, Training, done_training, read_progress, still_training
 
 START_TIMEOUT = 2.0
 """Seconds within which a peer that is ahead must start to send its state."""

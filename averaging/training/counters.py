@@ -8,7 +8,7 @@ from typing import Any
 import msgpack
 import torch
 
-from averaging.common.safe_msgpack import unpack
+from averaging.common import unpack
 
 KEY = "counters"
 """Key of the packed values in a member's `gather`. The rest of the map is what the strategy sends."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import xxhash
 
-from averaging.protocol.fingerprint import (
+from averaging.protocol import (
     ENTRY_BYTES,
     MAX_ENTRIES,
     MAX_ITEMS,

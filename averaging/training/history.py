@@ -10,10 +10,9 @@ from enum import IntEnum
 
 import msgpack
 
-from averaging.common.safe_msgpack import is_number, unpack
-from averaging.common.validation import is_count
+from averaging.common import is_count, is_number, unpack
 from averaging.errors import StateError
-from averaging.observe.step_rate import MAX_ITEMS, check_rate
+from averaging.observe import MAX_ITEMS, check_rate
 
 MAX_LINEAGE = 64
 

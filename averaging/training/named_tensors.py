@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from averaging.common.shared_tensors import all_finite
-from averaging.common.tensor_names import without_wrappers
+from averaging.common import without_wrappers
 from averaging.errors import ConfigError, TensorError
-from averaging.protocol.schema import DTYPES
-from averaging.state.manifest import STATE_DTYPES
+from averaging.state import STATE_DTYPES
+from averaging.tensors import DTYPES, all_finite
 from averaging.training.trained_model import TrainedModel
 
 BUFFER = "buffer/"

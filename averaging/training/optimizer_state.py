@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from averaging.common.safe_msgpack import MAX_INTEGER_KEYS
+from averaging.common import MAX_INTEGER_KEYS
 from averaging.errors import StateError
 from averaging.training.group_progress import GroupProgress, merged
 from averaging.training.layout import as_divided, is_divided, local

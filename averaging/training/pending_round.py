@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
+from averaging.common import EventLoopThread, SignalSafeFuture, on_loop
 from averaging.errors import ClosedError, SiteError
-from averaging.observe.receipts import Receipt
-from averaging.protocol.group import GROUP_ID_BYTES, Group
-from averaging.training.event_loop_thread import EventLoopThread, on_loop
-from averaging.training.signal_safe_future import SignalSafeFuture
+from averaging.observe import Receipt
+from averaging.protocol import GROUP_ID_BYTES, Group
 from averaging.training.site import Site
 
 

@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
+from averaging.common import EventLoopThread
 from averaging.errors import AveragingError, SiteError, StateError
-from averaging.peer.peer import FetchedState, Peer
-from averaging.state.packing import State
-from averaging.state.snapshots import Extras
-from averaging.training.event_loop_thread import EventLoopThread
+from averaging.peer import FetchedState, Peer
+from averaging.state import Extras, State
 from averaging.training.fetch import Fetch
 from averaging.training.site import Site
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from averaging.common.addresses import CLIENT_PREFIX, member_of
-from averaging.common.sanitize import counted, listed
+from averaging.common import CLIENT_PREFIX, counted, listed, member_of
 from averaging.training.history import History, Made, Origin, Progress, Stage, read_progress
 
 TRAINED_TOGETHER = 1

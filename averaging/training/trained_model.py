@@ -8,9 +8,9 @@ import torch
 import xxhash
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from averaging.common.shared_tensors import digest_of_tensors
-from averaging.common.tensor_names import without_wrappers
+from averaging.common import without_wrappers
 from averaging.errors import ConfigError, TensorError
+from averaging.tensors import digest_of_tensors
 from averaging.training.layout import is_divided, local
 
 

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from averaging.errors import CallRefusedError, PeerUnreachableError, ProtocolViolationError
-from averaging.observe.receipt_book import Watched
-from averaging.observe.status import PeerStatus
-from averaging.protocol.messages import (
+from averaging.observe import PeerStatus, Watched
+from averaging.protocol import (
     AveragingData,
     Digest,
     DownloadData,
@@ -29,7 +28,7 @@ from averaging.protocol.messages import (
     Resume,
     Rumour,
 )
-from averaging.protocol.schema import Schema
+from averaging.tensors import Schema
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import time
 import torch
 
 from averaging import Follower
-from averaging.feed import FeedEnvironment, RegisterEnv, ScoredData
+from averaging.rl.feed import FeedEnvironment, RegisterEnv, ScoredData
 from examples.posttrain.policy import DIGITS, LENGTH, Policy, generate, logprobs_of, prompts_of, rewards_of
 from examples.posttrain.story import GROUP_SIZE, GROUPS, RUN_ID, Events, Story, local
 

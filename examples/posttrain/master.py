@@ -9,7 +9,7 @@ import sys
 import time
 
 from averaging import WorkerError
-from averaging.workers import Call, MasterWorker, Model, Plan
+from averaging.rl.workers import Call, MasterWorker, Model, Plan
 from examples.posttrain.story import GROUPS, Events, Story, local
 
 AGAIN = 0.5

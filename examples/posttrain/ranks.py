@@ -23,8 +23,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from averaging import DecentralizedAverager, DiLoCo, WeightPublisher
+from averaging.rl.workers import Backend, ModelWorker, SampleBatch
 from averaging.rpc import EventLoopThread, RpcServer
-from averaging.workers import Backend, ModelWorker, SampleBatch
 from examples.posttrain.policy import Policy, advantages_of, policy_loss
 from examples.posttrain.story import RUN_ID, Events, Story, local
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 import torch
 
-from averaging.feed import BatchFeed, Registration
-from averaging.workers import Backend, ModelWorker, Sample, SampleBatch
+from averaging.rl.feed import BatchFeed, Registration
+from averaging.rl.workers import Backend, ModelWorker, Sample, SampleBatch
 from examples.posttrain.policy import LENGTH, rewards_of
 from examples.posttrain.story import GROUP_SIZE, GROUPS, RUN_ID, Events, Story, local
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import msgpack
 from hypothesis import strategies as st
 
-from averaging.compression import encode
 from averaging.protocol.messages import AveragingData, CompressionType, DownloadData, MessageCode, WireTensor
+from averaging.tensors.compression import encode
 
 ENDPOINTS = ["", "peer:1", "peer:2", "peer:3", "client::1", "no endpoint", "h:0", "h:99999", "\x00:1", "ü" * 300]
 

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 
 from averaging.common.addresses import covers, is_endpoint
 from averaging.common.safe_msgpack import MAX_INTEGER_KEYS, unpack
-from averaging.discovery.gossip.broadcast_tree import BroadcastBranch
+from averaging.discovery.gossip.membership import BroadcastBranch
 from averaging.discovery.gossip.record import Limits
 from averaging.discovery.gossip.record_table import RecordTable
 from averaging.discovery.gossip.rumours import Rumours
@@ -38,17 +38,18 @@ from averaging.protocol.messages import (
     Rumour,
     WireTensor,
 )
+from averaging.rl.workers import Handle, ListDataset, Payload, Sample
+from averaging.rl.workers.request_book import Next, RequestBook
 from averaging.rpc import TensorMessage, TensorReader
 from averaging.state.assembler import StateAssembler
 from averaging.state.donors import unpack_priority
 from averaging.state.manifest import MAX_ITEMS, read_manifest
+from averaging.testing import virtual_time
 from averaging.training.optimizer_state import load_optimizer
-from averaging.transport import virtual_time
-from averaging.transport.grpc import headers, methods
+from averaging.transport.grpc import channel_options as headers
+from averaging.transport.grpc import methods
 from averaging.transport.grpc.authentication import is_token
 from averaging.transport.grpc.methods import Method
-from averaging.workers import Handle, ListDataset, Payload, Sample
-from averaging.workers.request_book import Next, RequestBook
 from tests.fuzz import clashing
 from tests.fuzz.material import protobufs, values
 from tests.receipts import receipt

@@ -15,17 +15,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from averaging.compression import decode
 from averaging.discovery.base import Entry
 from averaging.errors import ProtocolViolationError, StateError, UnprovenViolationError
 from averaging.matchmaking import rules
 from averaging.observe import receipt_log
 from averaging.protocol.group import Member, Mode, pack_gather, unpack_gather
 from averaging.protocol.messages import JoinRequest, MessageCode, MessageFromLeader, WireTensor
-from averaging.protocol.schema import describe
 from averaging.state.assembler import StateAssembler
 from averaging.state.donors import unpack_priority
-from averaging.state.packing import State, pack, seal
+from averaging.state.manifest import State, pack, seal
+from averaging.tensors.compression import decode
+from averaging.tensors.schema import describe
 from averaging.transport.grpc import methods
 from averaging.transport.grpc.methods import Method
 from tests.fuzz.material import ENDPOINTS, damaged, packed, protobufs, states, values, wire_tensors

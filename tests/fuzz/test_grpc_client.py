@@ -24,9 +24,9 @@ from averaging.errors import (
     UnauthenticatedError,
 )
 from averaging.protocol.messages import AveragingData, JoinRequest, MessageCode, MessageFromLeader, WireTensor
-from averaging.protocol.schema import describe
-from averaging.state.download import download
-from averaging.state.packing import State, pack, seal
+from averaging.state.downloads import download
+from averaging.state.manifest import State, pack, seal
+from averaging.tensors.schema import describe
 from averaging.transport.grpc import GrpcTransport, methods
 from averaging.transport.grpc.methods import Method
 from tests.complaints import complaints

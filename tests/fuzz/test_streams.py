@@ -19,11 +19,11 @@ from averaging.errors import AveragingError, CallRefusedError, PeerUnreachableEr
 from averaging.matchmaking.rules import pack_looking
 from averaging.protocol.group import Member, Mode, pack_gather
 from averaging.protocol.messages import AveragingData, DownloadData, JoinRequest, MessageCode, MessageFromLeader, Resume
-from averaging.protocol.schema import ReplyForm, Schema, describe
 from averaging.state.assembler import StateAssembler
-from averaging.state.download import download
-from averaging.state.packing import State, pack, seal
-from averaging.transport import virtual_time
+from averaging.state.downloads import download
+from averaging.state.manifest import State, pack, seal
+from averaging.tensors.schema import ReplyForm, Schema, describe
+from averaging.testing import virtual_time
 from tests.fuzz.material import ENDPOINTS, averaging_data, packed, states
 from tests.selection import examples
 from tests.simulation.fake_transport import OneLane

@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from averaging.errors import AveragingError
-from averaging.transport import virtual_time
+from averaging.rl.workers import Handle, HookName, ModelWorker
+from averaging.rl.workers.methods import REQUEST_REPLY_STREAM
+from averaging.testing import virtual_time
 from averaging.wire.workers_pb2 import Attach, MasterMessage, WorkerMessage
 from averaging.wire.workers_pb2 import Payload as Message
-from averaging.workers import Handle, HookName, ModelWorker
-from averaging.workers.methods import REQUEST_REPLY_STREAM
 from tests.integration.worker_backends import Actor, Log, dataset
 from tests.selection import examples
 from tests.simulation.memory_workers import MemoryWorkers

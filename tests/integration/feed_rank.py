@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from averaging.errors import AveragingError
-from averaging.feed import BatchFeed, Registration
+from averaging.rl.feed import BatchFeed, Registration
 
 
 def emit(**event: Any) -> None:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
-from averaging.feed import Batch, RegisterEnv, Registration, ScoredData
+from averaging.rl.feed import Batch, RegisterEnv, Registration, ScoredData
 from tests.integration.ports import free_address
 from tests.integration.processes import DEADLINE, JsonProcess, averaging_process
 

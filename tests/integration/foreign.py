@@ -24,10 +24,10 @@ from grpc_tools import protoc
 
 from averaging import Peer, Receipt
 from averaging.config import PeerOptions
-from averaging.deadlines import learned_deadlines
 from averaging.discovery.base import Entry
 from averaging.discovery.gossip import GossipDiscovery
 from averaging.state.snapshots import Extras
+from averaging.timing import learned_deadlines
 from averaging.transport.base import Transport
 
 ROOT = Path(__file__).parents[2]

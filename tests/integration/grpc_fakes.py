@@ -8,8 +8,7 @@ import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 
-from averaging.deadlines.learned_deadlines import Learned, Phase
-from averaging.observe.receipt_book import Watched
+from averaging.observe.receipt_log import Watched
 from averaging.observe.receipts import Dropped, Outcome, Receipt
 from averaging.observe.status import PeerStatus
 from averaging.protocol.messages import (
@@ -27,8 +26,9 @@ from averaging.protocol.messages import (
     Rumour,
     WireTensor,
 )
-from averaging.protocol.schema import ReplyForm, Schema, TensorSpec
 from averaging.security.credentials import Credentials
+from averaging.tensors.schema import ReplyForm, Schema, TensorSpec
+from averaging.timing.learned_deadlines import Learned, Phase
 from averaging.transport.direct import DirectTransport
 from averaging.transport.grpc import GrpcTransport
 from tests.integration.ports import free_address

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from averaging.errors import WorkerError
-from averaging.workers import MasterWorker, Model, ModelWorker, Plan, SampleBatch
+from averaging.rl.workers import MasterWorker, Model, ModelWorker, Plan, SampleBatch
 from tests.integration.worker_backends import Actor, Log, Reward, dataset, ppo
 
 LOCK = threading.Lock()

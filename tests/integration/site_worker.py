@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from averaging import DecentralizedAverager, DiLoCo, GradientAveraging, LocalSGD, Strategy
-from averaging.training.event_loop_thread import EventLoopThread
+from averaging.common.event_loop_thread import EventLoopThread
 from averaging.training.pending_round import PendingRound
 from averaging.training.standing import Others
 from averaging.training.training_state import TrainingState

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from averaging import CallRefusedError, PeerUnreachableError, RunningStatus, StateError, Synchronizer, WeightGroupError
-from averaging.synchronizer.collective import WeightReceiver, WeightSender
-from averaging.synchronizer.remote import RemoteSynchronizer
+from averaging.rl.synchronizer.collective import WeightReceiver, WeightSender
+from averaging.rl.synchronizer.remote import RemoteSynchronizer
 
 PAUSE = 0.02
 """Seconds before another try, so that a test gets no thousands of lines."""

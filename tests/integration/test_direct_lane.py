@@ -20,15 +20,17 @@ from averaging.errors import CallRefusedError, NotServedError, PeerUnreachableEr
 from averaging.protocol.messages import AveragingData, MessageCode
 from averaging.security.credentials import Credentials
 from averaging.transport.base import is_alive
-from averaging.transport.direct import lanes, opening, quotas, tickets
+from averaging.transport.direct import lanes, opening
+from averaging.transport.direct import sealing as tickets
 from averaging.transport.direct import serving as direct_serving
-from averaging.transport.direct.buffers import Buffers
+from averaging.transport.direct import serving as quotas
 from averaging.transport.direct.frames import (
     FROM_CALLEE,
     FROM_CALLER,
     HELLO_BYTES,
     MAX_HEAD_BYTES,
     NONCE_BYTES,
+    Buffers,
     Kind,
     commitment_to,
     pack_header,

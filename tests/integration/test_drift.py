@@ -14,7 +14,7 @@ import torch
 
 from averaging import DiLoCo, GradientAveraging, LocalSGD, Mode, OnDrift, PeerConfig, Strategy
 from averaging.errors import DriftError
-from averaging.observe.explain import Round, describe, explain
+from averaging.observe.explanation import Round, describe, explain
 from averaging.observe.receipt_log import read
 from averaging.observe.receipts import Receipt
 from tests.integration.training import SGD, Run, Start, gather_until, step

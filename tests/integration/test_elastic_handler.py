@@ -25,7 +25,7 @@ from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
 from averaging import ConfigError, RpcServer
 from averaging.elastic import backend, handler
 from averaging.elastic import register as limits
-from averaging.elastic.envelope import Seal
+from averaging.elastic.cell import Seal
 from averaging.elastic.grpc_register import RegisterService
 from averaging.elastic.handler import AveragingRendezvousHandler, create_handler
 from averaging.elastic.register import MemoryRegister

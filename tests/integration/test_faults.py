@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from averaging.deadlines.learned_deadlines import MIN_WAITS
+from averaging.timing.learned_deadlines import MIN_WAITS
 from tests.integration.fault_proxy import Fault, FaultProxy
 from tests.integration.held import Held, wait_until_given_back
 from tests.integration.processes import JsonProcess, Workers, average

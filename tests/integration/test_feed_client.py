@@ -14,9 +14,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from averaging.errors import ConfigError, FeedBusyError, FeedError, FeedRefusedError, FeedUnreachableError
-from averaging.feed import BatchFeed, FeedEnvironment
-from averaging.feed.client import MAX_PAUSE, Backoff, Connection
-from averaging.feed.messages import BatchReply, Registered
+from averaging.rl.feed import BatchFeed, FeedEnvironment
+from averaging.rl.feed.client import MAX_PAUSE, Backoff, Connection
+from averaging.rl.feed.messages import BatchReply, Registered
 from tests.integration.feeds import a_group, environment, registration
 
 Answer = tuple[int, dict[str, str], bytes]

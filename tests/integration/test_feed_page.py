@@ -14,8 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from averaging.feed import FeedServer
-from averaging.feed.routes import COUNTERS, GAUGES, READS
+from averaging.rl.feed import FeedServer
+from averaging.rl.feed.routes import COUNTERS, GAUGES, READS
 from tests.integration.pages import Block, blocks_of
 from tests.integration.processes import DEADLINE
 from tests.integration.test_grpcurl_page import agrees

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from averaging.errors import ConfigError, FeedError, FeedRefusedError, FeedUnreachableError
-from averaging.feed import BatchFeed, FeedEnvironment
+from averaging.rl.feed import BatchFeed, FeedEnvironment
 from tests.integration import certificates
 from tests.integration.feeds import DEADLINE, Feed, a_group, a_rank, environment, names, registration
 from tests.integration.processes import JsonProcess, all_expect
@@ -317,7 +317,7 @@ def test_clients_log_why_there_is_no_batch(feed: Feed, caplog: pytest.LogCapture
         for _ in range(2):
             batches._request_batch()
     said = [record.name for record in caplog.records if "batch_size 5 is not a multiple" in record.getMessage()]
-    assert said == ["averaging.feed.environment", "averaging.feed.trainer"]
+    assert said == ["averaging.rl.feed.environment", "averaging.rl.feed.trainer"]
 
 
 def test_a_trainer_can_say_which_checkpoint_it_saved(feed: Feed, stack: ExitStack, tmp_path: Path) -> None:

@@ -19,10 +19,10 @@ import psutil
 import pytest
 
 from averaging.errors import ConfigError, ListenError
-from averaging.feed import FeedServer, Limits
-from averaging.feed.messages import Registration
-from averaging.feed.run_state import RunState
-from averaging.feed.server import _network
+from averaging.rl.feed import FeedServer, Limits
+from averaging.rl.feed.messages import Registration
+from averaging.rl.feed.run_state import RunState
+from averaging.rl.feed.server import _network
 from tests.integration import certificates
 from tests.integration.certificates import OLD_TOKEN, TOKEN
 from tests.integration.feeds import environment, registration

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-import averaging.synchronizer
+import averaging.rl.synchronizer
 from averaging import PeerUnreachableError, ProtocolViolationError, RpcServer
 from averaging.rpc import RpcChannel, RpcHandler
-from averaging.synchronizer.follower_shards import ShardTasks
-from averaging.synchronizer.follower_tasks import FollowerOptions
-from averaging.synchronizer.weights_layout import Shard
-from averaging.synchronizer.weights_messages import FETCH, FOLLOW, version_message
-from averaging.synchronizer.weights_snapshot import copy_state, seal
-from averaging.synchronizer.weights_store import Store
+from averaging.weights.follower_shards import ShardTasks
+from averaging.weights.follower_tasks import FollowerOptions
+from averaging.weights.layout import Shard
+from averaging.weights.messages import FETCH, FOLLOW, version_message
+from averaging.weights.snapshot import copy_state, seal
+from averaging.weights.store import Store
 from averaging.wire.weights_pb2 import WeightsFollowRequest, WeightsVersion
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
@@ -85,6 +85,6 @@ async def test_a_part_is_dialled_on_loopback_only_if_its_publisher_is_there_or_t
 
 
 def test_all_connections_of_this_room_are_opened_in_one_place_or_to_the_user_s_address() -> None:
-    folder = Path(averaging.synchronizer.__file__).parent
+    folder = Path(averaging.rl.synchronizer.__file__).parent
     places = {file.name: file.read_text().count("RpcChannel(") for file in folder.glob("*.py")}
     assert {name: count for name, count in places.items() if count} == {"follower_tasks.py": 1, "remote.py": 1}

@@ -16,7 +16,7 @@ from averaging import Mode
 from averaging.allreduce.partition import partition
 from averaging.protocol.group import Group
 from averaging.protocol.messages import CompressionType
-from averaging.protocol.schema import ReplyForm, describe
+from averaging.tensors.schema import ReplyForm, describe
 from averaging.wire import averaging_pb2, runtime_pb2
 from tests.integration.foreign import (
     RUN,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from averaging.errors import StateError
-from averaging.state.packing import State
+from averaging.state.manifest import State
 from averaging.state.snapshots import Extras
 from tests.integration.foreign import Foreign, ForeignPeer, Message, Ours, gather, our_peer, whole_numbers
 

@@ -15,7 +15,7 @@ import torch
 from averaging import DiLoCo, GradientAveraging, LocalSGD, Mode, Outcome, Strategy
 from averaging.errors import ConfigError, PeerUnreachableError, TensorError
 from averaging.protocol import group
-from averaging.strategies.progress_claims import FIRST_PAUSE
+from averaging.strategies.catch_up import FIRST_PAUSE
 from averaging.training.history import Progress
 from tests.integration.training import (
     PATIENCE,

@@ -13,7 +13,7 @@ import pytest
 
 from averaging.errors import CallRefusedError, ClosedError, ProtocolViolationError
 from averaging.protocol.messages import AveragingData, JoinRequest, MessageFromLeader
-from averaging.protocol.schema import Schema, TensorSpec
+from averaging.tensors.schema import Schema, TensorSpec
 from averaging.transport.grpc import methods
 from averaging.transport.grpc.error_mapping import refuse
 from tests.integration.grpc_fakes import (

@@ -25,8 +25,7 @@ from averaging.transport.base import Transport
 from averaging.transport.grpc import GrpcTransport
 from averaging.transport.grpc.channel_options import channel_options
 from averaging.transport.grpc.channels import Channels
-from averaging.transport.grpc.dialling import resolve
-from averaging.transport.grpc.listen_check import check_listen, warn_of_loopback
+from averaging.transport.grpc.dialling import check_listen, resolve, warn_of_loopback
 from averaging.transport.grpc.server import Server
 from tests.integration.grpc_fakes import ACCEPTED, MAX_MESSAGE_BYTES, REQUEST, FakeGossip, FakePeer, client, serving
 from tests.integration.ports import free_address
@@ -181,7 +180,7 @@ async def test_a_link_local_address_needs_its_interface(monkeypatch: pytest.Monk
     def refuse(*_: object) -> OSError:
         return OSError(errno.EINVAL, "Invalid argument")  # as Linux does, where it has IPv6
 
-    monkeypatch.setattr("averaging.transport.grpc.listen_check._try_to_bind", refuse)
+    monkeypatch.setattr("averaging.transport.grpc.dialling._try_to_bind", refuse)
     with pytest.raises(ListenError, match=r"a link-local one needs its interface, as in \[fe80::7%eth0\]:4222"):
         await bound("[fe80::7]:4222")
 
@@ -231,7 +230,7 @@ async def test_a_name_of_which_one_address_cannot_be_had(
         return OSError(number, "no") if family == socket.AF_INET else None
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", found)
-    monkeypatch.setattr("averaging.transport.grpc.listen_check._try_to_bind", attempt)
+    monkeypatch.setattr("averaging.transport.grpc.dialling._try_to_bind", attempt)
     with pytest.raises(ListenError, match=words) if words else nullcontext():
         await check_listen("here.example.org:4222", None)
 

@@ -16,10 +16,9 @@ import torch
 
 from averaging import Peer
 from averaging.errors import BusyError, CallRefusedError, PeerUnreachableError
-from averaging.peer.host_quota import HostQuota
-from averaging.peer.service import DOWNLOADS_PER_HOST, MAX_DOWNLOADS
+from averaging.peer.service import DOWNLOADS_PER_HOST, MAX_DOWNLOADS, HostQuota
 from averaging.protocol.messages import AveragingData, Digest, ExchangeReply, MessageCode, Record
-from averaging.state.download import download
+from averaging.state.downloads import download
 from averaging.transport.grpc import GrpcTransport, channel_options, channels, methods, server, unread_replies
 from averaging.transport.grpc.authentication import Callers
 from tests.integration.grpc_fakes import (

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from averaging import DiLoCo, LocalSGD, Outcome, Peer, Receipt
+from averaging.common.event_loop_thread import EventLoopThread
 from averaging.protocol.group import group_key
-from averaging.training.event_loop_thread import EventLoopThread
 from tests.integration.training import (
     PATIENCE,
     SGD,

@@ -17,7 +17,6 @@ import torch
 
 from averaging import CompressionType, Mode, NonFinite, Outcome, Peer, ReplyForm
 from averaging.allreduce import AllReduce, RoundResult
-from averaging.common.shared_tensors import SharedTensors
 from averaging.errors import (
     ClosedError,
     ConfigError,
@@ -27,10 +26,11 @@ from averaging.errors import (
     RoundError,
     TensorError,
 )
-from averaging.peer.error_feedback import ErrorFeedback
+from averaging.peer.topics import ErrorFeedback
 from averaging.protocol.group import donors_key, group_key
-from averaging.state.packing import State
+from averaging.state.manifest import State
 from averaging.state.snapshots import Snapshots
+from averaging.tensors.shared_tensors import SharedTensors
 from tests.integration.certificates import write
 from tests.integration.peers import average, enter, swarm, told
 from tests.integration.ports import free_address, free_port
@@ -54,7 +54,7 @@ async def test_nothing_that_goes_through_many_bytes_stops_the_event_loop(monkeyp
 
         monkeypatch.setattr(owner, name, noted)
 
-    monkeypatch.setattr("averaging.common.threads.INLINE_BYTES", 0)
+    monkeypatch.setattr("averaging.tensors.shared_tensors.INLINE_BYTES", 0)
     monkeypatch.setattr("averaging.state.snapshots.INLINE_BYTES", 0)
     heavy = {
         SharedTensors: ["check_finite", "flat", "write", "copy_from"],
@@ -84,7 +84,7 @@ async def test_nothing_that_goes_through_many_bytes_stops_the_event_loop(monkeyp
 @pytest.mark.asyncio
 @pytest.mark.parametrize("nbytes", [0, 1 << 20])
 async def test_the_modes_of_autograd_hold_in_a_thread_too(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("averaging.common.threads.INLINE_BYTES", nbytes)
+    monkeypatch.setattr("averaging.tensors.shared_tensors.INLINE_BYTES", nbytes)
     bias = torch.zeros(3, requires_grad=True)
 
     def take_over(state: State) -> None:
@@ -106,7 +106,7 @@ async def test_the_modes_of_autograd_hold_in_a_thread_too(nbytes: int, monkeypat
 
 @pytest.mark.asyncio
 async def test_a_commit_while_a_result_is_written_is_the_version_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("averaging.common.threads.INLINE_BYTES", 0)
+    monkeypatch.setattr("averaging.tensors.shared_tensors.INLINE_BYTES", 0)
     writing, go_on = threading.Event(), threading.Event()
     write = SharedTensors.write
     tensors = [{"x": torch.full((100,), value)} for value in (1.0, 3.0)]
@@ -144,7 +144,7 @@ async def test_a_round_is_gone_without_the_garbage_collector(
     inline_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It holds averages, which may be as large as the tensors."""
-    monkeypatch.setattr("averaging.common.threads.INLINE_BYTES", inline_bytes)
+    monkeypatch.setattr("averaging.tensors.shared_tensors.INLINE_BYTES", inline_bytes)
     loop, threads = asyncio.get_running_loop(), ThreadPoolExecutor()
     loop.set_default_executor(threads)
     before = rounds_in_memory()  # other tests hold errors, whose tracebacks hold rounds

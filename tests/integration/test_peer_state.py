@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from averaging import Extras
-from averaging.common.threads import in_thread
 from averaging.errors import (
     StateError,
 )
 from averaging.protocol.group import donors_key
+from averaging.tensors.shared_tensors import in_thread
 from tests.integration.peers import average, enter, told
 
 

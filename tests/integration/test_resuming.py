@@ -12,11 +12,12 @@ import torch
 
 from averaging import Peer
 from averaging.protocol.messages import DownloadData
-from averaging.state import packing
+from averaging.state import manifest as packing
 from averaging.state.assembler import StateAssembler
-from averaging.state.download import download
-from averaging.state.packing import CHUNK_BYTES
-from averaging.transport.grpc import GrpcTransport, headers, methods
+from averaging.state.downloads import download
+from averaging.state.manifest import CHUNK_BYTES
+from averaging.transport.grpc import GrpcTransport, methods
+from averaging.transport.grpc import channel_options as headers
 from tests.integration.listening import closed, listening
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")

@@ -31,7 +31,7 @@ from averaging import (
     UnauthenticatedError,
 )
 from averaging.rpc import EventLoopThread, RpcHandler, read_credentials
-from averaging.transport.memory import MemoryNetwork
+from averaging.testing.transport import MemoryNetwork
 from tests.integration.certificates import TOKEN, write
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from averaging import DiLoCo, GradientAveraging, LocalSGD, Strategy
-from averaging.synchronizer.publisher import WeightPublisher
-from averaging.synchronizer.weights_snapshot import StateCopy
+from averaging.weights.publisher import WeightPublisher
+from averaging.weights.snapshot import StateCopy
 from tests.integration.training import PATIENCE, Run, Start, backward, batch_of, equal, model_of
 from tests.schedule_free import ScheduleFreeSGD
 

@@ -12,7 +12,7 @@ from contextlib import ExitStack, asynccontextmanager
 import pytest
 
 from averaging import RpcServer, RunningStatus, Synchronizer, SynchronizerConfig, WeightGroupError
-from averaging.synchronizer.collective import WeightReceiver, WeightSender
+from averaging.rl.synchronizer.collective import WeightReceiver, WeightSender
 from tests.integration.processes import DEADLINE, JsonProcess
 from tests.integration.synchronizer_worker import weights
 

@@ -30,10 +30,10 @@ from averaging import (
     UnauthenticatedError,
     WeightReceiver,
 )
+from averaging.rl.synchronizer import methods
+from averaging.rl.synchronizer.remote import RemoteSynchronizer
+from averaging.rl.synchronizer.service import SynchronizerService
 from averaging.rpc import read_credentials
-from averaging.synchronizer import methods
-from averaging.synchronizer.remote import RemoteSynchronizer
-from averaging.synchronizer.service import SynchronizerService
 from averaging.wire import synchronizer_pb2 as wire
 from tests.integration.certificates import TOKEN, write
 from tests.integration.fault_proxy import Fault, FaultProxy
@@ -242,7 +242,7 @@ async def test_nothing_of_a_session_that_ends_is_left_counted(end: str) -> None:
 async def test_waits_end_when_the_link_is_cut_and_the_session_comes_back(
     fault: Fault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("averaging.synchronizer.remote.SILENCE_SECONDS", 2.0)
+    monkeypatch.setattr("averaging.rl.synchronizer.remote.SILENCE_SECONDS", 2.0)
     config = SynchronizerConfig(silence_timeout=2.0)
     with FaultProxy() as proxy:
         async with (
@@ -318,7 +318,7 @@ class Pausing(SynchronizerService):
 @pytest.mark.parametrize("event", ["cut", "half open", "published"])
 async def test_what_happens_in_the_middle_of_a_download(event: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends with an error, or with exactly the version that it began with."""
-    monkeypatch.setattr("averaging.synchronizer.remote.SILENCE_SECONDS", 1.0)
+    monkeypatch.setattr("averaging.rl.synchronizer.remote.SILENCE_SECONDS", 1.0)
     old, new = state(2.0, 1 << 20), state(3.0, 1 << 20)
     with FaultProxy() as proxy:
         async with Synchronizer() as synchronizer:

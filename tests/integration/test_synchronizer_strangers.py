@@ -22,11 +22,11 @@ from averaging import (
     WeightReceiver,
 )
 from averaging.errors import AveragingError
-from averaging.synchronizer import methods, service, sessions
-from averaging.synchronizer import publisher as publishing
-from averaging.synchronizer.follower_tasks import FollowerOptions, FollowerTasks
-from averaging.synchronizer.remote import RemoteSynchronizer
-from averaging.synchronizer.weights_messages import FETCH, FOLLOW
+from averaging.rl.synchronizer import methods, service, sessions
+from averaging.rl.synchronizer.remote import RemoteSynchronizer
+from averaging.weights import publisher as publishing
+from averaging.weights.follower_tasks import FollowerOptions, FollowerTasks
+from averaging.weights.messages import FETCH, FOLLOW
 from averaging.wire import synchronizer_pb2 as wire
 from averaging.wire.weights_pb2 import WeightsFetchRequest, WeightsFollowRequest, WeightsRange
 from tests.integration.test_limits import NARROW, called_from

@@ -13,8 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.tensorboard import SummaryWriter
 
 from averaging import Dropped, LocalSGD, Outcome, Receipt, Straggler
-from averaging.integrations.rounds import RoundLogger
-from averaging.integrations.scalars import round_scalars
+from averaging.integrations.duties import RoundLogger, round_scalars
 from averaging.integrations.tensorboard import TensorBoardRounds
 from tests.integration.training import SGD, Run, steps
 from tests.trainers import page

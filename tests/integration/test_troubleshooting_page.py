@@ -15,7 +15,7 @@ import torch
 
 from averaging.discovery.base import Diagnosis, KnownPeer
 from averaging.errors import AveragingError, JoinRefusedError, NoSeedAnsweredError
-from averaging.matchmaking.no_group_reasons import explain_absence
+from averaging.matchmaking.search_state import explain_absence
 from averaging.security.ca import issue, make_authority
 from tests.integration.certificates import NOW, stored, write
 from tests.integration.pages import ROOT

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from averaging import DecentralizedAverager, LocalSGD, Outcome, Peer, Receipt
 from averaging.errors import CallRefusedError
-from averaging.observe import receipt_book
+from averaging.observe import receipt_log as receipt_book
 from averaging.observe.receipt_log import loads, read
 from tests.integration.grpc_fakes import RECEIPT, FakePeer, client, serving
 from tests.integration.processes import DEADLINE, JsonProcess, averaging_command, averaging_process

@@ -36,8 +36,8 @@ from averaging import (
     WrongRunError,
 )
 from averaging.rpc import EventLoopThread, RpcHandler, read_credentials
-from averaging.synchronizer.follower_tasks import FollowerOptions, FollowerTasks
-from averaging.synchronizer.weights_messages import FETCH
+from averaging.weights.follower_tasks import FollowerOptions, FollowerTasks
+from averaging.weights.messages import FETCH
 from averaging.wire.weights_pb2 import WeightsFetchRequest, WeightsPiece, WeightsReply
 from tests.integration.certificates import TOKEN, write
 from tests.integration.ports import free_address, free_port

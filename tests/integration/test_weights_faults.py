@@ -10,8 +10,8 @@ import pytest
 
 from averaging import RpcServer, WeightPublisher
 from averaging.rpc import RpcHandler
-from averaging.synchronizer.follower_tasks import FollowerOptions, FollowerTasks
-from averaging.synchronizer.weights_messages import FETCH
+from averaging.weights.follower_tasks import FollowerOptions, FollowerTasks
+from averaging.weights.messages import FETCH
 from averaging.wire.weights_pb2 import WeightsFetchRequest, WeightsReply
 from tests.integration.fault_proxy import Fault, FaultProxy
 from tests.integration.processes import JsonProcess

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from averaging.workers import MasterWorker, StepResult
+from averaging.rl.workers import MasterWorker, StepResult
 from tests.integration.model_worker import plan_of
 from tests.integration.processes import JsonProcess
 

@@ -14,11 +14,7 @@ import torch
 
 from averaging import CallRefusedError, Peer, RpcChannel, TLSFiles, UnauthenticatedError
 from averaging.errors import ConfigError, MasterRefusedError, WorkerError, WorkerLostError
-from averaging.rpc import Credentials, EventLoopThread, RpcMethod, read_credentials
-from averaging.security.local_token import local_credentials
-from averaging.wire.workers_pb2 import Attach, FetchDataRequest, MasterMessage
-from averaging.wire.workers_pb2 import Payload as Message
-from averaging.workers import (
+from averaging.rl.workers import (
     Average,
     Compute,
     Handle,
@@ -31,11 +27,15 @@ from averaging.workers import (
     SampleBatch,
     worker_link,
 )
-from averaging.workers.methods import FETCH_DATA, FETCH_PARAMETERS, REQUEST_REPLY_STREAM
-from averaging.workers.payload import Save as SaveData
-from averaging.workers.payload import pack, unpack
-from averaging.workers.plan import Model
-from averaging.workers.wire_messages import encode_payload
+from averaging.rl.workers.master_session import encode_payload
+from averaging.rl.workers.methods import FETCH_DATA, FETCH_PARAMETERS, REQUEST_REPLY_STREAM
+from averaging.rl.workers.payload import Save as SaveData
+from averaging.rl.workers.payload import pack, unpack
+from averaging.rl.workers.plan import Model
+from averaging.rpc import Credentials, EventLoopThread, RpcMethod, read_credentials
+from averaging.security.credentials import local_credentials
+from averaging.wire.workers_pb2 import Attach, FetchDataRequest, MasterMessage
+from averaging.wire.workers_pb2 import Payload as Message
 from tests.integration.certificates import TOKEN, write
 from tests.integration.worker_backends import Actor, Log, Recorded, Reward, dataset, ppo
 

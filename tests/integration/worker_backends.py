@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from averaging.workers import Backend, Call, ListDataset, Model, Plan, Sample, SampleBatch
-from averaging.workers.hooks import Hook
+from averaging.rl.workers import Backend, Call, ListDataset, Model, Plan, Sample, SampleBatch
+from averaging.rl.workers.plan import Hook
 
 PPO = ("actor_gen", "rew_inf", "actor_train")
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from averaging.feed.batch_formation import exact_sum, form_batch, reservations
+from averaging.rl.feed.batch_formation import exact_sum, form_batch, reservations
 from tests.interop.atropos import library
 
 pytestmark = pytest.mark.interop

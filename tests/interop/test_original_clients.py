@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from averaging.feed import BatchFeed
+from averaging.rl.feed import BatchFeed
 from tests.integration.certificates import TOKEN
 from tests.integration.feeds import Feed, registration
 from tests.integration.ports import free_port

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from averaging.errors import FeedError
-from averaging.feed import BatchFeed, FeedEnvironment
+from averaging.rl.feed import BatchFeed, FeedEnvironment
 from tests.integration.feeds import a_group, a_rank, environment, names, registration
 from tests.integration.processes import DEADLINE, JsonProcess, all_expect
 from tests.interop.atropos import RunApi

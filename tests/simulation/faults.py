@@ -15,14 +15,14 @@ import torch
 from averaging import Peer, Receipt
 from averaging.config import PeerOptions
 from averaging.discovery.base import Entry
-from averaging.discovery.memory import MemoryDiscovery, MemoryRegistry
 from averaging.errors import DiscoveryError
 from averaging.matchmaking.rules import CLOCK_TOLERANCE
 from averaging.protocol.group import Mode
 from averaging.protocol.messages import AveragingData, DownloadData, JoinRequest, MessageFromLeader, Resume
-from averaging.transport import virtual_time
+from averaging.testing import virtual_time
+from averaging.testing.discovery import MemoryDiscovery, MemoryRegistry
+from averaging.testing.transport import MemoryNetwork, MemoryTransport
 from averaging.transport.base import AveragingService, GossipService
-from averaging.transport.memory import MemoryNetwork, MemoryTransport
 from tests.simulation.processes import ProcessLoop, process
 
 T = TypeVar("T", AveragingData, DownloadData)

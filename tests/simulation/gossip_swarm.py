@@ -13,9 +13,9 @@ from averaging.discovery.gossip.gossip_discovery import GossipDiscovery, peers_k
 from averaging.discovery.gossip.identity import Identity, UnsignedIdentity
 from averaging.discovery.gossip.settings import GossipSettings
 from averaging.protocol.messages import Refusal, Rumour
-from averaging.transport import virtual_time
+from averaging.testing import virtual_time
+from averaging.testing.transport import MemoryNetwork, MemoryTransport
 from averaging.transport.base import AveragingService
-from averaging.transport.memory import MemoryNetwork, MemoryTransport
 
 RUN = "run"
 PEERS = peers_key(RUN)

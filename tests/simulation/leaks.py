@@ -13,13 +13,13 @@ from averaging.allreduce.reducer_side import ReducerSide
 from averaging.allreduce.round_account import RoundAccount
 from averaging.allreduce.sender_side import SenderSide
 from averaging.allreduce.wait_monitor import WaitMonitor
-from averaging.deadlines.learned_deadlines import Deadlines
 from averaging.matchmaking import search_state
 from averaging.matchmaking.exclusions import Exclusions
 from averaging.matchmaking.response_history import ResponseHistory
 from averaging.peer.rounds import _Round
 from averaging.state.assembler import StateAssembler
-from averaging.transport.memory import MemoryNetwork
+from averaging.testing.transport import MemoryNetwork
+from averaging.timing.learned_deadlines import Deadlines
 
 PASSING = (
     AllReduce,

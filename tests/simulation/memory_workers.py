@@ -8,9 +8,9 @@ from contextlib import aclosing
 from typing import Any
 
 from averaging.errors import PeerUnreachableError
+from averaging.rl.workers import DataManager, ModelWorker
+from averaging.rl.workers.methods import FETCH_DATA
 from averaging.rpc import RpcMethod
-from averaging.workers import DataManager, ModelWorker
-from averaging.workers.methods import FETCH_DATA
 
 
 class MemoryWorkers:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar, TypeVarTuple
 
-from averaging.transport.virtual_time import VirtualTimeLoop
+from averaging.testing.virtual_time import VirtualTimeLoop
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")

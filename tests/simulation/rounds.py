@@ -10,9 +10,7 @@ from contextlib import aclosing
 import torch
 
 from averaging.allreduce import AllReduce, RoundResult, changes
-from averaging.common.shared_tensors import SharedTensors, Write
-from averaging.deadlines.learned_deadlines import Deadlines
-from averaging.observe.receipt_book import Watched
+from averaging.observe.receipt_log import Watched
 from averaging.observe.status import PeerStatus
 from averaging.protocol.group import Group, Member
 from averaging.protocol.messages import (
@@ -24,8 +22,10 @@ from averaging.protocol.messages import (
     MessageFromLeader,
     Resume,
 )
-from averaging.protocol.schema import ReplyForm, Schema, describe
-from averaging.transport.memory import MemoryNetwork, MemoryTransport
+from averaging.tensors.schema import ReplyForm, Schema, describe
+from averaging.tensors.shared_tensors import SharedTensors, Write
+from averaging.testing.transport import MemoryNetwork, MemoryTransport
+from averaging.timing.learned_deadlines import Deadlines
 
 STALL_TIMEOUT = 1.0
 ROUND_SECONDS = 30.0

@@ -19,9 +19,9 @@ import greenlet
 import pytest
 
 from averaging import Peer
+from averaging.common.event_loop_thread import SignalSafeFuture
 from averaging.errors import ClosedError
-from averaging.training.signal_safe_future import SignalSafeFuture
-from averaging.transport import virtual_time
+from averaging.testing import virtual_time
 
 T = TypeVar("T")
 
@@ -149,6 +149,6 @@ def scripted(seed: int) -> Iterator[random.Random]:
         patch.setattr("averaging.training.sigterm.leave_on_sigterm", lambda averager: None)  # a killed one never closes
         patch.setattr("averaging.averager.random", SimpleNamespace(SystemRandom=lambda: rng))
         patch.setattr("averaging.strategies.lockstep.secrets", SimpleNamespace(token_bytes=rng.randbytes))
-        patch.setattr("averaging.training.training.time", clocks)
-        patch.setattr("averaging.training.cached_queries.time", clocks)
+        patch.setattr("averaging.training.context.time", clocks)
+        patch.setattr("averaging.training.fetch.time", clocks)
         yield rng

@@ -12,11 +12,11 @@ import torch
 
 from averaging import Peer, Receipt
 from averaging.config import PeerOptions
-from averaging.discovery.memory import MemoryDiscovery, MemoryRegistry
 from averaging.observe.receipts import Outcome
 from averaging.protocol.group import Mode
-from averaging.transport import virtual_time
-from averaging.transport.memory import MemoryNetwork
+from averaging.testing import virtual_time
+from averaging.testing.discovery import MemoryDiscovery, MemoryRegistry
+from averaging.testing.transport import MemoryNetwork
 
 
 class Swarm:

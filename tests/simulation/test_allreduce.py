@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from averaging.allreduce import RoundResult
-from averaging.compression import encode
 from averaging.errors import RoundError
 from averaging.observe.receipts import DropCode
 from averaging.protocol.group import Member, Mode
 from averaging.protocol.messages import AveragingData, CompressionType, MessageCode
-from averaging.protocol.schema import ReplyForm
-from averaging.transport import virtual_time
+from averaging.tensors.compression import encode
+from averaging.tensors.schema import ReplyForm
+from averaging.testing import virtual_time
 from tests.simulation.rounds import STALL_TIMEOUT, Simulation, assert_close, nodes
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 1e-6, torch.float64: 1e-12}

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from averaging import Mode, Outcome, Peer, Receipt
-from averaging.discovery.memory import MemoryDiscovery, MemoryRegistry
 from averaging.matchmaking import Matchmaking, NoGroupError
 from averaging.matchmaking.rules import CLOCK_TOLERANCE, pack_looking
 from averaging.protocol.group import group_key, pack_gather
 from averaging.protocol.messages import CompressionType, JoinRequest, MessageCode, MessageFromLeader
-from averaging.protocol.schema import Schema, TensorSpec
-from averaging.transport import virtual_time
+from averaging.tensors.schema import Schema, TensorSpec
+from averaging.testing import virtual_time
+from averaging.testing.discovery import MemoryDiscovery, MemoryRegistry
+from averaging.testing.transport import MemoryNetwork
 from averaging.transport.base import Transport
-from averaging.transport.memory import MemoryNetwork
 from tests.simulation.fake_transport import OneLane
 
 LEADER, ME = "192.0.2.1:1", "192.0.2.3:1"

@@ -11,13 +11,13 @@ import pytest
 from averaging.allreduce import RoundResult
 from averaging.allreduce.round import Prepare
 from averaging.allreduce.wait_monitor import FOLLOW_UP_FACTOR
-from averaging.deadlines.learned_deadlines import Deadlines
 from averaging.errors import AveragingError, CallRefusedError, ProtocolViolationError, RoundError
 from averaging.observe.receipts import DropCode
 from averaging.protocol.group import Member, Mode
 from averaging.protocol.messages import AveragingData, MessageCode
-from averaging.protocol.schema import Schema
-from averaging.transport import virtual_time
+from averaging.tensors.schema import Schema
+from averaging.testing import virtual_time
+from averaging.timing.learned_deadlines import Deadlines
 from tests.selection import one_in, rest_is_long
 from tests.simulation.rounds import STALL_TIMEOUT, Simulation, nodes
 

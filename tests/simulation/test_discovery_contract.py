@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import pytest
 
 from averaging.discovery.base import MAX_LIFETIME, MAX_VALUE_BYTES, Discovery, Entry
-from averaging.discovery.memory import MemoryDiscovery, MemoryRegistry
 from averaging.errors import ClosedError, DiscoveryError
-from averaging.transport import virtual_time
+from averaging.testing import virtual_time
+from averaging.testing.discovery import MemoryDiscovery, MemoryRegistry
 from tests.simulation.gossip_swarm import GossipSwarm, joined
 
 KEY = "run.0b"

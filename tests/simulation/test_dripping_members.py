@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from averaging import DropCode, Outcome, Peer, Receipt
-from averaging.deadlines.probation import FIRST_SECONDS, FORGET_SECONDS, MAX_SECONDS, Probation
+from averaging.timing.learned_deadlines import FIRST_SECONDS, FORGET_SECONDS, MAX_SECONDS, Probation
 from tests.selection import rest_is_long
 from tests.simulation.swarm import Swarm
 

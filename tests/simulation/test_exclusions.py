@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from averaging import DropCode, Mode, NonFinite, Outcome, Peer, Receipt
-from averaging.discovery.memory import MemoryDiscovery
 from averaging.matchmaking.exclusions import FIRST_SECONDS
 from averaging.matchmaking.rules import pack_looking
 from averaging.protocol.group import group_key
 from averaging.protocol.messages import AveragingData, MessageCode
-from averaging.transport import virtual_time
+from averaging.testing import virtual_time
+from averaging.testing.discovery import MemoryDiscovery
 from tests.simulation.swarm import Swarm
 
 OPTIONS: dict[str, Any] = {

@@ -16,9 +16,9 @@ from averaging.discovery.gossip.identity import UnsignedIdentity
 from averaging.errors import CallRefusedError
 from averaging.protocol.group import donors_key, progress_key
 from averaging.protocol.messages import DownloadData, JoinRequest, MessageFromLeader, Resume
-from averaging.protocol.schema import Schema
+from averaging.tensors.schema import Schema
+from averaging.testing import virtual_time
 from averaging.training.history import History, Origin, Progress, Rank
-from averaging.transport import virtual_time
 from averaging.transport.base import AveragingService
 from tests.selection import rest_is_long
 from tests.simulation.training_run import Run, Site, agree

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from averaging import Receipt
-from averaging.deadlines.learned_deadlines import MIN_WAITS
 from averaging.matchmaking.rules import CLOCK_TOLERANCE
 from averaging.observe.receipts import DropCode, Outcome
+from averaging.timing.learned_deadlines import MIN_WAITS
 from tests.selection import one_in
 from tests.simulation import leaks, processes
 from tests.simulation.faults import DISCOVERY_DOWN, LOWER, STOPPED, TIMEOUT, UPPER, World

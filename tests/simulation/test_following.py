@@ -10,13 +10,13 @@ from typing import cast
 import pytest
 import torch
 
-from averaging.discovery.memory import MemoryDiscovery, MemoryRegistry
 from averaging.matchmaking import Matchmaking
 from averaging.matchmaking.rules import pack_looking
 from averaging.protocol.group import Group, Mode, pack_gather
 from averaging.protocol.messages import JoinRequest, MessageCode, MessageFromLeader
-from averaging.protocol.schema import describe
-from averaging.transport import virtual_time
+from averaging.tensors.schema import describe
+from averaging.testing import virtual_time
+from averaging.testing.discovery import MemoryDiscovery, MemoryRegistry
 from averaging.transport.base import Transport
 from tests.simulation.fake_transport import OneLane
 

@@ -12,7 +12,7 @@ from averaging.discovery.gossip.identity import Ed25519Identity
 from averaging.discovery.gossip.settings import GossipSettings
 from averaging.errors import ClosedError
 from averaging.protocol.messages import Rumour
-from averaging.transport import virtual_time
+from averaging.testing import virtual_time
 from tests.selection import rest_is_long
 from tests.simulation.gossip_swarm import (
     KEY,

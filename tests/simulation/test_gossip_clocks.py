@@ -9,7 +9,7 @@ from contextlib import aclosing
 
 import pytest
 
-from averaging.transport import virtual_time
+from averaging.testing import virtual_time
 from tests.simulation.gossip_swarm import KEY, GossipSwarm, everywhere, joined, members, now, until
 
 

@@ -12,7 +12,7 @@ from averaging.discovery.gossip import GossipDiscovery
 from averaging.discovery.gossip.record import Limits
 from averaging.discovery.gossip.settings import GossipSettings
 from averaging.errors import ClosedError, NoSeedAnsweredError
-from averaging.transport import virtual_time
+from averaging.testing import virtual_time
 from tests.simulation.gossip_swarm import (
     KEY,
     PEERS,

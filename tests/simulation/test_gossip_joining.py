@@ -11,7 +11,7 @@ import pytest
 from averaging.discovery.gossip.bootstrap import DEFINITE_SECONDS, Waiting, all_refuse
 from averaging.errors import CallRefusedError, JoinRefusedError, NoSeedAnsweredError
 from averaging.protocol.messages import Digest, ExchangeReply
-from averaging.transport import virtual_time
+from averaging.testing import virtual_time
 from tests.simulation.gossip_swarm import NO_AVERAGING, GossipSwarm, joined, members, now
 
 

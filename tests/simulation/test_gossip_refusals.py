@@ -15,7 +15,7 @@ from averaging.discovery.gossip.record import Limits, Reason
 from averaging.discovery.gossip.settings import GossipSettings
 from averaging.errors import CallRefusedError, ConfigError
 from averaging.protocol.messages import Digest, Record, Rumour
-from averaging.transport import virtual_time
+from averaging.testing import virtual_time
 from tests.simulation.gossip_swarm import (
     KEY,
     RUN,

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from averaging import DropCode
-from averaging.compression import encode
 from averaging.protocol.messages import AveragingData, CompressionType, WireTensor
-from averaging.protocol.schema import ReplyForm
-from averaging.transport import virtual_time
+from averaging.tensors.compression import encode
+from averaging.tensors.schema import ReplyForm
+from averaging.testing import virtual_time
 from tests.simulation.rounds import Simulation, nodes
 
 HOSTILE = "peer:1"

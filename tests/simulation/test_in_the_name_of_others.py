@@ -11,9 +11,9 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 
-from averaging.compression import encode
 from averaging.protocol.messages import AveragingData, CompressionType, MessageCode
-from averaging.transport import virtual_time
+from averaging.tensors.compression import encode
+from averaging.testing import virtual_time
 from tests.simulation.rounds import STALL_TIMEOUT, Simulation, assert_close, nodes
 
 VICTIM = "peer:2"

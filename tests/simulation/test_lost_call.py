@@ -8,10 +8,10 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from averaging.allreduce import RoundResult
-from averaging.compression import encode
 from averaging.protocol.group import Member, Mode
 from averaging.protocol.messages import AveragingData, CompressionType, MessageCode
-from averaging.transport import virtual_time
+from averaging.tensors.compression import encode
+from averaging.testing import virtual_time
 from tests.simulation.rounds import STALL_TIMEOUT, Simulation
 
 NODE, SENDER = "peer:1", "client::1"

@@ -14,7 +14,7 @@ import torch
 from averaging import Peer
 from averaging.errors import StateError
 from averaging.protocol.messages import DownloadData, Resume
-from averaging.state.packing import State, pack, seal
+from averaging.state.manifest import State, pack, seal
 from tests.simulation.swarm import Swarm
 
 SIZE = 1 << 18

@@ -22,7 +22,7 @@ from averaging.peer import rounds
 from averaging.peer.round_options import all_of
 from averaging.protocol.group import pack_gather
 from averaging.protocol.messages import JoinRequest, MessageCode
-from averaging.transport import virtual_time
+from averaging.testing import virtual_time
 from tests.selection import rest_is_long
 from tests.simulation import leaks
 from tests.simulation.swarm import Swarm, groups_of, scalars, spread

@@ -9,9 +9,9 @@ from contextlib import aclosing
 import pytest
 
 from averaging.discovery.gossip.record import Limits
-from averaging.discovery.memory import MemoryDiscovery, MemoryRegistry
 from averaging.errors import ClosedError, DiscoveryError
-from averaging.transport import virtual_time
+from averaging.testing import virtual_time
+from averaging.testing.discovery import MemoryDiscovery, MemoryRegistry
 
 KEY = "run.0b"
 

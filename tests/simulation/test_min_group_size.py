@@ -15,7 +15,7 @@ from averaging import Outcome, Peer, Receipt
 from averaging.config import PeerOptions
 from averaging.observe.receipts import DropCode
 from averaging.protocol.messages import JoinRequest, MessageFromLeader
-from averaging.transport.memory import MemoryTransport
+from averaging.testing.transport import MemoryTransport
 from tests.simulation.swarm import Swarm, scalars
 
 SECONDS = 12.0

@@ -15,8 +15,8 @@ from averaging import Peer
 from averaging.discovery.gossip import GossipDiscovery
 from averaging.discovery.gossip.identity import UnsignedIdentity
 from averaging.observe.receipts import Outcome
-from averaging.transport import virtual_time
-from averaging.transport.memory import MemoryNetwork
+from averaging.testing import virtual_time
+from averaging.testing.transport import MemoryNetwork
 
 SINCE = "2023-11-14 22:13:20 UTC"  # when virtual time begins
 

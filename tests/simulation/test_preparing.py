@@ -8,11 +8,11 @@ from functools import partial
 import pytest
 
 from averaging.allreduce import RoundResult
-from averaging.deadlines.learned_deadlines import Deadlines
 from averaging.errors import RoundError
 from averaging.observe.receipts import DropCode
-from averaging.protocol.schema import ReplyForm
-from averaging.transport import virtual_time
+from averaging.tensors.schema import ReplyForm
+from averaging.testing import virtual_time
+from averaging.timing.learned_deadlines import Deadlines
 from tests.simulation.rounds import STALL_TIMEOUT, Simulation, assert_close, nodes
 
 PREPARING = STALL_TIMEOUT / 2

@@ -15,8 +15,7 @@ import torch
 
 from averaging import Peer
 from averaging.allreduce import RoundResult
-from averaging.allreduce.drop_codes import code_of
-from averaging.discovery.memory import MemoryDiscovery
+from averaging.allreduce.round_account import code_of
 from averaging.errors import (
     AveragingError,
     CallRefusedError,
@@ -25,16 +24,17 @@ from averaging.errors import (
     ProtocolViolationError,
     TensorError,
 )
-from averaging.observe.explain import describe, merge
+from averaging.observe.explanation import describe, merge
 from averaging.observe.receipt_log import read
 from averaging.observe.receipts import DropCode, Outcome, Receipt, Role
 from averaging.peer.rounds import _why_failed
 from averaging.peer.topics import Adopt
 from averaging.protocol.group import Member, Mode
 from averaging.protocol.messages import CompressionType
-from averaging.protocol.schema import ReplyForm
 from averaging.state.snapshots import Extras
-from averaging.transport import virtual_time
+from averaging.tensors.schema import ReplyForm
+from averaging.testing import virtual_time
+from averaging.testing.discovery import MemoryDiscovery
 from tests.selection import rest_is_long
 from tests.simulation.rounds import STALL_TIMEOUT, Simulation, nodes
 from tests.simulation.swarm import Swarm, scalars

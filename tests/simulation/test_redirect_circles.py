@@ -9,11 +9,11 @@ from contextlib import AsyncExitStack
 import pytest
 
 from averaging import Outcome, Peer, Receipt
-from averaging.discovery.memory import MemoryDiscovery
 from averaging.matchmaking.rules import pack_looking
 from averaging.protocol.group import group_key
 from averaging.protocol.messages import JoinRequest, MessageCode, MessageFromLeader
-from averaging.transport import virtual_time
+from averaging.testing import virtual_time
+from averaging.testing.discovery import MemoryDiscovery
 from tests.simulation.rounds import OneRound
 from tests.simulation.swarm import Swarm, scalars
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from averaging import Peer
-from averaging.discovery.memory import MemoryDiscovery
 from averaging.errors import StateError
 from averaging.protocol.messages import DownloadData, Resume
-from averaging.state import packing as state
-from averaging.state.download import download
+from averaging.state import manifest as state
+from averaging.state.downloads import download
 from averaging.state.manifest import read_manifest
 from averaging.state.snapshots import Extras
-from averaging.transport import virtual_time
+from averaging.testing import virtual_time
+from averaging.testing.discovery import MemoryDiscovery
 from tests.simulation.swarm import Swarm
 
 CHUNK = 4096

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import cast
 
-from averaging.discovery.gossip.broadcast_tree import BroadcastBranch
-from averaging.discovery.gossip.membership import Membership
+from averaging.discovery.gossip.membership import BroadcastBranch, Membership
 from averaging.discovery.gossip.rumours import Rumours
 from averaging.discovery.gossip.settings import GossipSettings
 from averaging.protocol.messages import Record, Refusal, Rumour
-from averaging.transport import virtual_time
+from averaging.testing import virtual_time
 from averaging.transport.base import Transport
 from tests.simulation import leaks
 

@@ -22,7 +22,8 @@ from averaging.allreduce.send_window import (
 )
 from averaging.protocol.group import Member
 from averaging.protocol.messages import AveragingData
-from averaging.transport import memory, virtual_time
+from averaging.testing import transport as memory
+from averaging.testing import virtual_time
 from tests.selection import rest_is_long
 from tests.simulation.rounds import ROUND_SECONDS, Simulation, assert_close
 

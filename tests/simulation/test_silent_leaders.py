@@ -12,14 +12,14 @@ from typing import cast
 import pytest
 
 from averaging import Mode, Outcome, Peer, Receipt
-from averaging.discovery.memory import MemoryDiscovery, MemoryRegistry
 from averaging.matchmaking import Matchmaking
 from averaging.matchmaking.response_history import ResponseHistory
 from averaging.matchmaking.rules import CLOCK_TOLERANCE, MIN_HEAD_START, pack_looking
 from averaging.protocol.group import Group, group_key, pack_gather
 from averaging.protocol.messages import CompressionType, JoinRequest, MessageCode, MessageFromLeader
-from averaging.protocol.schema import Schema, TensorSpec
-from averaging.transport import virtual_time
+from averaging.tensors.schema import Schema, TensorSpec
+from averaging.testing import virtual_time
+from averaging.testing.discovery import MemoryDiscovery, MemoryRegistry
 from averaging.transport.base import Transport
 from tests.selection import rest_is_long
 from tests.simulation.fake_transport import OneLane

@@ -11,13 +11,13 @@ from typing import Any, cast
 import pytest
 import torch
 
-from averaging.deadlines.learned_deadlines import Deadlines
 from averaging.errors import PeerUnreachableError, StateError
 from averaging.protocol.messages import DownloadData, Resume
-from averaging.protocol.schema import Schema, describe
-from averaging.state.download import TRIES_PER_DONOR, download
-from averaging.state.packing import Snapshot, State, pack, seal
-from averaging.transport import virtual_time
+from averaging.state.downloads import TRIES_PER_DONOR, download
+from averaging.state.manifest import Snapshot, State, pack, seal
+from averaging.tensors.schema import Schema, describe
+from averaging.testing import virtual_time
+from averaging.timing.learned_deadlines import Deadlines
 
 STALL_TIMEOUT = 30.0
 LINK_10_MBIT, LINK_256_KBIT = 10e6 / 8, 256e3 / 8

@@ -16,12 +16,12 @@ import pytest
 from averaging import Peer
 from averaging.discovery.gossip import GossipDiscovery
 from averaging.discovery.gossip.identity import UnsignedIdentity
-from averaging.observe.explain import explain
+from averaging.observe.explanation import explain
 from averaging.observe.receipts import LateArrival, Receipt, Role
 from averaging.observe.step_rate import INDEX
 from averaging.protocol.group import Mode, progress_key
+from averaging.testing import virtual_time
 from averaging.training.history import History, Progress
-from averaging.transport import virtual_time
 from tests.selection import one_in, rest_is_long
 from tests.simulation.swarm import Swarm, scalars
 from tests.simulation.training_run import STEP_SECONDS, STRATEGIES, Run, Site

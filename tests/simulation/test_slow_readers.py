@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from averaging import Peer
-from averaging.discovery.memory import MemoryDiscovery
 from averaging.errors import BusyError
 from averaging.peer.service import DOWNLOADS_PER_HOST, MAX_DOWNLOADS
 from averaging.protocol.messages import DownloadData
-from averaging.state.packing import CHUNK_BYTES
-from averaging.transport import virtual_time
+from averaging.state.manifest import CHUNK_BYTES
+from averaging.testing import virtual_time
+from averaging.testing.discovery import MemoryDiscovery
 from tests.simulation.swarm import Swarm
 
 MESSAGES = 64

@@ -10,8 +10,8 @@ import torch
 
 from averaging import Receipt
 from averaging.observe.receipts import Outcome
-from averaging.transport import virtual_time
-from averaging.transport.virtual_time import stand_still
+from averaging.testing import virtual_time
+from averaging.testing.virtual_time import stand_still
 from tests.simulation.swarm import Swarm, scalars
 
 ASLEEP = 600.0

@@ -9,7 +9,6 @@ from typing import cast
 
 import pytest
 
-from averaging.discovery.memory import MemoryDiscovery, MemoryRegistry
 from averaging.errors import CallRefusedError, SchemaMismatchError
 from averaging.matchmaking import Matchmaking, NoGroupError
 from averaging.matchmaking.exclusions import Exclusions
@@ -17,8 +16,9 @@ from averaging.matchmaking.rules import pack_looking
 from averaging.observe.receipts import DropCode, Outcome, Receipt
 from averaging.protocol.group import Mode, group_key, pack_gather
 from averaging.protocol.messages import CompressionType, JoinRequest, MessageCode, MessageFromLeader
-from averaging.protocol.schema import Schema, TensorSpec
-from averaging.transport import virtual_time
+from averaging.tensors.schema import Schema, TensorSpec
+from averaging.testing import virtual_time
+from averaging.testing.discovery import MemoryDiscovery, MemoryRegistry
 from averaging.transport.base import Transport
 from tests.simulation.fake_transport import OneLane
 from tests.simulation.rounds import SilentLeader

@@ -11,10 +11,10 @@ import torch
 
 from averaging.allreduce import RoundResult
 from averaging.allreduce.partition import partition, shares
-from averaging.compression import encode
 from averaging.protocol.group import Member, Mode
 from averaging.protocol.messages import AveragingData, CompressionType, MessageCode
-from averaging.transport import virtual_time
+from averaging.tensors.compression import encode
+from averaging.testing import virtual_time
 from tests.simulation.rounds import STALL_TIMEOUT, OneRound, Simulation
 from tests.simulation.swarm import Swarm
 

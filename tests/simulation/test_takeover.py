@@ -19,11 +19,11 @@ from averaging.discovery.gossip.identity import UnsignedIdentity
 from averaging.errors import AveragingError, CallRefusedError
 from averaging.protocol.group import donors_key, progress_key
 from averaging.protocol.messages import DownloadData, JoinRequest, MessageFromLeader, Resume
-from averaging.protocol.schema import Schema
 from averaging.state.assembler import StateAssembler
-from averaging.state.packing import State, pack, seal
+from averaging.state.manifest import State, pack, seal
+from averaging.tensors.schema import Schema
+from averaging.testing import virtual_time
 from averaging.training.history import History, Made, Origin, Progress, Rank
-from averaging.transport import virtual_time
 from averaging.transport.base import AveragingService, Transport
 from tests.simulation.training_run import STRATEGIES, Run, Site, agree
 

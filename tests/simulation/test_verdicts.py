@@ -11,15 +11,15 @@ from typing import cast
 
 import pytest
 
-from averaging.deadlines.learned_deadlines import MIN_WAITS, VERDICT_SECONDS, Deadlines, Phase
 from averaging.discovery.base import Discovery
-from averaging.discovery.memory import MemoryDiscovery, MemoryRegistry
 from averaging.matchmaking import Matchmaking
 from averaging.matchmaking.rules import CLOCK_TOLERANCE, pack_looking
 from averaging.protocol.group import Mode, group_key, pack_gather
 from averaging.protocol.messages import CompressionType, JoinRequest, MessageCode, MessageFromLeader
-from averaging.protocol.schema import Schema, TensorSpec
-from averaging.transport import virtual_time
+from averaging.tensors.schema import Schema, TensorSpec
+from averaging.testing import virtual_time
+from averaging.testing.discovery import MemoryDiscovery, MemoryRegistry
+from averaging.timing.learned_deadlines import MIN_WAITS, VERDICT_SECONDS, Deadlines, Phase
 from averaging.transport.base import Transport
 from tests.simulation.fake_transport import OneLane
 from tests.simulation.swarm import Swarm, scalars

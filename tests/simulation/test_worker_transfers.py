@@ -17,14 +17,13 @@ from averaging.errors import (
     WorkerError,
     WorkerLostError,
 )
+from averaging.rl.workers import DataManager, KeySpec, SampleBatch
+from averaging.rl.workers.methods import Channels
+from averaging.rl.workers.parameters import MIN_BYTES_PER_SECOND, SILENCE_SECONDS, Pace, ParameterExchange
+from averaging.rl.workers.payload import Realloc, Step
 from averaging.rpc import TensorMessage, tensor_messages
-from averaging.transport import virtual_time
+from averaging.testing import virtual_time
 from averaging.wire.workers_pb2 import FetchDataRequest, NamedTensor
-from averaging.workers import DataManager, KeySpec, SampleBatch
-from averaging.workers.methods import Channels
-from averaging.workers.parameters import ParameterExchange
-from averaging.workers.payload import Realloc, Step
-from averaging.workers.tensor_stream import MIN_BYTES_PER_SECOND, SILENCE_SECONDS, Pace
 
 Messages = Callable[[], AsyncGenerator[NamedTensor, None]]
 

@@ -13,9 +13,7 @@ import torch
 
 from averaging import Outcome, Peer, Receipt
 from averaging.errors import ConfigError, MasterRefusedError, ProtocolViolationError, WorkerError, WorkerLostError
-from averaging.transport import virtual_time
-from averaging.wire.workers_pb2 import Attached, MasterMessage, WorkerMessage
-from averaging.workers import (
+from averaging.rl.workers import (
     Average,
     Backend,
     Call,
@@ -34,13 +32,15 @@ from averaging.workers import (
     Save,
     Topology,
 )
-from averaging.workers.hooks import Hook
-from averaging.workers.methods import REQUEST_REPLY_STREAM
-from averaging.workers.owner_tracker import OwnerTracker
-from averaging.workers.payload import pack
-from averaging.workers.placement import Inventory
-from averaging.workers.request_client import RequestClient
-from averaging.workers.step_runner import StepRunner
+from averaging.rl.workers.methods import REQUEST_REPLY_STREAM
+from averaging.rl.workers.payload import pack
+from averaging.rl.workers.plan import Hook
+from averaging.rl.workers.redistributor import OwnerTracker
+from averaging.rl.workers.request_client import RequestClient
+from averaging.rl.workers.step_runner import StepRunner
+from averaging.rl.workers.worker_link import Inventory
+from averaging.testing import virtual_time
+from averaging.wire.workers_pb2 import Attached, MasterMessage, WorkerMessage
 from tests.integration.worker_backends import Actor, Log, Recorded, Reward, dataset, ppo
 from tests.simulation.memory_workers import MemoryWorkers
 from tests.simulation.swarm import Swarm

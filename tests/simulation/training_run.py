@@ -16,10 +16,10 @@ from averaging.discovery.gossip import GossipDiscovery
 from averaging.discovery.gossip.identity import UnsignedIdentity
 from averaging.errors import DriftError, NoSeedAnsweredError, StateError
 from averaging.observe.receipts import Receipt
-from averaging.observe.training_status import Finish
-from averaging.transport import virtual_time
+from averaging.observe.status import Finish
+from averaging.testing import virtual_time
+from averaging.testing.transport import MemoryNetwork
 from averaging.transport.base import Transport
-from averaging.transport.memory import MemoryNetwork
 from tests.simulation import processes
 from tests.simulation.scripts import run_script, scripted, sleep
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from averaging import DecentralizedAverager, LocalSGD
-from averaging.discovery.memory import MemoryDiscovery, MemoryRegistry
-from averaging.transport.memory import MemoryNetwork
+from averaging.testing.discovery import MemoryDiscovery, MemoryRegistry
+from averaging.testing.transport import MemoryNetwork
 from tests.unit.alone import Make
 
 

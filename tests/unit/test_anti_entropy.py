@@ -11,7 +11,7 @@ import pytest
 from averaging.discovery.gossip.anti_entropy import AntiEntropy
 from averaging.discovery.gossip.clock_offsets import ClockOffsets
 from averaging.discovery.gossip.record import Limits
-from averaging.discovery.gossip.record_store import RecordStore
+from averaging.discovery.gossip.record_table import RecordStore
 from averaging.discovery.gossip.rumours import Rumours
 from averaging.discovery.gossip.settings import GossipSettings
 from averaging.errors import ProtocolViolationError

@@ -22,10 +22,9 @@ from typing import Any
 
 import pytest
 
+from averaging.common import event_loop_thread
+from averaging.common.event_loop_thread import EventLoopThread, SignalSafeFuture
 from averaging.errors import ClosedError
-from averaging.training import event_loop_thread
-from averaging.training.event_loop_thread import EventLoopThread
-from averaging.training.signal_safe_future import SignalSafeFuture
 
 NAME = "the thread under test"
 
@@ -359,8 +358,8 @@ def test_a_result_is_waited_for_asleep_and_holds_no_circle() -> None:
 SCRIPT = """
 import asyncio, os, sys, threading
 from contextlib import asynccontextmanager
-from averaging.training import event_loop_thread
-from averaging.training.event_loop_thread import EventLoopThread
+from averaging.common import event_loop_thread
+from averaging.common.event_loop_thread import EventLoopThread
 from averaging.errors import ClosedError
 
 @asynccontextmanager

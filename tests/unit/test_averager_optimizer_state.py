@@ -13,7 +13,7 @@ import torch
 from averaging.common.safe_msgpack import MAX_INTEGER_KEYS
 from averaging.errors import StateError
 from averaging.training.optimizer_state import load_optimizer, pack_optimizer
-from averaging.training.scheduler import set_initial_lr
+from averaging.training.training_state import set_initial_lr
 
 Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 

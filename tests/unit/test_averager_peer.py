@@ -15,7 +15,6 @@ import torch
 
 import averaging
 from averaging import DecentralizedAverager, DiLoCo, GradientAveraging, LocalSGD, Mode, Outcome, Receipt, Strategy
-from averaging.discovery.memory import MemoryDiscovery
 from averaging.errors import (
     ClosedError,
     ConfigError,
@@ -25,6 +24,7 @@ from averaging.errors import (
     StateError,
     TensorError,
 )
+from averaging.testing.discovery import MemoryDiscovery
 from tests.unit.alone import Make, backward, linear, train
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from averaging.strategies.averaging_schedule import AveragingSchedule
+from averaging.strategies.base import AveragingSchedule
 from averaging.strategies.model_fragment import cut
 
 

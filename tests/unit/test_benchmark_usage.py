@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 import benchmarks
-from averaging.transport import virtual_time
-from averaging.transport.memory import MemoryNetwork
+from averaging.testing import virtual_time
+from averaging.testing.transport import MemoryNetwork
 from benchmarks import (
     allreduce,
     codecs,

@@ -9,7 +9,7 @@ from collections import Counter, deque
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.discovery.gossip.broadcast_tree import RING, BroadcastBranch, BroadcastRing, all_others, peer_hash
+from averaging.discovery.gossip.membership import RING, BroadcastBranch, BroadcastRing, all_others, peer_hash
 
 
 def names(count: int) -> list[str]:

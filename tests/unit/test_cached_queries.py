@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from contextlib import closing, nullcontext
 
-from averaging.training.cached_queries import MAX_CACHED, CachedQueries
-from averaging.training.event_loop_thread import EventLoopThread
+from averaging.common.event_loop_thread import EventLoopThread
+from averaging.training.fetch import MAX_CACHED, CachedQueries
 
 
 def test_so_many_answers_are_kept_and_no_more() -> None:

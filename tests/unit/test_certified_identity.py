@@ -19,8 +19,7 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from averaging.discovery.gossip.certified_identity import MAX_PROOF_BYTES, CertifiedIdentity
 from averaging.discovery.gossip.identity import Author, Ed25519Identity, Identity
 from averaging.discovery.gossip.record import Limits, Reason
-from averaging.discovery.gossip.record_store import RecordStore
-from averaging.discovery.gossip.record_table import RecordTable
+from averaging.discovery.gossip.record_table import RecordStore, RecordTable
 from averaging.errors import DiscoveryError
 from averaging.protocol.messages import Record
 from averaging.security.ca import Issued, issue, make_authority

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.cli import console_text, json_events
+from averaging.cli import console as console_text
+from averaging.cli import json_events
 from averaging.observe.receipts import Dropped, Outcome, Receipt
-from averaging.protocol.schema import Schema, TensorSpec
+from averaging.tensors.schema import Schema, TensorSpec
 
 SCHEMA = Schema((TensorSpec("w", "float32", (3, 4)), TensorSpec("b", "float64", ())), 1 << 20)
 ME, OTHER, LOST = "127.0.0.1:4222", "192.0.2.7:1", "client::x"

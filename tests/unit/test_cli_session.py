@@ -26,7 +26,7 @@ from averaging.errors import TensorError
 from averaging.observe.receipts import Outcome, Receipt
 from averaging.peer.peer import Peer
 from averaging.protocol.group import Mode
-from averaging.protocol.schema import describe
+from averaging.tensors.schema import describe
 
 ME, OTHER = "127.0.0.1:1", "127.0.0.1:2"
 AVERAGED = Receipt(0, Outcome.AVERAGED, members=(ME, OTHER))

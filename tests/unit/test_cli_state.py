@@ -10,7 +10,7 @@ import torch
 from averaging.errors import StateError
 from averaging.protocol.messages import DownloadData
 from averaging.state.assembler import StateAssembler
-from averaging.state.packing import CHUNK_BYTES, State, pack, seal
+from averaging.state.manifest import CHUNK_BYTES, State, pack, seal
 
 TENSORS = {
     "w": torch.arange(CHUNK_BYTES // 2, dtype=torch.float32),

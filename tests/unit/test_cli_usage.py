@@ -28,7 +28,7 @@ from averaging.config import Inspection, NonFinite, PeerConfig, TLSFiles, option
 from averaging.errors import ConfigError, ListenError, StateError
 from averaging.protocol.group import Mode
 from averaging.protocol.messages import COMPRESSIONS, CompressionType
-from averaging.protocol.schema import ReplyForm
+from averaging.tensors.schema import ReplyForm
 
 HIDDEN = {"tls", "in_place", "on_drift"}
 """Options of the library that the command does not have: an object, and one for benchmarks."""
@@ -313,7 +313,7 @@ def test_ctrl_c_of_which_an_import_makes_its_own_error_is_no_traceback() -> None
 
 
 def test_ctrl_c_while_arguments_are_read_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("averaging.common.addresses.parse_address", lambda _: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr("averaging.common.parse_address", lambda _: signal.raise_signal(signal.SIGINT))
     result = CliRunner().invoke(main, ["watch", "127.0.0.1:1"])
     assert (result.exit_code, result.stdout) == (130, "")
     assert result.stderr == "Error: stopped by SIGINT before it began; nothing was written\n"

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.training.tensor_math import clip
+from averaging.training.layout import clip
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 

@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from averaging.compression import bytes_per_element, decode, encode
 from averaging.errors import ProtocolViolationError, TensorError
 from averaging.protocol.messages import CompressionType, WireTensor
-from averaging.protocol.schema import DTYPES
+from averaging.tensors.compression import bytes_per_element, decode, encode
+from averaging.tensors.schema import DTYPES
 from tests.selection import examples
 
 Array = npt.NDArray[np.float32]
@@ -136,7 +136,7 @@ def test_lossy_results_are_new_tensors(code: CompressionType) -> None:
 def test_decoding_warns_of_nothing_even_in_a_fresh_process() -> None:
     # torch warns of read-only memory only once per process, so another test could have triggered the warning
     program = (
-        "from averaging.compression import decode; from averaging.protocol.messages import WireTensor;"
+        "from averaging.tensors.compression import decode; from averaging.protocol.messages import WireTensor;"
         "print(decode(WireTensor(b'\\0\\0\\x80\\x3f', (1,), 'float32')).item())"
     )
     done = subprocess.run(

@@ -9,8 +9,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from averaging.compression import encode
 from averaging.protocol.messages import CompressionType, WireTensor
+from averaging.tensors.compression import encode
 
 Array = npt.NDArray[np.float32]
 

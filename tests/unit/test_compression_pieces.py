@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from averaging.compression import decode, encode
 from averaging.protocol.messages import CompressionType
+from averaging.tensors.compression import decode, encode
 
 BLOCK = 1024
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.deadlines.fair_clock import FairClock, interval_of
-from averaging.deadlines.learned_deadlines import (
+from averaging.timing.fair_timeout import FairClock, interval_of
+from averaging.timing.learned_deadlines import (
     LIFETIME,
     MAX_WAITS,
     MIN_WAITS,
@@ -187,7 +187,7 @@ def test_a_lasting_change_is_followed_at_once() -> None:
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("averaging.deadlines.learned_deadlines.MAX_KNOWN", 10)
+    monkeypatch.setattr("averaging.timing.learned_deadlines.MAX_KNOWN", 10)
     learned = Deadlines(1.0, 10.0)
     for number in range(50):
         learned.record_miss(f"a:{number}", Phase.PART, 3, 0.0)
@@ -195,7 +195,7 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_least_recently_used_peer_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("averaging.deadlines.learned_deadlines.MAX_KNOWN", 2)
+    monkeypatch.setattr("averaging.timing.learned_deadlines.MAX_KNOWN", 2)
     learned = after([0.1] * 5)
     for number in range(3):
         learned.record_miss(f"new:{number}", Phase.PART, 3, 10.0)

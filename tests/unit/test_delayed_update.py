@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.strategies.delayed_update import DelayedUpdate, _add_to_moment, _moments
+from averaging.strategies.local_sgd import DelayedUpdate, _add_to_moment, _moments
 
 
 @given(

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from averaging.errors import ProtocolViolationError
-from averaging.synchronizer.differences import Bytes, Coding, decode, encode
+from averaging.weights.differences import Bytes, Coding, decode, encode
 
 
 def decoded(coding: int, data: bytes, old: Bytes | None, itemsize: int, length: int) -> Bytes:

@@ -6,7 +6,7 @@ import pytest
 
 from averaging.errors import BusyError, ProtocolViolationError
 from averaging.transport.direct.frames import commitment_to, proof_of
-from averaging.transport.direct.tickets import MAX_PER_HOST, VALID_SECONDS, Admission, Tickets
+from averaging.transport.direct.sealing import MAX_PER_HOST, VALID_SECONDS, Admission, Tickets
 
 TICKET = bytes(32)
 

@@ -31,8 +31,7 @@ from averaging.cli.console import CommandOutput
 from averaging.cli.error_reporting import CommandError, Stopped
 from averaging.cli.signals import run
 from averaging.cli.tensor_files import Output
-from averaging.observe.receipt_book import Watched
-from averaging.observe.receipt_log import dumps
+from averaging.observe.receipt_log import Watched, dumps
 from averaging.observe.receipts import Receipt
 from examples import digits
 from tests.unit.test_cli_session import AVERAGED, ScriptedPeer, play, while_looking
@@ -158,7 +157,7 @@ def next_line(reader: BinaryIO) -> bytes:
 def test_a_pipe_that_nobody_reads_is_reported_once_and_stops_nothing(
     blocking: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("averaging.cli.nonblocking_output.TIMEOUT", 0.1)
+    monkeypatch.setattr("averaging.cli.console.TIMEOUT", 0.1)
     with full_pipe(blocking=blocking) as (reader, full):
         monkeypatch.setattr(sys, "stdout", full)
         report = CommandOutput(as_json=True)
@@ -202,7 +201,7 @@ def test_a_pipe_that_nobody_reads_keeps_no_watch_from_ending(monkeypatch: pytest
             raise AssertionError("it did not wait for the reader")
 
     closed: list[bool] = []
-    monkeypatch.setattr("averaging.cli.nonblocking_output.TIMEOUT", 0.1)
+    monkeypatch.setattr("averaging.cli.console.TIMEOUT", 0.1)
     monkeypatch.setattr("averaging.transport.grpc.GrpcTransport", Transport)
     with full_pipe() as (reader, full):
         monkeypatch.setattr(sys, "stdout", full)

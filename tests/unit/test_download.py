@@ -15,15 +15,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.deadlines.learned_deadlines import MIN_WAITS, Deadlines
 from averaging.errors import PeerUnreachableError, StateError
 from averaging.protocol.messages import DownloadData, Resume, WireTensor
-from averaging.protocol.schema import Schema, describe
 from averaging.state.assembler import Fingerprint, ReceivedState, StateAssembler
-from averaging.state.download import MAX_COMPARED, TRIES_PER_DONOR, choose, download
-from averaging.state.manifest import BASE_ITEMS, read_manifest
-from averaging.state.packing import State, check_state, pack, seal
-from averaging.transport import virtual_time
+from averaging.state.downloads import MAX_COMPARED, TRIES_PER_DONOR, choose, download
+from averaging.state.manifest import BASE_ITEMS, State, check_state, pack, read_manifest, seal
+from averaging.tensors.schema import Schema, describe
+from averaging.testing import virtual_time
+from averaging.timing.learned_deadlines import MIN_WAITS, Deadlines
 from tests.simulation.fake_transport import OneLane
 
 NAMES = ("a", "b", "c", "d")
@@ -168,7 +167,7 @@ def test_whatever_is_cut_and_resumed_comes_whole_and_once(sizes: list[int], cuts
     sealed = seal(State(1, {f"t{n}": torch.arange(size, dtype=torch.uint8) + n for n, size in enumerate(sizes)}))
     held, received = ReceivedState(), 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("averaging.state.packing.CHUNK_BYTES", chunk)
+        patch.setattr("averaging.state.manifest.CHUNK_BYTES", chunk)
         for cut in [*cuts, 1000]:
             reader = StateAssembler(None, held=held)
             for message in list(pack(sealed, held.resume))[:cut]:

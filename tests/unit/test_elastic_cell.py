@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.elastic.cell import FORGOTTEN, Cell, Fenced, clock_skew
-from averaging.elastic.envelope import Seal, Sealed, is_newer, overrules
+from averaging.elastic.cell import FORGOTTEN, Cell, Fenced, Seal, Sealed, clock_skew, is_newer, overrules
 from averaging.elastic.register import Entry, MemoryRegister, Written
 from averaging.errors import ConfigError, PeerUnreachableError, ProtocolViolationError
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from averaging.config import TLSFiles
+from averaging.elastic.handler import Silence
 from averaging.elastic.options import read_options
-from averaging.elastic.silence import Silence
 from averaging.errors import ConfigError
 
 TLS = {"tls_ca": "ca", "tls_cert": "cert", "tls_key": "key"}

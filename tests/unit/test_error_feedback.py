@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from averaging.allreduce.partition import Part
-from averaging.compression import decode, encode
-from averaging.peer.error_feedback import ErrorFeedback
+from averaging.peer.topics import ErrorFeedback
 from averaging.protocol.messages import CompressionType
-from averaging.protocol.schema import describe
+from averaging.tensors.compression import decode, encode
+from averaging.tensors.schema import describe
 
 LOSSY = [code for code in CompressionType if code is not CompressionType.NONE]
 

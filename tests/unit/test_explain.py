@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from averaging.cli import main
-from averaging.observe.explain import describe, explain, merge
+from averaging.observe.explanation import describe, explain, merge
 from averaging.observe.receipt_log import dumps
 from averaging.observe.receipts import Account, DropCode, Dropped, Outcome, Receipt, Straggler
 from tests.receipts import SILENT, A, B, C, D, receipt, receipts

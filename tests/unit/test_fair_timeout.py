@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from averaging.deadlines.fair_timeout import FairTimeout, learned_timeout
-from averaging.deadlines.learned_deadlines import MIN_WAITS, Deadline, Deadlines, Phase
-from averaging.state.donor_deadlines import WINDOW, DonorDeadlines
-from averaging.transport import virtual_time
+from averaging.state.donors import WINDOW, DonorDeadlines
+from averaging.testing import virtual_time
+from averaging.timing.fair_timeout import FairTimeout, learned_timeout
+from averaging.timing.learned_deadlines import MIN_WAITS, Deadline, Deadlines, Phase
 
 LOWER, UPPER = 1.0, 10.0
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.feed.batch_formation import exact_sum, form_batch, reservations
+from averaging.rl.feed.batch_formation import exact_sum, form_batch, reservations
 
 SIZES = st.lists(st.integers(1, 6), max_size=8)
 

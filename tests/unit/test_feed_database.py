@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 
 from averaging.cli.feed import event_text
 from averaging.errors import ConfigError, FeedBusyError, FeedError, FeedRefusedError
-from averaging.feed.database import KEY_SECONDS, MAX_HEADROOM, WRITE_RETRY_SECONDS, Database, Post
-from averaging.feed.database_thread import DatabaseThread
-from averaging.feed.messages import RegisterEnv, Registration, ScoredData
-from averaging.feed.run_state import KEYED, MAX_BUFFERED, RunState
+from averaging.rl.feed.database import KEY_SECONDS, MAX_HEADROOM, WRITE_RETRY_SECONDS, Database, DatabaseThread, Post
+from averaging.rl.feed.messages import RegisterEnv, Registration, ScoredData
+from averaging.rl.feed.run_state import KEYED, MAX_BUFFERED, RunState
 
 
 def registration(batch_size: int = 4, starting_step: int = 0) -> Registration:
@@ -393,7 +392,7 @@ async def fill(thread: DatabaseThread, *, full: bool) -> None:
 async def test_batches_are_delivered_while_the_disk_is_full(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("averaging.feed.database_thread.ATTACH_SECONDS", 0.0)
+    monkeypatch.setattr("averaging.rl.feed.database.ATTACH_SECONDS", 0.0)
     open_store = partial(open_database, tmp_path / "store")
     async with DatabaseThread(open_store) as thread:
         await thread.run(lambda database: database.register(registration(2)))
@@ -420,7 +419,7 @@ async def test_batches_are_delivered_while_the_disk_is_full(
 async def test_a_full_disk_that_has_room_again_holds_everything(
     saved: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("averaging.feed.database_thread.ATTACH_SECONDS", 0.0)
+    monkeypatch.setattr("averaging.rl.feed.database.ATTACH_SECONDS", 0.0)
     open_store = partial(open_database, tmp_path / "store")
     async with DatabaseThread(open_store) as thread:
         await thread.run(lambda database: database.register(registration(2)))

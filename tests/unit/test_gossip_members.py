@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from averaging.discovery.gossip.broadcast_tree import RING, all_others
-from averaging.discovery.gossip.membership import Membership
+from averaging.discovery.gossip.membership import RING, Membership, all_others
 
 OWN = "own:1"
 

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.deadlines.learned_deadlines import Learned, Phase
 from averaging.errors import ProtocolViolationError
 from averaging.observe.drift import Drift, DriftKind
-from averaging.observe.receipt_book import Watched
+from averaging.observe.receipt_log import Watched
 from averaging.observe.receipts import Account, DropCode, Dropped, LateArrival, Outcome, Receipt, Role, Straggler
 from averaging.observe.status import PeerStatus
 from averaging.protocol.aggregation import MAX_TRIM, Aggregation, Kind
@@ -32,7 +31,8 @@ from averaging.protocol.messages import (
     Rumour,
     WireTensor,
 )
-from averaging.protocol.schema import DTYPES, ReplyForm, Schema, TensorSpec
+from averaging.tensors.schema import DTYPES, ReplyForm, Schema, TensorSpec
+from averaging.timing.learned_deadlines import Learned, Phase
 from averaging.transport.grpc import methods
 from averaging.transport.grpc.conversion import decode_averaging_data, decode_rumours
 from averaging.transport.grpc.methods import Method

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from averaging.protocol.messages import JoinRequest, Resume
-from averaging.transport.grpc.headers import (
+from averaging.transport.grpc.channel_options import (
     MIN_GROUP_SIZE,
     NAMES,
     of_join,

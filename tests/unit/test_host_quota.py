@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.peer.host_quota import HostQuota
-from averaging.transport import virtual_time
+from averaging.peer.service import HostQuota
+from averaging.testing import virtual_time
 
 
 async def settled() -> None:

@@ -9,8 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.observe.explain import describe, explain, merge
-from averaging.observe.late_arrivals import describe_late, last_to_arrive
+from averaging.observe.explanation import describe, describe_late, explain, last_to_arrive, merge
 from averaging.observe.receipts import Account, LateArrival, Receipt
 from tests.receipts import A, B, C, D, receipt, receipts
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from averaging.errors import ConfigError
-from averaging.security.local_token import local_credentials, token_path
+from averaging.security.credentials import local_credentials, token_path
 
 
 @pytest.fixture(autouse=True)

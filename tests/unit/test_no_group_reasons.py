@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from averaging.discovery.base import Diagnosis, KnownPeer
-from averaging.matchmaking.no_group_reasons import explain_absence, explain_faults
 from averaging.matchmaking.rules import pack_looking
+from averaging.matchmaking.search_state import explain_absence, explain_faults
 
 KEY = "run.0b"
 SINCE = 1_700_000_000.0

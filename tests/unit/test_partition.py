@@ -17,7 +17,7 @@ from averaging.allreduce.partition import Part, busiest_link, packed_size, packe
 from averaging.errors import ConfigError, RoundError
 from averaging.protocol.group import Member, Mode
 from averaging.protocol.messages import CompressionType
-from averaging.protocol.schema import Schema, TensorSpec
+from averaging.tensors.schema import Schema, TensorSpec
 
 
 def group(*bandwidths: float | None, clients: Sequence[int] = (), auxiliaries: Sequence[int] = ()) -> list[Member]:

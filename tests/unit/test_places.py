@@ -9,7 +9,7 @@ import pytest
 
 from averaging.errors import BusyError
 from averaging.rpc import RpcCaller
-from averaging.synchronizer.places import Place, Places
+from averaging.weights.places import Place, Places
 
 IN_ALL, PER_HOST, PER_CALLER = 8, 6, 4
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from averaging.strategies.progress_claims import FIRST_PAUSE, LAST_PAUSE, ProgressClaims
+from averaging.strategies.catch_up import FIRST_PAUSE, LAST_PAUSE, ProgressClaims
 
 
 def test_the_pause_doubles_with_each_failure_and_has_an_end() -> None:

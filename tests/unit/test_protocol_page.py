@@ -17,9 +17,8 @@ import torch
 
 import averaging
 from averaging.allreduce.partition import partition, shares
-from averaging.compression import decode, encode
-from averaging.discovery.gossip.broadcast_tree import peer_hash
 from averaging.discovery.gossip.identity import Ed25519Identity
+from averaging.discovery.gossip.membership import peer_hash
 from averaging.discovery.gossip.record import Limits, entry_hash, record_id
 from averaging.discovery.gossip.record_table import RecordTable
 from averaging.discovery.gossip.settings import GossipSettings
@@ -27,11 +26,11 @@ from averaging.peer import rounds, run_progress
 from averaging.protocol.aggregation import MEAN, Aggregation, Kind, parse_aggregation
 from averaging.protocol.group import Group, Member, Mode, next_group_bits
 from averaging.protocol.messages import CompressionType, Record
-from averaging.protocol.schema import ReplyForm, Schema, TensorSpec
 from averaging.state import donors
-from averaging.state.manifest import read_manifest, resume_at
-from averaging.state.packing import State, pack, seal
-from averaging.transport.grpc.headers import read_resume
+from averaging.state.manifest import State, pack, read_manifest, resume_at, seal
+from averaging.tensors.compression import decode, encode
+from averaging.tensors.schema import ReplyForm, Schema, TensorSpec
+from averaging.transport.grpc.channel_options import read_resume
 
 PAGE = (Path(averaging.__file__).parents[1] / "docs" / "reference" / "protocol.md").read_text()
 

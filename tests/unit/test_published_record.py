@@ -9,10 +9,9 @@ from itertools import pairwise
 
 import pytest
 
-from averaging.discovery.base import MAX_VALUE_BYTES
-from averaging.discovery.memory import MemoryDiscovery, MemoryRegistry
-from averaging.discovery.published_record import PublishedRecord
-from averaging.transport import virtual_time
+from averaging.discovery.base import MAX_VALUE_BYTES, PublishedRecord
+from averaging.testing import virtual_time
+from averaging.testing.discovery import MemoryDiscovery, MemoryRegistry
 
 LIFETIME, REFRESH, PAUSE = 60.0, 20.0, 1.0
 

@@ -11,12 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from averaging.errors import DataLostError
-from averaging.workers.data_manager import DataManager
-from averaging.workers.methods import Channels
-from averaging.workers.owner_tracker import OwnerTracker
-from averaging.workers.payload import Step, pack, unpack
-from averaging.workers.redistributor import Redistributor, balance, part_of, receptions
-from averaging.workers.samples import Sample
+from averaging.rl.workers.data_manager import DataManager
+from averaging.rl.workers.methods import Channels
+from averaging.rl.workers.payload import Step, pack, unpack
+from averaging.rl.workers.redistributor import OwnerTracker, Redistributor, balance, part_of, receptions
+from averaging.rl.workers.samples import Sample
 from tests.simulation.memory_workers import MemoryWorkers
 
 Held = dict[tuple[str, str], set[str]]

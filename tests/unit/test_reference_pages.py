@@ -7,7 +7,7 @@ from pathlib import Path
 
 import averaging
 from averaging import errors
-from averaging.integrations import scalars
+from averaging.integrations import duties as scalars
 from tools import reference
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"

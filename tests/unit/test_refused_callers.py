@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from averaging.transport.grpc.refused_callers import MAX_HOSTS, PERIOD, Refusals
+from averaging.transport.grpc.authentication import MAX_HOSTS, PERIOD, Refusals
 
 
 class Clock:

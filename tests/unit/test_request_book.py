@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from averaging.errors import ProtocolViolationError
+from averaging.rl.workers import Handle, Payload
+from averaging.rl.workers.executor import Queued, flush_order
+from averaging.rl.workers.master_session import decode_request, encode_payload
+from averaging.rl.workers.payload import Compute, Realloc, Step, Transfer, convert, pack, unpack
+from averaging.rl.workers.request_book import Next, RequestBook
 from averaging.wire import workers_pb2
-from averaging.workers import Handle, Payload
-from averaging.workers.flush_order import Queued, flush_order
-from averaging.workers.payload import Compute, Realloc, Step, Transfer, convert, pack, unpack
-from averaging.workers.request_book import Next, RequestBook
-from averaging.workers.wire_messages import decode_request, encode_payload
 
 
 def request(name: str, handle: str = Handle.GENERATE, **more: object) -> Payload:

@@ -9,8 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.allreduce.robust_reducer import RobustReducer, aggregate, cap_weights, centered_clip, reducer_for
-from averaging.allreduce.shard_reducer import ShardReducer
+from averaging.allreduce.shard_reducer import (
+    RobustReducer,
+    ShardReducer,
+    aggregate,
+    cap_weights,
+    centered_clip,
+    reducer_for,
+)
 from averaging.protocol.aggregation import Aggregation, Kind, parse_aggregation
 
 RULES = ["median", "trimmed:1", "trimmed:3", "clip:0.5", "clip:10"]

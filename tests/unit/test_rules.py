@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from averaging.config import MAX_GROUP_WAIT
-from averaging.deadlines.learned_deadlines import VERDICT_SECONDS
 from averaging.discovery.base import MAX_LIFETIME, Entry
 from averaging.errors import ProtocolViolationError
 from averaging.matchmaking import rules
@@ -19,6 +18,7 @@ from averaging.matchmaking.response_history import Standing
 from averaging.matchmaking.rules import Declaration, JoinRefusal, LeaderCandidate
 from averaging.protocol.group import Member, Mode, pack_gather
 from averaging.protocol.messages import JoinRequest, MessageCode, MessageFromLeader
+from averaging.timing.learned_deadlines import VERDICT_SECONDS
 
 HASH = b"h" * 32
 NOW = 1000.0

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from averaging.common.safe_msgpack import MAX_DEPTH, MAX_INTEGER_KEYS, check_keys, unpack
 from averaging.errors import ProtocolViolationError, StateError
 from averaging.protocol.group import MAX_GATHER_BYTES, unpack_gather
-from averaging.protocol.schema import describe
 from averaging.state.manifest import BASE_ITEMS, MAX_METADATA_BYTES, max_items, read_manifest
+from averaging.tensors.schema import describe
 
 scalars = st.one_of(
     st.none(),

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from averaging.training.scheduler import SchedulerDriver
+from averaging.training.training_state import SchedulerDriver
 
 
 def sequential(optimizer: torch.optim.Optimizer) -> LRScheduler:

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from averaging.common.addresses import is_endpoint, parse_address
-from averaging.common.shared_tensors import SharedTensors
 from averaging.common.validation import check_weight
 from averaging.config import Inspection, NonFinite, PeerConfig, PeerOptions, option_names
 from averaging.errors import ConfigError, TensorError
@@ -21,7 +20,8 @@ from averaging.peer.topics import Adopt, make_topic
 from averaging.protocol.aggregation import Aggregation, Kind, parse_aggregation
 from averaging.protocol.group import Mode
 from averaging.protocol.messages import CompressionType, parse_compression
-from averaging.protocol.schema import DTYPES, ReplyForm, Schema, TensorSpec, describe, first_difference
+from averaging.tensors.schema import DTYPES, ReplyForm, Schema, TensorSpec, describe, first_difference
+from averaging.tensors.shared_tensors import SharedTensors
 
 specs = st.builds(
     TensorSpec,

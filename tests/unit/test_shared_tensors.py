@@ -8,8 +8,8 @@ import threading
 import pytest
 import torch
 
-from averaging.common.shared_tensors import SharedTensors, Write
 from averaging.errors import RoundError, TensorError
+from averaging.tensors.shared_tensors import SharedTensors, Write
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from averaging.errors import ClosedError
-from averaging.peer.single_average import SingleAverage
-from averaging.transport import virtual_time
+from averaging.peer.peer import SingleAverage
+from averaging.testing import virtual_time
 
 
 def test_closing_waits_until_what_it_ends_has_ended() -> None:

@@ -8,11 +8,11 @@ import threading
 import pytest
 import torch
 
-from averaging.common.shared_tensors import SharedTensors
-from averaging.protocol.schema import describe
 from averaging.state import snapshots
-from averaging.state.packing import Snapshot, State, seal
+from averaging.state.manifest import Snapshot, State, seal
 from averaging.state.snapshots import Snapshots
+from averaging.tensors.schema import describe
+from averaging.tensors.shared_tensors import SharedTensors
 
 
 class Slow:

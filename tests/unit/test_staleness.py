@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 
 from averaging.errors import ConfigError
-from averaging.synchronizer.follower_staleness import Staleness, StalenessWatch
+from averaging.weights.follower import Staleness, StalenessWatch
 
 
 def test_by_versions() -> None:

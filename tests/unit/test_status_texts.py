@@ -9,8 +9,7 @@ import pytest
 
 from averaging.common.sanitize import duration
 from averaging.observe.receipts import Account, Dropped, LateArrival, Outcome, Receipt
-from averaging.observe.status import PeerStatus
-from averaging.observe.training_status import Finish, TrainingStatus
+from averaging.observe.status import Finish, PeerStatus, TrainingStatus
 from tests.receipts import A, B, C, D, receipt
 
 EVIL = "\x1b[2J<script>\n"

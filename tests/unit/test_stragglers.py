@@ -10,16 +10,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.allreduce.drop_codes import code_of
 from averaging.allreduce.partition import Part
-from averaging.allreduce.round_account import RoundAccount, RoundResult
+from averaging.allreduce.round_account import (
+    Lag,
+    RoundAccount,
+    RoundResult,
+    ShardDigest,
+    code_of,
+    digest_of,
+    find_straggler,
+)
 from averaging.allreduce.send_window import send_limits
-from averaging.allreduce.shard_digest import ShardDigest, digest_of
-from averaging.allreduce.stragglers import Lag, find_straggler
 from averaging.errors import AveragingError, CallRefusedError, NonFiniteError, PeerUnreachableError
 from averaging.observe.receipts import DropCode, Dropped, Straggler
 from averaging.protocol.group import Group, Member, Mode
-from averaging.transport import virtual_time
+from averaging.testing import virtual_time
 
 SENDERS = ("a", "b", "c")
 events = st.lists(st.tuples(st.sampled_from(SENDERS), st.sampled_from(["part"] * 8 + ["drop"])), max_size=40)

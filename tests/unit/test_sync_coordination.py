@@ -7,7 +7,7 @@ import random
 import pytest
 
 from averaging.errors import ConfigError
-from averaging.synchronizer.coordination import MAX_STEP, Coordination, End, Group, RunningStatus, Wait
+from averaging.rl.synchronizer.coordination import MAX_STEP, Coordination, End, Group, RunningStatus, Wait
 
 RUNNING, REQUIRE_SYNC, STOPPED = RunningStatus
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from averaging.errors import ProtocolViolationError
-from averaging.synchronizer.state_stream import (
+from averaging.rl.synchronizer.state_stream import (
     DTYPES,
     PIECE_BYTES,
     ModelState,

@@ -21,9 +21,9 @@ from averaging import (
     SyncTimeoutError,
     TensorError,
 )
-from averaging.synchronizer import state_sources
-from averaging.synchronizer.version_file import LATEST, NAME
-from averaging.transport import virtual_time
+from averaging.rl.synchronizer import state_sources
+from averaging.rl.synchronizer.state_sources import LATEST, NAME
+from averaging.testing import virtual_time
 
 RUNNING, REQUIRE_SYNC, STOPPED = RunningStatus
 

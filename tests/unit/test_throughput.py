@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.deadlines.donor_rates import LIFETIME, SLOW_LINK, Rates
-from averaging.state.throughput import MIN_BYTES_PER_SECOND, MIN_RATE, SLOW_FACTOR, Rate, Throughput, expected_rate
+from averaging.state.donors import MIN_BYTES_PER_SECOND, MIN_RATE, SLOW_FACTOR, Rate, Throughput, expected_rate
+from averaging.timing.learned_deadlines import LIFETIME, SLOW_LINK, Rates
 
 MIB = 1 << 20
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from averaging.common.timeouts import expire
+from averaging.timing.fair_timeout import expire
 
 
 @pytest.mark.asyncio

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from averaging.errors import StateError
-from averaging.state.packing import State
+from averaging.state.manifest import State
 from averaging.strategies import LocalSGD
+from averaging.training.context import Training
 from averaging.training.group_progress import GroupProgress
 from averaging.training.history import History
 from averaging.training.optimizer_state import pack_optimizer
-from averaging.training.training import Training
+from averaging.training.optimizer_wrapper import WeightModes
 from averaging.training.training_state import TrainingState
-from averaging.training.weight_modes import WeightModes
 
 SOUND = {"weight": torch.ones(2), "buffer/seen": torch.ones(2, dtype=torch.int64)}
 

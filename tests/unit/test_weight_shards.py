@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.synchronizer.weights_layout import Layout, WeightSpec
-from averaging.synchronizer.weights_shards import (
+from averaging.weights.layout import Layout, WeightSpec
+from averaging.weights.shards import (
     box_of,
     common,
     elements,
@@ -19,7 +19,7 @@ from averaging.synchronizer.weights_shards import (
     whole_of,
     write_part,
 )
-from averaging.synchronizer.weights_snapshot import seal, view_state
+from averaging.weights.snapshot import seal, view_state
 
 
 def rows(name: str, shape: tuple[int, ...], parts: int) -> list[WeightSpec]:

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from averaging.errors import ProtocolViolationError, TensorError
-from averaging.synchronizer.differences import Coding, encode
-from averaging.synchronizer.weights_layout import (
+from averaging.weights.differences import Coding, encode
+from averaging.weights.layout import (
     PIECE_BYTES,
     Layout,
     WeightSpec,
@@ -22,8 +22,8 @@ from averaging.synchronizer.weights_layout import (
     indices_of,
     ranges_of,
 )
-from averaging.synchronizer.weights_messages import NOTHING_YET, read_version, version_message
-from averaging.synchronizer.weights_snapshot import Incoming, Snapshot, copy_state, seal
+from averaging.weights.messages import NOTHING_YET, read_version, version_message
+from averaging.weights.snapshot import Incoming, Snapshot, copy_state, seal
 
 STATE = {
     "big": torch.arange(700_000, dtype=torch.float32).reshape(7, -1),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.synchronizer.weights_tree import PUBLISHER, Tree
+from averaging.weights.tree import PUBLISHER, Tree
 
 
 def names(count: int) -> list[bytes]:

@@ -7,9 +7,8 @@ import itertools
 import pytest
 
 from averaging.errors import ConfigError
-from averaging.workers import Average, Call, Model, ParamRealloc, Topology
-from averaging.workers.graph import Levels
-from averaging.workers.plan import ModelShardID
+from averaging.rl.workers import Average, Call, Model, ParamRealloc, Topology
+from averaging.rl.workers.plan import Levels, ModelShardID
 from tests.integration.worker_backends import ppo
 
 WORKERS = {"a": "127.0.0.1:1", "b": "127.0.0.1:2", "c": "127.0.0.1:3"}

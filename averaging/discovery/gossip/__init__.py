@@ -7,18 +7,32 @@ Read the modules in this order:
 
 1. `record`, `identity`: what a record is, and how its owner writes and signs it. `certified_identity` adds the proof
    that the owner has a certificate for its endpoint.
-2. `record_table`: how records merge, and which one is read. `record_store` is the table of one peer.
+2. `record_table`: how records merge, which one is read, and the table of one peer.
 3. `settings`: all constants.
 4. `membership`: which peers are in the run, as their records say.
-5. `broadcast_tree`, `rumours`: how a new record reaches all peers.
-6. `anti_entropy`, `maintenance`: how peers compare their records, and when. `client_streams` is for clients.
+5. `membership`, `rumours`: how a new record reaches all peers, down a tree.
+6. `anti_entropy`: how peers compare their records, and when. `client_streams` is for clients.
 7. `bootstrap`: joining a run.
-8. `clock_offsets`, `reachability`: warnings about clocks and addresses.
+8. `clock_offsets`: warnings about clocks.
 9. `gossip_discovery`: puts all of this together as the discovery of one peer.
 
 docs/design/decisions/0001-gossip.md has the reasons and the costs.
 """
 
+from averaging.discovery.gossip.bootstrap import Waiting
+from averaging.discovery.gossip.certified_identity import CertifiedIdentity
 from averaging.discovery.gossip.gossip_discovery import GossipDiscovery
+from averaging.discovery.gossip.identity import Author, UnsignedIdentity
+from averaging.discovery.gossip.record import Limits, Reason
+from averaging.discovery.gossip.record_table import RecordTable
 
-__all__ = ["GossipDiscovery"]
+__all__ = [
+    "Author",
+    "CertifiedIdentity",
+    "GossipDiscovery",
+    "Limits",
+    "Reason",
+    "RecordTable",
+    "UnsignedIdentity",
+    "Waiting",
+]

@@ -9,10 +9,9 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from averaging.deadlines.fair_timeout import FairTimeout
-from averaging.deadlines.learned_deadlines import Deadline
 from averaging.discovery.gossip.settings import CALL_FAILURES, GossipSettings, why_failed
 from averaging.errors import JoinRefusedError, NoSeedAnsweredError, TransportError
+from averaging.timing import Deadline, FairTimeout
 
 logger = logging.getLogger(__name__)
 

@@ -21,11 +21,10 @@ from cryptography.hazmat.primitives.asymmetric import ec, padding
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from averaging.common.addresses import CLIENT_PREFIX, covers, is_endpoint, parse_address
+from averaging.common import CLIENT_PREFIX, covers, is_endpoint, parse_address
 from averaging.discovery.gossip.identity import Ed25519Identity
-from averaging.protocol.messages import Record
-from averaging.security.client_names import fits
-from averaging.security.credentials import EXPIRES_SOON, PrivateKey, Tls, hosts_of, is_issued_by, validity_problem
+from averaging.protocol import Record
+from averaging.security import EXPIRES_SOON, PrivateKey, Tls, fits, hosts_of, is_issued_by, validity_problem
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from averaging.discovery.gossip.settings import GossipSettings
 from averaging.errors import CallRefusedError
-from averaging.protocol.messages import Record
+from averaging.protocol import Record
 
 
 class ClientStream:

@@ -6,8 +6,8 @@ import logging
 from collections import deque
 from dataclasses import dataclass
 
-from averaging.common.addresses import is_endpoint
-from averaging.discovery.base import clock_difference
+from averaging.common import is_endpoint
+from averaging.discovery import clock_difference
 from averaging.discovery.gossip.record import MAX_VERSION
 
 logger = logging.getLogger(__name__)

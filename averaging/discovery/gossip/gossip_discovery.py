@@ -12,20 +12,16 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self
 
-from averaging.common.addresses import CLIENT_PREFIX, is_endpoint
-from averaging.discovery.base import Diagnosis, Entry, clock_difference
-from averaging.discovery.gossip.anti_entropy import AntiEntropy
+from averaging.common import CLIENT_PREFIX, is_endpoint
+from averaging.discovery import Diagnosis, Entry, clock_difference
+from averaging.discovery.gossip.anti_entropy import AntiEntropy, Maintenance, Reachability
 from averaging.discovery.gossip.bootstrap import SAME_NAME, Bootstrap, Waiting
-from averaging.discovery.gossip.broadcast_tree import RING, all_others
 from averaging.discovery.gossip.client_streams import ClientStreams
 from averaging.discovery.gossip.clock_offsets import ClockOffsets
 from averaging.discovery.gossip.identity import Author, Ed25519Identity, Identity
-from averaging.discovery.gossip.maintenance import Maintenance
-from averaging.discovery.gossip.membership import Membership
-from averaging.discovery.gossip.reachability import Reachability
+from averaging.discovery.gossip.membership import RING, Membership, all_others
 from averaging.discovery.gossip.record import Reason
-from averaging.discovery.gossip.record_store import RecordStore
-from averaging.discovery.gossip.record_table import Change, Merged
+from averaging.discovery.gossip.record_table import Change, Merged, RecordStore
 from averaging.discovery.gossip.rumours import Rumours
 from averaging.discovery.gossip.settings import GossipSettings
 from averaging.errors import (
@@ -37,8 +33,8 @@ from averaging.errors import (
     WrongRunError,
     printable,
 )
-from averaging.protocol.messages import Digest, ExchangeReply, Record, Refusal, Rumour
-from averaging.transport.base import Transport
+from averaging.protocol import Digest, ExchangeReply, Record, Refusal, Rumour
+from averaging.transport import Transport
 
 logger = logging.getLogger(__name__)
 

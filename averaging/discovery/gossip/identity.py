@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from averaging.discovery.gossip.record import OWNER_BYTES, Limits, Reason, refusal_reason, signed_bytes
 from averaging.errors import DiscoveryError
-from averaging.protocol.messages import Record
+from averaging.protocol import Record
 
 
 class Identity(Protocol):

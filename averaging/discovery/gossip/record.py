@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import blake2b
 
-from averaging.discovery.base import MAX_LIFETIME, MAX_VALUE_BYTES
-from averaging.protocol.messages import Record
+from averaging.discovery import MAX_LIFETIME, MAX_VALUE_BYTES
+from averaging.protocol import Record
 
 MAX_NAME_BYTES = 256
 """Longest key and longest subkey, in bytes of UTF-8."""

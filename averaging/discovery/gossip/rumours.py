@@ -11,8 +11,8 @@ from typing import Any
 from averaging.discovery.gossip.membership import Membership
 from averaging.discovery.gossip.record import Reason
 from averaging.discovery.gossip.settings import CALL_FAILURES, GossipSettings, is_refused, why_failed
-from averaging.protocol.messages import Record, Refusal, Rumour
-from averaging.transport.base import Transport
+from averaging.protocol import Record, Refusal, Rumour
+from averaging.transport import Transport
 
 logger = logging.getLogger(__name__)
 

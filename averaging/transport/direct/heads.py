@@ -12,9 +12,9 @@ from averaging.errors import (
     WrongRunError,
     printable,
 )
-from averaging.protocol.messages import AveragingData, Buffer, MessageCode, WireTensor
+from averaging.protocol import AveragingData, Buffer, MessageCode, WireTensor
 from averaging.transport.direct.frames import MAX_HEAD_BYTES
-from averaging.transport.grpc.conversion import decode_averaging_data, parse
+from averaging.transport.grpc import decode_averaging_data, parse
 from averaging.wire import averaging_pb2, direct_pb2, runtime_pb2
 
 MAX_HEADS = 256

@@ -7,11 +7,11 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from averaging.common.addresses import CLIENT_PREFIX, is_endpoint
+from averaging.common import CLIENT_PREFIX, is_endpoint
 from averaging.errors import AveragingError, NotServedError
 from averaging.transport.direct.link import Link
 from averaging.transport.direct.sealing import MAX_SEALED_BYTES
-from averaging.transport.grpc.channel_options import IDLE_SECONDS
+from averaging.transport.grpc import IDLE_SECONDS
 
 logger = logging.getLogger("averaging.transport")
 

@@ -8,18 +8,64 @@ from __future__ import annotations
 
 import asyncio
 import math
+import select
 import socket
 import struct
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 from averaging.errors import AveragingError, PeerUnreachableError, ProtocolViolationError
-from averaging.protocol.messages import Buffer
-from averaging.transport.direct.buffers import Buffers
-from averaging.transport.direct.frames import HEADER, TAG_BYTES, Frame, Kind, Sizes, pack_header, read_header
-from averaging.transport.direct.hang_ups import HangUps
+from averaging.protocol import Buffer
+from averaging.transport.direct.frames import HEADER, TAG_BYTES, Buffers, Frame, Kind, Sizes, pack_header, read_header
 from averaging.transport.direct.sealing import Cipher, Ciphers
-from averaging.transport.grpc.channel_options import KEEPALIVE_SECONDS, SILENCE_SECONDS
+from averaging.transport.grpc import KEEPALIVE_SECONDS, SILENCE_SECONDS
+
+# Tells when the other end of a connection closes it, while nothing is read from the connection.
+#
+# An event loop tells that a connection can be read, and what ends it is read last. A peer that does not read, so that
+# TCP
+# stops the sender, would learn of the end only much later. Linux tells of it at once (EPOLLRDHUP). On other systems
+# such
+# a peer learns of it when it reads or writes again, or by its own deadlines.
+
+
+class HangUps:
+    """Watches connections. It belongs to the event loop in which it is created."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._watched: dict[int, Callable[[], None]] = {}
+        self._epoll = select.epoll() if hasattr(select, "epoll") else None
+        if self._epoll is not None:
+            self._loop.add_reader(self._epoll.fileno(), self._ready)
+
+    def watch(self, sock: socket.socket, hung_up: Callable[[], None]) -> None:
+        """Calls `hung_up` once when the other end closes or resets the connection, until `forget` is called."""
+        if self._epoll is not None:
+            self._watched[sock.fileno()] = hung_up
+            self._epoll.register(sock.fileno(), select.EPOLLRDHUP | select.EPOLLONESHOT)
+
+    def forget(self, sock: socket.socket) -> None:
+        """Stops watching a connection, before its socket is closed."""
+        if self._epoll is not None and self._watched.pop(sock.fileno(), None) is not None:
+            self._epoll.unregister(sock.fileno())
+
+    def close(self) -> None:
+        """Stops watching all connections."""
+        if self._epoll is not None:
+            self._loop.remove_reader(self._epoll.fileno())
+            self._epoll.close()
+            self._epoll = None
+        self._watched.clear()
+
+    def _ready(self) -> None:
+        if self._epoll is None:
+            return
+        for descriptor, _ in self._epoll.poll(0):
+            with suppress(KeyError):
+                self._watched[descriptor]()
+
 
 FRAMES_AHEAD = 2
 """Complete frames that wait to be read before reading from the socket stops, so that TCP stops the sender."""

@@ -8,15 +8,14 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 
-from averaging.common.addresses import parse_address
+from averaging.common import parse_address
 from averaging.errors import AveragingError, ListenError, PeerUnreachableError, ProtocolViolationError
-from averaging.transport.base import AveragingService
-from averaging.transport.direct.buffers import Buffers
-from averaging.transport.direct.frames import FROM_CALLER, HELLO_BYTES, MAGIC, Kind, read_hello
-from averaging.transport.direct.hang_ups import HangUps
+from averaging.transport import AveragingService
+from averaging.transport.direct.frames import FROM_CALLER, HELLO_BYTES, MAGIC, Buffers, Kind, read_hello
 from averaging.transport.direct.heads import Heads
-from averaging.transport.direct.link import Link
-from averaging.transport.direct.quotas import (
+from averaging.transport.direct.link import HangUps, Link
+from averaging.transport.direct.sealing import Admission, Tickets
+from averaging.transport.direct.serving import (
     MAX_CONNECTIONS,
     MAX_CONNECTIONS_PER_HOST,
     MAX_NEWCOMERS,
@@ -24,10 +23,11 @@ from averaging.transport.direct.quotas import (
     Held,
     HeldLimits,
     Places,
+    Stream,
+    serve_stream,
+    write_seconds,
 )
-from averaging.transport.direct.serving import Stream, serve_stream, write_seconds
-from averaging.transport.direct.tickets import Admission, Tickets
-from averaging.transport.grpc.channel_options import HANDSHAKE_SECONDS
+from averaging.transport.grpc import HANDSHAKE_SECONDS
 
 logger = logging.getLogger("averaging.transport")
 

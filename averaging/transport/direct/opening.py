@@ -15,13 +15,13 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from averaging.errors import NotServedError, PeerUnreachableError, ProtocolViolationError
-from averaging.transport.direct.buffers import Buffers
 from averaging.transport.direct.frames import (
     DIGEST_BYTES,
     FROM_CALLEE,
     NONCE_BYTES,
     TICKET_BYTES,
     VERSION,
+    Buffers,
     Kind,
     commitment_to,
     pack_hello,
@@ -29,15 +29,29 @@ from averaging.transport.direct.frames import (
 )
 from averaging.transport.direct.lanes import NOT_SERVED
 from averaging.transport.direct.link import Link
-from averaging.transport.direct.sealing import KEY_BYTES, Ciphers, derive_keys, shared_secret
-from averaging.transport.direct.tickets import VALID_SECONDS, Admission, Tickets
-from averaging.transport.grpc import message_limits
-from averaging.transport.grpc.authentication import Callers, host_of
-from averaging.transport.grpc.channel_options import CONNECT_SECONDS
-from averaging.transport.grpc.conversion import decode_nothing, encode_nothing, parse
-from averaging.transport.grpc.dialling import Dialling
-from averaging.transport.grpc.methods import Method
-from averaging.transport.grpc.server import Context, unary, write_all
+from averaging.transport.direct.sealing import (
+    KEY_BYTES,
+    VALID_SECONDS,
+    Admission,
+    Ciphers,
+    Tickets,
+    derive_keys,
+    shared_secret,
+)
+from averaging.transport.grpc import (
+    CONNECT_SECONDS,
+    SMALL_BYTES,
+    Callers,
+    Context,
+    Dialling,
+    Method,
+    decode_nothing,
+    encode_nothing,
+    host_of,
+    parse,
+    unary,
+    write_all,
+)
 from averaging.wire import direct_pb2
 
 SERVICE = "averaging.v1.Direct"
@@ -117,7 +131,7 @@ OPEN: Method[Request, Grant] = Method(
     _decode_request,
     _encode_reply,
     _decode_reply,
-    max_reply_bytes=message_limits.SMALL_BYTES,
+    max_reply_bytes=SMALL_BYTES,
 )
 
 
@@ -128,7 +142,7 @@ ECHO: Method[bytes, None] = Method(
     lambda raw: parse(direct_pb2.EchoRequest(), raw).ticket,
     encode_nothing,
     decode_nothing,
-    max_reply_bytes=message_limits.SMALL_BYTES,
+    max_reply_bytes=SMALL_BYTES,
 )
 
 

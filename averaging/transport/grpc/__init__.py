@@ -1,3 +1,4 @@
+# ruff: noqa: E402 - the environment of gRPC is set before it is imported
 """The gRPC transport, with the health, reflection and channelz services for tools such as grpcurl."""
 
 import os
@@ -16,9 +17,65 @@ if tuple(map(int, metadata.version("grpcio").split(".")[:2])) <= (1, 85):  # lat
 _ours = _SETTINGS.keys() - os.environ.keys()
 os.environ.update({name: _SETTINGS[name] for name in _ours})
 
-from averaging.transport.grpc.transport import GrpcTransport  # noqa: E402
+from averaging.transport.grpc.authentication import Callers, host_of
+from averaging.transport.grpc.channel_options import (
+    CONNECT_SECONDS,
+    HANDSHAKE_SECONDS,
+    IDLE_SECONDS,
+    KEEPALIVE_SECONDS,
+    SILENCE_SECONDS,
+    SMALL_BYTES,
+    WRITE_BYTES_PER_SECOND,
+    WRITE_SECONDS,
+    held_limits,
+)
+from averaging.transport.grpc.client import call_unary
+from averaging.transport.grpc.conversion import decode_averaging_data, decode_nothing, encode_nothing, parse
+from averaging.transport.grpc.dialling import Dialling, check_listen
+from averaging.transport.grpc.methods import Method
+from averaging.transport.grpc.rpc_channel import Caller
+from averaging.transport.grpc.server import Context, Handlers, unary, write_all
+from averaging.transport.grpc.tensor_stream import (
+    TENSOR_DTYPES,
+    TensorMessage,
+    TensorReader,
+    tensor_dtype_name,
+    tensor_messages,
+)
+from averaging.transport.grpc.transport import GrpcTransport
+
+__all__ = [
+    "CONNECT_SECONDS",
+    "HANDSHAKE_SECONDS",
+    "IDLE_SECONDS",
+    "KEEPALIVE_SECONDS",
+    "SILENCE_SECONDS",
+    "SMALL_BYTES",
+    "TENSOR_DTYPES",
+    "WRITE_BYTES_PER_SECOND",
+    "WRITE_SECONDS",
+    "Caller",
+    "Callers",
+    "Context",
+    "Dialling",
+    "GrpcTransport",
+    "Handlers",
+    "Method",
+    "TensorMessage",
+    "TensorReader",
+    "call_unary",
+    "check_listen",
+    "decode_averaging_data",
+    "decode_nothing",
+    "encode_nothing",
+    "held_limits",
+    "host_of",
+    "parse",
+    "tensor_dtype_name",
+    "tensor_messages",
+    "unary",
+    "write_all",
+]
 
 for _name in _ours:
     del os.environ[_name]
-
-__all__ = ["GrpcTransport"]

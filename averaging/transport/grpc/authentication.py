@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -10,20 +11,64 @@ from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from hashlib import sha256
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 import grpc
 from cryptography import x509
 
-from averaging.common.addresses import CLIENT_PREFIX, covers, is_endpoint, parse_address
+from averaging.common import CLIENT_PREFIX, counted, covers, is_endpoint, parse_address
 from averaging.config import Inspection
-from averaging.errors import BusyError, ForeignEndpointError, WrongRunError
-from averaging.security.client_names import fits, is_bound
-from averaging.security.credentials import Credentials, Tls, validity_problem
+from averaging.errors import BusyError, ForeignEndpointError, WrongRunError, printable
+from averaging.security import Credentials, Tls, fits, is_bound, validity_problem
 from averaging.transport.grpc import methods
 from averaging.transport.grpc.channel_options import MAX_CALLS_PER_HOST, MAX_WATCHES_PER_HOST
 from averaging.transport.grpc.methods import Method
-from averaging.transport.grpc.refused_callers import Refusals
 from averaging.transport.grpc.unread_replies import UnreadReplies
+
+# Logs refused calls at the callee, because its operator cannot see the error that the caller gets.
+
+
+logger = logging.getLogger("averaging.transport")
+
+PERIOD = 60.0
+"""Minimum seconds between two log lines about one host."""
+
+MAX_HOSTS = 64
+"""Maximum number of hosts logged in one period. Calls of further hosts are counted in the next line."""
+
+
+class Refusals:
+    """Logs at most one line per host and `PERIOD`, for a bounded number of hosts.
+
+    Args:
+        clock: a monotonic clock in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._logged: dict[str, float] = {}  # time by host, earliest first
+        self._not_logged = 0
+
+    def note(self, host: str, why: str) -> None:
+        """Records that a call from `host`, in the form of `host_of`, was refused for the reason `why`."""
+        now = self._clock()
+        while self._logged and now - next(iter(self._logged.values())) >= PERIOD:
+            del self._logged[next(iter(self._logged))]
+        if host in self._logged:
+            return
+        if len(self._logged) >= MAX_HOSTS:
+            self._not_logged += 1
+            return
+        self._logged[host] = now
+        more = f" ({counted(self._not_logged, 'call')} from further hosts before)" if self._not_logged else ""
+        self._not_logged = 0
+        logger.warning("refused a call from %s: %s%s", _readable(host), printable(why, 300), more)
+
+
+def _readable(host: str) -> str:
+    """Formats `ipv6:%5B::1%5D` as `[::1]`."""
+    return printable(unquote(host.removeprefix("ipv4:").removeprefix("ipv6:")), 100)
+
 
 Request = TypeVar("Request")
 

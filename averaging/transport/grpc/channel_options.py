@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+from averaging.errors import ProtocolViolationError
+from averaging.protocol import MAX_GROUP_SIZE, JoinRequest, Resume
 from averaging.transport.grpc.unfinished_calls import Limits
 
 CONNECT_SECONDS = 5.0
@@ -124,3 +130,115 @@ def _common(max_message_bytes: int) -> Options:
 
 def _milliseconds(seconds: float) -> int:
     return round(seconds * 1000)
+
+
+# Limits on the content of messages, checked before Python objects are made of the items.
+#
+# A message of 30 MiB can contain 15 million empty items, which would block a peer for half a minute and use gigabytes.
+
+
+Items = TypeVar("Items", bound=Sequence[object])
+
+MAX_RECORDS = 1 << 15
+"""Records of discovery, or entries of a digest: twice the number that a peer holds."""
+
+MAX_RUMOURS = 1 << 10
+"""Records in a push."""
+
+MAX_MEMBERS = 1 << 14
+"""Members of a group: the maximum number of peers with records."""
+
+MAX_DIMENSIONS = 64
+"""Dimensions of a tensor: PyTorch's limit."""
+
+MAX_TENSORS = 1 << 18
+"""Tensors of a schema."""
+
+SMALL_BYTES = 64 << 10
+"""A request with few or no fields."""
+
+JOIN_BYTES = 128 << 10
+"""A join request, with 64 KiB of `gather`."""
+
+DIGEST_BYTES = 1 << 20
+"""`MAX_RECORDS` entries of 22 bytes, and two names."""
+
+RECORDS_BYTES = 6 << 20
+"""`MAX_RUMOURS` records of maximum size: 1 KiB of value, 4 KiB of signature, two names."""
+
+REFUSALS_BYTES = 1 << 20
+"""`MAX_RUMOURS` times two names and a reason."""
+
+
+def check_count(items: Items, most: int, what: str) -> Items:
+    """Returns `items`.
+
+    Raises:
+        ProtocolViolationError: there are more than `most` items.
+    """
+    if len(items) > most:
+        raise ProtocolViolationError(f"a message with {len(items)} {what}; at most {most} are accepted")
+    return items
+
+
+def short(raw: bytes, most: int | None, path: str) -> bytes:
+    """Returns `raw`, a message of the method at `path`.
+
+    Raises:
+        ProtocolViolationError: it is longer than `most` bytes, if that is not None.
+    """
+    if most is not None and len(raw) > most:
+        raise ProtocolViolationError(f"a message of {len(raw)} bytes in {path}; at most {most} are accepted")
+    return raw
+
+
+# Headers of calls, for data that the messages of the wire contract have no field for.
+
+
+RESUME = "averaging-resume"
+"""The part of a state that the caller has: number of bytes, space, fingerprint of their tensors in hexadecimal."""
+
+MIN_GROUP_SIZE = "averaging-min-group-size"
+"""Minimum number of members of a group in which the caller takes part, in decimal, from 2 to 4096."""
+
+NAMES = "averaging-names"
+"""What the caller's tensors are named: number of names, a dash, a digest of 16 hexadecimal digits."""
+
+_RESUME = re.compile(r"([0-9]{1,18}) ([0-9a-f]{64})")
+_NUMBER = re.compile(r"[1-9][0-9]{0,3}")
+_NAMES = re.compile(r"[1-9][0-9]{0,8}-[0-9a-f]{16}")
+
+
+def of_resume(resume: Resume | None) -> tuple[tuple[str, str], ...]:
+    """Returns the headers of a download."""
+    return ((RESUME, f"{resume.offset} {resume.fingerprint.hex()}"),) if resume else ()
+
+
+def read_resume(headers: Iterable[tuple[str, str | bytes]]) -> Resume | None:
+    """Reads the part of the state that the caller has; None if the header is missing or malformed."""
+    match = _match(_RESUME, RESUME, headers)
+    return Resume(int(match[1]), bytes.fromhex(match[2])) if match else None
+
+
+def of_join(request: JoinRequest) -> tuple[tuple[str, str], ...]:
+    """Returns the headers of a join request. Without them the minimum is 2, and the tensors have no names."""
+    size = ((MIN_GROUP_SIZE, str(request.min_group_size)),) if 2 < request.min_group_size <= MAX_GROUP_SIZE else ()
+    return (*size, (NAMES, request.names)) if request.names else size
+
+
+def read_names(headers: Iterable[tuple[str, str | bytes]]) -> str:
+    """Reads the digest of the names of the caller's tensors; empty if the header is missing or malformed."""
+    match = _match(_NAMES, NAMES, headers)
+    return match[0] if match else ""
+
+
+def read_min_group_size(headers: Iterable[tuple[str, str | bytes]]) -> int:
+    """Reads the caller's minimum group size; 2 if the header is missing or malformed."""
+    match = _match(_NUMBER, MIN_GROUP_SIZE, headers)
+    return int(match[0]) if match and 2 <= int(match[0]) <= MAX_GROUP_SIZE else 2
+
+
+def _match(pattern: re.Pattern[str], header: str, headers: Iterable[tuple[str, str | bytes]]) -> re.Match[str] | None:
+    """Matches the value of a header; None if it is missing, repeated or malformed."""
+    values = [value for name, value in headers if name == header]
+    return pattern.fullmatch(values[0]) if len(values) == 1 and isinstance(values[0], str) else None

@@ -10,9 +10,9 @@ from urllib.parse import quote
 
 import grpc
 
-from averaging.common.addresses import CLIENT_PREFIX, is_endpoint, parse_address, parse_ip
+from averaging.common import CLIENT_PREFIX, is_endpoint, parse_address, parse_ip
 from averaging.errors import ClosedError, PeerUnreachableError, ProtocolViolationError
-from averaging.security.credentials import Credentials
+from averaging.security import Credentials
 from averaging.transport.grpc.authentication import call_metadata, channel_credentials
 from averaging.transport.grpc.channel_options import UNUSED_SECONDS, Options
 from averaging.transport.grpc.dialling import Dialling

@@ -13,7 +13,7 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from averaging.errors import ProtocolViolationError
-from averaging.protocol.messages import (
+from averaging.protocol import (
     AveragingData,
     Buffer,
     Digest,
@@ -28,7 +28,7 @@ from averaging.protocol.messages import (
     WireTensor,
 )
 from averaging.transport.grpc import bulk_messages
-from averaging.transport.grpc.message_limits import MAX_DIMENSIONS, MAX_MEMBERS, MAX_RECORDS, MAX_RUMOURS, check_count
+from averaging.transport.grpc.channel_options import MAX_DIMENSIONS, MAX_MEMBERS, MAX_RECORDS, MAX_RUMOURS, check_count
 from averaging.wire import averaging_pb2, gossip_pb2, runtime_pb2
 
 M = TypeVar("M", bound=Message)

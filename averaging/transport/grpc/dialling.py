@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
 import socket
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from itertools import chain
 
-from averaging.common.addresses import is_loopback, objection, parse_address, parse_ip
-from averaging.errors import ProtocolViolationError
+from averaging.common import is_loopback, objection, parse_address, parse_ip
+from averaging.errors import ConfigError, ListenError, ProtocolViolationError
 
 RESOLVE_SECONDS = 3.0
 """Timeout of the look-up of a host name before it is dialled. If it fails, gRPC tries itself and reports the error."""
@@ -74,3 +77,105 @@ async def is_on_loopback(hosts: Collection[str]) -> bool:
         if any(map(is_loopback, (host, *await resolve(host)))):
             return True
     return False
+
+
+# Checks that a peer can listen on its address, because gRPC's own error has no reason.
+
+
+logger = logging.getLogger("averaging.transport")
+
+_REMEDIES = {
+    errno.EADDRINUSE: "the port is taken; end the program that uses it, or choose another port (0 for a free one)",
+    errno.EADDRNOTAVAIL: "this machine has no such address; listen on one that it has, or on 0.0.0.0 with `advertise`",
+    errno.EACCES: "this user may not use that port; choose one above 1023",
+    errno.EINVAL: "the system refuses this address; a link-local one needs its interface, as in [fe80::7%eth0]:4222",
+    errno.EAFNOSUPPORT: "this machine does not support that address family",
+}
+
+
+async def check_listen(address: str, advertise: str | None, *, exposed: bool = True) -> None:
+    """Checks that this process can listen on `address` now.
+
+    Args:
+        address: `host:port` to listen on.
+        advertise: `host:port` at which other peers reach this peer, if it differs.
+        exposed: whether other machines may connect.
+
+    Raises:
+        ListenError: it cannot; the error has the reason and the remedy.
+        ConfigError: other peers cannot dial the address or the advertised one, or other machines could connect although
+            `exposed` is not set.
+    """
+    host, port = parse_address(address)
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise ListenError(
+            f"cannot listen on {address}: {host} is unknown ({error}); give one of this machine's addresses"
+        ) from None
+    hosts = [str(where[0]) for *_, where in found]
+    if advertise is not None and _is_wildcard(parse_address(advertise)[0]):
+        raise ConfigError(f"other peers cannot dial {advertise}; advertise HOST:PORT at which they reach this peer")
+    if advertise is None and any(map(_is_wildcard, hosts)):
+        raise ConfigError(
+            f"{address} means all addresses of this machine, which other peers cannot dial; "
+            "give `advertise` as well, HOST:PORT at which they reach this peer (port 0 for the one listened on)"
+        )
+    if not exposed and not all(map(is_loopback, hosts)):
+        raise ConfigError(
+            f"other machines can connect to {address}, and without TLS they can read and change all traffic: give "
+            "tls_ca, tls_cert and tls_key (`averaging ca` makes them), or insecure=True if every machine that can "
+            "connect is trusted"
+        )
+    failures = [failure for family, _, _, _, where in found if (failure := _try_to_bind(family, where))]
+    taken = any(failure.errno == errno.EADDRINUSE for failure in failures)
+    if taken or len(failures) == len(found):
+        failure = failures[0]
+        number = errno.EADDRINUSE if taken else failure.errno
+        reason = _REMEDIES.get(number or 0, f"{failure.strerror}; choose another address")
+        raise ListenError(f"cannot listen on {address}: {reason}")
+
+
+async def warn_of_loopback(listen: str, join: Sequence[str]) -> None:
+    """Logs a warning if this peer listens on loopback only, and the peers that it joins are elsewhere.
+
+    If it joins no peer, it is warned only if it listens under a name: on many machines /etc/hosts maps the machine's
+    name to a loopback address.
+    """
+    host = parse_address(listen)[0]
+    own = await resolve(host) or (host,)
+    if not all(map(is_loopback, own)):
+        return
+    hosts = [parse_address(endpoint)[0] for endpoint in join]
+    found = await asyncio.gather(*map(resolve, hosts))
+    if any(map(is_loopback, chain(hosts, *found))) or (is_loopback(host) and not join):
+        return
+    logger.warning(
+        "this peer listens on %s%s, where only peers on this machine can call it%s. Listen on an address that other "
+        "peers can reach, advertise one that is forwarded to this peer, or use client mode, which needs none",
+        *(listen, "" if is_loopback(host) else f", and {host} is {own[0]} here"),
+        f", and {', '.join(join)} {'is' if len(join) == 1 else 'are'} elsewhere" if join else "",
+    )
+
+
+def _is_wildcard(host: str) -> bool:
+    address = parse_ip(host)
+    return address is not None and address.is_unspecified
+
+
+def _try_to_bind(family: int, where: tuple[object, ...]) -> OSError | None:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            # As gRPC does, so that recently closed connections do not block the port. The probe does not listen, so no
+            # peer can connect to it.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
+    except OSError as error:
+        return error
+    return None
+
+
+def endpoint_of(listen: str, advertise: str | None, port: int) -> str:
+    """Returns the endpoint of a peer that listens on `port`."""
+    host, advertised_port = parse_address(advertise or listen)
+    return f"{host}:{advertised_port if advertise and advertised_port else port}"

@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from averaging.transport.grpc import conversion, message_limits, receipt_conversion, status_conversion
+from averaging.transport.grpc import channel_options as message_limits
+from averaging.transport.grpc import conversion, status_conversion
+from averaging.transport.grpc import status_conversion as receipt_conversion
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")

@@ -17,12 +17,13 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from averaging.errors import ProtocolViolationError
-from averaging.transport.grpc import message_limits, methods
+from averaging.transport import CALLER, RpcCaller
+from averaging.transport.grpc import channel_options as message_limits
+from averaging.transport.grpc import methods
 from averaging.transport.grpc.authentication import Callers, Continuation, host_of
 from averaging.transport.grpc.channel_options import REQUEST_BYTES_PER_SECOND, REQUEST_SECONDS
 from averaging.transport.grpc.error_mapping import refuse
 from averaging.transport.grpc.unfinished_calls import UnfinishedCall, UnfinishedCalls
-from averaging.transport.rpc_methods import CALLER, RpcCaller
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"

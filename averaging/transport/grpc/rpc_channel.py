@@ -10,13 +10,13 @@ from typing import Any, TypeVar, cast
 from google.protobuf.message import DecodeError
 
 from averaging.errors import PeerUnreachableError, ProtocolViolationError
-from averaging.security.credentials import Credentials
+from averaging.security import Credentials
+from averaging.transport import Message, RpcMethod
 from averaging.transport.grpc.channel_options import channel_options
 from averaging.transport.grpc.channels import Channels
 from averaging.transport.grpc.client import call_both_ways, call_stream, call_unary
 from averaging.transport.grpc.dialling import Dialling
 from averaging.transport.grpc.methods import Method
-from averaging.transport.rpc_methods import Message, RpcMethod
 
 Request = TypeVar("Request", bound=Message)
 Reply = TypeVar("Reply", bound=Message)

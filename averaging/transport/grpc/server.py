@@ -16,12 +16,13 @@ from grpc_reflection.v1alpha import reflection
 
 from averaging.config import Inspection
 from averaging.errors import ListenError
-from averaging.observe.status import PeerStatus
-from averaging.protocol.messages import Record
-from averaging.protocol.schema import Schema
-from averaging.security.credentials import Credentials
-from averaging.transport.base import AveragingService, GossipService
-from averaging.transport.grpc import headers, methods
+from averaging.observe import PeerStatus
+from averaging.protocol import Record
+from averaging.security import Credentials
+from averaging.tensors import Schema
+from averaging.transport import AveragingService, GossipService, RpcHandler
+from averaging.transport.grpc import channel_options as headers
+from averaging.transport.grpc import methods
 from averaging.transport.grpc.authentication import Callers, TokenInterceptor, host_of, server_credentials
 from averaging.transport.grpc.channel_options import held_limits, server_options
 from averaging.transport.grpc.methods import Method
@@ -29,7 +30,6 @@ from averaging.transport.grpc.request_intake import IntakeInterceptor, RequestRe
 from averaging.transport.grpc.rpc_channel import method_of
 from averaging.transport.grpc.unfinished_calls import UnfinishedCalls
 from averaging.transport.grpc.unread_replies import write_average
-from averaging.transport.rpc_methods import RpcHandler
 
 logger = logging.getLogger("averaging.transport")
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 
-from averaging.common.addresses import is_loopback, parse_address
+from averaging.common import is_loopback, parse_address
 from averaging.errors import ClosedError, ConfigError
-from averaging.observe.receipt_book import Watched
-from averaging.observe.status import PeerStatus
-from averaging.protocol.messages import (
+from averaging.observe import PeerStatus, Watched
+from averaging.protocol import (
     AveragingData,
     Digest,
     DownloadData,
@@ -21,20 +20,18 @@ from averaging.protocol.messages import (
     Resume,
     Rumour,
 )
-from averaging.protocol.schema import Schema
-from averaging.security.client_names import bound_name, unbound_name
-from averaging.security.credentials import Credentials
-from averaging.transport.base import AveragingService, GossipService, Lane
-from averaging.transport.grpc import headers, methods
+from averaging.security import Credentials, bound_name, unbound_name
+from averaging.tensors import Schema
+from averaging.transport import AveragingService, GossipService, Lane, RpcHandler, RpcService, handlers_of
+from averaging.transport.grpc import channel_options as headers
+from averaging.transport.grpc import methods
 from averaging.transport.grpc.authentication import Callers
 from averaging.transport.grpc.channel_options import channel_options
 from averaging.transport.grpc.channels import Channels
 from averaging.transport.grpc.client import call_both_ways, call_stream, call_unary
-from averaging.transport.grpc.dialling import Dialling, is_on_loopback
-from averaging.transport.grpc.listen_check import check_listen, endpoint_of, warn_of_loopback
+from averaging.transport.grpc.dialling import Dialling, check_listen, endpoint_of, is_on_loopback, warn_of_loopback
 from averaging.transport.grpc.log_filters import quieten
 from averaging.transport.grpc.server import Handlers, Server
-from averaging.transport.rpc_methods import RpcHandler, RpcService, handlers_of
 
 
 class GrpcTransport:

@@ -16,8 +16,8 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 
-from averaging.common.timeouts import expire
 from averaging.errors import BusyError
+from averaging.timing import expire
 from averaging.transport.grpc import accepted_sockets
 from averaging.transport.grpc.accepted_sockets import SEARCH, Found, Handle, Remote, parse_peer
 

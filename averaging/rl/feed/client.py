@@ -1,0 +1,235 @@
+"""Requests to a feed server: one try, or tries until one succeeds, with limits of time and size."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import random
+import ssl
+import time
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import msgspec
+
+from averaging.common import is_loopback
+from averaging.errors import (
+    ConfigError,
+    FeedBusyError,
+    FeedError,
+    FeedRefusedError,
+    FeedUnreachableError,
+    printable,
+)
+from averaging.rl.feed.messages import decode
+from averaging.security import read_tls, read_tokens
+
+T = TypeVar("T")
+
+COMPRESS_MIN_BYTES = 1024
+"""Bodies of this size or more are compressed, as environments of atroposlib do."""
+
+MIN_PAUSE, MAX_PAUSE = 0.1, 5.0
+"""Seconds before the first repetition. The pause doubles with each one, up to the maximum."""
+
+MAX_RETRY_AFTER = 60.0
+"""Upper bound of the `Retry-After` that a client obeys, in seconds."""
+
+
+MAX_MESSAGE = 2000
+"""Characters of a server's message that an error quotes."""
+
+
+class Backoff:
+    """Exponential backoff with jitter. Pure but for `rng`.
+
+    Args:
+        retry_timeout: seconds without success after which it gives up.
+    """
+
+    def __init__(self, retry_timeout: float, rng: random.Random) -> None:
+        self._retry_timeout, self._rng = retry_timeout, rng
+        self._first_failure: float | None = None
+        self._failures = 0
+
+    def succeeded(self) -> None:
+        """Resets the pause and the time-out."""
+        self._first_failure, self._failures = None, 0
+
+    def failed(self, error: FeedBusyError, now: float) -> float:
+        """Returns the seconds to wait before the next try.
+
+        Raises:
+            FeedUnreachableError: there was no success for `retry_timeout`.
+        """
+        self._first_failure = now if self._first_failure is None else self._first_failure
+        if now - self._first_failure >= self._retry_timeout:
+            raise FeedUnreachableError(f"gave up after {now - self._first_failure:.0f} s: {error}")
+        pause = min(MAX_PAUSE, MIN_PAUSE * 2.0**self._failures)
+        self._failures += 1
+        return max(error.retry_after, pause * self._rng.uniform(0.5, 1.0))
+
+
+class Connection:
+    """Sends requests to the server at `url`.
+
+    Args:
+        url: "http://HOST:PORT" or "https://HOST:PORT". A token may be its password, "http://any:TOKEN@HOST:PORT". The
+            proxies of variables such as HTTP_PROXY are used, except to loopback addresses and to hosts in NO_PROXY.
+        token_file: the first token in it is sent.
+        tls_ca, tls_cert, tls_key: files for TLS, all of them or none. With none, https trusts the system's authorities.
+        timeout: seconds to connect, and between two pieces of a request or reply.
+        retry_timeout: seconds for which a request is repeated to a server that does not answer or is full.
+        max_bytes: limit of a reply, after decompression.
+
+    Raises:
+        ConfigError: an argument is invalid.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token_file: str | Path | None = None,
+        tls_ca: str | Path | None = None,
+        tls_cert: str | Path | None = None,
+        tls_key: str | Path | None = None,
+        timeout: float = 30.0,
+        retry_timeout: float = 300.0,
+        max_bytes: int = 1 << 30,
+    ) -> None:
+        self.url, user = _without_user(url)
+        tokens, tls = read_tokens(token_file), read_tls(tls_ca, tls_cert, tls_key, time.time)
+        context = ssl.create_default_context(cadata=tls.ca_pem.decode() if tls else None)
+        if tls and tls_cert and tls_key:
+            context.load_cert_chain(tls_cert, tls_key)
+        self._retry_timeout, self._max_bytes = retry_timeout, max_bytes
+        self._proxy = _proxy_variable(self.url)
+        headers = {"Authorization": f"Bearer {tokens[0]}"} if tokens else {}
+        options: dict[str, Any] = {"headers": headers, "auth": None if tokens else user, "timeout": timeout}
+        try:
+            self._client = httpx.Client(base_url=self.url, verify=context, trust_env=self._proxy is not None, **options)
+        except (ImportError, ValueError) as error:  # httpx knows the proxy's scheme not at all, or only with an extra
+            raise ConfigError(
+                f"the proxy in {self._proxy} cannot be used ({error}); correct the variable, or add the feed's host to "
+                "NO_PROXY"
+            ) from None
+
+    def close(self) -> None:
+        """Closes the connections to the server."""
+        self._client.close()
+
+    def request(self, method: str, path: str, kind: type[T], **request: Any) -> T:
+        """Repeats a request until it succeeds. Returns the decoded reply; for the arguments see `send`.
+
+        Raises:
+            FeedRefusedError: the server refuses this request.
+            FeedUnreachableError: no try succeeded within `retry_timeout`.
+        """
+        backoff = Backoff(self._retry_timeout, random.Random())
+        while True:
+            try:
+                return self.request_once(method, path, kind, **request)
+            except FeedBusyError as error:
+                time.sleep(backoff.failed(error, time.monotonic()))
+
+    def request_once(self, method: str, path: str, kind: type[T], **request: Any) -> T:
+        """Sends a request once. Returns the decoded reply; for arguments and errors see `send`."""
+        return decode_reply(self.send(method, path, **request), kind)
+
+    def send(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: object = None,
+        params: Mapping[str, int] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> bytes:
+        """Sends a request once. Returns the body of the reply.
+
+        Raises:
+            FeedRefusedError: the server refuses this request.
+            FeedBusyError: the same request can succeed later.
+            FeedError: the reply is larger than `max_bytes`.
+        """
+        sent_headers, content = dict(headers or {}), None
+        if body is not None:
+            content = msgspec.json.encode(body)
+            sent_headers["Content-Type"] = "application/json"
+            if len(content) >= COMPRESS_MIN_BYTES:
+                content = gzip.compress(content, 1)
+                sent_headers["Content-Encoding"] = "gzip"
+        reply = bytearray()
+        try:
+            with self._client.stream(method, path, content=content, params=params, headers=sent_headers) as response:
+                for chunk in response.iter_bytes():
+                    reply += chunk
+                    if len(reply) > self._max_bytes:
+                        raise FeedError(f"{self.url}{path} answers with more than {self._max_bytes} bytes")
+        except (httpx.HTTPError, httpx.StreamError) as error:
+            reason = str(error) or type(error).__name__
+            through = f" through the proxy in {self._proxy}" if self._proxy else ""
+            raise FeedBusyError(
+                0, f"{self.url} cannot be reached{through} ({reason}); check that the feed is up"
+            ) from None
+        if response.is_success:
+            return bytes(reply)
+        message = f"{self.url}{path} answers {response.status_code}: {_message(bytes(reply))}"
+        if response.status_code >= 500 or response.status_code in (408, 429):
+            raise FeedBusyError(response.status_code, message, _seconds(response.headers.get("retry-after", "")))
+        raise FeedRefusedError(response.status_code, message)
+
+
+def _without_user(url: str) -> tuple[str, tuple[str, str] | None]:
+    """Splits an address into one that errors may show, and the user and password in it.
+
+    Raises:
+        ConfigError: it is not the address of a feed.
+    """
+    try:
+        parsed = httpx.URL(url)
+        valid = parsed.scheme in ("http", "https") and bool(parsed.host)
+    except (httpx.InvalidURL, TypeError):
+        valid = False
+    if not valid:
+        shown = printable(url.rpartition("@")[2])
+        raise ConfigError(f"{shown!r} is not the address of a feed; give http://HOST:PORT or https://HOST:PORT")
+    user = (parsed.username, parsed.password) if parsed.userinfo else None
+    return str(parsed.copy_with(userinfo=b"")).rstrip("/"), user
+
+
+def _proxy_variable(url: str) -> str | None:
+    """Returns the name of the environment variable whose proxy carries requests to `url`, or None."""
+    parsed = httpx.URL(url)
+    if is_loopback(parsed.host) or urllib.request.proxy_bypass(parsed.host):
+        return None
+    names = [name for scheme in (parsed.scheme, "all") for name in (f"{scheme}_proxy", f"{scheme}_proxy".upper())]
+    return next((name for name in names if os.environ.get(name)), None)
+
+
+def decode_reply(body: bytes, kind: type[T]) -> T:
+    """Decodes a reply of the server.
+
+    Raises:
+        FeedError: the reply is not of this kind.
+    """
+    try:
+        return decode(body, kind)
+    except FeedRefusedError as error:
+        raise FeedError(f"the server's answer cannot be used: {error}; is it a feed?") from None
+
+
+def _message(body: bytes) -> str:
+    try:
+        error: Any = msgspec.json.decode(body)
+        return printable(str(error.get("message") or error.get("detail")), MAX_MESSAGE)
+    except (msgspec.MsgspecError, AttributeError, RecursionError):
+        return printable(body[:200].decode(errors="replace"))
+
+
+def _seconds(retry_after: str) -> float:
+    return min(float(retry_after), MAX_RETRY_AFTER) if retry_after.isascii() and retry_after.isdecimal() else 0.0

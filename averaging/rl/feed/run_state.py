@@ -1,0 +1,475 @@
+"""The state of a run: the registrations, the groups that wait, and the batches that were delivered. Pure.
+
+A method that raises has changed nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from averaging.errors import FeedBusyError, FeedRefusedError
+from averaging.rl.feed.batch_formation import can_fill, exact_sum, form_batch, reachable, reservations
+from averaging.rl.feed.messages import RegisterEnv, Registration
+
+MIN_ENV_WEIGHT = 0.01
+"""Lower bound of `env_weight`, so that no environment starves."""
+
+MAX_ENVS, MAX_BUFFERED = 1 << 16, 1024
+"""Environments of a run, and groups in the buffer of one environment."""
+
+MAX_TRAINER = 1 << 31
+"""Largest number that a server without its earlier store takes over from a trainer that registers again."""
+
+KEYED = b"key "
+"""Prefix of an owner that is known by a secret key."""
+
+NO_TRAINER = "Trainer not registered. Call /register first."
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A group without its content, which the database holds.
+
+    Attributes:
+        number: position of the group in the order of arrival.
+        env: id of its environment; None if it was posted without one.
+        size: number of sequences.
+        nbytes: length of the content.
+    """
+
+    number: int
+    env: int | None
+    size: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """The effect of `RunState.add`.
+
+    Attributes:
+        first: number of the first added group; the others follow.
+        queued: the groups that entered the queue, in its order: added groups, and buffered ones that they completed.
+        buffered: for each added group whose size is not its environment's, the sequences in the buffer afterwards.
+    """
+
+    first: int
+    queued: list[Group]
+    buffered: list[int]
+
+
+@dataclass(slots=True)
+class Env:
+    """An environment. Its id is its index in `RunState.envs`.
+
+    Attributes:
+        owner: identifies who registered it; empty if that is unknown.
+        heard: time of its last request.
+        posted: whether it has posted since its registration.
+        waited: time since which the run waits for its groups: that of its last post, or of a batch with its groups.
+        silent: whether it has given up its reservation, because the run waited for longer than `RunState.env_timeout`.
+    """
+
+    config: RegisterEnv
+    name: str
+    connected: bool = True
+    owner: bytes = b""
+    heard: float = field(default=0.0, compare=False)
+    posted: bool = field(default=False, compare=False)
+    waited: float = field(default=0.0, compare=False)
+    silent: bool = field(default=False, compare=False)
+
+
+@dataclass(kw_only=True)
+class RunState:
+    """The state of a run.
+
+    Attributes:
+        max_bytes, max_groups: limits of the groups that wait.
+        max_replay_bytes: limit of the batches in `batches`.
+        env_timeout: seconds after which an environment without a post gives up its reservation, or without any request
+            its place.
+        trainer: number of the latest registration of a trainer; earlier trainers are refused.
+        started: whether a trainer has asked for a batch. Environments can register from then on.
+        step: step of the newest batch.
+        saved: the batches up to this step are forgotten.
+        queue: groups for the next batches, oldest first.
+        buffers: by environment, the groups that are smaller than its group size and wait until some add up to it.
+        batches: by step, the delivered batches that a trainer can ask for again.
+        waiting_bytes, waiting_groups: totals of the queue and the buffers.
+        notices: what happened to an environment, as the name of an event and an `env_id`, until someone takes it out.
+        sequences, sizes: sequences in the queue by environment, and groups in the queue by size.
+    """
+
+    max_bytes: int = 4 << 30
+    max_groups: int = 50_000
+    max_replay_bytes: int = 4 << 30
+    env_timeout: float = 300.0
+    trainer: int = 0
+    registration: Registration | None = None
+    started: bool = False
+    step: int = 0
+    saved: int = 0
+    envs: list[Env] = field(default_factory=list)
+    queue: list[Group] = field(default_factory=list)
+    buffers: dict[int, list[Group]] = field(default_factory=dict)
+    batches: dict[int, list[Group]] = field(default_factory=dict)
+    waiting_bytes: int = 0
+    waiting_groups: int = 0
+    next_number: int = 0
+    sequences: Counter[int | None] = field(default_factory=Counter)
+    sizes: Counter[int] = field(default_factory=Counter)
+    notices: list[tuple[str, int]] = field(default_factory=list)
+    _candidate: list[int] | None = None
+    _candidate_is_current: bool = False
+
+    def restore(self, group: Group, *, queued: bool, step: int | None) -> None:
+        """Puts a stored group back into the batch of `step`, the queue, or a buffer. Call it in their order."""
+        self.next_number = max(self.next_number, group.number + 1)
+        if step is not None:
+            self.batches.setdefault(step, []).append(group)
+            return
+        self.waiting_bytes += group.nbytes
+        self.waiting_groups += 1
+        if queued or group.env is None:
+            self.queue.append(group)
+            self._count([group], 1)
+        else:
+            self.buffers.setdefault(group.env, []).append(group)
+
+    def register(self, registration: Registration, trainer: int = 0) -> bool:
+        """Gives a trainer the next number, and begins a run. Returns False if a run has begun already.
+
+        Args:
+            registration: of the run; ignored if a run has begun already.
+            trainer: the number of the trainer, if it registers again.
+
+        Raises:
+            FeedRefusedError: a group that was posted earlier does not fit into a batch, or another trainer has
+                registered since this one.
+        """
+        if 0 < trainer < self.trainer:
+            raise self._superseded(trainer)
+        if self.registration is not None:
+            self.trainer = max(self.trainer, min(trainer, MAX_TRAINER)) + 1
+            return False
+        largest = max((group.size for group in self.queue), default=0)
+        if largest > registration.batch_size:
+            raise FeedRefusedError(
+                409,
+                f"a group in the queue has {largest} sequences, more than batch_size {registration.batch_size}; "
+                "register a larger batch_size, or drop all groups with GET /reset_data",
+            )
+        self.trainer = max(self.trainer, min(trainer, MAX_TRAINER)) + 1
+        self.registration, self._candidate_is_current = registration, False
+        self.step = self.saved = registration.starting_step
+        return True
+
+    def check_trainer(self, trainer: int) -> None:
+        """Refuses a trainer if another one has registered since.
+
+        Raises:
+            FeedRefusedError: `trainer` is not the number of the latest registration.
+        """
+        if self.registration is not None and trainer != self.trainer:
+            raise self._superseded(trainer)
+
+    def _superseded(self, trainer: int) -> FeedRefusedError:
+        return FeedRefusedError(
+            409,
+            f"this trainer has registration {trainer}, but another trainer has registered since, as number "
+            f"{self.trainer}, and gets the batches now. End this one. If it should continue instead, end the other one "
+            "and start this one again",
+        )
+
+    def register_env(self, config: RegisterEnv, owner: bytes, now: float) -> int:
+        """Adds an environment, or gives one that returns its old place. Returns its id; -1 if no trainer has started.
+
+        An environment returns if it has the key of an earlier one, or the configuration of one that has disconnected
+        or has sent no request for `env_timeout`.
+
+        Args:
+            config: of the environment.
+            owner: identifies who registers it; begins with `KEYED` if it is from a secret key.
+            now: the present time in seconds.
+
+        Raises:
+            FeedRefusedError: its groups would not fit into a batch, or there are too many environments.
+        """
+        if self.registration is None or not self.started:
+            return -1
+        if config.group_size > self.registration.batch_size:
+            size = self.registration.batch_size
+            raise FeedRefusedError(422, f"group_size {config.group_size} is above the run's batch_size {size}")
+        namesakes = [i for i, each in enumerate(self.envs) if each.config.desired_name == config.desired_name]
+        env_id = next((i for i in namesakes if self._has_left(self.envs[i], config, owner, now)), len(self.envs))
+        if env_id == MAX_ENVS:
+            raise FeedRefusedError(409, f"{MAX_ENVS} environments have registered; begin another run")
+        if env_id == len(self.envs):
+            self.envs.append(Env(config, f"{config.desired_name}_{len(namesakes)}", posted=True))
+        env = self.envs[env_id]
+        if env.posted:
+            # Environments that register again and again without a post, under whatever name, have one time together.
+            idle = [each.waited for each in self.envs if each.connected and not each.posted]
+            env.waited = min([now, *idle])
+        env.connected, env.owner, env.heard, env.posted = True, owner, now, False
+        self._candidate_is_current = False
+        return env_id
+
+    def _has_left(self, env: Env, config: RegisterEnv, owner: bytes, now: float) -> bool:
+        if env.config != config:
+            return False
+        same_key = owner.startswith(KEYED) and owner == env.owner
+        return same_key or not env.connected or now - env.heard >= self.env_timeout
+
+    def disconnect(self, env_id: int, owners: Collection[bytes]) -> None:
+        """Ends the reservation of an environment.
+
+        Args:
+            env_id: of the environment.
+            owners: what may identify the caller.
+
+        Raises:
+            FeedRefusedError: the id is unknown, or someone else has registered it.
+        """
+        env = self.env(env_id)
+        if env.owner and env.owner not in owners:
+            raise FeedRefusedError(
+                403,
+                f"only who registered environment {env_id} may disconnect it: the request must come from the same "
+                "address, or have the same Environment-Key",
+            )
+        env.connected = env.silent = False
+        self._candidate_is_current = False
+
+    def env(self, env_id: int) -> Env:
+        """Returns an environment by its id.
+
+        Raises:
+            FeedRefusedError: the id is unknown.
+        """
+        if not 0 <= env_id < len(self.envs):
+            raise FeedRefusedError(404, f"there is no environment with env_id {env_id}; register it with /register-env")
+        return self.envs[env_id]
+
+    def add(self, groups: Sequence[tuple[int | None, int, int]], now: float) -> Added:
+        """Adds all of the groups, given as (environment, sequences, bytes), or none, at the time `now`.
+
+        Raises:
+            FeedRefusedError: a group can never be part of a batch.
+            FeedBusyError: the queue is full.
+        """
+        smaller: Counter[int | None] = Counter()
+        for env, size, _ in groups:
+            self._check_size(env, size, smaller)
+        self._check_room(now)
+        for env in {env for env, _, _ in groups if env is not None}:
+            self._heard_post(env, now)
+        added = Added(self.next_number, [], [])
+        for env, size, nbytes in groups:
+            self._enqueue(Group(self.next_number, env, size, nbytes), added)
+            self.next_number += 1
+            self.waiting_bytes += nbytes
+        self.waiting_groups += len(groups)
+        self.queue += added.queued
+        self._count(added.queued, 1)
+        self._candidate_is_current = False
+        return added
+
+    def next_batch(self, now: float) -> tuple[int, list[Group]] | None:
+        """Removes the next batch from the queue. Returns its step and groups, or None if no batch can be formed.
+
+        Raises:
+            FeedRefusedError: no trainer has registered.
+        """
+        if self.registration is None:
+            raise FeedRefusedError(409, NO_TRAINER)
+        indices = self._find_batch(now)
+        if indices is None:
+            return None
+        batch, chosen = [self.queue[index] for index in indices], set(indices)
+        self.queue = [group for index, group in enumerate(self.queue) if index not in chosen]
+        self._count(batch, -1)
+        for env in {group.env for group in batch if group.env is not None}:
+            self.envs[env].waited = now
+        self.waiting_bytes -= sum(group.nbytes for group in batch)
+        self.waiting_groups -= len(batch)
+        self._candidate_is_current = False
+        self.step += 1
+        self.batches[self.step] = batch
+        return self.step, batch
+
+    def was_delivered(self, step: int) -> bool:
+        """Returns True if the batch of `step` was delivered and is kept, False if it is the next one to form.
+
+        Raises:
+            FeedRefusedError: the batch is forgotten or of a later step, or no trainer has registered.
+        """
+        if self.registration is None:
+            raise FeedRefusedError(409, NO_TRAINER)
+        if step <= self.saved:
+            raise FeedRefusedError(
+                410,
+                f"the batch of step {step} is forgotten: the trainer has saved the batches up to step {self.saved}, or "
+                "they exceeded the limit of kept bytes. Resume from a later checkpoint, or begin another run with GET "
+                "/reset_data",
+            )
+        if step > self.step + 1:
+            raise FeedRefusedError(
+                409,
+                f"step {step} was requested, but the next batch is that of step {self.step + 1}: this store belongs to "
+                "another run. Give the server another store, or begin another run with GET /reset_data",
+            )
+        return step <= self.step
+
+    def forget(self, saved: int) -> int:
+        """Forgets the batches up to step `saved`, and the oldest above `max_replay_bytes`. Returns the last of them."""
+        kept = 0
+        for step in sorted(self.batches, reverse=True):
+            kept += sum(group.nbytes for group in self.batches[step])
+            if kept > self.max_replay_bytes and step < self.step:
+                saved = max(saved, step)
+                break
+        self.saved = max(self.saved, min(saved, self.step))
+        for step in [step for step in self.batches if step <= self.saved]:
+            del self.batches[step]
+        return self.saved
+
+    def status_env(self, env_id: int) -> dict[str, Any]:
+        """Returns the fields of `EnvStatus`, computed as atroposlib computes them.
+
+        Raises:
+            FeedRefusedError: the id is unknown.
+        """
+        env = self.env(env_id)
+        connected = [other for other in self.envs if other.connected]
+        total = sum(other.config.max_token_length * max(0.0, other.config.weight) for other in connected)
+        weight = env.config.max_token_length * env.config.weight / total if total else 0.0
+        allocated = sum(other.config.min_batch_allocation or 0.0 for other in connected if not other.silent)
+        largest = max((size for size, count in self.sizes.items() if count), default=1)
+        own, available = self.sequences[env_id], self.sequences[env_id]
+        if largest > 1 and self.registration is not None:
+            for other, sequences in self.sequences.items():
+                if other != env_id and sequences:
+                    reserved = 0.0
+                    if other is not None and self.envs[other].connected and not self.envs[other].silent:
+                        reserved = self.envs[other].config.min_batch_allocation or 0.0
+                    packed = math.ceil(sequences / largest) * largest
+                    available += max(0, packed - int(self.registration.batch_size * reserved))
+        return {
+            "current_step": self.step,
+            "queue_size": available // env.config.group_size,
+            "unallocated_fraction": 1.0 - min(allocated, 1.0),
+            "self_queue_size": own // env.config.group_size,
+            "max_group_size": largest,
+            "env_weight": max(MIN_ENV_WEIGHT, weight),
+        }
+
+    def warning(self) -> str:
+        """Returns why the present environments and groups never form a batch; empty if they may."""
+        if self.registration is None:
+            return ""
+        size = self.registration.batch_size
+        sizes = frozenset([*self.sizes, *(env.config.group_size for env in self.envs if env.connected)])
+        if not sizes or can_fill(sizes, size):
+            return ""
+        named = ", ".join(map(str, sorted(sizes)[:8]))
+        sums = "a multiple of the group size" if len(sizes) == 1 else "a sum of multiples of the group sizes"
+        return f"no batch can be formed: batch_size {size} is not {sums} {named}; change batch_size or group_size"
+
+    def silent_environments(self) -> list[str]:
+        """Returns the names of the environments that have given up their reservation."""
+        return [env.name for env in self.envs if env.silent]
+
+    def _count(self, groups: Iterable[Group], sign: int) -> None:
+        for group in groups:
+            self.sequences[group.env] += sign * group.size
+            self.sizes[group.size] += sign
+            if not self.sizes[group.size]:
+                del self.sizes[group.size]
+
+    def _check_size(self, env: int | None, size: int, smaller: Counter[int | None]) -> None:
+        """Checks a group; `smaller` counts those of the same request that go to the buffer of their environment."""
+        limit, limit_name = math.inf, ""
+        if self.registration is not None:
+            limit, limit_name = self.registration.batch_size, "the run's batch_size"
+        if env is not None:
+            limit, limit_name = self.env(env).config.group_size, f"the group_size of environment {env}"
+            smaller[env] += size < limit
+            if size < limit and len(self.buffers.get(env, ())) + smaller[env] > MAX_BUFFERED:
+                raise FeedRefusedError(
+                    422,
+                    f"{MAX_BUFFERED} groups of environment {env} wait and do not add up to its group_size {limit}, or "
+                    "are posted at once",
+                )
+        if size > limit:
+            raise FeedRefusedError(422, f"a group has {size} sequences, more than {limit_name}, {limit}")
+
+    def _check_room(self, now: float) -> None:
+        """Refuses groups if the queue is full. If a full queue holds no batch, it may grow to twice its limits."""
+        usage = max(self.waiting_bytes / self.max_bytes, self.waiting_groups / self.max_groups)
+        if usage >= 2 or (usage >= 1 and (self.registration is None or self._find_batch(now) is not None)):
+            raise FeedBusyError(
+                503,
+                f"the queue is full: {self.waiting_groups} groups and {self.waiting_bytes} bytes wait; "
+                "post the same again once the trainer has fetched a batch",
+                1.0,
+            )
+
+    def _heard_post(self, env_id: int, now: float) -> None:
+        env = self.envs[env_id]
+        env.heard, env.waited, env.posted = now, now, True
+        if env.silent:
+            env.silent = False
+            self.notices.append(("returned", env_id))
+
+    def _enqueue(self, group: Group, added: Added) -> None:
+        if group.env is None or group.size == self.envs[group.env].config.group_size:
+            added.queued.append(group)
+            return
+        buffer = [*self.buffers.get(group.env, ()), group]
+        complete = exact_sum([each.size for each in buffer], self.envs[group.env].config.group_size) or []
+        added.queued.extend(buffer[index] for index in complete)
+        self.buffers[group.env] = [each for index, each in enumerate(buffer) if index not in complete]
+        added.buffered.append(sum(each.size for each in self.buffers[group.env]))
+
+    def _find_batch(self, now: float) -> list[int] | None:
+        """Returns the queue indices of the next batch, from the last search if nothing has changed since."""
+        if self.registration is None:
+            return None
+        size = self.registration.batch_size
+        # Before the queue is gone through: no batch if its sizes do not add up, or an environment lacks groups.
+        if self.sequences.total() < size or not reachable(self.sizes, size) >> size:
+            return None
+        reserved = self._keep_reservations(size, now)
+        if any(self.sequences[env] < count for env, count in reserved.items()):
+            return None
+        if not self._candidate_is_current:
+            sizes, envs = [group.size for group in self.queue], [group.env for group in self.queue]
+            self._candidate, self._candidate_is_current = form_batch(sizes, envs, size, reserved), True
+        return self._candidate
+
+    def _keep_reservations(self, size: int, now: float) -> dict[int, int]:
+        """Returns the reserved sequences, after environments for which the run has waited too long gave theirs up."""
+        parts = {
+            env_id: env.config.min_batch_allocation
+            for env_id, env in enumerate(self.envs)
+            if env.config.min_batch_allocation and env.connected and not env.silent
+        }
+        reserved = reservations(size, parts)
+        late = [
+            env_id
+            for env_id, count in reserved.items()
+            if self.sequences[env_id] < count and now - self.envs[env_id].waited >= self.env_timeout
+        ]
+        if not late:
+            return reserved
+        for env_id in late:
+            self.envs[env_id].silent = True
+            self.notices.append(("silent", env_id))
+        self._candidate_is_current = False
+        return reservations(size, {env_id: part for env_id, part in parts.items() if env_id not in late})

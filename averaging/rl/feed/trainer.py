@@ -1,0 +1,337 @@
+"""`BatchFeed`: the client of a trainer."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from enum import IntEnum
+from hashlib import blake2b
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from averaging.errors import ConfigError, FeedBusyError, FeedError, printable
+from averaging.rl.feed.client import Backoff, Connection, decode_reply
+from averaging.rl.feed.messages import BatchReply, Registration
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+# Gives the ranks of a process group the same batch, with collectives over gloo.
+
+
+class Outcome(IntEnum):
+    """The outcome of one request of rank 0 for a batch."""
+
+    NOTHING_YET = 0
+    BATCH = 1
+    FAILED = 2
+
+
+class Ranks:
+    """All ranks of a group, or this process alone.
+
+    Args:
+        group: None means torch's default group if torch.distributed is initialized, else this process alone.
+        timeout: seconds for which a rank waits for another rank that is alive.
+    """
+
+    def __init__(self, group: ProcessGroup | None, timeout: float) -> None:
+        self._group: ProcessGroup | None = None
+        self.rank = 0
+        if not (dist.is_available() and dist.is_initialized()):
+            return
+        members = dist.get_process_group_ranks(group)
+        if len(members) > 1:
+            self.rank, self._root = dist.get_rank(group), members[0]
+            wait = datetime.timedelta(seconds=timeout)
+            # A separate gloo group takes CPU tensors, and destroying it makes waiting ranks raise.
+            self._group = dist.new_group(members, wait, "gloo", use_local_synchronization=True)
+
+    def broadcast(self, outcome: Outcome, content: bytes) -> tuple[Outcome, bytes]:
+        """Returns the arguments of rank 0 at all ranks; those of other ranks are ignored.
+
+        Raises:
+            FeedError: a rank has died, or did not call this within the time-out.
+        """
+        if self._group is None:
+            return outcome, content
+        with self._translating_errors():
+            head = torch.tensor([outcome, len(content)], dtype=torch.int64)
+            dist.broadcast(head, self._root, self._group)
+            outcome, length = Outcome(int(head[0])), int(head[1])
+            if outcome is Outcome.NOTHING_YET:
+                return outcome, b""
+            data = torch.empty(length, dtype=torch.uint8)
+            if self.rank == 0 and length:
+                data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            dist.broadcast(data, self._root, self._group)
+            dist.barrier(self._group)  # no rank trains a batch that another rank did not receive
+        return outcome, content if self.rank == 0 else data.numpy().tobytes()
+
+    def all_equal(self, number: int) -> bool:
+        """Returns whether all ranks gave the same number, which has at most 63 bits.
+
+        Raises:
+            FeedError: as for `broadcast`.
+        """
+        if self._group is None:
+            return True
+        with self._translating_errors():
+            ends = torch.tensor([number, -number], dtype=torch.int64)
+            dist.all_reduce(ends, dist.ReduceOp.MAX, self._group)
+        return int(ends[0]) == number == -int(ends[1])
+
+    def close(self) -> None:
+        """Leaves the group. Ranks that wait for this one raise."""
+        group, self._group = self._group, None
+        if group is not None:
+            with suppress(Exception):  # it may have been destroyed with the default group
+                dist.destroy_process_group(group)
+
+    @contextmanager
+    def _translating_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise FeedError(
+                f"rank {self.rank} cannot reach another rank, which has ended or hangs ({reason}); "
+                "restart all ranks from their checkpoint"
+            ) from error
+
+
+logger = logging.getLogger(__name__)
+
+SYNC_INTERVAL = 5.0
+"""Seconds after which the ranks call a collective without a batch, so that they notice a rank that died."""
+
+
+class _Status(msgspec.Struct, frozen=True):
+    current_step: int
+
+
+class _Registered(msgspec.Struct, frozen=True):
+    registration: int | None = None
+
+
+class _Info(msgspec.Struct, frozen=True):
+    batch_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The groups that are trained in one step.
+
+    Attributes:
+        step: the first one is `starting_step + 1`.
+        groups: as posted, with all fields of `ScoredData`; fields that were not posted are None.
+    """
+
+    step: int
+    groups: list[dict[str, Any]]
+
+    @property
+    def sequences(self) -> int:
+        """The number of sequences in all groups."""
+        return sum(len(group["tokens"]) for group in self.groups)
+
+
+class BatchFeed:
+    """Iterates over the batches of a feed, in one process or in all ranks of a process group.
+
+    All ranks get the same batch for the same step: rank 0 registers and fetches it, and broadcasts it to the others,
+    which poll the server's step meanwhile. The iteration ends after step `registration.num_steps`.
+
+    To resume a training, give the step of its checkpoint as `registration.starting_step`. A server of this library
+    delivers the batches after that step again, so that each is trained exactly once. It keeps them until the checkpoint
+    is saved. By default, the checkpoint of step n, a multiple of `registration.save_checkpoint_interval`, counts as
+    saved when the batch of step n + 1 is requested. Call `saved` if you save at other times.
+
+    Args:
+        url: the server, "http://HOST:PORT" or "https://HOST:PORT".
+        registration: the same on all ranks.
+        process_group: None means torch's default group if torch.distributed is initialized, else this process alone.
+        poll: seconds between two requests for a batch, and at the other ranks for the status.
+        rank_timeout: seconds for which a rank waits for another rank, which may still be training.
+        retry_timeout: seconds without a usable answer of the server after which the iteration raises. The wait for data
+            has no limit.
+        options: `token_file`, `tls_ca`, `tls_cert`, `tls_key`, `timeout` and `max_bytes`, see `Connection`.
+
+    Attributes:
+        step: step of the last batch; `registration.starting_step` before the first one.
+
+    Raises:
+        ConfigError: an argument is invalid, or the ranks were given different registrations.
+        FeedRefusedError: at rank 0, the server refuses a request, for example for a forgotten batch, or because another
+            trainer has registered since.
+        FeedUnreachableError: at rank 0, the server gave no usable answer for `retry_timeout`.
+        FeedError: at the other ranks, rank 0 has failed; at all ranks, another rank has died, left or timed out.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        registration: Registration,
+        process_group: ProcessGroup | None = None,
+        *,
+        poll: float = 0.5,
+        rank_timeout: float = 1800.0,
+        retry_timeout: float = 300.0,
+        **options: Any,
+    ) -> None:
+        if not poll > 0 or not rank_timeout > 0:
+            raise ConfigError("poll and rank_timeout must be above 0 s")
+        self._connection = Connection(url, retry_timeout=retry_timeout, **options)
+        self._registration, self._poll = registration, poll
+        self._group, self._rank_timeout = process_group, rank_timeout
+        self._ranks: Ranks | None = None
+        self._backoff = Backoff(retry_timeout, random.Random())
+        self._registered = self._closed = False
+        self._saved: int | None = None
+        self._number: int | None = None  # of the registration; None at atroposlib's server
+        self._warning = ""
+        self.step = registration.starting_step
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        if 0 <= self._registration.num_steps <= self.step:
+            self.close()
+            raise StopIteration
+        if self._closed:
+            raise FeedError("this BatchFeed is closed; create another one, with the last trained step as starting_step")
+        try:
+            batch = self._next()
+        except BaseException:
+            self.close()  # makes the other ranks raise, too
+            raise
+        self.step = batch.step
+        return batch
+
+    def saved(self, step: int) -> None:
+        """Lets the server forget the batches up to `step`, whose checkpoint is saved. Only calls at rank 0 count."""
+        self._saved = max(step, self._saved or 0)
+
+    def close(self) -> None:
+        """Ends the iteration at this rank. Ranks that wait for it raise. More calls have no effect."""
+        self._closed = True
+        self._connection.close()
+        if self._ranks is not None:
+            self._ranks.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _next(self) -> Batch:
+        if self._ranks is None:
+            self._ranks = Ranks(self._group, self._rank_timeout)
+            digest = blake2b(msgspec.json.encode(self._registration), digest_size=7).digest()
+            if not self._ranks.all_equal(int.from_bytes(digest)):
+                raise ConfigError("the ranks were given different registrations; give all of them the same")
+        while True:
+            outcome, content, error = Outcome.NOTHING_YET, b"", None
+            until = time.monotonic() + SYNC_INTERVAL
+            if self._ranks.rank:
+                self._await_next_step(until)
+            else:
+                try:
+                    content = self._fetch(until)
+                    outcome = Outcome.BATCH if content else Outcome.NOTHING_YET
+                except FeedError as failed:
+                    outcome, content, error = Outcome.FAILED, str(failed).encode(), failed
+            outcome, content = self._ranks.broadcast(outcome, content)
+            if outcome is Outcome.FAILED:
+                raise error or FeedError(f"rank 0 has failed: {content.decode()}")
+            if outcome is Outcome.BATCH:
+                return Batch(self.step + 1, decode_reply(content, BatchReply).batch or [])
+
+    def _fetch(self, until: float) -> bytes:
+        """Returns the reply with the next batch; empty if there is none before `until`."""
+        while True:
+            pause = self._poll
+            try:
+                if not self._registered:
+                    self._register()
+                content = self._request_batch()
+                self._backoff.succeeded()
+                if content:
+                    return content
+            except FeedBusyError as error:
+                # atroposlib's server answers 500 after a reset, until a trainer registers.
+                self._registered = self._registered and (error.status != 500 or self._number is not None)
+                pause = self._backoff.failed(error, time.monotonic())
+            left = until - time.monotonic()
+            time.sleep(max(0.0, min(pause, left)))
+            if pause >= left:
+                return b""
+
+    def _register(self) -> None:
+        registration = msgspec.structs.replace(self._registration, starting_step=self.step)
+        # With its earlier number, so that it does not take the run from a trainer that has registered since.
+        earlier = None if self._number is None else {"registration": self._number}
+        answer = self._connection.request_once("POST", "/register", _Registered, body=registration, params=earlier)
+        self._number = answer.registration
+        size = self._connection.request_once("GET", "/info", _Info).batch_size
+        if size == -1:
+            raise FeedError(
+                f"{self._connection.url} received data before a trainer registered, and cannot begin a run; drop that "
+                "data with GET /reset_data"
+            )
+        if size != registration.batch_size:
+            raise FeedError(
+                f"{self._connection.url} serves a run with batch_size {size}, not {registration.batch_size}; register "
+                "the same size, start another server for this run, or end the other run with GET /reset_data"
+            )
+        self._registered = True
+
+    def _request_batch(self) -> bytes:
+        step = self.step + 1
+        params = {"step": step, "saved": self._saved_step()}
+        if self._number is not None:
+            params["registration"] = self._number
+        content = self._connection.send("GET", "/batch", params=params)
+        reply = decode_reply(content, BatchReply)
+        if reply.warning and reply.warning != self._warning:
+            logger.warning("%s says: %s", self._connection.url, printable(reply.warning))
+        self._warning = reply.warning
+        if reply.status == "error":  # the server was reset, or restarted without its state
+            self._registered = False
+            raise FeedBusyError(0, f"{self._connection.url} answers: {reply.message}")
+        if reply.batch and reply.step not in (None, step):
+            raise FeedError(f"{self._connection.url} answers with step {reply.step} instead of {step}")
+        return content if reply.batch else b""
+
+    def _saved_step(self) -> int:
+        if self._saved is not None:
+            return self._saved
+        interval = self._registration.save_checkpoint_interval
+        return max(self._registration.starting_step, self.step // interval * interval if interval > 0 else self.step)
+
+    def _await_next_step(self, until: float) -> None:
+        """Polls the server's step until it grows, at most until `until`. Rank 0 reports a server that fails."""
+        while True:
+            try:
+                if self._connection.request_once("GET", "/status", _Status).current_step > self.step:
+                    return
+            except FeedError:
+                pass
+            left = until - time.monotonic()
+            if left <= 0:
+                return
+            time.sleep(min(self._poll, left))

@@ -1,0 +1,22 @@
+"""Hands out the weights of a model to explorers: docs/how-to/explorers.md is the guide.
+
+Read in this order: `coordination` (statuses, versions and waits as pure decisions), `synchronizer` (the class),
+`state_stream` (a state as messages), `methods`, `service` and `remote` (both ends of the gRPC methods), `modules`,
+`group_setup` and `collective` (the groups of torch.distributed).
+"""
+
+from averaging.rl.synchronizer.collective import WeightReceiver, WeightSender
+from averaging.rl.synchronizer.coordination import RunningStatus
+from averaging.rl.synchronizer.options import SynchronizerConfig, SyncMethod
+from averaging.rl.synchronizer.remote import RemoteSynchronizer
+from averaging.rl.synchronizer.synchronizer import Synchronizer
+
+__all__ = [
+    "RemoteSynchronizer",
+    "RunningStatus",
+    "SyncMethod",
+    "Synchronizer",
+    "SynchronizerConfig",
+    "WeightReceiver",
+    "WeightSender",
+]

@@ -1,0 +1,312 @@
+"""The trainers and explorers that a synchronizer tracks, and the groups of torch.distributed that it sets up.
+
+A module is any object with `is_alive()`. If it also has the methods of `SendsWeights` or `ReceivesWeights`, it can be
+in a weight sync group. Methods may be coroutines or plain functions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from averaging.errors import AveragingError, WeightGroupError
+from averaging.rl.synchronizer.coordination import Group
+from averaging.rl.synchronizer.state_stream import Meta
+
+logger = logging.getLogger("averaging.rl.synchronizer")
+
+POLL_SECONDS = 1.0
+"""Interval at which modules are asked whether they are alive."""
+
+ANSWER_SECONDS = 5.0
+"""A module that does not answer for this time is busy, not dead."""
+
+TEARDOWN_SECONDS = 10.0
+"""Time limit for a module to leave its group. A dead one must not hold up the others."""
+
+M = TypeVar("M")
+
+
+class Module(Protocol):
+    """What a synchronizer tracks."""
+
+    def is_alive(self) -> Any:
+        """Returns whether the module is alive, or raises if it is not; may be a coroutine."""
+        ...
+
+
+@runtime_checkable
+class SendsWeights(Protocol):
+    """A trainer of a weight sync group; see `WeightSender`."""
+
+    def get_weight_sync_info(self) -> Any:
+        """Returns the address and the free port of the group's store, and the meta of the weights."""
+        ...
+
+    def setup_weight_sync_group(
+        self, master_address: str, master_port: int, world_size: int, group_name: str, timeout: float, rank: int
+    ) -> Any:
+        """Joins the group as `rank` 0; returns when all `world_size` members have joined, within `timeout` seconds."""
+        ...
+
+    def teardown_weight_sync_group(self) -> Any:
+        """Leaves the group; also during the set-up, and without one."""
+        ...
+
+
+@runtime_checkable
+class ReceivesWeights(Protocol):
+    """An explorer of a weight sync group; see `WeightReceiver`."""
+
+    def setup_weight_sync_group(
+        self, master_address: str, master_port: int, world_size: int, group_name: str, timeout: float, rank: int
+    ) -> Any:
+        """As for a trainer; the rank is above 0."""
+        ...
+
+    def set_state_dict_meta(self, state_dict_meta: Meta) -> Any:
+        """Takes the names, dtypes and shapes that the trainer will send."""
+        ...
+
+    def teardown_weight_sync_group(self) -> Any:
+        """As for a trainer."""
+        ...
+
+
+class Modules:
+    """The tracked modules, by the name of their member."""
+
+    def __init__(self) -> None:
+        self._modules: dict[Module, str] = {}
+        self.tracked = False
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def add(self, module: Module, member: str) -> None:
+        """Tracks a module; does nothing if it is tracked already."""
+        self.tracked = True
+        self._modules.setdefault(module, member)
+
+    def remove(self, member: str) -> None:
+        """Forgets the modules of a member."""
+        self._modules = {module: name for module, name in self._modules.items() if name != member}
+
+    async def dead(self) -> list[str]:
+        """Forgets the modules that are dead, and returns the members of which none is left."""
+        asked = list(self._modules)
+        alive = await asyncio.gather(*map(_is_alive, asked))
+        gone = {self._modules.pop(module, "") for module, lives in zip(asked, alive, strict=True) if not lives}
+        return sorted(gone - set(self._modules.values()))
+
+    def senders(self) -> dict[str, SendsWeights]:
+        """The trainers that can be in a weight sync group."""
+        return {member: module for module, member in self._modules.items() if isinstance(module, SendsWeights)}
+
+    def receivers(self) -> dict[str, ReceivesWeights]:
+        """The explorers that can be in a weight sync group."""
+        return {member: module for module, member in self._modules.items() if isinstance(module, ReceivesWeights)}
+
+
+async def _is_alive(module: Module) -> bool:
+    try:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            return bool(await result_of(module.is_alive()))
+    except TimeoutError:
+        return True
+    except Exception as error:
+        logger.info("a module is dead: %r", error)
+        return False
+
+
+async def result_of(value: Any) -> Any:
+    """Awaits `value` if it is awaitable."""
+    return await value if inspect.isawaitable(value) else value
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """One group: its trainer and its explorers by name."""
+
+    trainer: tuple[str, SendsWeights]
+    explorers: Mapping[str, ReceivesWeights]
+
+    @property
+    def group(self) -> Group:
+        return Group(frozenset([self.trainer[0]]), frozenset(self.explorers))
+
+
+def _plans(trainers: Mapping[str, SendsWeights], explorers: Mapping[str, ReceivesWeights]) -> Iterator[_Plan]:
+    """Divides the explorers evenly among the trainers. A trainer without explorers gets no group."""
+    names = list(explorers)
+    for number, trainer in enumerate(trainers.items()):
+        own = names[number :: len(trainers)]
+        if own:
+            yield _Plan(trainer, {name: explorers[name] for name in own})
+
+
+def free_of(
+    groups: Collection[Group], trainers: Mapping[str, SendsWeights], explorers: Mapping[str, ReceivesWeights]
+) -> tuple[dict[str, SendsWeights], dict[str, ReceivesWeights]]:
+    """Returns the trainers and the explorers that are in none of the groups."""
+    taken = {member for group in groups for member in group.trainers | group.explorers}
+    return (
+        {name: trainer for name, trainer in trainers.items() if name not in taken},
+        {name: explorer for name, explorer in explorers.items() if name not in taken},
+    )
+
+
+def groups_to_keep(
+    intact: Collection[Group],
+    caller: str,
+    trainers: Mapping[str, SendsWeights],
+    explorers: Mapping[str, ReceivesWeights],
+) -> list[Group]:
+    """Selects the groups that a new set-up leaves alone, so that it interrupts no transfer without need.
+
+    It is none if the caller is no member of a group, or if otherwise a trainer or an explorer would stay without a
+    group that could have one.
+    """
+    kept = [group for group in intact if caller not in group]
+    alone_trainers, alone_explorers = free_of(kept, trainers, explorers)
+    movable = any(len(group.explorers) > 1 for group in kept)
+    if caller not in {*trainers, *explorers} or (alone_explorers and not alone_trainers):
+        return []
+    return [] if alone_trainers and not alone_explorers and movable else kept
+
+
+async def set_up(
+    trainers: Mapping[str, SendsWeights], explorers: Mapping[str, ReceivesWeights], group_name: str, timeout: float
+) -> list[Group]:
+    """Sets up one group for each trainer, with its share of the explorers; all members join at the same time.
+
+    Returns:
+        The groups.
+
+    Raises:
+        WeightGroupError: A member failed or was late. All others have left their groups then.
+    """
+    if not trainers or not explorers:
+        missing = "trainer" if not trainers else "explorer"
+        raise WeightGroupError(f"there is no {missing} for a weight sync group; add_module() adds one")
+    plans = list(_plans(trainers, explorers))
+    async with _all_or_none(trainers, explorers, timeout), asyncio.TaskGroup() as tasks:
+        for plan in plans:
+            tasks.create_task(_set_up_one(plan, group_name, timeout))
+    return [plan.group for plan in plans]
+
+
+async def _set_up_one(plan: _Plan, group_name: str, timeout: float) -> None:
+    name, trainer = plan.trainer
+    with _naming("trainer", name):
+        address, port, meta = await result_of(trainer.get_weight_sync_info())
+    await _join(plan.explorers, address, port, group_name, timeout, trainer=plan.trainer)
+    await _set_meta(plan.explorers, meta)
+
+
+async def join_explorers(
+    explorers: Mapping[str, ReceivesWeights],
+    address: str,
+    port: int,
+    meta: Meta | None,
+    group_name: str,
+    timeout: float,
+) -> None:
+    """Lets the explorers join the group of a trainer that joins as rank 0 on its own.
+
+    Raises:
+        WeightGroupError: There is no explorer, or one failed. All explorers have left then.
+    """
+    if not explorers:
+        raise WeightGroupError("there is no explorer for a weight sync group; add_module() adds one")
+    async with _all_or_none({}, explorers, timeout):
+        await _join(explorers, address, port, group_name, timeout)
+        if meta is not None:
+            await _set_meta(explorers, meta)
+
+
+@asynccontextmanager
+async def _all_or_none(
+    trainers: Mapping[str, SendsWeights], explorers: Mapping[str, ReceivesWeights], timeout: float
+) -> AsyncIterator[None]:
+    """After an error inside, all members leave their groups."""
+    try:
+        async with asyncio.timeout(timeout):
+            yield
+    except BaseException as error:
+        await tear_down(trainers, explorers)
+        if isinstance(error, TimeoutError):
+            raise WeightGroupError(
+                f"not all members joined the weight sync group within {timeout:g} s; set it up again"
+            ) from None
+        if isinstance(error, BaseExceptionGroup):
+            raise _first(error) from None
+        raise
+
+
+async def _join(
+    explorers: Mapping[str, ReceivesWeights],
+    address: str,
+    port: int,
+    group_name: str,
+    timeout: float,
+    trainer: tuple[str, SendsWeights] | None = None,
+) -> None:
+    """Lets the explorers join a group as ranks 1, 2, …, and the trainer as rank 0 if one is given."""
+    size = len(explorers) + 1
+
+    async def one(kind: str, name: str, module: SendsWeights | ReceivesWeights, rank: int) -> None:
+        with _naming(kind, name):
+            await result_of(module.setup_weight_sync_group(address, port, size, group_name, timeout, rank))
+
+    async with asyncio.TaskGroup() as tasks:
+        if trainer is not None:
+            tasks.create_task(one("trainer", *trainer, 0))
+        for rank, (name, explorer) in enumerate(explorers.items(), 1):
+            tasks.create_task(one("explorer", name, explorer, rank))
+
+
+async def _set_meta(explorers: Mapping[str, ReceivesWeights], meta: Meta) -> None:
+    """Gives the explorers the names, dtypes and shapes."""
+
+    async def one(name: str, explorer: ReceivesWeights) -> None:
+        with _naming("explorer", name):
+            await result_of(explorer.set_state_dict_meta(meta))
+
+    async with asyncio.TaskGroup() as tasks:
+        for name, explorer in explorers.items():
+            tasks.create_task(one(name, explorer))
+
+
+async def tear_down(trainers: Mapping[str, SendsWeights], explorers: Mapping[str, ReceivesWeights]) -> None:
+    """Lets all members leave their groups: first the explorers, then the trainers. Errors are logged."""
+
+    async def one(kind: str, name: str, module: SendsWeights | ReceivesWeights) -> None:
+        try:
+            async with asyncio.timeout(TEARDOWN_SECONDS):
+                await result_of(module.teardown_weight_sync_group())
+        except Exception as error:
+            logger.warning("%s %s could not leave its weight sync group: %r", kind, name, error)
+
+    await asyncio.gather(*(one("explorer", name, explorer) for name, explorer in explorers.items()))
+    await asyncio.gather(*(one("trainer", name, trainer) for name, trainer in trainers.items()))
+
+
+@contextmanager
+def _naming(kind: str, name: str) -> Iterator[None]:
+    """Turns an error of a module into a `WeightGroupError` that names it."""
+    try:
+        yield
+    except Exception as error:
+        reason = str(error) if isinstance(error, AveragingError) else repr(error)
+        who = f"{kind} {name!r}" if name else f"the {kind}"
+        raise WeightGroupError(f"{who} could not join the weight sync group: {reason}") from error
+
+
+def _first(error: BaseException) -> BaseException:
+    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error

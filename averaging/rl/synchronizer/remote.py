@@ -1,0 +1,482 @@
+"""`RemoteSynchronizer`: the methods of a synchronizer that another process serves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from contextlib import aclosing, suppress
+from typing import Self, TypeVar
+
+from averaging.common import one_of
+from averaging.errors import (
+    AveragingError,
+    CallRefusedError,
+    ClosedError,
+    ConfigError,
+    PeerUnreachableError,
+    SyncTimeoutError,
+    TransportError,
+)
+from averaging.rl.synchronizer import methods
+from averaging.rl.synchronizer.coordination import RunningStatus
+from averaging.rl.synchronizer.modules import Module, ReceivesWeights, SendsWeights, result_of
+from averaging.rl.synchronizer.state_stream import (
+    Meta,
+    ModelState,
+    Received,
+    StateAssembler,
+    StateDict,
+    copy_in_thread,
+    meta_from,
+    parts_of,
+    tensors_of,
+)
+from averaging.rpc import Credentials, Message, RpcChannel, RpcMethod
+from averaging.wire import synchronizer_pb2 as wire
+
+# A session at a synchronizer, at the side of the process that attends it: it is alive, and carries out commands.
+
+
+T = TypeVar("T")
+
+ALIVE_SECONDS = 1.0
+"""Interval of the messages that say that this process is alive."""
+
+
+class Attendance:
+    """One session, at the side of its process.
+
+    Attributes:
+        number: Its number, which calls carry; empty until the synchronizer has given it.
+    """
+
+    def __init__(self, endpoint: str, hello: wire.SyncHello) -> None:
+        self.number = b""
+        self._endpoint = endpoint
+        self._lost = asyncio.Event()
+        self._reason = ""
+        self._outgoing: asyncio.Queue[wire.SyncFromModule] = asyncio.Queue()
+        self._outgoing.put_nowait(wire.SyncFromModule(hello=hello))
+        self._announced: Module | None = None
+        self._commands: set[asyncio.Task[None]] = set()
+
+    def announce(self, module: Module) -> None:
+        """Says what this process can do."""
+        if self._announced is None:
+            self._announced = module
+            sends = isinstance(module, SendsWeights)
+            kind = wire.SyncModule(sends_weights=sends, receives_weights=isinstance(module, ReceivesWeights))
+            self._outgoing.put_nowait(wire.SyncFromModule(module=kind))
+
+    async def outgoing(self) -> AsyncGenerator[wire.SyncFromModule, None]:
+        """Yields what this process says, at least that it is alive."""
+        while True:
+            try:
+                async with asyncio.timeout(ALIVE_SECONDS):
+                    message = await self._outgoing.get()
+            except TimeoutError:
+                message = wire.SyncFromModule()
+            yield message
+
+    async def until_lost(self, call: Awaitable[T]) -> T:
+        """Awaits a call.
+
+        Raises:
+            PeerUnreachableError: The session has ended meanwhile.
+        """
+        calling = asyncio.ensure_future(call)
+        losing = asyncio.ensure_future(self._lost.wait())
+        try:
+            await asyncio.wait([calling, losing], return_when=asyncio.FIRST_COMPLETED)
+            if calling.done():
+                return calling.result()
+        finally:
+            for task in (calling, losing):
+                task.cancel()
+            await asyncio.gather(calling, losing, return_exceptions=True)
+        raise PeerUnreachableError(self._endpoint, self._reason)
+
+    def execute(self, command: wire.SyncCommand, module: Module | None) -> None:
+        """Starts to carry out a command of the synchronizer, and replies at its end."""
+        task = asyncio.ensure_future(self._execute(command, module))
+        self._commands.add(task)
+        task.add_done_callback(self._commands.discard)
+
+    async def close(self, reason: str) -> None:
+        """Ends all calls and commands of the session."""
+        self._reason = reason
+        self._lost.set()
+        for task in list(self._commands):
+            task.cancel()
+        if self._commands:
+            await asyncio.wait(self._commands)
+
+    async def _execute(self, command: wire.SyncCommand, module: Module | None) -> None:
+        reply = wire.SyncModuleReply(number=command.number)
+        try:
+            await _carry_out(command, module, reply)
+        except Exception as error:
+            reply.error = str(error) if isinstance(error, AveragingError) else repr(error)
+        self._outgoing.put_nowait(wire.SyncFromModule(reply=reply))
+
+
+async def _carry_out(command: wire.SyncCommand, module: Module | None, reply: wire.SyncModuleReply) -> None:
+    kind = command.WhichOneof("command")
+    if kind == "get_weight_sync_info" and isinstance(module, SendsWeights):
+        host, port, meta = await result_of(module.get_weight_sync_info())
+        reply.master_address, reply.master_port = host, port
+        reply.meta.CopyFrom(wire.SyncMeta(has_tensors=True, tensors=tensors_of(meta)))
+    elif kind == "set_state_dict_meta" and isinstance(module, ReceivesWeights):
+        await result_of(module.set_state_dict_meta(meta_from(command.set_state_dict_meta.tensors)))
+    elif kind == "setup_weight_sync_group" and isinstance(module, SendsWeights | ReceivesWeights):
+        joined = command.setup_weight_sync_group
+        host, port = await methods.address_from(joined.master_address, joined.master_port)
+        size, rank = joined.world_size, joined.rank
+        await result_of(module.setup_weight_sync_group(host, port, size, joined.group_name, joined.timeout, rank))
+    elif kind == "teardown_weight_sync_group" and isinstance(module, SendsWeights | ReceivesWeights):
+        await result_of(module.teardown_weight_sync_group())
+    else:
+        raise ConfigError(f"this process cannot carry out {kind}; its module lacks that method")
+
+
+logger = logging.getLogger("averaging.rl.synchronizer")
+
+Request = TypeVar("Request", bound=Message)
+Reply = TypeVar("Reply", bound=Message)
+
+SILENCE_SECONDS = 30.0
+"""A server that is silent for this time is lost."""
+
+RETRY_SECONDS = 0.2, 5.0
+"""First and longest pause before a new connection."""
+
+READS = 4
+"""Times that a state is asked for, if newer ones replace it while it is read."""
+
+MAX_STATE_BYTES = 1 << 40
+
+_FOREVER = 1e9
+"""Seconds for calls that end with their session."""
+
+
+class RemoteSynchronizer:
+    """A synchronizer elsewhere; see `Synchronizer.connect`.
+
+    It has the methods of `Synchronizer`, all of them coroutines; `get_model_state_dict_iterator` is an async generator.
+    While it is entered, this process has a session there. When the session ends, because this process closes it, dies,
+    or is cut off, its statuses and waits end there. A process that was cut off connects again, with its statuses.
+
+    Besides the errors of `Synchronizer`, all methods raise:
+        PeerUnreachableError: There is no connection, or it broke during the call.
+        CallRefusedError: The synchronizer refused the call, for example because a status is wrong.
+    """
+
+    def __init__(self, endpoint: str, credentials: Credentials, *, namespace: str, name: str, timeout: float) -> None:
+        self._namespace, self._name, self._timeout = namespace, name, timeout
+        self._channel = RpcChannel(endpoint, credentials=credentials)
+        self._trainer_status: RunningStatus | None = None
+        self._explorers: Counter[RunningStatus] = Counter()
+        self._module: Module | None = None
+        self._session: Attendance | None = None
+        self._attached = asyncio.Event()
+        self._failure: AveragingError | None = None
+        self._attending: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"<RemoteSynchronizer at {self._channel.endpoint}>"
+
+    async def __aenter__(self) -> Self:
+        """Connects and opens a session.
+
+        Raises:
+            PeerUnreachableError: There is no answer within `timeout`.
+            CallRefusedError: There is no synchronizer in this namespace; an `UnauthenticatedError` without a token.
+        """
+        self._attending = asyncio.get_running_loop().create_task(self._stay_attached())
+        try:
+            await self._open_session()
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        attending, self._attending = self._attending, None
+        if attending is not None:
+            attending.cancel()
+            await asyncio.wait([attending])
+        await self._channel.close()
+
+    # Modules and statuses
+
+    async def add_module(self, module: Module) -> None:
+        """Makes this process a module there, which can be in a weight sync group; see `Synchronizer.add_module`.
+
+        Raises:
+            ConfigError: It is another module already.
+        """
+        if self._module not in (None, module):
+            raise ConfigError("a connection is one module; make another connection for a second one")
+        self._module = module
+        session = await self._open_session()
+        session.announce(module)
+
+    async def set_trainer_status(self, status: RunningStatus | str) -> None:
+        """See `Synchronizer.set_trainer_status`."""
+        status = one_of(RunningStatus, status, "status")
+        session = await self._open_session()
+        await self._call(methods.SET_TRAINER_STATUS, self._status(session, status))
+        self._trainer_status = status
+
+    async def trainer_requires_weight_sync(self) -> bool | None:
+        """See `Synchronizer.trainer_requires_weight_sync`."""
+        reply = await self._call(methods.TRAINER_REQUIRES_WEIGHT_SYNC, self._request())
+        return reply.required if reply.HasField("required") else None
+
+    async def set_explorer_status(
+        self, status: RunningStatus | str, old_status: RunningStatus | str | None = None
+    ) -> None:
+        """See `Synchronizer.set_explorer_status`."""
+        status = one_of(RunningStatus, status, "status")
+        old = None if old_status is None else one_of(RunningStatus, old_status, "old_status")
+        session = await self._open_session()
+        await self._call(methods.SET_EXPLORER_STATUS, self._status(session, status, old))
+        self._explorers[status] += 1
+        if old is not None:
+            self._explorers[old] -= 1
+
+    async def explorer_requires_sync(self) -> bool:
+        """See `Synchronizer.explorer_requires_sync`."""
+        return (await self._call(methods.EXPLORER_REQUIRES_SYNC, self._request())).required
+
+    # The state
+
+    async def set_model_state_dict(self, model_state_dict: StateDict | str | None, trainer_step: int) -> int:
+        """Sends the state; see `Synchronizer.set_model_state_dict`. There is no time limit as long as bytes travel."""
+        session = await self._open_session()
+        if not 0 <= trainer_step < 1 << 63:
+            raise ConfigError(f"the step of a trainer must be 0 or more, not {trainer_step}")
+        state = await copy_in_thread(model_state_dict)
+        parts = parts_of(state)
+        head = next(parts)
+        head.namespace, head.session, head.step = self._namespace, session.number, trainer_step
+
+        async def outgoing() -> AsyncGenerator[wire.SyncStatePart, None]:
+            yield head
+            for part in parts:
+                yield part
+
+        reply = await self._call(methods.SET_MODEL_STATE_DICT, outgoing(), waits=True)
+        return reply.version
+
+    async def get_model_state_dict(self) -> tuple[ModelState, int]:
+        """Receives the newest state, verifies its digest, and returns it with its version.
+
+        Raises:
+            ProtocolViolationError: The state was damaged on its way.
+        """
+        for attempt in range(READS):
+            try:
+                received = await self._read_state()
+            except CallRefusedError:
+                if attempt == READS - 1:
+                    raise
+            else:
+                return received.state, received.version
+        raise AssertionError
+
+    async def get_model_state_dict_iterator(self) -> AsyncIterator[tuple[str, object]]:
+        """Yields the names and tensors of the newest state, after all were received and verified.
+
+        Raises:
+            ConfigError: The state is a path.
+        """
+        state, _ = await self.get_model_state_dict()
+        if isinstance(state, str):
+            raise ConfigError(f"the state is a path, {state}; get_model_state_dict() returns it")
+        for item in (state or {}).items():
+            yield item
+
+    async def get_state_dict_meta(self) -> Meta | None:
+        """See `Synchronizer.get_state_dict_meta`."""
+        reply = await self._call(methods.GET_STATE_DICT_META, self._request())
+        return meta_from(reply.tensors) if reply.has_tensors else None
+
+    async def wait_new_model_state_dict(self, current_version: int, *, timeout: float = 0.0) -> int:
+        """See `Synchronizer.wait_new_model_state_dict`.
+
+        Args:
+            current_version: The version that this explorer has.
+            timeout: Seconds to wait; 0 for the `sync_timeout` there, which is also the maximum.
+        """
+        session = await self._open_session()
+        request = wire.SyncWaitRequest(
+            namespace=self._namespace, session=session.number, current_version=current_version, timeout=timeout
+        )
+        reply = await self._call(methods.WAIT_NEW_MODEL_STATE_DICT, request, waits=True)
+        if reply.timed_out:
+            raise SyncTimeoutError(f"no version above {current_version} came to {self._channel.endpoint} in time")
+        return reply.version
+
+    async def notify_no_new_model_state_dict(self) -> None:
+        """See `Synchronizer.notify_no_new_model_state_dict`."""
+        session = await self._open_session()
+        await self._call(methods.NOTIFY_NO_NEW_MODEL_STATE_DICT, self._request(session))
+
+    async def get_latest_model_version(self) -> int:
+        """See `Synchronizer.get_latest_model_version`."""
+        return (await self._call(methods.GET_LATEST_MODEL_VERSION, self._request())).version
+
+    async def get_latest_model_path(self, use_huggingface: bool = False) -> str | None:
+        """See `Synchronizer.get_latest_model_path`."""
+        request = wire.SyncPathRequest(namespace=self._namespace, use_huggingface=use_huggingface)
+        return (await self._call(methods.GET_LATEST_MODEL_PATH, request)).path or None
+
+    # Weight sync groups
+
+    async def setup_weight_sync_group(
+        self, master_address: str, master_port: int, state_dict_meta: Meta | None = None
+    ) -> None:
+        """See `Synchronizer.setup_weight_sync_group`."""
+        session = await self._open_session()
+        request = wire.SyncGroupRequest(
+            namespace=self._namespace, session=session.number, master_address=master_address, master_port=master_port
+        )
+        if state_dict_meta is not None:
+            request.meta.CopyFrom(wire.SyncMeta(has_tensors=True, tensors=tensors_of(state_dict_meta)))
+        await self._call(methods.SETUP_WEIGHT_SYNC_GROUP, request, waits=True)
+
+    async def coordinate_weight_sync_setup(self, timeout: float | None = None) -> None:
+        """See `Synchronizer.coordinate_weight_sync_setup`."""
+        session = await self._open_session()
+        request = wire.SyncTimeoutRequest(namespace=self._namespace, session=session.number, timeout=timeout or 0.0)
+        await self._call(methods.COORDINATE_WEIGHT_SYNC_SETUP, request, waits=True)
+
+    async def coordinate_weight_sync_teardown(self) -> None:
+        """See `Synchronizer.coordinate_weight_sync_teardown`."""
+        session = await self._open_session()
+        await self._call(methods.COORDINATE_WEIGHT_SYNC_TEARDOWN, self._request(session), waits=True)
+
+    async def ready_to_nccl_sync(self, module: str, trainer_step: int) -> int | None:
+        """See `Synchronizer.ready_to_nccl_sync`."""
+        session = await self._open_session()
+        request = wire.SyncReadyRequest(
+            namespace=self._namespace, session=session.number, module=module, trainer_step=trainer_step
+        )
+        reply = await self._call(methods.READY_TO_NCCL_SYNC, request, waits=True)
+        if module == "trainer":
+            self._trainer_status = RunningStatus.RUNNING
+        return reply.version if reply.HasField("version") else None
+
+    # Calls
+
+    def _request(self, session: Attendance | None = None) -> wire.SyncRequest:
+        return wire.SyncRequest(namespace=self._namespace, session=b"" if session is None else session.number)
+
+    def _status(
+        self, session: Attendance, status: RunningStatus, old: RunningStatus | None = None
+    ) -> wire.SyncStatusRequest:
+        return wire.SyncStatusRequest(
+            namespace=self._namespace,
+            session=session.number,
+            status=methods.STATUSES[status],
+            old_status=wire.SYNC_STATUS_UNSET if old is None else methods.STATUSES[old],
+        )
+
+    async def _call(
+        self, method: RpcMethod[Request, Reply], request: Request | AsyncIterator[Request], *, waits: bool = False
+    ) -> Reply:
+        """Calls a method; fails when the session ends.
+
+        Args:
+            method: The method.
+            request: The request, or several.
+            waits: Whether the answer may take as long as the synchronizer waits.
+        """
+        session = await self._open_session()
+        limit = _FOREVER if waits else self._timeout
+        return await session.until_lost(self._channel.call(method, request, limit))
+
+    async def _read_state(self) -> Received:
+        session = await self._open_session()
+        assembler = StateAssembler(MAX_STATE_BYTES)
+
+        async def read() -> Received:
+            async with aclosing(self._channel.stream(methods.GET_MODEL_STATE_DICT, self._request())) as parts:
+                async for part in parts:
+                    assembler.add(part)
+            return assembler.result()
+
+        return await session.until_lost(read())
+
+    # The session
+
+    async def _open_session(self) -> Attendance:
+        """Returns the session, after at most `timeout` seconds for a new connection."""
+        if self._attending is None:
+            raise ClosedError(f"{self!r} is not connected; use it inside `async with`")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._timeout):
+                await self._attached.wait()
+        if self._session is not None:
+            return self._session
+        endpoint = self._channel.endpoint
+        raise self._failure or PeerUnreachableError(endpoint, f"no answer within {self._timeout:g} s")
+
+    async def _stay_attached(self) -> None:
+        pause, longest = RETRY_SECONDS
+        while True:
+            try:
+                await self._attend()
+            except AveragingError as error:
+                self._failure = error
+                # Nothing changes by itself: let the calls fail now, and try again later.
+                if isinstance(error, CallRefusedError) or (isinstance(error, TransportError) and error.definite):
+                    self._attached.set()
+                logger.info("the session at %s has ended: %s", self._channel.endpoint, error)
+            else:
+                self._failure, pause = None, RETRY_SECONDS[0]
+            await asyncio.sleep(pause)
+            self._attached.clear()
+            pause = min(2 * pause, longest)
+
+    async def _attend(self) -> None:
+        """Holds one session, until it is lost."""
+        session = Attendance(self._channel.endpoint, self._hello())
+        if self._module is not None:
+            session.announce(self._module)
+        reason = "the session has ended"
+        try:
+            async with aclosing(self._channel.stream(methods.ATTEND, session.outgoing())) as messages:
+                while True:
+                    async with asyncio.timeout(SILENCE_SECONDS):
+                        message = await anext(messages, None)
+                    if message is None:
+                        return
+                    if message.session and not session.number:
+                        session.number = message.session
+                        self._session = session
+                        self._attached.set()
+                    elif message.HasField("command"):
+                        session.execute(message.command, self._module)
+        except TimeoutError:
+            reason = f"the synchronizer was silent for {SILENCE_SECONDS:g} s"
+            raise PeerUnreachableError(self._channel.endpoint, reason) from None
+        except AveragingError as error:
+            reason = error.reason if isinstance(error, TransportError) else str(error)
+            raise
+        finally:
+            self._session = None
+            self._attached.clear()
+            await session.close(reason)
+
+    def _hello(self) -> wire.SyncHello:
+        hello = wire.SyncHello(namespace=self._namespace, name=self._name)
+        if self._trainer_status is not None:
+            hello.trainer_status = methods.STATUSES[self._trainer_status]
+        hello.explorers_running = self._explorers[RunningStatus.RUNNING]
+        hello.explorers_require_sync = self._explorers[RunningStatus.REQUIRE_SYNC]
+        hello.explorers_stopped = self._explorers[RunningStatus.STOPPED]
+        return hello

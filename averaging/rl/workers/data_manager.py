@@ -1,0 +1,195 @@
+"""The tensors of samples at one worker, and their transfer from other workers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
+from contextlib import aclosing, suppress
+
+import torch
+
+from averaging.errors import ConfigError, ProtocolViolationError, WorkerError
+from averaging.rl.workers.methods import FETCH_DATA, Channels
+from averaging.rl.workers.parameters import SILENCE_SECONDS, receive, send
+from averaging.rl.workers.payload import MAX_NAMES, Step
+from averaging.rl.workers.redistributor import receptions
+from averaging.rl.workers.samples import KeySpec, Sample, SampleBatch, kind_of
+from averaging.wire.workers_pb2 import FetchDataRequest, NamedTensor
+
+MAX_IDS = 1000
+"""Samples in one request for tensors."""
+
+
+MAX_TRANSFERS = 4096
+"""Transfers to one worker before one request, all at the same time."""
+
+
+class DataManager:
+    """Stores the tensors of samples, and executes the steps of a `Redistributor`. It belongs to one event loop.
+
+    Args:
+        worker: Name of this worker.
+        channels: Channels to the other workers.
+        endpoints: `host:port` of each worker, by name.
+        keys: Dtype and shape of tensors, by name; others are not checked.
+        compression: Compression of floating tensors that this worker sends.
+    """
+
+    def __init__(
+        self,
+        worker: str,
+        channels: Channels,
+        endpoints: Mapping[str, str] | None = None,
+        keys: Mapping[str, KeySpec] | None = None,
+        compression: str = "none",
+    ) -> None:
+        self.endpoints: Mapping[str, str] = endpoints or {}
+        self.keys: Mapping[str, KeySpec] = keys or {}
+        self._worker = worker
+        self._channels = channels
+        self._compression = compression
+        self._data: dict[str, dict[str, torch.Tensor]] = {}
+        self._changed = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def inventory(self) -> dict[str, list[str]]:
+        """Names of the tensors that are stored, by sample."""
+        return {sample: list(tensors) for sample, tensors in self._data.items()}
+
+    def length(self, sample: str) -> int:
+        """First dimension of the first tensor of a sample; 1 for a scalar."""
+        tensor = next(iter(self._data[sample].values()))
+        return len(tensor) if tensor.dim() else 1
+
+    def store(self, samples: Iterable[Sample]) -> None:
+        """Stores samples. Tensors that are there already are replaced.
+
+        Raises:
+            TensorError: A tensor has another dtype or shape than the plan says. Nothing is stored then.
+            ConfigError: A sample has no tensors.
+        """
+        samples = list(samples)
+        for sample in samples:
+            if not sample.data:
+                raise ConfigError(f"sample {sample.id} has no tensors")
+            for key, tensor in sample.data.items():
+                self._check(sample.id, key, *kind_of(tensor))
+        for sample in samples:
+            self._data.setdefault(sample.id, {}).update(sample.data)
+        self._notify()
+
+    def update(self, batch: SampleBatch) -> None:
+        """Adds tensors to samples, or replaces them.
+
+        Raises:
+            TensorError: A tensor has another dtype or shape than the plan says. Nothing is stored then.
+        """
+        for key, tensors in batch.data.items():
+            for sample, tensor in zip(batch.ids, tensors, strict=True):
+                self._check(sample, key, *kind_of(tensor))
+        for key, tensors in batch.data.items():
+            for sample, tensor in zip(batch.ids, tensors, strict=True):
+                self._data.setdefault(sample, {})[key] = tensor
+        self._notify()
+
+    def get(self, ids: Sequence[str], keys: Sequence[str]) -> SampleBatch:
+        """Returns these tensors.
+
+        Raises:
+            WorkerError: One is not stored here.
+        """
+        for sample in ids:
+            for key in keys:
+                if not self.has_data(sample, [key]):
+                    raise WorkerError(self._worker, f"{self._worker} does not hold {key!r} of sample {sample}")
+        return SampleBatch(list(ids), {key: [self._data[sample][key] for sample in ids] for key in keys})
+
+    def has_data(self, sample: str, keys: Collection[str] = ()) -> bool:
+        """Whether a sample is stored here, with all of these tensors."""
+        return sample in self._data and self._data[sample].keys() >= set(keys)
+
+    def remove(self, ids: Iterable[str]) -> None:
+        """Forgets samples. Unknown ones are ignored."""
+        for sample in ids:
+            self._data.pop(sample, None)
+
+    async def redistribute(self, steps: Sequence[Step]) -> None:
+        """Receives what this worker receives in these steps, from all sources at the same time.
+
+        Raises:
+            WorkerLostError: A source cannot be reached.
+            WorkerError: A source is unknown.
+            ProtocolViolationError: A source sent something else.
+            TensorError: A tensor has another dtype or shape than the plan says.
+        """
+        found = [
+            (source, ids[start : start + MAX_IDS], keys)
+            for source, ids, keys in receptions(steps, self._worker)
+            for start in range(0, len(ids), MAX_IDS)
+        ]
+        if len(found) > MAX_TRANSFERS:
+            raise ProtocolViolationError(f"{len(found)} transfers before one request; {MAX_TRANSFERS} are allowed")
+        try:
+            async with asyncio.TaskGroup() as group:
+                for source, ids, keys in found:
+                    group.create_task(self._fetch(source, ids, keys))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _fetch(self, source: str, ids: Sequence[str], keys: Sequence[str]) -> None:
+        if source not in self.endpoints:
+            raise WorkerError(source, f"{self._worker} is to get tensors of {source!r}, which is not in its plan")
+        request = FetchDataRequest(caller=self._worker, ids=ids, keys=keys)
+        left = {(sample, key) for sample in ids for key in keys}
+        found: dict[str, dict[str, torch.Tensor]] = {}
+
+        def admit(head: NamedTensor) -> None:
+            if (head.id, head.key) not in left:
+                raise ProtocolViolationError(
+                    f"{source} sent {head.key!r:.100} of sample {head.id!r:.100} without a request"
+                )
+            left.remove((head.id, head.key))
+            self._check(head.id, head.key, head.dtype, head.tensor.size)
+
+        messages = self._channels[self.endpoints[source]].stream(FETCH_DATA, request)
+        async with aclosing(receive(source, messages, admit)) as tensors:
+            async for sample, key, tensor in tensors:
+                found.setdefault(sample, {})[key] = tensor
+        if left:
+            raise ProtocolViolationError(f"{source} did not send {len(left)} of {len(ids) * len(keys)} tensors")
+        for sample, tensors_of_sample in found.items():
+            self._data.setdefault(sample, {}).update(tensors_of_sample)
+        self._notify()
+
+    async def serve(self, request: FetchDataRequest) -> AsyncGenerator[NamedTensor, None]:
+        """Answers `fetch_data`: waits until all tensors are there, and sends them.
+
+        Raises:
+            ProtocolViolationError: The request names too many samples or tensors.
+            WorkerError: A tensor did not come in time, or was removed meanwhile.
+        """
+        ids, keys = list(dict.fromkeys(request.ids)), list(dict.fromkeys(request.keys))
+        if len(ids) > MAX_IDS or len(keys) > MAX_NAMES:
+            raise ProtocolViolationError(
+                f"a request for {len(keys)} tensors of {len(ids)} samples; {MAX_NAMES} and {MAX_IDS} are allowed"
+            )
+        with suppress(TimeoutError):  # the caller has given up by then; `get` names what is missing
+            async with asyncio.timeout(SILENCE_SECONDS):
+                for sample in ids:
+                    while not self.has_data(sample, keys):
+                        await self._changed.wait()
+        batch = self.get(ids, keys)
+        tensors = ((sample, key, batch[key][place]) for place, sample in enumerate(ids) for key in keys)
+        async with aclosing(send(tensors, self._compression)) as messages:
+            async for message in messages:
+                yield message
+
+    def _check(self, sample: str, key: str, dtype: str, shape: Sequence[int]) -> None:
+        if key in self.keys:
+            self.keys[key].check(key, sample, dtype, shape)
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

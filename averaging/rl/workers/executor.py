@@ -1,0 +1,375 @@
+"""Carries out the requests of a master at one worker: calls of backends and hooks."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from averaging.errors import AveragingError, ConfigError, WorkerLostError
+from averaging.rl.workers.backend import Backend, check_numbers, check_outputs
+from averaging.rl.workers.data_manager import DataManager
+from averaging.rl.workers.parameters import ParameterExchange, blend, copy_of
+from averaging.rl.workers.payload import (
+    Clear,
+    Compute,
+    Computed,
+    DatasetSpec,
+    Fetch,
+    Fetched,
+    Handle,
+    HookName,
+    Payload,
+    Realloc,
+    Save,
+    Transfer,
+    convert,
+)
+from averaging.rl.workers.plan import ModelShardID
+from averaging.rl.workers.samples import Dataset
+
+# A thread for the methods of backends, which block.
+
+
+_Job: TypeAlias = "tuple[Callable[[], Any], asyncio.AbstractEventLoop, asyncio.Future[Any]]"
+
+
+class Computations:
+    """Runs functions one after the other, in a thread or in the event loop.
+
+    Args:
+        inline: Runs them in the event loop, for simulations on virtual time.
+    """
+
+    def __init__(self, *, inline: bool = False) -> None:
+        self._inline = inline
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def start(self, name: str) -> None:
+        """Starts a thread that calls `work`."""
+        if not self._inline:
+            self._thread = threading.Thread(target=self.work, name=name, daemon=True)
+            self._thread.start()
+
+    def work(self) -> None:
+        """Runs functions in the calling thread until `end`."""
+        while (job := self._jobs.get()) is not None:
+            action, loop, done = job
+            result, error = None, None
+            try:
+                result = action()
+            except Exception as failed:
+                error = failed
+            loop.call_soon_threadsafe(_finish, done, result, error)
+            del job, action, loop, done, result, error  # the last result would stay in memory until the next job
+
+    async def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Calls a function, or a coroutine function in the event loop, and returns its result."""
+        if inspect.iscoroutinefunction(function):
+            return await function(*args)
+        if self._inline:
+            return function(*args)
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Any] = loop.create_future()
+        self._jobs.put((lambda: function(*args), loop, done))
+        return await done
+
+    async def close(self) -> None:
+        """Ends `work` after the function in progress, and waits for the thread if there is one."""
+        self._jobs.put(None)
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            await asyncio.to_thread(thread.join)
+
+
+def _finish(done: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+    if done.cancelled():
+        return
+    if error is None:
+        done.set_result(result)
+    else:
+        done.set_exception(error)
+
+
+# The order in which a worker carries out the blocking requests of one flush. Pure.
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """A blocking request that waits for a flush.
+
+    Attributes:
+        handle: Its kind.
+        call: Name of the call, or of the model for `initialize`.
+        mesh: Number of workers of the model.
+        post_hooks: Names of its hooks.
+        publishes: Whether it is `empty` and publishes parameters.
+        request: The request.
+    """
+
+    handle: str
+    call: str
+    mesh: int
+    post_hooks: tuple[str, ...]
+    publishes: bool
+    request: Payload
+
+
+def flush_order(queued: Iterable[Queued]) -> list[Queued]:
+    """Sorts requests. The order depends on the plan alone and not on the order of arrival, so it is equal everywhere.
+
+    1. Requests that only publish parameters, since others wait for them.
+    2. Calls of smaller meshes first, then by name.
+    3. Calls with an averaging round, by name. Their mesh does not count, because the same model may have another mesh
+       at another site, and two sites that enter two rounds in different orders wait for each other.
+    4. Requests that only take parameters, since the calls publish them.
+    """
+    return sorted(queued, key=_key)
+
+
+def _key(one: Queued) -> tuple[int, int, str]:
+    if one.handle == Handle.EMPTY:
+        return (0 if one.publishes else 3), 0, one.call
+    if HookName.AVERAGE in one.post_hooks:
+        return 2, 0, one.call
+    return 1, one.mesh, one.call
+
+
+logger = logging.getLogger("averaging.rl.workers")
+
+
+class Executor:
+    """Carries out requests.
+
+    Args:
+        worker: Name of this worker.
+        backends: The backend of each model.
+        dataset: Where samples come from.
+        data: The tensors of samples.
+        parameters: The parameters under way.
+        computations: The thread of the backends.
+        loading: The thread of the dataset.
+        save_folder: Where the hook `save` may write; None if nowhere.
+    """
+
+    def __init__(
+        self,
+        worker: str,
+        backends: Mapping[str, Backend],
+        dataset: Dataset | None,
+        data: DataManager,
+        parameters: ParameterExchange,
+        computations: Computations,
+        loading: Computations,
+        save_folder: Path | None = None,
+    ) -> None:
+        self.shards: Mapping[str, ModelShardID] = {}
+        """The shards that this worker holds, by handler."""
+        self.dp = (-1, 0)
+        """Rank of this worker among those that hold a part of the dataset, -1 if it holds none; and their number."""
+        self.versions: dict[str, int] = {}
+        """Train steps of each model that is initialized."""
+        self._worker = worker
+        self._backends = backends
+        self._dataset = dataset
+        self._data = data
+        self._parameters = parameters
+        self._computations = computations
+        self._loading = loading
+        self._save_folder = save_folder
+
+    # Requests that run at once
+
+    async def answer(self, request: Payload) -> Any:
+        """Carries out a request that does not wait for a flush, and returns the data of its reply."""
+        match request.handle_name:
+            case Handle.FETCH:
+                return await self._fetch(convert(request.data, Fetch))
+            case Handle.SPEC:
+                size = 0 if self._source is None else self._source.size
+                return DatasetSpec(1 if size else 0, size)
+            case Handle.MODEL_CONFIG:
+                shard = self._shard(request.handler)
+                return dict(await self._computations.run(self._backends[shard.model].model_config))
+            case Handle.CLEAR_DATA_CACHE:
+                self._data.remove(convert(request.data, Clear).ids)
+                return None
+        raise ConfigError(f"{self._worker} knows no request {request.handle_name!r:.200}; give both the same version")
+
+    async def _fetch(self, request: Fetch) -> Fetched:
+        source = self._source
+        if source is None:
+            raise ConfigError(f"{self._worker} holds no part of a dataset; give it one, or fetch from the DP heads")
+        found = await self._loading.run(source.load if request.ids else source.fetch, request.ids or request.count)
+        new = [sample for sample in found if not self._data.has_data(sample.id, sample.data if request.ids else ())]
+        self._data.store(new)
+        ids = [sample.id for sample in new]
+        keys = sorted(set.intersection(*(set(sample.data) for sample in new))) if new else []
+        return Fetched(ids, [self._data.length(sample) for sample in ids], keys, self.dp[0], source.epoch)
+
+    @property
+    def _source(self) -> Dataset | None:
+        return self._dataset if self.dp[0] >= 0 else None
+
+    # Requests that wait for a flush
+
+    async def flush(self, requests: Sequence[Payload], reply: Callable[[Payload], None]) -> None:
+        """Carries out the requests of one level, and replies to each as soon as it is complete.
+
+        All pre-hooks run first. The order is that of `flush_order`.
+        """
+        queued: list[Queued] = []
+        for request in requests:
+            await asyncio.sleep(0)  # there can be tens of thousands
+            try:
+                queued.append(self._queued(request))
+            except AveragingError as error:
+                reply(self.failed(request, error))
+        ordered = flush_order(queued)
+        failed: set[str] = set()
+        for one in ordered:
+            try:
+                for name, data in zip(one.request.pre_hooks, one.request.pre_hook_data, strict=True):
+                    await self._pre_hook(name, data)
+            except Exception as error:
+                failed.add(one.request.request_id)
+                self._publish_nothing(one.request)
+                reply(self.failed(one.request, error))
+        for one in ordered:
+            await asyncio.sleep(0)
+            if one.request.request_id not in failed:
+                reply(await self._carry_out(one.request))
+
+    def _queued(self, request: Payload) -> Queued:
+        self._shard(request.handler)
+        compute = convert(request.data, Compute)
+        publishes = any(
+            name == HookName.PARAM_REALLOC and not convert(data, Realloc).origin
+            for name, data in zip(request.post_hooks, request.post_hook_data, strict=True)
+        )
+        hooks = tuple(request.post_hooks)
+        return Queued(request.handle_name, compute.call, compute.mesh, hooks, publishes, request)
+
+    async def _pre_hook(self, name: str, data: object) -> None:
+        if name != HookName.DATA_TRANSFER:
+            raise ConfigError(f"{name!r:.200} cannot run before a request; {HookName.DATA_TRANSFER} can")
+        await self._data.redistribute(convert(data, Transfer).steps)
+
+    async def _carry_out(self, request: Payload) -> Payload:
+        """Runs a call and its post-hooks, and returns the reply."""
+        try:
+            shard = self._shard(request.handler)
+            compute = convert(request.data, Compute)
+            backend = self._backends[shard.model]
+            if request.handle_name == Handle.INITIALIZE:
+                data: object = await self._initialize(shard.model)
+            else:
+                if shard.model not in self.versions:
+                    raise ConfigError(f"model {shard.model!r} at {self._worker} is not initialized; send initialize")
+                began = time.monotonic()
+                keys, stats = await self._compute(request.handle_name, compute, shard, backend)
+                seconds = time.monotonic() - began
+                for name, hook in zip(request.post_hooks, request.post_hook_data, strict=True):
+                    numbers = await self._post_hook(name, hook, compute, backend)
+                    stats |= {f"{name}/{key}": number for key, number in numbers.items()}
+                data = Computed(keys, stats, self.versions[shard.model], seconds)
+        except Exception as error:
+            self._publish_nothing(request)
+            return self.failed(request, error)
+        return Payload(request.handler, request.handle_name, request.request_id, data=data)
+
+    def _publish_nothing(self, request: Payload) -> None:
+        """Tells those who wait for parameters that a request has failed."""
+        for name, data in zip(request.post_hooks, request.post_hook_data, strict=True):
+            if name == HookName.PARAM_REALLOC and not (realloc := convert(data, Realloc)).origin:
+                self._parameters.publish(realloc, None)
+
+    async def _initialize(self, model: str) -> int:
+        if model not in self.versions:
+            await self._computations.run(self._backends[model].initialize)
+            self.versions[model] = 0
+        return self.versions[model]
+
+    async def _compute(
+        self, handle: str, compute: Compute, shard: ModelShardID, backend: Backend
+    ) -> tuple[list[str], dict[str, float]]:
+        if handle == Handle.EMPTY:
+            return [], {}
+        batch = self._data.get(compute.ids, compute.inputs)
+        method = f"{type(backend).__name__}.{handle}"
+        if handle == Handle.TRAIN_STEP:
+            stats = await self._computations.run(backend.train_step, batch, compute.step)
+            self.versions[shard.model] += 1
+            return [], check_numbers(stats, method)
+        function = backend.generate if handle == Handle.GENERATE else backend.inference
+        result = await self._computations.run(function, batch, compute.step)
+        if not shard.is_dp_head:
+            return [], {}
+        self._data.update(check_outputs(batch, compute.outputs, result, method))
+        return list(compute.outputs), {}
+
+    async def _post_hook(self, name: str, data: object, compute: Compute, backend: Backend) -> dict[str, float]:
+        run = self._computations.run
+        match name:
+            case HookName.EVALUATE:
+                return check_numbers(await run(backend.evaluate, compute.step), "evaluate")
+            case HookName.OFFLOAD:
+                await run(backend.offload)
+            case HookName.SAVE:
+                await run(backend.save, await run(self._path_to_save, convert(data, Save).path))
+            case HookName.AVERAGE:
+                return check_numbers(await run(backend.average), "average")
+            case HookName.PARAM_REALLOC:
+                await self._param_realloc(convert(data, Realloc), backend)
+            case _:
+                raise ConfigError(f"{self._worker} knows no hook {name!r:.200}; give both the same version")
+        return {}
+
+    def _path_to_save(self, path: str) -> str:
+        """The absolute path that a hook `save` means, which must be in the folder that this worker was given."""
+        if self._save_folder is None:
+            raise ConfigError(
+                f"{self._worker} has no folder for {path!r:.200}; give ModelWorker(save_folder=…) to let masters save"
+            )
+        try:
+            folder = self._save_folder.resolve()
+            found = (folder / path).resolve()
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"{path!r:.200} is no path: {error}") from None
+        if not found.is_relative_to(folder):
+            raise ConfigError(f"{path!r:.200} is not below {folder}, the folder in which {self._worker} may save")
+        return str(found)
+
+    async def _param_realloc(self, realloc: Realloc, backend: Backend) -> None:
+        own = await self._computations.run(backend.parameters)
+        if realloc.origin:
+            source = await self._parameters.take(realloc, own)
+            await self._computations.run(blend, own, source, realloc.eta, realloc.target)
+        else:
+            self._parameters.publish(realloc, await self._computations.run(copy_of, own))
+
+    def _shard(self, handler: str) -> ModelShardID:
+        try:
+            return self.shards[handler]
+        except KeyError:
+            raise ConfigError(
+                f"{self._worker} holds no shard {handler!r:.200}; it holds {', '.join(self.shards) or 'none'}"
+            ) from None
+
+    def failed(self, request: Payload, error: Exception) -> Payload:
+        """Returns the reply to a request that has failed."""
+        if not isinstance(error, AveragingError):
+            logger.exception("%s of %s has failed at %s", request.handle_name, request.handler, self._worker)
+        text = str(error) if isinstance(error, AveragingError) else f"{type(error).__name__}: {error}"
+        reply = Payload(request.handler, request.handle_name, request.request_id, error=text)
+        if isinstance(error, WorkerLostError):
+            reply.unreachable = error.worker
+        return reply

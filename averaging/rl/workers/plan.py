@@ -1,0 +1,421 @@
+"""What a master knows: the workers, the models that they hold, and the calls between models. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
+from typing import ClassVar, TypeAlias
+
+from averaging.common import parse_address
+from averaging.errors import ConfigError
+from averaging.rl.workers.payload import HookName
+from averaging.rl.workers.samples import KeySpec
+
+# The hooks after a call, as a plan names them. Pure.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Hook:
+    """What all hooks have.
+
+    Attributes:
+        every: The hook runs after each so many steps.
+
+    Raises:
+        ConfigError: A value is out of range.
+    """
+
+    name: ClassVar[HookName]
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ConfigError(f"the hook {self.name} must run every 1 or more steps, not every {self.every}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluate(_Hook):
+    """Calls `Backend.evaluate`. Its numbers are in the statistics of the call."""
+
+    name: ClassVar[HookName] = HookName.EVALUATE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offload(_Hook):
+    """Calls `Backend.offload`."""
+
+    name: ClassVar[HookName] = HookName.OFFLOAD
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save(_Hook):
+    """Calls `Backend.save`.
+
+    Attributes:
+        path: Directory or file in the `save_folder` of the worker. `{step}` in it is replaced by the number of the
+            step.
+    """
+
+    name: ClassVar[HookName] = HookName.SAVE
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Average(_Hook):
+    """Calls `Backend.average`: the model joins a round with the other sites."""
+
+    name: ClassVar[HookName] = HookName.AVERAGE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamRealloc(_Hook):
+    """Moves parameters: target = eta · source + (1 - eta) · target. One of the two models makes the call.
+
+    Attributes:
+        source: Name of a model.
+        target: Name of a model.
+        eta: 1 copies the parameters; less moves the target towards them.
+    """
+
+    name: ClassVar[HookName] = HookName.PARAM_REALLOC
+    source: str
+    target: str
+    eta: float = 1.0
+
+    def __post_init__(self) -> None:
+        _Hook.__post_init__(self)
+        if not 0.0 <= self.eta <= 1.0:
+            raise ConfigError(f"eta of param_realloc must be from 0 to 1, not {self.eta}")
+
+
+Hook: TypeAlias = Evaluate | Offload | Save | Average | ParamRealloc
+
+
+# The graph of model function calls, and its levels. Pure.
+
+
+class Interface(StrEnum):
+    """What a call does with its model."""
+
+    GENERATE = "generate"
+    INFERENCE = "inference"
+    TRAIN_STEP = "train_step"
+
+
+class OnLost(StrEnum):
+    """What happens if a worker dies during a call."""
+
+    ERROR = "error"
+    """The step ends with an error. The samples stay in the buffer of the master."""
+    REASSIGN = "reassign"
+    """Another data-parallel rank of the model gets the samples."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A model function call (MFC): one model computes new tensors of samples, or trains on them.
+
+    Attributes:
+        name: For example `actor_gen`.
+        model: Name of the model.
+        interface: `generate`, `inference` or `train_step`.
+        inputs: Names of the tensors that it gets.
+        outputs: Names of the tensors that it returns; none for `train_step`.
+        post_hooks: Hooks after it, in order.
+        after: Names of calls that must be complete before, although this one gets no tensor of theirs.
+        on_lost: By default `error` for `train_step`, whose ranks exchange gradients, and `reassign` for the others.
+
+    Raises:
+        ConfigError: The interface is unknown, or a call has no inputs.
+    """
+
+    name: str
+    model: str
+    interface: Interface | str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...] = ()
+    post_hooks: tuple[Hook, ...] = ()
+    after: tuple[str, ...] = ()
+    on_lost: OnLost | str | None = None
+
+    def __post_init__(self) -> None:
+        for name, kind in (("interface", Interface), ("on_lost", OnLost)):
+            value = getattr(self, name)
+            if value is not None and value not in list(kind):
+                raise ConfigError(f"{name} of call {self.name!r} must be one of {', '.join(kind)}, not {value!r}")
+        if not self.inputs:
+            raise ConfigError(f"call {self.name!r} has no inputs; name the tensors that it gets")
+
+    @property
+    def reassigns(self) -> bool:
+        """Whether another data-parallel rank gets the samples of a lost one."""
+        return (self.on_lost or (OnLost.ERROR if self.interface == Interface.TRAIN_STEP else OnLost.REASSIGN)) == (
+            OnLost.REASSIGN
+        )
+
+
+class Levels:
+    """The levels of a graph: the calls of one level depend only on those of earlier levels.
+
+    Args:
+        calls: In any order.
+        data_keys: Names of the tensors that the dataset has.
+
+    Attributes:
+        calls: The levels in order; within a level in the order of the names.
+
+    Raises:
+        ConfigError: There is a cycle, a tensor that nothing makes or that two calls make, or an unknown call.
+    """
+
+    def __init__(self, calls: Sequence[Call], data_keys: Sequence[str]) -> None:
+        if not calls:
+            raise ConfigError("the plan has no calls")
+        by_name = {call.name: call for call in calls}
+        makers: dict[str, str] = {}
+        for call in calls:
+            for key in call.outputs:
+                if key in data_keys or key in makers:
+                    raise ConfigError(
+                        f"{key!r} is an output of {call.name!r} and of {makers.get(key, 'the dataset')}; rename one"
+                    )
+                makers[key] = call.name
+        sorter: TopologicalSorter[str] = TopologicalSorter()
+        for call in calls:
+            for key in call.inputs:
+                if key not in makers and key not in data_keys:
+                    raise ConfigError(f"{key!r}, an input of {call.name!r}, is made by no call and not in the dataset")
+            for name in call.after:
+                if name not in by_name:
+                    raise ConfigError(f"{call.name!r} is to run after the unknown call {name!r}")
+            sorter.add(call.name, *call.after, *(makers[key] for key in call.inputs if key in makers))
+        try:
+            sorter.prepare()
+        except CycleError as error:
+            cycle = error.args[1]  # each is needed by the next
+            raise ConfigError(f"the calls depend on each other in a cycle: {' → '.join(cycle)}") from None
+        self.calls: list[list[Call]] = []
+        while sorter.is_active():
+            ready = sorted(sorter.get_ready())
+            self.calls.append([by_name[name] for name in ready])
+            sorter.done(*ready)
+
+
+_NAME = re.compile(r"[A-Za-z0-9][\w./-]{0,99}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """How a model is divided over its workers: data-parallel, tensor-parallel and pipeline-parallel ranks.
+
+    Raises:
+        ConfigError: A number is below 1.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.dp, self.tp, self.pp) < 1:
+            raise ConfigError(f"{self} must have at least one rank of each kind")
+
+    @property
+    def size(self) -> int:
+        """The number of workers."""
+        return self.dp * self.tp * self.pp
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ModelShardID:
+    """The part of a model at one worker. Its text, such as `actor@dp0-tp0-pp0`, is a handler of requests.
+
+    Attributes:
+        is_dp_head: Whether it gives the output of its data-parallel rank: the last pipeline rank, tensor rank 0.
+    """
+
+    model: str
+    dp_rank: int = 0
+    tp_rank: int = 0
+    pp_rank: int = 0
+    is_dp_head: bool = field(default=True, compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.model}@dp{self.dp_rank}-tp{self.tp_rank}-pp{self.pp_rank}"
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model and its workers.
+
+    Attributes:
+        name: For example `actor`.
+        workers: Names of its workers, in the order of the data-parallel, then pipeline, then tensor rank. One worker
+            may hold several models.
+        topology: One data-parallel rank for each worker if None.
+        replicated: Whether all data-parallel ranks hold the same parameters. A worker that was lost and comes back then
+            takes those of another rank.
+
+    Raises:
+        ConfigError: The number of workers is not that of the topology, or a worker is named twice.
+    """
+
+    name: str
+    workers: tuple[str, ...]
+    topology: Topology | None = None
+    replicated: bool = False
+
+    def __post_init__(self) -> None:
+        if self.layout.size != len(self.workers) or len(set(self.workers)) < len(self.workers):
+            raise ConfigError(
+                f"model {self.name!r} has the workers {', '.join(self.workers)} for {self.layout}; name each of its "
+                f"{self.layout.size} workers once"
+            )
+
+    @property
+    def layout(self) -> Topology:
+        """The topology."""
+        return self.topology or Topology(dp=max(1, len(self.workers)))
+
+    @cached_property
+    def shards(self) -> dict[ModelShardID, str]:
+        """The worker of each shard."""
+        layout = self.layout
+        ids = [
+            ModelShardID(self.name, dp, tp, pp, is_dp_head=pp == layout.pp - 1 and tp == 0)
+            for dp in range(layout.dp)
+            for pp in range(layout.pp)
+            for tp in range(layout.tp)
+        ]
+        return dict(zip(ids, self.workers, strict=True))
+
+    def of_rank(self, dp_rank: int) -> dict[ModelShardID, str]:
+        """The shards of one data-parallel rank."""
+        return {shard: worker for shard, worker in self.shards.items() if shard.dp_rank == dp_rank}
+
+    @property
+    def heads(self) -> dict[int, str]:
+        """The worker of the DP head of each data-parallel rank."""
+        return {shard.dp_rank: worker for shard, worker in self.shards.items() if shard.is_dp_head}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that a master drives.
+
+    Attributes:
+        workers: `host:port` of each worker, by name.
+        models: The models.
+        calls: The calls of models in one step.
+        batch_size: Samples in one step.
+        data_keys: Names of the tensors that the dataset has.
+        keys: Dtype and shape of tensors, by name. The workers check them; other tensors are not checked.
+
+    Raises:
+        ConfigError: Something is unknown, named twice, or the calls depend on each other in a cycle.
+    """
+
+    workers: Mapping[str, str]
+    models: tuple[Model, ...]
+    calls: tuple[Call, ...]
+    batch_size: int
+    data_keys: tuple[str, ...]
+    keys: Mapping[str, KeySpec] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ConfigError(f"batch_size must be at least 1, not {self.batch_size}")
+        for endpoint in self.workers.values():
+            parse_address(endpoint)
+        for kind, names in {
+            "worker": list(self.workers),
+            "model": [model.name for model in self.models],
+            "call": [call.name for call in self.calls],
+        }.items():
+            for name in names:
+                if not _NAME.fullmatch(name) or names.count(name) > 1:
+                    raise ConfigError(f"{name!r} is no name of a {kind}, or names two; give each another name")
+        for model in self.models:
+            if unknown := [worker for worker in model.workers if worker not in self.workers]:
+                raise ConfigError(
+                    f"model {model.name!r} has the unknown worker {unknown[0]!r}; the plan has {_listed(self.workers)}"
+                )
+        for call in self.calls:
+            self._check_call(call)
+        _ = self.levels
+
+    @cached_property
+    def levels(self) -> Levels:
+        """The calls in the order in which they can run; those of one level run together.
+
+        Raises:
+            ConfigError: There is a cycle, which the message names.
+        """
+        return Levels(self.calls, self.data_keys)
+
+    @cached_property
+    def by_name(self) -> dict[str, Model]:
+        """The models by name."""
+        return {model.name: model for model in self.models}
+
+    @property
+    def data_model(self) -> Model:
+        """The model whose DP heads hold the dataset: that of the first call."""
+        return self.by_name[self.levels.calls[0][0].model]
+
+    def worker_of(self, handler: str) -> str:
+        """The worker to which requests for a handler go.
+
+        Raises:
+            ConfigError: The plan has no such worker or shard.
+        """
+        if handler in self.workers:
+            return handler
+        found = self._routes.get(handler)
+        if found is None:
+            raise ConfigError(
+                f"{handler!r} is neither a worker nor a shard of the plan; it has {_listed(self.workers)} and "
+                f"{_listed(self._routes)}"
+            )
+        return found
+
+    def shards_at(self, worker: str) -> list[tuple[ModelShardID, Topology]]:
+        """The shards that a worker holds."""
+        return [(shard, model.layout) for model in self.models for shard, at in model.shards.items() if at == worker]
+
+    @cached_property
+    def _routes(self) -> dict[str, str]:
+        return {str(shard): worker for model in self.models for shard, worker in model.shards.items()}
+
+    def _check_call(self, call: Call) -> None:
+        names = [call.model]
+        reallocs = [hook for hook in call.post_hooks if isinstance(hook, ParamRealloc)]
+        names += [name for hook in reallocs for name in (hook.source, hook.target)]
+        for name in names:
+            if name not in self.by_name:
+                raise ConfigError(f"call {call.name!r} needs the unknown model {name!r}; {_listed(self.by_name)} exist")
+        if self.by_name[call.model].layout.dp > self.batch_size:
+            raise ConfigError(
+                f"batch_size is {self.batch_size}, but model {call.model!r} has {self.by_name[call.model].layout.dp} "
+                "data-parallel ranks, and each needs a sample"
+            )
+        for hook in reallocs:
+            if call.model not in (hook.source, hook.target) or hook.source == hook.target:
+                raise ConfigError(
+                    f"param_realloc after {call.name!r} must be between {call.model!r} and another model, not from "
+                    f"{hook.source!r} to {hook.target!r}"
+                )
+            source, target = self.by_name[hook.source].layout, self.by_name[hook.target].layout
+            if (source.tp, source.pp) != (target.tp, target.pp):
+                raise ConfigError(
+                    f"param_realloc from {hook.source!r} ({source}) to {hook.target!r} ({target}) needs the same tp "
+                    "and pp at both"
+                )
+
+
+def _listed(names: Mapping[str, object]) -> str:
+    return ", ".join(names) or "nothing"

@@ -1,0 +1,315 @@
+"""A master's side of the stream to one worker: attaches, attaches again after a break, and finds out if it is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+
+from averaging.errors import AveragingError, MasterRefusedError, TransportError, UnauthenticatedError, WorkerLostError
+from averaging.rl.workers.master_session import decode_reply, decode_request, encode_payload
+from averaging.rl.workers.methods import BATCH_BYTES, REQUEST_REPLY_STREAM, Channel, Connect
+from averaging.rl.workers.payload import NO_REPLY, Handle, Payload, pack, unpack
+from averaging.rl.workers.plan import ModelShardID, Plan, Topology
+from averaging.rl.workers.samples import KeySpec
+from averaging.rpc import Deadline, Deadlines, FairTimeout, Phase
+from averaging.wire.workers_pb2 import Attach, Attached, MasterMessage, WorkerMessage
+from averaging.wire.workers_pb2 import Payload as PayloadMessage
+
+# What travels when a master attaches: what a worker must know of the plan, and what the worker holds. Pure.
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What a worker must know of the plan.
+
+    Attributes:
+        shards: The shards that the worker holds, and the topology of their models.
+        endpoints: `host:port` of all workers, by name.
+        keys: Dtype and shape of tensors, by name.
+        dp_rank: Rank of the worker among those that hold a part of the dataset; -1 if it holds none.
+        dp_size: Their number.
+        ping_seconds: Interval of the pings of the master.
+    """
+
+    shards: Sequence[tuple[ModelShardID, Topology]] = ()
+    endpoints: Mapping[str, str] = field(default_factory=dict)
+    keys: Mapping[str, KeySpec] = field(default_factory=dict)
+    dp_rank: int = -1
+    dp_size: int = 0
+    ping_seconds: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """What a worker holds.
+
+    Attributes:
+        versions: Train steps of each model that is initialized.
+        samples: Names of the tensors of each sample.
+        lengths: Length of each sample.
+    """
+
+    versions: dict[str, int]
+    samples: dict[str, list[str]]
+    lengths: dict[str, int]
+
+
+def placement_of(plan: Plan, worker: str, ping_seconds: float) -> Placement:
+    """What a worker must know of a plan."""
+    heads = list(plan.data_model.heads.values())
+    return Placement(
+        shards=plan.shards_at(worker),
+        endpoints=dict(plan.workers),
+        keys=dict(plan.keys),
+        dp_rank=heads.index(worker) if worker in heads else -1,
+        dp_size=len(heads),
+        ping_seconds=ping_seconds,
+    )
+
+
+logger = logging.getLogger("averaging.rl.workers")
+
+RETRY_SECONDS = 0.5
+"""Seconds between two attempts to attach to a worker that does not answer."""
+
+FIRST_PINGS = 3
+"""Pings right after attaching, so that the deadline of a worker is learned at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkOptions:
+    """What all links of a master share.
+
+    Attributes:
+        master: Random name of the master's process.
+        connect: Opens channels.
+        deadlines: Learned times until workers answer.
+        ping_seconds: Interval of the pings.
+    """
+
+    master: str
+    connect: Connect
+    deadlines: Deadlines
+    ping_seconds: float
+
+
+class WorkerLink:
+    """The stream to one worker.
+
+    The worker is lost if nothing listens at its endpoint any more, if it is silent beyond its learned deadline, or if
+    it has restarted. The link goes on trying, so that a worker can come back.
+
+    Args:
+        worker: Name of the worker.
+        endpoint: Its `host:port`.
+        placement: What it must know of the plan.
+        options: What all links share.
+        on_reply: Called with each reply.
+        on_lost: Called when the worker is lost; it will not answer the requests that were posted.
+
+    Attributes:
+        inventory: What the worker held when it attached; None while it is not attached.
+        lost: Why the worker is lost; None before it has attached for the first time, and while it is attached.
+        refused: Why the worker refused this master, if it did so last.
+        reason: Why the last attempt to attach has failed; empty if none has.
+        hopeless: Whether it would fail again, for example for want of a token.
+        changed: Set, and replaced, when one of these has changed.
+    """
+
+    def __init__(
+        self,
+        worker: str,
+        endpoint: str,
+        placement: Placement,
+        options: LinkOptions,
+        on_reply: Callable[[Payload], None],
+        on_lost: Callable[[WorkerLostError], None],
+    ) -> None:
+        self.worker, self.endpoint = worker, endpoint
+        self.inventory: Inventory | None = None
+        self.lost: WorkerLostError | None = None
+        self.refused: MasterRefusedError | None = None
+        self.reason, self.hopeless = "", False
+        self.changed = asyncio.Event()
+        self._placement, self._options = placement, options
+        self._on_reply, self._on_lost = on_reply, on_lost
+        self._incarnation = ""
+        self._outstanding: dict[str, Payload] = {}
+        self._received: list[str] = []
+        self._unsent: asyncio.Queue[Payload] = asyncio.Queue()
+        self._pinged: dict[int, float] = {}
+        self._pings = 0
+        self._ended = False
+
+    def post(self, request: Payload) -> None:
+        """Sends a request, now or when the worker is attached.
+
+        Raises:
+            WorkerLostError: The worker is lost.
+        """
+        if self.lost is not None:
+            raise self.lost
+        if request.handle_name not in NO_REPLY:
+            self._outstanding[request.request_id] = request
+        self._unsent.put_nowait(request)
+
+    def forget(self, request_id: str) -> None:
+        """Waits for a reply no longer."""
+        if self._outstanding.pop(request_id, None) is not None:
+            self._received.append(request_id)
+
+    def end(self) -> None:
+        """Lets `run` end after the present attempt, since an attempt that fails at the same time may hide a cancel."""
+        self._ended = True
+
+    async def run(self) -> None:
+        """Keeps the stream open until it is cancelled, or `end` was called."""
+        channel = self._options.connect(self.endpoint)
+        loop = asyncio.get_running_loop()
+        broken = loop.time()
+        try:
+            while not self._ended:
+                began = loop.time()
+                reason, final = await self._attempt(channel)
+                self.reason = reason
+                was_attached, self.inventory = self.inventory is not None, None
+                if was_attached:
+                    broken = loop.time()
+                    logger.info("the stream to %s has ended: %s", self.worker, reason)
+                if self._incarnation and self.lost is None and (final or loop.time() - broken > self._deadline.seconds):
+                    self._lose(reason)
+                self._notify()
+                soon = loop.time() - began < RETRY_SECONDS  # a worker that ends each stream at once makes no busy loop
+                if (not was_attached or final or soon) and not self._ended:
+                    await asyncio.sleep(RETRY_SECONDS)
+        finally:
+            await channel.close()
+
+    async def _attempt(self, channel: Channel) -> tuple[str, bool]:
+        """Attaches and serves the stream until it ends.
+
+        Returns:
+            Why it has ended, and whether the worker is lost at once.
+        """
+        self.refused, self.hopeless = None, False
+        try:
+            await self._serve(channel)
+        except MasterRefusedError as error:
+            self.refused = error
+            return str(error), True
+        except UnauthenticatedError as error:
+            self.hopeless = True
+            return f"{error}; give the master the credentials of its workers", True
+        except TransportError as error:
+            self.hopeless = error.definite
+            return str(error), getattr(error, "refused", True)
+        except (AveragingError, TimeoutError) as error:
+            return str(error), True
+        return "the worker has ended it", False
+
+    async def _serve(self, channel: Channel) -> None:
+        self._pinged.clear()
+        replies = channel.stream(REQUEST_REPLY_STREAM, self._messages())
+        async with aclosing(replies), FairTimeout(self._deadline, self._options.deadlines.lower) as limit:
+            async for message in replies:
+                limit.restart(self._deadline)
+                self._take(message)
+
+    async def _messages(self) -> AsyncGenerator[MasterMessage, None]:
+        """What is sent: attach, then requests as they come, and pings."""
+        options = self._options
+        outstanding = list(self._outstanding)
+        yield MasterMessage(
+            attach=Attach(
+                master=options.master, worker=self.worker, placement=pack(self._placement), outstanding=outstanding
+            )
+        )
+        self._received.clear()  # the worker keeps the replies to `outstanding` only
+        while self.inventory is None:  # requests follow when the worker has answered
+            await self.changed.wait()
+        loop = asyncio.get_running_loop()
+        first, next_ping = FIRST_PINGS, loop.time()
+        while True:
+            message = None
+            if first or loop.time() >= next_ping:
+                first = max(0, first - 1)
+                next_ping = loop.time() + options.ping_seconds
+                self._pings += 1
+                self._pinged[self._pings] = loop.time()
+                message = MasterMessage(ping=self._pings)
+            else:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout_at(next_ping):
+                        first_unsent = await self._unsent.get()
+                    message = MasterMessage(requests=self._encoded(first_unsent))
+            if message is not None:
+                message.received.extend(self._received)
+                self._received.clear()
+                yield message
+
+    def _encoded(self, first: Payload) -> Iterator[PayloadMessage]:
+        """The messages of some requests that are unsent, and still wanted."""
+        nbytes, request = 0, first
+        while True:
+            if request.handle_name in NO_REPLY or request.request_id in self._outstanding:
+                encoded = encode_payload(request)
+                nbytes += encoded.ByteSize()
+                yield encoded
+            if nbytes > BATCH_BYTES or self._unsent.empty():
+                return
+            request = self._unsent.get_nowait()
+
+    def _take(self, message: WorkerMessage) -> None:
+        if message.refused:
+            raise MasterRefusedError(self.worker, f"{self.worker} refuses this master: {message.refused}")
+        if message.HasField("attached"):
+            self._attach(message.attached)
+        if (began := self._pinged.pop(message.pong, None)) is not None:
+            now = asyncio.get_running_loop().time()
+            self._options.deadlines.record(self.worker, Phase.ANSWER, 0, now - began, now)
+        for reply in message.replies:  # data is decoded only if it is wanted
+            if self._outstanding.pop(reply.request_id, None) is not None:
+                self._received.append(reply.request_id)
+                self._on_reply(decode_reply(reply))
+            elif reply.handle_name == Handle.SYN:
+                self._on_reply(decode_request(reply))
+
+    def _attach(self, attached: Attached) -> None:
+        if self._incarnation not in ("", attached.incarnation) and self.lost is None:
+            self._lose("it has restarted, and lost what it held")
+        self._incarnation = attached.incarnation
+        self.lost = None
+        self.inventory = unpack(attached.inventory, Inventory)
+        known = set(attached.known)
+        without_reply = [one for one in self._take_unsent() if one.handle_name in NO_REPLY]
+        again = [request for request_id, request in self._outstanding.items() if request_id not in known]
+        for request in [*without_reply, *again]:
+            self._unsent.put_nowait(request)
+        self._notify()
+
+    def _take_unsent(self) -> list[Payload]:
+        found = []
+        while not self._unsent.empty():
+            found.append(self._unsent.get_nowait())
+        return found
+
+    def _lose(self, reason: str) -> None:
+        self.lost = WorkerLostError(self.worker, f"{self.worker} at {self.endpoint} is lost: {reason}")
+        logger.warning("%s", self.lost)
+        self._outstanding.clear()
+        self._take_unsent()
+        self._on_lost(self.lost)
+
+    def _notify(self) -> None:
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    @property
+    def _deadline(self) -> Deadline:
+        """Maximum silence of the worker: a ping is due by then, and should be answered."""
+        now = asyncio.get_running_loop().time()
+        learned = self._options.deadlines.of(self.worker, Phase.ANSWER, 0, now)
+        return Deadline(self._options.ping_seconds + learned.seconds, learned.basis)

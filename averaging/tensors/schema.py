@@ -1,0 +1,162 @@
+"""The schema that all members of a group must share, its hash, and the first difference between two schemas. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from math import prod
+
+import torch
+
+from averaging.common import digest_of_names, first_other_name
+from averaging.errors import TensorError
+from averaging.protocol import MEAN, Aggregation, CompressionType
+
+DTYPES: dict[str, torch.dtype] = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+"""The dtypes that can be averaged, by name on the wire."""
+
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class ReplyForm(StrEnum):
+    """What a reducer returns for a part."""
+
+    AVERAGE = "average"
+    """The average, which all members adopt byte for byte."""
+    DELTA = "delta"
+    """The average minus the sender's part. The sender adds it to its tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of the schema. `name` is not part of the hash."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    compression: CompressionType = CompressionType.NONE
+
+    @property
+    def numel(self) -> int:
+        """Number of elements; 1 for a 0-dim tensor."""
+        return prod(self.shape)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype as a `torch.dtype`."""
+        return DTYPES[self.dtype]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}] as {self.compression.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """What is averaged, and how.
+
+    Attributes:
+        tensors: in order.
+        part_size_bytes: size of a part on the wire.
+        reply: what reducers return.
+        topic: keeps apart tensors of equal shapes, for example the gradients of one step or a fragment of the model.
+            Empty for the peer's own tensors.
+        aggregation: how reducers combine the contributions.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    part_size_bytes: int
+    reply: ReplyForm = ReplyForm.AVERAGE
+    topic: str = ""
+    aggregation: Aggregation = MEAN
+
+    @property
+    def hash(self) -> bytes:
+        """SHA-256 over everything that all members must agree on; names and devices are not included."""
+        tensors = ";".join(f"{t.dtype}:{'x'.join(map(str, t.shape))}:{int(t.compression)}" for t in self.tensors)
+        topic = f"|{self.topic}" if self.topic else ""
+        # The mean is left out, so that the hash equals that of software without other rules.
+        rule = "" if self.aggregation == MEAN else f"/{self.aggregation}"
+        return hashlib.sha256(f"1|{tensors}|{self.part_size_bytes}|{self.reply.value}{rule}{topic}".encode()).digest()
+
+    @property
+    def names(self) -> str:
+        """What peers of this software compare of the names of the tensors, see `digest_of_names`."""
+        return digest_of_names(spec.name for spec in self.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors in memory."""
+        return sum(spec.numel * spec.torch_dtype.itemsize for spec in self.tensors)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype on the wire.
+
+    Raises:
+        TensorError: tensors of this dtype cannot be averaged.
+    """
+    try:
+        return _DTYPE_NAMES[dtype]
+    except KeyError:
+        raise TensorError(f"{dtype} cannot be averaged; {', '.join(DTYPES)} can") from None
+
+
+def describe(
+    names: Sequence[str],
+    tensors: Sequence[torch.Tensor],
+    *,
+    compression: CompressionType = CompressionType.NONE,
+    part_size_bytes: int,
+    reply: ReplyForm = ReplyForm.AVERAGE,
+    topic: str = "",
+    aggregation: Aggregation = MEAN,
+) -> Schema:
+    """The schema of `tensors`.
+
+    Raises:
+        TensorError: a tensor cannot be averaged; the error names it.
+    """
+    specs = []
+    for name, tensor in zip(names, tensors, strict=True):
+        if tensor.layout is not torch.strided:
+            raise TensorError(f"tensor {name!r} is {tensor.layout}; only dense tensors can be averaged")
+        try:
+            specs.append(TensorSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape), compression))
+        except TensorError as error:
+            raise TensorError(f"tensor {name!r}: {error}") from None
+    return Schema(tuple(specs), part_size_bytes, reply, topic, aggregation)
+
+
+def first_difference(ours: Schema, theirs: Schema) -> str | None:
+    """A description of the first difference between two schemas; None if their hashes are equal and their names fit."""
+    if ours.topic != theirs.topic:
+        here, there = (schema.topic or "the peer's own tensors" for schema in (ours, theirs))
+        return f"{here} are averaged here and {there} there"
+    for number, (our, their) in enumerate(zip(ours.tensors, theirs.tensors, strict=False)):
+        if (our.dtype, our.shape, our.compression) != (their.dtype, their.shape, their.compression):
+            same_name = our.name == their.name
+            named = (
+                f"tensor {our.name!r}" if same_name else f"tensor {number} ({our.name!r} here, {their.name!r} there)"
+            )
+            return f"{named} is {our} here and {their} there"
+    if len(ours.tensors) != len(theirs.tensors):
+        longer, where = (ours, "only here") if len(ours.tensors) > len(theirs.tensors) else (theirs, "only there")
+        extra = longer.tensors[min(len(ours.tensors), len(theirs.tensors))]
+        return f"{len(ours.tensors)} tensors here and {len(theirs.tensors)} there; {extra.name!r} ({extra}) is {where}"
+    if ours.part_size_bytes != theirs.part_size_bytes:
+        return f"parts are {ours.part_size_bytes} bytes here and {theirs.part_size_bytes} there"
+    if ours.reply != theirs.reply:
+        return f"reducers answer with the {ours.reply.value} here and with the {theirs.reply.value} there"
+    if ours.aggregation != theirs.aggregation:
+        return f"contributions are aggregated by {ours.aggregation} here and by {theirs.aggregation} there"
+    if other := first_other_name([spec.name for spec in ours.tensors], [spec.name for spec in theirs.tensors]):
+        here, there = other
+        return f"tensor {here!r} is {there!r} there; parameters and buffers need the same names in the same order"
+    return None

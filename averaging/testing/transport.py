@@ -1,0 +1,367 @@
+"""An in-memory network for tests and simulations, with delays, losses, killed and frozen peers, and partitions.
+
+It implements the interface of `transport.base`: messages arrive in order, a broken call raises on both sides, and a
+call that its caller closes is closed at the callee. Messages are passed as objects, not encoded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import random
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, cast
+
+from averaging.common import CLIENT_PREFIX
+from averaging.errors import (
+    AveragingError,
+    CallRefusedError,
+    ListenError,
+    PeerUnreachableError,
+    ProtocolViolationError,
+    WrongRunError,
+)
+from averaging.protocol import (
+    AveragingData,
+    Digest,
+    DownloadData,
+    ExchangeReply,
+    JoinRequest,
+    MessageFromLeader,
+    Record,
+    Refusal,
+    Resume,
+    Rumour,
+)
+from averaging.security import unbound_name
+from averaging.tensors import Schema
+from averaging.transport import AveragingService, GossipService
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+WINDOW = 4
+"""Messages in flight in one direction of a call before its sender waits."""
+
+
+class MemoryNetwork:
+    """The network of all peers of a simulation.
+
+    Args:
+        rng: source of every delay and loss.
+        latency: minimum and maximum delay of a message, in seconds.
+        loss: probability that a message breaks its call instead of arriving.
+
+    Attributes:
+        calls: number of calls by method.
+        errors: exceptions of services that their interface does not allow. Tests expect none.
+    """
+
+    def __init__(
+        self, rng: random.Random, *, latency: tuple[float, float] = (0.0005, 0.005), loss: float = 0.0
+    ) -> None:
+        self.rng = rng
+        self.latency = latency
+        self.loss = loss
+        self.calls: Counter[str] = Counter()
+        self.errors: list[Exception] = []
+        self._serving: dict[str, MemoryTransport] = {}
+        self._open: set[_Call] = set()
+        self._frozen: dict[str, asyncio.Event] = {}
+        self._parts: list[frozenset[str]] = []
+        self._refused: set[tuple[str, str]] = set()  # caller and callee
+
+    def transport(self, endpoint: str | None) -> MemoryTransport:
+        """Returns a transport for `endpoint`; None makes a client, which cannot be called."""
+        return MemoryTransport(self, endpoint)
+
+    def kill(self, endpoint: str) -> None:
+        """Breaks every call from and to `endpoint` and serves no further one, as if its process died."""
+        self._serving.pop(endpoint, None)
+        self._break_calls(lambda call: endpoint in (call.caller, call.callee), f"{endpoint} died")
+
+    def freeze(self, endpoint: str) -> None:
+        """Delays all messages from and to `endpoint` until `thaw`, without errors, as with SIGSTOP."""
+        self._frozen.setdefault(endpoint, asyncio.Event())
+
+    def thaw(self, endpoint: str) -> None:
+        """Ends a freeze; delayed messages arrive."""
+        if event := self._frozen.pop(endpoint, None):
+            event.set()
+
+    def cut(self, *parts: frozenset[str]) -> None:
+        """Partitions the network into these sets of endpoints until `heal`."""
+        self._parts = list(parts)
+        self._break_calls(lambda call: not self._connected(call.caller, call.callee), "the network is cut")
+
+    def refuse(self, caller: str, callee: str) -> None:
+        """Refuses all calls from `caller` to `callee`, as a firewall does. Calls in the other direction arrive."""
+        self._refused.add((caller, callee))
+        self._break_calls(lambda call: (call.caller, call.callee) == (caller, callee), "connection reset")
+
+    def heal(self) -> None:
+        """Ends all cuts and refusals."""
+        self._parts = []
+        self._refused.clear()
+
+    def _connected(self, one: str, other: str) -> bool:
+        if (one, other) in self._refused:
+            return False
+        sides = [part for part in self._parts if one in part or other in part]
+        return all(one in part and other in part for part in sides)
+
+    def _break_calls(self, concerned: Callable[[_Call], bool], reason: str) -> None:
+        for call in [call for call in self._open if concerned(call)]:
+            call.break_off(reason)
+
+    def _delay(self) -> float:
+        return self.rng.uniform(*self.latency)
+
+    async def _not_frozen(self, *endpoints: str) -> None:
+        while event := next((self._frozen[name] for name in endpoints if name in self._frozen), None):
+            await event.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class _Item(Generic[T]):
+    """A message, the end of the stream, or its error, and its time of arrival."""
+
+    due: float
+    message: T | None = None
+    error: Exception | None = None
+
+
+class _Pipe(Generic[T]):
+    """One direction of a call."""
+
+    def __init__(self, call: _Call) -> None:
+        self._call = call
+        self._queue: asyncio.Queue[_Item[T]] = asyncio.Queue()
+        self._window = asyncio.Semaphore(WINDOW)
+        self._due = 0.0
+
+    async def put(self, message: T) -> None:
+        await self._window.acquire()
+        network = self._call.network
+        if network.loss and network.rng.random() < network.loss:
+            self._call.break_off("connection lost")
+        self._queue.put_nowait(_Item(self._arrival(), message))
+
+    def end(self, error: Exception | None = None) -> None:
+        self._queue.put_nowait(_Item(self._arrival(), error=error))
+
+    def _arrival(self) -> float:
+        self._due = max(self._due, asyncio.get_running_loop().time() + self._call.network._delay())
+        return self._due
+
+    async def __aiter__(self) -> AsyncGenerator[T, None]:
+        while True:
+            item = await self._queue.get()
+            await asyncio.sleep(max(0.0, item.due - asyncio.get_running_loop().time()))
+            await self._call.network._not_frozen(self._call.caller, self._call.callee)
+            if self._call.broken and item.error is None:
+                continue  # the error follows in the queue
+            self._window.release()
+            if item.error is not None:
+                raise item.error
+            if item.message is None:
+                return
+            yield item.message
+
+
+class _Call:
+    """A call in progress between two endpoints."""
+
+    def __init__(self, network: MemoryNetwork, caller: str, callee: str) -> None:
+        self.network, self.caller, self.callee = network, caller, callee
+        self.up: _Pipe[Any] = _Pipe(self)
+        self.down: _Pipe[Any] = _Pipe(self)
+        self.broken = False
+        self.server: asyncio.Task[None] | None = None
+
+    def break_off(self, reason: str) -> None:
+        """Raises at both ends, as a lost connection does."""
+        if self.broken:
+            return
+        self.broken = True
+        self.up.end(PeerUnreachableError(self.caller, reason))
+        self.down.end(PeerUnreachableError(self.callee, reason))
+        if self.server is not None:
+            self.server.cancel()
+
+
+class MemoryTransport:
+    """One peer's transport on a `MemoryNetwork`; implements `transport.base.Transport`."""
+
+    def __init__(self, network: MemoryNetwork, endpoint: str | None) -> None:
+        self._network = network
+        self._listens = endpoint is not None
+        self.endpoint = endpoint or unbound_name(network.rng.randbytes(16))
+        self._averaging: AveragingService | None = None
+        self._gossip: GossipService | None = None
+        self._context: contextvars.Context | None = None
+        self._answering: set[asyncio.Task[None]] = set()
+
+    async def bind(self) -> str:
+        """Returns the endpoint; raises ListenError if another peer serves there."""
+        if self.endpoint in self._network._serving:
+            raise ListenError(f"{self.endpoint} is taken")
+        return self.endpoint
+
+    async def serve(self, averaging: AveragingService, gossip: GossipService | None) -> None:
+        """Starts to serve calls, each in its own task, in the context of this call."""
+        self._averaging, self._gossip = averaging, gossip
+        self._context = contextvars.copy_context()
+        if self._listens:
+            self._network._serving[self.endpoint] = self
+
+    async def close(self, grace: float = 0.0) -> None:
+        """Stops serving and breaks all calls from and to this endpoint; calls in progress get no grace."""
+        if self._network._serving.get(self.endpoint) is self:
+            del self._network._serving[self.endpoint]
+        self._network._break_calls(lambda call: self.endpoint in (call.caller, call.callee), f"{self.endpoint} left")
+        for task in (answering := list(self._answering)):
+            task.cancel()
+        await asyncio.gather(*answering, return_exceptions=True)
+
+    def join_group(self, endpoint: str, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
+        """See `transport.base.Transport`."""
+        return self._call("join_group", endpoint, lambda peer, _: peer._service.join_group(request))
+
+    def aggregate_part(
+        self, endpoint: str, messages: AsyncIterator[AveragingData]
+    ) -> AsyncGenerator[AveragingData, None]:
+        """See `transport.base.Transport`."""
+        return self._call("aggregate_part", endpoint, lambda peer, up: peer._service.aggregate_part(up), messages)
+
+    def prepare_lane(self, endpoint: str) -> None:
+        """See `transport.base.Transport`."""
+
+    async def check_lane(self, endpoint: str) -> None:
+        """See `transport.base.Transport`."""
+
+    def lane(self, endpoint: str) -> None:
+        """See `transport.base.Transport`."""
+
+    def download_state(self, endpoint: str, resume: Resume | None = None) -> AsyncGenerator[DownloadData, None]:
+        """See `transport.base.Transport`."""
+        host = self.endpoint if self.endpoint.startswith(CLIENT_PREFIX) else self.endpoint.rpartition(":")[0]
+        return self._call("download_state", endpoint, lambda peer, _: peer._service.download_state(resume, host))
+
+    async def get_schema(self, endpoint: str) -> Schema:
+        """See `transport.base.Transport`."""
+
+        async def answer(peer: MemoryTransport) -> AsyncGenerator[Schema, None]:
+            yield peer._service.get_schema()
+
+        return await self._unary("get_schema", endpoint, answer)
+
+    def exchange(self, endpoint: str, digest: Digest) -> AsyncGenerator[ExchangeReply, None]:
+        """See `transport.base.Transport`."""
+        return self._call("exchange", endpoint, lambda peer, _: peer._records.exchange(digest))
+
+    async def push(self, endpoint: str, run_id: str, rumours: tuple[Rumour, ...]) -> tuple[Refusal, ...]:
+        """See `transport.base.Transport`."""
+
+        async def answer(peer: MemoryTransport) -> AsyncGenerator[tuple[Refusal, ...], None]:
+            yield await peer._records.push(run_id, rumours)
+
+        return await self._unary("push", endpoint, answer)
+
+    def subscribe(self, endpoint: str, digest: Digest) -> AsyncGenerator[tuple[Record, ...], None]:
+        """See `transport.base.Transport`."""
+        return self._call("subscribe", endpoint, lambda peer, _: peer._records.subscribe(digest))
+
+    @property
+    def _service(self) -> AveragingService:
+        if self._averaging is None:
+            raise CallRefusedError(self.endpoint, "does not serve this")
+        return self._averaging
+
+    @property
+    def _records(self) -> GossipService:
+        if self._gossip is None:
+            raise CallRefusedError(self.endpoint, "does not serve this")
+        return self._gossip
+
+    async def _unary(
+        self, method: str, endpoint: str, answer: Callable[[MemoryTransport], AsyncGenerator[T, None]]
+    ) -> T:
+        async with aclosing(self._call(method, endpoint, lambda peer, _: answer(peer))) as replies:
+            async for reply in replies:
+                return reply
+        raise CallRefusedError(endpoint, "answered with nothing")
+
+    async def _call(
+        self,
+        method: str,
+        endpoint: str,
+        handler: Callable[[MemoryTransport, AsyncIterator[Any]], AsyncGenerator[T, None]],
+        messages: AsyncIterator[Any] | None = None,
+    ) -> AsyncGenerator[T, None]:
+        """Makes one call: runs the handler at the callee, uploads `messages` as it reads, and yields its replies."""
+        network = self._network
+        if endpoint.startswith(CLIENT_PREFIX):
+            raise ProtocolViolationError(f"{endpoint} is a client, which is never dialled")
+        network.calls[method] += 1
+        call = _Call(network, self.endpoint, endpoint)
+        await asyncio.sleep(network._delay())
+        await network._not_frozen(self.endpoint, endpoint)
+        peer = network._serving.get(endpoint)
+        if peer is None or not network._connected(self.endpoint, endpoint):
+            raise PeerUnreachableError(endpoint, "connection refused", refused=True)
+        network._open.add(call)
+        call.server = peer._answer(call, lambda: handler(peer, call.up.__aiter__()))
+        upload = None if messages is None else asyncio.create_task(self._upload(call, messages))
+        try:
+            async with aclosing(call.down.__aiter__()) as replies:
+                async for reply in replies:
+                    yield cast(T, reply)
+        finally:
+            network._open.discard(call)
+            call.server.cancel()  # not awaited: the callee may be frozen
+            call.server = None  # breaks a reference cycle of the task, its frames and the call
+            if upload is not None:
+                upload.cancel()
+                await asyncio.gather(upload, return_exceptions=True)
+
+    async def _upload(self, call: _Call, messages: AsyncIterator[Any]) -> None:
+        try:
+            async for message in messages:
+                await call.up.put(message)
+        except Exception as error:  # raised at the caller, which reads the replies
+            call.down.end(error)
+            raise
+        call.up.end()
+
+    def _answer(self, call: _Call, handler: Callable[[], AsyncGenerator[Any, None]]) -> asyncio.Task[None]:
+        context = None if self._context is None else self._context.copy()
+        task = asyncio.create_task(self._serve(call, handler), context=context)
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
+        return task
+
+    async def _serve(self, call: _Call, handler: Callable[[], AsyncGenerator[Any, None]]) -> None:
+        try:
+            async with aclosing(handler()) as replies:
+                async for reply in replies:
+                    await call.down.put(reply)
+        except ProtocolViolationError as error:
+            call.down.end(CallRefusedError(self.endpoint, str(error)))
+        except PeerUnreachableError:
+            call.down.end(PeerUnreachableError(self.endpoint, "connection lost"))
+        except WrongRunError as error:
+            call.down.end(WrongRunError(self.endpoint, error.reason))
+        except AveragingError as error:
+            call.down.end(CallRefusedError(self.endpoint, str(error)))
+        except Exception as error:
+            logger.exception("%s failed to answer %s", self.endpoint, call.caller)
+            self._network.errors.append(error)
+            call.down.end(CallRefusedError(self.endpoint, "internal error"))
+        else:
+            call.down.end()

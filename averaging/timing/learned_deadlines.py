@@ -1,0 +1,373 @@
+"""How long to wait for another peer, learned from how long it took before. Pure: `now` is passed in.
+
+As in TCP (RFC 6298), a deadline follows the observed waits, leaves room for variation, and is doubled after a miss.
+Medians and median deviations replace the running means, so that a single outlier hardly counts (Hampel, 1974). If too
+few waits of a peer are known, its deadline in rounds of another size, or else that of other peers, is doubled. Waits
+are measured in fair seconds, see `averaging.timing.fair_timeout`.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from averaging.common import counted
+
+# The best recent rate at which donors delivered a state, to compare slow donors with. Pure: `now` is passed in.
+
+
+SLOW_LINK = 10e6 / 8
+"""Rate in bytes/s that is presumed of a slow link, 10 Mbit/s."""
+
+MIN_SECONDS = 1.0
+"""A shorter transfer counts as if it had taken this long, and only if a slow link would have taken longer."""
+
+LIFETIME = 3600.0
+"""Seconds after which a rate is forgotten, since the network may have changed."""
+
+
+class Rates:
+    """The best rate at which a whole state was delivered in the last hour."""
+
+    def __init__(self) -> None:
+        self._best, self._since = 0.0, float("-inf")
+
+    def record(self, nbytes: int, seconds: float, now: float) -> None:
+        """Records a complete transfer from a donor."""
+        rate = nbytes / max(seconds, MIN_SECONDS)
+        if seconds < MIN_SECONDS and rate < SLOW_LINK:
+            return  # for example the rest of a resumed download
+        if (best := self.best(now)) is None or rate >= best:
+            self._best, self._since = rate, now
+
+    def best(self, now: float) -> float | None:
+        """Bytes/s; None if nothing is known."""
+        return self._best if now - self._since <= LIFETIME else None
+
+
+# Members that have held a whole round up lately, and therefore get less time for a while. Pure.
+
+
+FIRST_SECONDS, MAX_SECONDS = 300.0, 6 * 3600.0
+"""Duration of the first probation in seconds, which doubles with each further one, and the longest duration."""
+
+FORGET_SECONDS = 24 * 3600.0
+"""After this time without a probation the next one is as long as the first."""
+
+MAX_REMEMBERED = 1024
+
+
+class Probation:
+    """Remembers members that were given up because they held a round up. All times are monotonic seconds."""
+
+    def __init__(self) -> None:
+        self._until: OrderedDict[str, tuple[int, float]] = OrderedDict()  # count, and end; the latest last
+
+    def add(self, endpoint: str, now: float) -> None:
+        """Puts a member on probation. A second call during its probation changes nothing, so that it ends."""
+        count, until = self._until.get(endpoint, (0, 0.0))
+        if now < until:
+            return
+        if now >= until + FORGET_SECONDS:
+            count = 0
+        self._until[endpoint] = count + 1, now + min(FIRST_SECONDS * 2.0 ** min(count, 10), MAX_SECONDS)
+        self._until.move_to_end(endpoint)
+        if len(self._until) > MAX_REMEMBERED:
+            self._until.popitem(last=False)
+
+    def includes(self, endpoint: str, now: float) -> bool:
+        """Whether a member is on probation."""
+        return now < self._until.get(endpoint, (0, 0.0))[1]
+
+
+MEDIAN_FACTOR = 4.0
+"""A deadline is this many median waits, so that a link may become three times slower, plus ..."""
+
+DEVIATION_FACTOR = 4.0
+"""... this many median absolute deviations, but at least ..."""
+
+LATEST_FACTOR = 2.0
+"""... this many times the latest wait, so that it follows a lasting change at once."""
+
+MAX_WAITS = 16
+"""Waits that are remembered of each kind."""
+
+MIN_WAITS = 3
+"""With fewer waits of one kind the deadline is guessed."""
+
+GUESS_FACTOR = 2.0
+"""A guess is this many times the deadline that was learned of other peers or in rounds of another size."""
+
+SIZE_CLASS_FACTOR = 4
+"""Ratio of round sizes between one size class and the next."""
+
+VERDICT_SECONDS = 3.0
+"""Upper bound for the answer to a join request or to a request for a schema."""
+
+MAX_KNOWN = 4096
+"""Kinds of waits that are remembered, over all peers."""
+
+MAX_IN_STATUS = 256
+"""Kinds of waits that a peer's status contains."""
+
+"""Seconds without use after which a kind of wait is forgotten."""
+
+
+class Phase(StrEnum):
+    """What a peer waits for."""
+
+    OPENING = "opening"
+    """A sender opens its stream."""
+    PART = "part"
+    """A sender sends its next part."""
+    TAKING = "taking"
+    """A sender takes its next reply."""
+    REPLY = "reply"
+    """A reducer takes the next part or answers one."""
+    ANSWER = "answer"
+    """A reducer answers a ping."""
+    VERDICT = "verdict"
+    """A leader answers a join request."""
+    STATE = "state"
+    """A donor begins to send its state."""
+    CHUNK = "chunk"
+    """A donor sends the next chunk of its state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """How long to wait, and why.
+
+    Attributes:
+        seconds: without any progress.
+        basis: an explanation such as `4 × its median of 1.2 s`.
+    """
+
+    seconds: float
+    basis: str
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What was learned about one kind of wait for one peer.
+
+    Attributes:
+        size: size class of the round, see `size_class`.
+        waits: number of remembered waits.
+        median: median of the waits, in seconds.
+        deadline: deadline that would apply now, in seconds.
+        basis: how the deadline was derived.
+    """
+
+    endpoint: str
+    phase: Phase
+    size: int
+    waits: int
+    median: float
+    deadline: float
+    basis: str
+
+
+@dataclass(frozen=True, slots=True)
+class Guesses:
+    """Deadlines, for one phase and size, of peers with too few waits of that kind.
+
+    Attributes:
+        other_sizes: guesses by endpoint, from the peer's own waits in rounds of another size.
+        other_peers: the guess from the waits for other peers; None if there are none.
+    """
+
+    other_sizes: Mapping[str, Deadline]
+    other_peers: Deadline | None
+
+    def of(self, endpoint: str) -> Deadline | None:
+        """The guess for `endpoint`, if there is any."""
+        return self.other_sizes.get(endpoint, self.other_peers)
+
+
+@dataclass(slots=True)
+class _Known:
+    waits: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_WAITS))
+    typical: Deadline | None = None  # without bounds and doublings
+    misses: int = 0  # in a row
+    used: float = 0.0
+
+    @property
+    def reliable(self) -> bool:
+        return len(self.waits) >= MIN_WAITS
+
+
+class Deadlines:
+    """The deadlines that one peer has learned about the others, kept from round to round.
+
+    Args:
+        lower: seconds of the shortest deadline, so that short pauses are tolerated.
+        upper: seconds of the longest deadline, which also applies while nothing is known.
+        longest: name of the option that sets `upper`.
+
+    Attributes:
+        rates: how fast donors have delivered their state.
+        probation: members that have held a whole round up.
+    """
+
+    def __init__(self, lower: float, upper: float, longest: str = "stall_timeout") -> None:
+        self.lower, self.upper = min(lower, upper), upper
+        self._longest = longest
+        self.rates = Rates()
+        self.probation = Probation()
+        self._known: OrderedDict[tuple[str, Phase, int], _Known] = OrderedDict()  # least recently used first
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def of(self, endpoint: str, phase: Phase, size: int, now: float, guesses: Guesses | None = None) -> Deadline:
+        """The deadline of a wait. `guesses`: those for this phase and size, if the caller has cached them."""
+        self._forget(now)
+        known = self._known.get((endpoint, phase, size)) or _Known()
+        found = known.typical
+        if not known.reliable:
+            guess = (guesses or self.guesses(phase, size)).of(endpoint)
+            if guess is None or found is None or found.seconds < guess.seconds:
+                found = guess
+        return self._bounded(found, phase, known.misses)
+
+    @property
+    def shortest(self) -> Deadline:
+        """The lower bound of all deadlines."""
+        return Deadline(self.lower, "min_stall_timeout")
+
+    def longest(self, phase: Phase) -> Deadline:
+        """The upper bound of all deadlines of a phase, which also applies while nothing is known."""
+        if phase is Phase.VERDICT:
+            return Deadline(VERDICT_SECONDS, "the maximum for an answer")
+        return Deadline(self.upper, self._longest)
+
+    def guesses(self, phase: Phase, size: int) -> Guesses:
+        """The guesses for peers with too few waits of this kind. The cost grows with all that is known."""
+        nearest: dict[str, tuple[int, int, Deadline]] = {}  # distance in size classes, signed distance; by endpoint
+        for (endpoint, its_phase, its_size), known in self._known.items():
+            if its_phase is phase and known.reliable and known.typical is not None:
+                found = abs(size - its_size), size - its_size, known.typical
+                if endpoint not in nearest or found[:2] < nearest[endpoint][:2]:
+                    nearest[endpoint] = found
+        other_sizes = {name: self._guess(typical, smaller, "that") for name, (_, smaller, typical) in nearest.items()}
+        if not nearest:
+            return Guesses(other_sizes, None)
+        closest = min(distance for distance, _, _ in nearest.values())
+        candidates = [name for name, (distance, _, _) in nearest.items() if distance == closest]
+        slowest = max(candidates, key=lambda name: other_sizes[name].seconds)
+        _, smaller, typical = nearest[slowest]
+        whose = f"the longest of {len(candidates)} others" if len(candidates) > 1 else "that of 1 other"
+        return Guesses(other_sizes, self._guess(typical, smaller, whose))
+
+    def typical(self, endpoint: str, phase: Phase, size: int) -> tuple[float | None, float | None]:
+        """How long a peer typically takes, and the median of that over all peers, with room for variation.
+
+        Returns:
+            Both in seconds, without bounds. The first is None with too few waits of the peer, the second without waits.
+        """
+        typical = [
+            (name, known.typical.seconds, known.reliable)
+            for (name, its_phase, its_size), known in self._known.items()
+            if its_phase is phase and its_size == size and known.typical is not None
+        ]
+        own = next((seconds for name, seconds, reliable in typical if name == endpoint and reliable), None)
+        return own, statistics.median(seconds for _, seconds, _ in typical) if typical else None
+
+    def record(self, endpoint: str, phase: Phase, size: int, seconds: float, now: float) -> None:
+        """Records the longest wait for a peer in a round that it completed."""
+        known = self._use(endpoint, phase, size, now)
+        known.waits.append(max(0.0, seconds))
+        known.typical = _typical(known.waits)
+        known.misses = 0
+
+    def record_miss(self, endpoint: str, phase: Phase, size: int, now: float) -> None:
+        """Records that a peer was given up at its deadline; the next deadline is longer.
+
+        A peer that also misses the maximum deadline is treated as unreachable, not slow. It gets the maximum ever more
+        rarely, and in between the deadline that it would have without misses.
+        """
+        self._use(endpoint, phase, size, now).misses += 1
+
+    def learned(self) -> list[Learned]:
+        """What is learned from at least `MIN_WAITS` waits, most recently used first. Callable from any thread."""
+        result: list[Learned] = []
+        for (endpoint, phase, size), known in reversed(list(self._known.items())):
+            if len(waits := list(known.waits)) >= MIN_WAITS and len(result) < MAX_IN_STATUS:
+                deadline = self._bounded(known.typical, phase, known.misses)
+                median = statistics.median(waits)
+                result.append(Learned(endpoint, phase, size, len(waits), median, deadline.seconds, deadline.basis))
+        return result
+
+    def _guess(self, typical: Deadline, smaller: int, whose: str) -> Deadline:
+        """A guess from rounds that were `smaller` size classes smaller; from larger ones it is not reduced."""
+        factor = GUESS_FACTOR * float(SIZE_CLASS_FACTOR ** min(max(0, smaller), 16))
+        rounds = f" in {'smaller' if smaller > 0 else 'larger'} rounds" if smaller else ""
+        least = GUESS_FACTOR * self.lower
+        if typical.seconds * factor < least:
+            return Deadline(least, f"{GUESS_FACTOR:g} × {whose}{rounds}")
+        return Deadline(typical.seconds * factor, f"{factor:g} × {whose}{rounds}")
+
+    def _bounded(self, found: Deadline | None, phase: Phase, misses: int) -> Deadline:
+        longest = self.longest(phase)
+        if found is None:
+            return longest if _gets_longest(misses) else self.shortest
+        seconds, basis = found.seconds, found.basis
+        if seconds < self.lower:
+            seconds, basis = self.lower, f"min_stall_timeout, more than {basis}"
+        if seconds >= longest.seconds:
+            return longest
+        missed = counted(misses, "missed deadline")
+        doublings = math.ceil(math.log2(longest.seconds / seconds))  # that reach the longest
+        if misses < doublings:
+            factor = 2**misses
+            return Deadline(seconds * factor, f"{factor} × ({basis}) after {missed}" if misses else basis)
+        if _gets_longest(misses - doublings):
+            return longest
+        return Deadline(seconds, f"{basis}, not doubled after {missed}")
+
+    def _use(self, endpoint: str, phase: Phase, size: int, now: float) -> _Known:
+        self._forget(now)
+        known = self._known.setdefault((endpoint, phase, size), _Known())
+        self._known.move_to_end((endpoint, phase, size))
+        known.used = now
+        if len(self._known) > MAX_KNOWN:
+            self._known.popitem(last=False)
+        return known
+
+    def _forget(self, now: float) -> None:
+        while self._known and now - next(iter(self._known.values())).used > LIFETIME:
+            self._known.popitem(last=False)
+
+
+def _gets_longest(misses: int) -> bool:
+    """Whether a peer that has missed the longest deadline this often gets it again: after 0, 1, 2, 4, 8 … misses."""
+    return misses & (misses - 1) == 0
+
+
+def size_class(nbytes: int, members: int) -> int:
+    """Class of rounds that take about as long: bytes times members differ by less than a factor of four.
+
+    Args:
+        nbytes: size of all tensors on the wire.
+        members: number of members of the group.
+    """
+    return (nbytes * members).bit_length() // 2
+
+
+def _typical(waits: Sequence[float]) -> Deadline:
+    """The deadline that follows from these waits."""
+    median, latest = statistics.median(waits), waits[-1]
+    deviation = statistics.median(abs(wait - median) for wait in waits)
+    seconds = MEDIAN_FACTOR * median + DEVIATION_FACTOR * deviation
+    if LATEST_FACTOR * latest > seconds:
+        return Deadline(LATEST_FACTOR * latest, f"{LATEST_FACTOR:g} × its last of {_short(latest)}")
+    return Deadline(seconds, f"{seconds / median if median else MEDIAN_FACTOR:.2g} × its median of {_short(median)}")
+
+
+def _short(seconds: float) -> str:
+    return f"{seconds:.2g} s"

@@ -1,0 +1,153 @@
+"""Tensors in the messages of rooms above the core: `Tensor` of runtime.proto, in one message or several chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from averaging.errors import ConfigError, ProtocolViolationError
+from averaging.protocol import CompressionType, WireTensor, parse_compression
+from averaging.tensors import DTYPES, Codec, Raw, check_size, decoder, encode
+from averaging.transport.grpc.channel_options import MAX_DIMENSIONS, check_count
+from averaging.wire.runtime_pb2 import CompressionType as WireCompression
+from averaging.wire.runtime_pb2 import Tensor as TensorMessage
+
+__all__ = [
+    "CHUNK_BYTES",
+    "TENSOR_DTYPES",
+    "TensorMessage",
+    "TensorReader",
+    "tensor_dtype_name",
+    "tensor_messages",
+]
+
+CHUNK_BYTES = 4 << 20
+"""Default maximum bytes of a tensor in one message."""
+
+TENSOR_DTYPES: dict[str, torch.dtype] = DTYPES | {
+    name: getattr(torch, name) for name in ("int8", "uint8", "int16", "int32", "int64", "bool")
+}
+"""The dtypes that messages can carry, by name on the wire. Only the floating ones can be compressed."""
+
+_NAMES = {dtype: name for name, dtype in TENSOR_DTYPES.items()}
+_INTEGERS = {name: Raw(name, dtype) for name, dtype in TENSOR_DTYPES.items() if name not in DTYPES}
+
+
+def tensor_dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype on the wire.
+
+    Raises:
+        ConfigError: Messages cannot carry it.
+    """
+    try:
+        return _NAMES[dtype]
+    except KeyError:
+        raise ConfigError(f"{dtype} cannot be sent; {', '.join(TENSOR_DTYPES)} can") from None
+
+
+def tensor_messages(
+    tensor: torch.Tensor, compression: CompressionType | str = CompressionType.NONE, chunk_bytes: int = CHUNK_BYTES
+) -> Iterator[TensorMessage]:
+    """Encodes a dense tensor of any shape and device as one or more messages, to be read by a `TensorReader` in order.
+
+    Args:
+        tensor: A tensor of one of `TENSOR_DTYPES`. Integers and bool are never compressed.
+        compression: As the option `compression` of a peer.
+        chunk_bytes: Maximum bytes of the tensor in one message.
+
+    Raises:
+        ConfigError: The dtype cannot be sent, or there is no such compression.
+    """
+    name, code = tensor_dtype_name(tensor.dtype), parse_compression(compression)
+    tensor = tensor.detach().cpu()
+    if name in _INTEGERS:
+        wire = WireTensor(_INTEGERS[name].pack(tensor), tuple(tensor.shape), name)
+    else:
+        wire = encode(tensor, code)
+    chunks = max(1, -(-len(wire.buffer) // chunk_bytes))
+    for chunk in range(chunks):
+        message = TensorMessage(buffer=bytes(wire.buffer[chunk * chunk_bytes : (chunk + 1) * chunk_bytes]))
+        if not chunk:
+            message.size.extend(wire.size)
+            message.dtype = wire.dtype
+            message.compression = WireCompression.ValueType(wire.compression)
+            message.chunks = chunks if chunks > 1 else 0
+        yield message
+
+
+class TensorReader:
+    """Decodes tensors from the messages of `tensor_messages`.
+
+    The first message of a tensor gives its size, dtype and compression, and so the bytes that it takes. A message with
+    more bytes or chunks than fit is refused. Memory is taken as bytes arrive, not when they are announced.
+
+    Args:
+        max_bytes: Maximum bytes of one tensor on the wire; larger ones are refused at their first message.
+    """
+
+    def __init__(self, max_bytes: int = 1 << 32) -> None:
+        self._max_bytes = max_bytes
+        self._wire: WireTensor | None = None
+        self._buffer = bytearray()
+        self._nbytes = self._chunks = 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether no tensor is incomplete."""
+        return self._wire is None
+
+    def read(self, message: TensorMessage) -> torch.Tensor | None:
+        """Returns the tensor that is complete with this message, or None if more messages follow.
+
+        The tensor is new and on the CPU. Its dtype is the one that was sent, or float32 if it was compressed.
+
+        Raises:
+            ProtocolViolationError: The message is not the next one of a tensor, or the tensor is malformed or large.
+        """
+        if self._wire is None:
+            self._wire = self._begin(message)
+        elif message.size or message.dtype:
+            raise ProtocolViolationError("a tensor begins before the last chunk of the one before")
+        if self._nbytes and not message.buffer:
+            raise ProtocolViolationError(f"a tensor of {self._nbytes} bytes with an empty chunk")
+        self._buffer += message.buffer
+        self._chunks -= 1
+        received = len(self._buffer)
+        if received > self._nbytes or (received < self._nbytes and self._chunks <= 0):
+            wire = self._wire
+            raise ProtocolViolationError(
+                f"a tensor of size {wire.size}, compression {wire.compression} and dtype {wire.dtype!r} takes "
+                f"{self._nbytes} bytes, but {received} were received"
+            )
+        if self._chunks > 0:
+            return None
+        wire, self._wire, self._buffer = replace(self._wire, buffer=memoryview(self._buffer)), None, bytearray()
+        return _decode(wire)
+
+    def _begin(self, first: TensorMessage) -> WireTensor:
+        """Checks what the first message of a tensor announces."""
+        size = tuple(check_count(first.size, MAX_DIMENSIONS, "dimensions"))
+        wire = WireTensor(b"", size, first.dtype, first.compression)
+        self._nbytes, self._chunks = _codec(wire).nbytes(size), max(1, first.chunks)
+        if self._nbytes > self._max_bytes:
+            raise ProtocolViolationError(f"a tensor of {self._nbytes} bytes, more than {self._max_bytes} bytes")
+        if first.chunks < 0 or self._chunks > max(1, self._nbytes):
+            raise ProtocolViolationError(f"a tensor of {self._nbytes} bytes in {first.chunks} chunks")
+        return wire
+
+
+def _codec(wire: WireTensor) -> Codec:
+    raw = _INTEGERS.get(wire.dtype)
+    if raw is None or wire.compression != CompressionType.NONE:
+        return decoder(wire)
+    check_size(wire.size)
+    return raw
+
+
+def _decode(wire: WireTensor) -> torch.Tensor:
+    """Decodes a tensor of the right length, which may share the memory of its buffer."""
+    if wire.dtype == "bool":  # bytes other than 0 and 1 are no bools
+        return _INTEGERS["uint8"].unpack(wire.buffer, wire.size) != 0
+    return _codec(wire).unpack(wire.buffer, wire.size)

@@ -1,0 +1,33 @@
+"""Weights by version: a trainer publishes, others follow. docs/how-to/follow.md is the guide.
+
+Read in this order: `layout` (the tensors of a version), `snapshot` (one version), `differences` (what changed),
+`store` (the versions that are kept), `publisher` and `tree` (who gets a version from whom), `download`,
+`follower_tasks` and `follower` (the other end), `shards` and `follower_shards` (divided models).
+"""
+
+from averaging.weights.follower import Follower, Staleness
+from averaging.weights.follower_shards import Received, ShardTasks
+from averaging.weights.follower_tasks import FollowerOptions
+from averaging.weights.layout import Manifest
+from averaging.weights.places import LEAST_RATE, Place, Places
+from averaging.weights.publisher import WeightPublisher
+from averaging.weights.shards import missing_part, whole_of
+from averaging.weights.snapshot import Snapshot, seal, view_state
+
+__all__ = [
+    "LEAST_RATE",
+    "Follower",
+    "FollowerOptions",
+    "Manifest",
+    "Place",
+    "Places",
+    "Received",
+    "ShardTasks",
+    "Snapshot",
+    "Staleness",
+    "WeightPublisher",
+    "missing_part",
+    "seal",
+    "view_state",
+    "whole_of",
+]

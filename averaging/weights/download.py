@@ -1,0 +1,233 @@
+"""Receives the pieces of a version, from its publisher or from the followers that the publisher names."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Protocol
+
+from averaging.common import CLIENT_PREFIX, is_endpoint, is_loopback, parse_address
+from averaging.errors import AveragingError, ProtocolViolationError, StateError
+from averaging.rpc import RpcChannel
+from averaging.weights.layout import ranges_of
+from averaging.weights.messages import FETCH
+from averaging.weights.snapshot import Incoming
+from averaging.wire.weights_pb2 import WeightsFetchRequest, WeightsRange
+
+logger = logging.getLogger("averaging.rl.synchronizer")
+
+WAITING_FACTOR = 4
+"""A source that waits for pieces itself is left after this many times `stall_timeout`."""
+
+LANES = 4
+"""Connections on which one version is received. The system lets one connection have a few MiB under way, which carries
+450 Mbit/s over 50 ms."""
+
+BYTES_PER_LANE = 8 << 20
+"""A further connection is opened for so many bytes, as to open one takes several round trips."""
+
+SHORTER = 16
+"""Differences are expected to be this many times shorter than the pieces."""
+
+STRIPE = 2
+"""Successive pieces on one connection, so that the pieces arrive about in their order, for those who wait for them."""
+
+MAX_SOURCES = 32
+"""Sources that are tried for one version before an error is reported."""
+
+
+class _Dial(Protocol):
+    def __call__(self, endpoint: str, *, loopback: bool) -> RpcChannel: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Publisher:
+    """A connection to a publisher.
+
+    Attributes:
+        channel: the connection.
+        follower: the name under which this process follows the publisher.
+    """
+
+    channel: RpcChannel
+    follower: bytes
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is reached through this machine's loopback."""
+        return is_loopback(parse_address(self.channel.endpoint)[0])
+
+
+class Downloads:
+    """Receives versions.
+
+    Args:
+        run_id: the run that is followed.
+        dial: opens connections, see `FollowerOptions.dial`.
+        stall_timeout: seconds without a message after which a source is left.
+        own_endpoint: endpoint of this process, which is never a source; empty if it hands on nothing.
+
+    Attributes:
+        liars: endpoints that sent something wrong, with what it was. They are never asked again.
+    """
+
+    def __init__(self, run_id: str, dial: _Dial, stall_timeout: float, own_endpoint: str) -> None:
+        self._run_id, self._dial = run_id, dial
+        self._stall_timeout, self._own_endpoint = stall_timeout, own_endpoint
+        self.liars: dict[str, str] = {}
+
+    async def receive(self, incoming: Incoming, publisher: Publisher, arrived: Callable[[], None]) -> None:
+        """Receives all missing pieces.
+
+        Args:
+            incoming: the version.
+            publisher: who announced it.
+            arrived: called after each message with pieces.
+
+        Raises:
+            StateError: neither the publisher nor a follower delivered them. What was received stays in `incoming`.
+        """
+        failed, at_publisher = dict(self.liars), publisher.channel.endpoint
+        for _ in range(MAX_SOURCES):
+            if incoming.complete:
+                return
+            itself = _Source(publisher, list(failed), lambda: self._dial(at_publisher, loopback=publisher.is_local))
+            try:
+                source = await self._receive_from(publisher.channel, itself, incoming, arrived)
+                if source:
+                    self._check(source, failed)
+            except (AveragingError, TimeoutError) as error:
+                if isinstance(error, ProtocolViolationError):
+                    self.liars[at_publisher] = str(error)
+                raise StateError(
+                    f"{at_publisher} did not deliver version {incoming.manifest.version}: {error}"
+                ) from None
+            if source:
+                reason = await self._try(source, publisher, incoming, arrived)
+                if reason:
+                    failed[source] = reason
+            elif not incoming.complete:
+                raise StateError(f"{at_publisher} did not send all pieces of version {incoming.manifest.version}")
+        if not incoming.complete:
+            tried = "; ".join(f"{source}: {reason}" for source, reason in failed.items())
+            raise StateError(f"no source delivered version {incoming.manifest.version} ({tried})")
+
+    async def _try(self, source: str, publisher: Publisher, incoming: Incoming, arrived: Callable[[], None]) -> str:
+        """Receives from a follower. Returns why it did not deliver all, or an empty string."""
+
+        def channel() -> RpcChannel:
+            return self._dial(source, loopback=publisher.is_local)
+
+        try:
+            async with channel() as first:
+                await self._receive_from(first, _Source(publisher, [], channel), incoming, arrived)
+        except ProtocolViolationError as error:
+            self.liars[source] = str(error)
+            logger.warning("%s sent something wrong and is not asked again: %s", source, error)
+            return str(error)
+        except (AveragingError, TimeoutError) as error:
+            logger.info("%s did not deliver: %s", source, error)
+            return str(error)
+        return "" if incoming.complete else "it did not send all pieces"
+
+    def _check(self, source: str, failed: dict[str, str]) -> None:
+        if not is_endpoint(source) or source.startswith(CLIENT_PREFIX) or source == self._own_endpoint:
+            raise ProtocolViolationError(f"it names {source[:100]!r} as a source")
+        if source in failed:
+            raise ProtocolViolationError(f"it names {source} again, which failed: {failed[source]}")
+
+    async def _receive_from(
+        self, channel: RpcChannel, source: _Source, incoming: Incoming, arrived: Callable[[], None]
+    ) -> str:
+        """Receives all missing pieces from one source. Returns another source if it names one, else an empty string."""
+        expected = incoming.left // (1 if incoming.differs_from is None else SHORTER)
+        shares = _shares(incoming.missing(), max(1, min(LANES, expected // BYTES_PER_LANE)))
+
+        async def further(share: list[int]) -> None:
+            async with source.open_channel() as lane:
+                if await self._receive_share(lane, source, incoming, share, arrived):
+                    raise StateError("it sends some of the pieces only")
+
+        try:
+            async with asyncio.TaskGroup() as lanes:
+
+                def begin() -> None:
+                    for share in shares[1:]:
+                        lanes.create_task(further(share))
+
+                return await self._receive_share(channel, source, incoming, shares[0], arrived, begin)
+        except BaseExceptionGroup as group:
+            raise _worst(group) from None
+
+    async def _receive_share(
+        self,
+        channel: RpcChannel,
+        source: _Source,
+        incoming: Incoming,
+        share: list[int],
+        arrived: Callable[[], None],
+        begin: Callable[[], None] = lambda: None,
+    ) -> str:
+        """Receives some pieces. `begin` is called when the source has begun to send, or to wait for pieces itself."""
+        base = incoming.differs_from
+        request = WeightsFetchRequest(
+            run_id=self._run_id,
+            follower=source.publisher.follower,
+            digest=incoming.manifest.digest,
+            base=b"" if base is None else base.manifest.digest,
+            pieces=[WeightsRange(first=first, count=count) for first, count in ranges_of(share)],
+            failed=source.failed,
+            local=source.publisher.is_local,
+        )
+        clock = asyncio.get_running_loop().time
+        last, begun = clock(), False
+        async with aclosing(channel.stream(FETCH, request)) as replies:
+            while True:
+                try:
+                    async with asyncio.timeout(self._stall_timeout):
+                        reply = await anext(replies, None)
+                except TimeoutError:
+                    raise TimeoutError(f"it was silent for {self._stall_timeout:g} s") from None
+                if reply is None:
+                    return ""
+                if reply.source:
+                    return str(reply.source)
+                if not begun:
+                    begun = True
+                    begin()
+                for piece in reply.pieces:
+                    incoming.add(piece.index, piece.coding, piece.data)
+                if reply.pieces:
+                    last = clock()
+                    arrived()
+                elif clock() - last > WAITING_FACTOR * self._stall_timeout:
+                    raise TimeoutError(f"it has waited for pieces itself for {clock() - last:.0f} s")
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A source of pieces.
+
+    Attributes:
+        publisher: who announced the version.
+        failed: endpoints that the publisher should not name.
+        open_channel: makes a further connection.
+    """
+
+    publisher: Publisher
+    failed: list[str]
+    open_channel: Callable[[], RpcChannel]
+
+
+def _shares(missing: list[int], lanes: int) -> list[list[int]]:
+    """Divides pieces over connections in stripes."""
+    return [[index for place, index in enumerate(missing) if place // STRIPE % lanes == lane] for lane in range(lanes)]
+
+
+def _worst(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """One error of a group: what was wrong counts more than what did not arrive."""
+    errors = [_worst(each) if isinstance(each, BaseExceptionGroup) else each for each in group.exceptions]
+    return next((error for error in errors if isinstance(error, ProtocolViolationError)), errors[0])

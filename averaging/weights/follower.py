@@ -1,0 +1,377 @@
+"""`Follower`: keeps a model at the newest version that a publisher has published."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Self
+
+import torch
+
+from averaging.common import is_count, plain_state
+from averaging.config import FilePath, TLSFiles, check_tls_files
+from averaging.errors import ClosedError, ConfigError, TensorError
+from averaging.rpc import EventLoopThread, read_credentials
+from averaging.tensors import in_thread
+from averaging.weights.follower_shards import Received, ShardTasks
+from averaging.weights.follower_tasks import FollowerOptions
+from averaging.weights.layout import Manifest, WeightSpec, first_difference
+from averaging.weights.shards import is_wanted, missing_part, part_of, whole_of, write_part
+
+# How old the weights of a follower are, and when that is too much. Pure.
+
+
+@dataclass(frozen=True, slots=True)
+class Staleness:
+    """How old the weights in the model are.
+
+    Attributes:
+        versions: The newest known version minus the version in the model; 0 if the model has the newest one, or if
+            no version is known.
+        seconds: Time since a newer version became known or the publisher was lost, whichever was first; 0 if neither.
+        exceeded: Whether that is more than `max_staleness`.
+    """
+
+    versions: int = 0
+    seconds: float = 0.0
+    exceeded: bool = False
+
+
+class StalenessWatch:
+    """Follows the staleness of one model.
+
+    Args:
+        limit: versions, or a time; None for no limit.
+
+    Raises:
+        ConfigError: the limit is neither.
+    """
+
+    def __init__(self, limit: int | timedelta | None) -> None:
+        if not (limit is None or is_count(limit) or (isinstance(limit, timedelta) and limit > timedelta())):
+            raise ConfigError(
+                f"max_staleness must be a number of versions or a datetime.timedelta above 0, not {limit!r}"
+            )
+        self._limit = limit
+        self._since: float | None = None
+        self._exceeded = False
+
+    def look(self, now: float, applied: int | None, newest: int | None, *, connected: bool) -> tuple[Staleness, bool]:
+        """Returns the staleness, and whether it has just begun to be too much.
+
+        Args:
+            now: seconds of a monotonic clock.
+            applied: version in the model; None before the first.
+            newest: newest known version; None if there is none.
+            connected: whether a publisher is connected.
+        """
+        behind = newest is not None and (applied is None or newest > applied)
+        if connected and not behind:
+            self._since = None
+        elif self._since is None:
+            self._since = now
+        versions = newest - (-1 if applied is None else applied) if behind and newest is not None else 0
+        seconds = 0.0 if self._since is None else now - self._since
+        if isinstance(self._limit, timedelta):
+            exceeded = seconds > self._limit.total_seconds()
+        else:
+            exceeded = self._limit is not None and versions > self._limit
+        began, self._exceeded = exceeded and not self._exceeded, exceeded
+        return Staleness(versions, seconds, exceeded), began
+
+
+logger = logging.getLogger("averaging.rl.synchronizer")
+
+LOOK_SECONDS = 0.5
+"""Interval at which the staleness is looked at."""
+
+
+class Follower:
+    """Keeps a model at the newest version that a `WeightPublisher` has published.
+
+    ```python
+    with Follower(policy, join=["a.example:4222"], run_id="demo") as weights:
+        weights.update(timeout=60)  # waits for the first version
+        while True:
+            weights.update()
+            rollout(policy)
+    ```
+
+    A thread of its own receives each new version beside the model, and verifies it. `update` copies the newest complete
+    version into the model, so that the model never has parts of two versions. If other threads use the model meanwhile,
+    they do so inside `with weights.locked():`.
+
+    In asyncio code, each iteration updates the model and yields the version:
+
+    ```python
+    async with Follower(policy, join=["a.example:4222"], run_id="demo") as weights:
+        async for version in weights:
+            ...
+    ```
+
+    It receives only what changed since the version that it has, and hands on what it has to other followers, so that
+    many followers cost the publisher few copies. It takes the memory of two to three copies of the weights beside the
+    model. If the publisher is lost, it tries to reach it or another one of `join` again, for as long as it is open. The
+    version never goes back.
+
+    Args:
+        model: A module, with or without wrappers, or tensors by name. They are overwritten in place, on any device. If
+            `fully_shard` divides it, each rank follows for itself and receives only the parts that it holds.
+        join: Addresses HOST:PORT of publishers of one model. They are tried in this order.
+        run_id: The run whose weights are followed; empty for any.
+        listen: `host:port` at which this follower hands on versions; None if it does not. One that listens on loopback
+            does not either, unless all publishers are on loopback.
+        advertise: `host:port` at which other followers reach this one, if that differs.
+        tls: Certificates.
+        tls_ca: Alternatively, the file of each certificate by itself; this is the authority.
+        tls_cert: Certificate of this follower.
+        tls_key: Its private key.
+        token_file: File with the run's tokens.
+        insecure: Whether other machines may connect to `listen` without TLS.
+        max_staleness: How old the model may become before `on_stale` is called and a warning is logged: a number of
+            versions, or a `datetime.timedelta` since a newer one became known or the publisher was lost.
+        on_stale: Called with the staleness when it begins to be too much, in the follower's thread or in `update`.
+        join_timeout: Seconds within which a publisher must answer at the start.
+        stall_timeout: Seconds without a message after which another source is asked.
+
+    Attributes:
+        version: The version in the model; None before the first.
+
+    Raises:
+        ConfigError: An argument is invalid.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | Mapping[str, torch.Tensor],
+        *,
+        join: Sequence[str],
+        run_id: str = "",
+        listen: str | None = "127.0.0.1:0",
+        advertise: str | None = None,
+        tls: TLSFiles | None = None,
+        tls_ca: FilePath | None = None,
+        tls_cert: FilePath | None = None,
+        tls_key: FilePath | None = None,
+        token_file: FilePath | None = None,
+        insecure: bool = False,
+        max_staleness: int | timedelta | None = None,
+        on_stale: Callable[[Staleness], object] | None = None,
+        join_timeout: float = 10.0,
+        stall_timeout: float = 30.0,
+    ) -> None:
+        check_tls_files(tls_ca, tls_cert, tls_key)
+        if tls_ca is not None and tls_cert is not None and tls_key is not None:
+            if tls is not None:
+                raise ConfigError("tls was given together with tls_ca, tls_cert and tls_key; give one or the other")
+            tls = TLSFiles(tls_ca, tls_cert, tls_key)
+        self._model = model
+        options = FollowerOptions(
+            join=tuple(join) if not isinstance(join, str) else join,
+            run_id=run_id,
+            credentials=read_credentials(tls=tls, token_file=token_file, insecure=insecure),
+            listen=listen,
+            advertise=advertise,
+            join_timeout=join_timeout,
+            stall_timeout=stall_timeout,
+        )
+        self._tasks = ShardTasks(options, self._check, self._wants, self._check_parts)
+        self._watch = StalenessWatch(max_staleness)
+        self._on_stale = on_stale
+        self._staleness = Staleness()
+        self._lock = threading.RLock()
+        self._thread: EventLoopThread | None = None
+        self.version: int | None = None
+
+    def __repr__(self) -> str:
+        return f"<Follower of {', '.join(self._tasks.addresses)}, version {self.version}>"
+
+    def __enter__(self) -> Self:
+        """Connects to a publisher.
+
+        Raises:
+            StateError: No publisher answered in time, or none of those that did publishes weights.
+            TensorError: The weights are those of another model; the error names the first tensor that differs.
+            TransportError: The publishers refuse this follower, for example because of another run or token.
+            ListenError: It cannot listen on its address.
+        """
+        self._thread = EventLoopThread(_WithWatch(self), "the follower of weights")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return await in_thread(self.__enter__)
+
+    async def __aexit__(self, *error: object) -> None:
+        await in_thread(self.close)
+
+    def close(self) -> None:
+        """Ends following. The model keeps its weights. A second call does nothing."""
+        if self._thread is not None:
+            self._thread.close()
+
+    @property
+    def newest(self) -> int | None:
+        """The newest version that a publisher has announced; None before the first."""
+        announced = self._tasks.announced
+        return None if announced is None else announced.version
+
+    @property
+    def digest(self) -> bytes | None:
+        """The digest of the newest version that was received, see `WeightPublisher.digest`."""
+        received = self._tasks.newest
+        return None if received is None else received.manifest.digest
+
+    @property
+    def staleness(self) -> Staleness:
+        """How old the weights in the model are."""
+        self._look()
+        return self._staleness
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes of weights received so far."""
+        return self._tasks.bytes_received
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of weights handed on to other followers so far."""
+        return self._tasks.bytes_sent
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Inside, the weights do not change, unless this thread calls `update`."""
+        with self._lock:
+            yield
+
+    def update(self, timeout: float = 0.0) -> bool:
+        """Copies the newest complete version into the model, if the model does not have it.
+
+        Args:
+            timeout: Seconds to wait for a newer version if there is none yet.
+
+        Returns:
+            Whether there was something new.
+
+        Raises:
+            TensorError: The publisher now publishes another model.
+            ProtocolViolationError: All publishers sent something wrong.
+            ClosedError: The follower is not running.
+        """
+        thread = self._running()
+        if self._pending() is None and timeout > 0:
+            thread.run(self._tasks.wait_newer(self.version, timeout))
+        return self._apply()
+
+    async def __aiter__(self) -> AsyncGenerator[int, None]:
+        """Updates the model and yields the version, for each newest one. Versions that come faster are left out.
+
+        Raises:
+            AveragingError: As `update`.
+        """
+        while True:
+            self._running()
+            await self._tasks.wait_newer(self.version, LOOK_SECONDS)
+            if await in_thread(self._apply) and self.version is not None:
+                yield self.version
+
+    def _running(self) -> EventLoopThread:
+        if self._thread is None:
+            raise ClosedError("this follower is not running; use it inside `with` or `async with`")
+        self._thread.check()
+        return self._thread
+
+    def _pending(self) -> Received | None:
+        newest = self._tasks.newest
+        if newest is None or (self.version is not None and newest.manifest.version <= self.version):
+            return None
+        return newest
+
+    def _apply(self) -> bool:
+        with self._lock, torch.no_grad():
+            received = self._pending()
+            if received is None:
+                if self._tasks.failure is not None:
+                    raise self._tasks.failure
+                return False
+            # Before anything is written, since the application may have changed the model.
+            for snapshot in received.snapshots:
+                self._check(snapshot.manifest)
+            own = {spec.name: (spec, tensor) for spec, tensor in self._own()}
+            for spec, part in received.parts():
+                if spec.name in own:
+                    mine, tensor = own[spec.name]
+                    write_part(tensor, mine, part, spec)
+            self.version = received.manifest.version
+        self._look()
+        return True
+
+    def _own(self) -> list[tuple[WeightSpec, torch.Tensor]]:
+        """What the model holds here: whole tensors, or parts of divided ones."""
+        state = self._model.state_dict() if isinstance(self._model, torch.nn.Module) else self._model
+        plain = plain_state(state)
+        return [part_of(name, tensor) for name, tensor in plain.items() if isinstance(tensor, torch.Tensor)]
+
+    def _check(self, manifest: Manifest) -> None:
+        own = [spec for spec, _ in self._own()]
+        divided = bool(manifest.shards) or any(spec.whole for spec in (*own, *manifest.layout.tensors))
+        if divided:
+            wholes = {spec.name: whole_of(spec) for spec in own}
+            of_it = [whole_of(spec) for spec in manifest.layout.tensors]
+            difference = first_difference([wholes[spec.name] for spec in of_it if spec.name in wholes], of_it)
+        else:
+            difference = first_difference(own, manifest.layout.tensors)
+        if difference is not None:
+            raise TensorError(f"the publisher publishes another model: {difference}; follow with the same model")
+
+    def _check_parts(self, manifests: Sequence[Manifest]) -> None:
+        difference = missing_part([spec for spec, _ in self._own()], [one.layout for one in manifests])
+        if difference is not None:
+            raise TensorError(f"the publishers publish another model: {difference}; follow with the same model")
+
+    def _wants(self, manifest: Manifest) -> bool:
+        if not manifest.shards and not any(spec.whole for spec in manifest.layout.tensors):
+            return True
+        return is_wanted([spec for spec, _ in self._own()], manifest.layout)
+
+    def _look(self) -> None:
+        with self._lock:
+            staleness, began = self._watch.look(
+                time.monotonic(), self.version, self.newest, connected=self._tasks.connected
+            )
+            self._staleness = staleness
+        if began:
+            logger.warning(
+                "the weights are stale: %d versions behind, for %.1f s", staleness.versions, staleness.seconds
+            )
+            if self._on_stale is not None:
+                self._on_stale(staleness)
+
+    async def _keep_looking(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            self._look()
+
+
+class _WithWatch:
+    """The tasks of a follower, and the one that watches its staleness."""
+
+    def __init__(self, follower: Follower) -> None:
+        self._follower = follower
+
+    async def __aenter__(self) -> None:
+        await self._follower._tasks.__aenter__()
+        self._watching = asyncio.create_task(self._follower._keep_looking())
+
+    async def __aexit__(self, *error: object) -> None:
+        self._watching.cancel()
+        await asyncio.wait({self._watching})
+        await self._follower._tasks.__aexit__()

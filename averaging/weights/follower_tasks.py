@@ -1,0 +1,374 @@
+"""The tasks of a follower: it follows publishers, receives their versions, and hands them on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, field
+from typing import Self
+
+from averaging.common import is_loopback, parse_address
+from averaging.errors import (
+    AveragingError,
+    CallRefusedError,
+    ConfigError,
+    PeerUnreachableError,
+    ProtocolViolationError,
+    StateError,
+    TensorError,
+    TransportError,
+)
+from averaging.rpc import Credentials, RpcChannel, RpcHandler, RpcServer
+from averaging.weights.download import Downloads, Publisher
+from averaging.weights.layout import Layout, Manifest
+from averaging.weights.messages import FETCH, FOLLOW, read_version
+from averaging.weights.snapshot import Incoming, Snapshot
+from averaging.weights.store import Changes, Store
+from averaging.wire.weights_pb2 import WeightsFollowRequest
+
+logger = logging.getLogger("averaging.rl.synchronizer")
+
+MIN_PAUSE, MAX_PAUSE = 0.1, 2.0
+"""Seconds between two attempts to reach publishers; the pause doubles."""
+
+NAME_BYTES = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class FollowerOptions:
+    """The options of a follower that do not depend on what it does with the weights.
+
+    Attributes:
+        join: addresses of publishers.
+        run_id: the run that is followed.
+        credentials: certificates and tokens.
+        listen: address at which it hands on versions; None if it does not.
+        advertise: address at which others reach it, if that differs.
+        join_timeout: seconds within which a publisher must answer at the start.
+        stall_timeout: seconds without a message after which a source is left.
+        max_bytes: largest accepted state.
+        min_version: earlier versions are not received.
+        given: addresses that the user has named, which are always dialled; None for those of `join`.
+        loopback: whether `join`, if another publisher has named it, may be on loopback.
+    """
+
+    join: Sequence[str]
+    run_id: str
+    credentials: Credentials = field(default_factory=Credentials)
+    listen: str | None = "127.0.0.1:0"
+    advertise: str | None = None
+    join_timeout: float = 10.0
+    stall_timeout: float = 30.0
+    max_bytes: int = 1 << 40
+    min_version: int = 0
+    given: Sequence[str] | None = None
+    loopback: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.join, str) or not self.join:
+            raise ConfigError(f"join must be a list of addresses of publishers, not {self.join!r}")
+        for address in self.join:
+            if parse_address(address)[1] == 0:
+                raise ConfigError(f"join: {address!r} has port 0; give the port on which the publisher listens")
+
+    def dial(self, endpoint: str, *, loopback: bool) -> RpcChannel:
+        """Returns a connection to a publisher or another follower. All connections of a follower are made here.
+
+        Args:
+            endpoint: where to; one that the user has not named is dialled only if a peer can be there.
+            loopback: whether such a one may be on loopback.
+        """
+        named = endpoint not in (self.join if self.given is None else self.given)
+        return RpcChannel(endpoint, credentials=self.credentials, named_by_peer=named, loopback=loopback)
+
+    @property
+    def hands_on(self) -> bool:
+        """Whether others could reach this follower: not if it listens on loopback and the publishers are elsewhere."""
+        if self.listen is None:
+            return False
+        own, others = self.advertise or self.listen, self.join
+        return not is_loopback(parse_address(own)[0]) or all(is_loopback(parse_address(each)[0]) for each in others)
+
+
+class FollowerTasks:
+    """Follows publishers while it is entered, as an async context manager.
+
+    Args:
+        options: see `FollowerOptions`.
+        check: called with the manifest of each version before it is received; raises TensorError to refuse it.
+        base: weights that are here already.
+        on_progress: called with received and expected bytes, before they are encoded.
+        wanted: whether a version is received; one that is not is only known by its manifest.
+        changes: shared with other tasks; None for its own.
+
+    Attributes:
+        announced: the newest version that a publisher has announced.
+        announced_locally: whether that publisher is on loopback.
+        failure: why following has ended for good.
+        store: what was received; its `changes` also happen when `failure` or `connected` change.
+        connected: whether a publisher is connected.
+        bytes_received: bytes of encoded pieces.
+        retries: attempts to receive a version that failed.
+    """
+
+    def __init__(
+        self,
+        options: FollowerOptions,
+        check: Callable[[Manifest], None] = lambda _: None,
+        base: Snapshot | None = None,
+        on_progress: Callable[[int, int], None] = lambda received, total: None,
+        *,
+        wanted: Callable[[Manifest], bool] = lambda _: True,
+        changes: Changes | None = None,
+    ) -> None:
+        self._options, self._check, self._on_progress, self._wanted = options, check, on_progress, wanted
+        self._stack = AsyncExitStack()
+        self.store = Store(bases=1, changes=changes)
+        if base is not None:
+            self.store.add(base)
+        self.announced: Manifest | None = None if base is None else base.manifest
+        self.announced_locally = False
+        self.failure: AveragingError | None = None
+        self.connected = False
+        self.bytes_received = 0
+        self.retries = 0
+        self._endpoint = ""
+        self._publisher: Publisher | None = None  # who announced that version
+        self._layout: Layout | None = None
+        self._incoming: Incoming | None = None
+        self._reasons: dict[str, AveragingError] = {}  # by address, since it was last connected
+        self._told_old = False
+        self._reached = asyncio.Event()  # a publisher has answered, or all have refused
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        """The addresses of the publishers."""
+        return self._options.join
+
+    @property
+    def newest(self) -> Snapshot | None:
+        """The newest version that was received completely."""
+        return self.store.newest
+
+    @property
+    def endpoint(self) -> str:
+        """Where this follower hands on versions; empty if it does not."""
+        return self._endpoint
+
+    async def __aenter__(self) -> Self:
+        """Returns when a publisher has answered.
+
+        Raises:
+            StateError: none did within `join_timeout`, or none of them publishes weights.
+            ListenError: it cannot listen.
+            TensorError: the weights do not fit.
+            TransportError: all refuse this follower.
+        """
+        options = self._options
+        failure: AveragingError | None = None
+        async with AsyncExitStack() as stack:
+            if options.hands_on and options.listen is not None:
+                server = RpcServer(
+                    options.listen, [_HandsOn(self.store)], advertise=options.advertise, credentials=options.credentials
+                )
+                self._endpoint = (await stack.enter_async_context(server)).endpoint
+            self._downloads = Downloads(options.run_id, options.dial, options.stall_timeout, self._endpoint)
+            tasks = await stack.enter_async_context(asyncio.TaskGroup())
+            for running in (tasks.create_task(self._follow()), tasks.create_task(self._receive())):
+                stack.callback(running.cancel)
+            try:
+                async with asyncio.timeout(options.join_timeout):
+                    await self._reached.wait()
+            except TimeoutError:
+                failure = self._not_reached()
+            failure = failure or self.failure
+            if failure is None:
+                self._stack = stack.pop_all()
+                return self
+        raise failure  # outside of the TaskGroup, which would make a group of it
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._stack.aclose()
+
+    async def wait_newer(self, version: int | None, timeout: float | None) -> bool:
+        """Waits until a version above `version` was received, or following has ended; returns whether there is one.
+
+        It may be called in any event loop.
+        """
+
+        def is_newer() -> bool:
+            newest = self.newest
+            return newest is not None and (version is None or newest.manifest.version > version)
+
+        await self.store.changes.wait(lambda: is_newer() or self.failure is not None, timeout)
+        return is_newer()
+
+    def _not_reached(self) -> AveragingError:
+        reasons = list(self._reasons.values())
+        if len(reasons) == len(set(self._options.join)) and all(map(_is_definite, reasons)):
+            first = reasons[0]
+            if isinstance(first, CallRefusedError) and first.reason == "does not serve this":
+                return StateError(
+                    f"{first.endpoint} publishes no weights; give its averager or peer services=[WeightPublisher(…)], "
+                    "or follow another one"
+                )
+            return first
+        told = "; ".join(map(str, reasons)) or "no answer"
+        return StateError(
+            f"no publisher answered within {self._options.join_timeout:g} s ({told}); check the addresses in `join`, "
+            "and that a publisher is up"
+        )
+
+    # Following
+
+    async def _follow(self) -> None:
+        pause = MIN_PAUSE
+        while self.failure is None:
+            for address in self._options.join:
+                try:
+                    await self._follow_one(address)
+                    error: AveragingError = StateError(f"{address} has ended the announcements")
+                except AveragingError as failure:
+                    error = failure
+                if isinstance(error, TensorError):
+                    self.failure = error
+                if self.connected:
+                    logger.warning("the publisher %s is lost: %s; trying again", address, error)
+                    self.connected, pause = False, MIN_PAUSE
+                self._reasons[address] = error
+                self.store.changes.happened()
+            refused = len(self._reasons) == len(set(self._options.join)) and all(
+                map(_is_definite, self._reasons.values())
+            )
+            if refused:
+                self.failure = self.failure or self._not_reached()
+            if self.failure is not None:
+                self._reached.set()
+            else:
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, MAX_PAUSE)
+        self.store.changes.happened()
+
+    async def _follow_one(self, address: str) -> None:
+        options = self._options
+        if address in self._downloads.liars:
+            raise ProtocolViolationError(
+                f"{address} sent something wrong and is not asked again: {self._downloads.liars[address]}"
+            )
+        publisher = Publisher(options.dial(address, loopback=options.loopback), os.urandom(NAME_BYTES))
+        # A loopback endpoint is of no use to the followers of a publisher elsewhere.
+        reachable = self._endpoint and (publisher.is_local or not is_loopback(parse_address(self._endpoint)[0]))
+        request = WeightsFollowRequest(
+            run_id=options.run_id, follower=publisher.follower, endpoint=self._endpoint if reachable else ""
+        )
+        try:
+            async with publisher.channel, aclosing(publisher.channel.stream(FOLLOW, request)) as announcements:
+                try:
+                    async with asyncio.timeout(options.join_timeout):
+                        message = await anext(announcements, None)
+                except TimeoutError:
+                    raise PeerUnreachableError(address, f"no answer within {options.join_timeout:g} s") from None
+                while message is not None:
+                    try:
+                        manifest = read_version(message, options.max_bytes, self._layout)
+                    except ProtocolViolationError as error:
+                        raise ProtocolViolationError(f"{address} announces {error}") from None
+                    if manifest is not None:
+                        self._announce(manifest, publisher)
+                    self.connected = True
+                    self._reasons.pop(address, None)
+                    self._reached.set()
+                    self.store.changes.happened()
+                    message = await anext(announcements, None)
+        finally:
+            if self._publisher is publisher:
+                self._publisher = None
+
+    def _announce(self, manifest: Manifest, publisher: Publisher) -> None:
+        self._check(manifest)
+        if manifest.layout is not self._layout:
+            self._layout = manifest.layout
+            self.store.arrange(manifest.layout)
+        received = self.newest
+        if received is None or manifest.version > received.manifest.version:
+            self.announced, self._publisher, self.announced_locally = manifest, publisher, publisher.is_local
+            self._told_old = False
+        elif manifest.digest != received.manifest.digest and not self._told_old:
+            self._told_old = True
+            logger.warning(
+                "%s publishes version %d, and version %d is here; versions never go back, so it is left out",
+                publisher.channel.endpoint,
+                manifest.version,
+                received.manifest.version,
+            )
+
+    # Receiving
+
+    async def _receive(self) -> None:
+        pause = MIN_PAUSE
+        while True:
+            await self.store.changes.wait(self._is_behind)
+            manifest, publisher = self.announced, self._publisher
+            if manifest is None or publisher is None:
+                continue
+            incoming = self._incoming
+            if incoming is None or incoming.manifest.digest != manifest.digest:
+                incoming = Incoming(manifest, self.newest)
+            self._incoming = incoming
+            self.store.receiving(incoming)
+            total, before = incoming.left, self.bytes_received - incoming.received
+
+            def arrived(incoming: Incoming = incoming, total: int = total, before: int = before) -> None:
+                self.bytes_received = before + incoming.received
+                self.store.changes.happened()
+                self._on_progress(total - incoming.left, total)
+
+            try:
+                await self._downloads.receive(incoming, publisher, arrived)
+            except StateError as error:
+                logger.warning("%s; trying again", error)
+                self.retries += 1
+                self.store.changes.happened()
+                if publisher.channel.endpoint in self._downloads.liars:
+                    self._publisher = None
+                    await publisher.channel.close()  # ends its announcements too
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, MAX_PAUSE)
+            else:
+                snapshot = incoming.finish()
+                self._incoming, pause = None, MIN_PAUSE
+                self.store.add(Snapshot(manifest, snapshot.buffers))
+                self.store.receiving(None)
+
+    def _is_behind(self) -> bool:
+        newest, announced = self.newest, self.announced
+        return (
+            announced is not None
+            and self._publisher is not None
+            and announced.version >= self._options.min_version
+            and self._wanted(announced)
+            and (newest is None or newest.manifest.version < announced.version)
+        )
+
+
+def _is_definite(error: AveragingError) -> bool:
+    """Whether a further attempt would fail alike."""
+    if isinstance(error, CallRefusedError) and error.reason == "does not serve this":
+        return True
+    return isinstance(error, TensorError | ProtocolViolationError) or (
+        isinstance(error, TransportError) and error.definite
+    )
+
+
+class _HandsOn:
+    """The service of a follower: it sends pieces, and announces nothing."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def rpc_handlers(self) -> list[RpcHandler]:
+        """See `RpcService`."""
+        return [FETCH.streams(self._store.send)]

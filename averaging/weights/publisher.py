@@ -1,0 +1,415 @@
+"""`WeightPublisher`: publishes versions of a model's weights on the port of a peer or a server."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from averaging.averager import DecentralizedAverager
+from averaging.common import CLIENT_PREFIX, is_count, is_endpoint, is_loopback, parse_address, plain_state
+from averaging.errors import AveragingError, BusyError, ConfigError, SiteError, StateError, TensorError, WrongRunError
+from averaging.rpc import RpcHandler, rpc_caller
+from averaging.tensors import in_thread
+from averaging.weights.layout import Shard, first_difference
+from averaging.weights.messages import FETCH, FOLLOW, NOTHING_YET, version_message
+from averaging.weights.places import Place, Places
+from averaging.weights.shards import is_divided
+from averaging.weights.snapshot import Snapshot, StateCopy, copy_state, seal
+from averaging.weights.store import Store
+from averaging.weights.tree import PUBLISHER, Tree
+from averaging.wire.weights_pb2 import WeightsFetchRequest, WeightsFollowRequest, WeightsReply, WeightsVersion
+
+# How the ranks of a divided model agree on the version that they publish.
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """What all ranks know of a version.
+
+    Attributes:
+        version: its number, at rank 0.
+        last: the newest version that any rank has published; -1 if none has.
+        changed: whether any part has changed since.
+        shards: all parts, that of rank 0 first. Parts of ranks that only repeat another one's are left out.
+    """
+
+    version: int
+    last: int
+    changed: bool
+    shards: tuple[Shard, ...]
+
+
+class Ranks:
+    """The ranks that publish one model.
+
+    Args:
+        group: their process group, of any backend.
+        endpoint: where this rank's publisher is served.
+
+    Raises:
+        ConfigError: torch.distributed is not initialized.
+    """
+
+    def __init__(self, group: Any, endpoint: str) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ConfigError("process_group needs torch.distributed; call init_process_group before")
+        self.endpoint = endpoint
+        self.leads = dist.get_rank(group) == 0
+        ranks = dist.get_process_group_ranks(group)
+        self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        self._size = len(ranks)
+
+    def agree(self, digest: bytes, version: int, last: int, *, changed: bool) -> Agreed:
+        """Called by all ranks with what they are about to publish.
+
+        Raises:
+            SiteError: a rank has died, or has no address.
+        """
+        told: list[Any] = [None] * self._size
+        try:
+            dist.all_gather_object(told, (digest, version, last, changed, self.endpoint), group=self._group)
+        except (RuntimeError, ValueError) as error:
+            raise SiteError(
+                f"another rank does not publish this version with this one ({error}); end all ranks"
+            ) from None
+        shards: dict[bytes, Shard] = {}
+        for number, (part, _, _, _, endpoint) in enumerate(told):
+            if number == 0 or (part not in shards and endpoint):
+                shards[part] = Shard("" if number == 0 else endpoint, part)
+        if missing := [number for number, one in enumerate(told) if one[0] not in shards]:
+            raise SiteError(f"rank {missing[0]} has no server; give its publisher an endpoint, or to an averager")
+        return Agreed(
+            told[0][1],
+            max(one[2] for one in told),
+            any(one[3] for one in told),
+            tuple(shards.values()),
+        )
+
+
+logger = logging.getLogger("averaging.rl.synchronizer")
+
+MAX_FOLLOWERS, MAX_FOLLOWERS_PER_HOST, MAX_FOLLOWERS_PER_CONNECTION = 4096, 512, 64
+"""Followers of one publisher at once."""
+
+FAN_OUT, FAN_OUT_OF_DIFFERENCES = 1, 4
+"""Followers that get a version from one other follower. In a chain, each link carries a whole version once. For a
+difference, which is short, the number of followers that it passes through counts."""
+
+MAX_FAILED = 64
+"""Endpoints that a request may name as failed."""
+
+
+class WeightPublisher:
+    """Publishes versions of a model's weights, which `Follower` and `averaging follow` receive.
+
+    ```python
+    services = [WeightPublisher(model)]
+    optimizer = DecentralizedAverager(adamw, model=model, run_id="demo", strategy=…, services=services)
+    ```
+
+    With an averager, the weights are published at the start, and after each round or global step if they have changed,
+    also if no other peer took part. The version is the global step, or the local step if the strategy has no global
+    steps. Of a schedule-free optimizer the evaluation weights are published. The training thread copies the weights;
+    their digests are computed in another thread. If training is faster than that, versions are left out.
+
+    Elsewhere, call `commit`:
+
+    ```python
+    publisher = WeightPublisher()
+    async with RpcServer("127.0.0.1:4300", [publisher]):
+        await publisher.commit(model.state_dict(), version=1)
+    ```
+
+    The publisher sends each version to `copies` followers. The others get it from those. It keeps the newest version
+    and `bases` earlier ones, and a follower that has one of them gets differences only. Each takes the memory of the
+    tensors that changed.
+
+    Args:
+        model: Its state dict is published if `commit` gets none. Names are published without the prefixes of wrappers,
+            such as `_orig_mod.` of `torch.compile` and `module.` of DistributedDataParallel.
+        run_id: Only followers of this run are served; None for the run of the averager, or for all followers.
+        dtype: Floating-point tensors are published in this dtype. In `torch.bfloat16` a version is half as long, and a
+            difference a tenth of one in float32.
+        bases: Earlier versions that are kept.
+        max_bytes: Earlier versions are dropped while all versions together take more memory than this.
+        copies: Followers that get a version from here. Failures of followers can add to it.
+        fan_out: Followers that get a version from one other follower. If None, 1 for whole versions and 4 for
+            differences.
+        process_group: If `fully_shard` divides the model, the group of its ranks. Each rank then publishes what it
+            holds, and `commit_now` is called by all of them at the same time. Followers join the publisher of rank 0,
+            which names the others.
+        endpoint: With `process_group` and without an averager, `host:port` of the server of this rank's publisher.
+
+    Raises:
+        ConfigError: An argument is invalid.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None = None,
+        *,
+        run_id: str | None = None,
+        dtype: torch.dtype | None = None,
+        bases: int = 2,
+        max_bytes: int | None = None,
+        copies: int = 2,
+        fan_out: int | None = None,
+        process_group: Any = None,
+        endpoint: str = "",
+    ) -> None:
+        if dtype is not None and not dtype.is_floating_point:
+            raise ConfigError(f"dtype must be a floating-point dtype, not {dtype}")
+        for name, value, least in (
+            ("bases", bases, 0),
+            ("copies", copies, 1),
+            ("fan_out", 1 if fan_out is None else fan_out, 1),
+        ):
+            if not is_count(value) or value < least:
+                raise ConfigError(f"{name} must be a whole number, at least {least}, not {value!r}")
+        self._model, self._run_id, self._dtype = model, run_id, dtype
+        self._copies, self._fan_out = copies, fan_out
+        self._store = Store(bases, max_bytes)
+        self._places = Places("followers", MAX_FOLLOWERS, MAX_FOLLOWERS_PER_HOST, MAX_FOLLOWERS_PER_CONNECTION)
+        self._committing = threading.Lock()
+        self._followers: dict[bytes, str] = {}  # endpoints of those that follow now
+        self._trees: dict[bytes, Tree] = {}  # by the digest of the version
+        self._background = _Background(self._seal)
+        self._ranks = None if process_group is None else Ranks(process_group, endpoint)
+
+    @property
+    def of_each_shard(self) -> bool:
+        """Whether the averager of each shard serves it, and not only that of rank 0."""
+        return self._ranks is not None
+
+    @property
+    def version(self) -> int | None:
+        """The newest published version; None before the first."""
+        newest = self._store.newest
+        return None if newest is None else newest.manifest.version
+
+    @property
+    def digest(self) -> bytes | None:
+        """The digest of the newest published version: SHA-256 of the names, dtypes, shapes and bytes of its tensors."""
+        newest = self._store.newest
+        return None if newest is None else newest.manifest.digest
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of weights sent to followers so far."""
+        return self._store.sent
+
+    @property
+    def followers(self) -> int:
+        """Number of followers that are connected."""
+        return len(self._followers)
+
+    async def commit(self, state: Mapping[str, torch.Tensor] | None = None, version: int | None = None) -> int:
+        """Publishes weights. The tensors must not change until it returns.
+
+        Args:
+            state: Tensors by name; the model's state dict if None. Values that are no tensors are left out.
+            version: Its number, above that of the version before; the next one if None.
+
+        Returns:
+            The version.
+
+        Raises:
+            ConfigError: `version` is not above the newest one, unless the weights are the same too. There are neither a
+                state nor a model.
+            TensorError: A tensor cannot be published, or differs in dtype or shape from the version before.
+        """
+        return await in_thread(lambda: self.commit_now(state, version))
+
+    def commit_now(self, state: Mapping[str, torch.Tensor] | None = None, version: int | None = None) -> int:
+        """Does the same as `commit`, from any thread; it takes about 1.5 s for each GiB."""
+        return self._seal(self._copy(state), version)
+
+    def averaged(self, averager: DecentralizedAverager) -> None:
+        """Called by the averager that serves this publisher, see `StateService`."""
+        if self._model is None:
+            raise ConfigError("give the model to the publisher: services=[WeightPublisher(model)]")
+        self._run_id = self._run_id or averager.run_id
+        step = averager.local_step if averager.global_step is None else averager.global_step
+        if self._ranks is not None:
+            self._ranks.endpoint = averager.own_endpoint
+        with averager.evaluation_weights():
+            copied = self._copy(None)
+        if self._ranks is None:
+            self._background.do(copied, step)
+        else:  # in step with the other ranks
+            self._seal(copied, step, at_least=True)
+
+    def rpc_handlers(self) -> Iterable[RpcHandler]:
+        """See `RpcService`."""
+        return [FOLLOW.streams(self._follow), FETCH.streams(self._fetch)]
+
+    def _copy(self, state: Mapping[str, torch.Tensor] | None) -> StateCopy:
+        if state is None:
+            if self._model is None:
+                raise ConfigError("there is nothing to publish; give a state dict, or a model to the publisher")
+            state = self._model.state_dict()
+        state = plain_state(state)
+        if self._ranks is not None and not self._ranks.leads:  # tensors that are not divided are those of rank 0
+            state = {name: tensor for name, tensor in state.items() if is_divided(tensor)}
+        return copy_state(state, self._dtype)
+
+    def _seal(self, copy: StateCopy, version: int | None, *, at_least: bool = False) -> int:
+        """Publishes a copy. With `at_least`, the version is raised above the newest one if the weights have changed."""
+        with self._committing:
+            newest = self._store.newest
+            last = -1 if newest is None else newest.manifest.version
+            version = last + 1 if version is None else version
+            if not is_count(version):
+                raise ConfigError(f"version must be a whole number, not {version!r}")
+            if newest is not None:
+                _check_same_layout(newest, copy)
+            snapshot = seal(copy, version, newest)
+            if self._ranks is not None:
+                return self._publish_part(self._ranks, snapshot, last, at_least=at_least)
+            if newest is not None and version <= last:
+                if snapshot.manifest.digest == newest.manifest.digest and (at_least or version == last):
+                    return last
+                if not at_least:
+                    raise ConfigError(
+                        f"version {version} is not above {last}, which is published; versions never go back"
+                    )
+                snapshot = snapshot.under(last + 1)
+            self._store.add(snapshot)
+        version = snapshot.manifest.version
+        logger.info("published version %d, digest %s", version, snapshot.manifest.digest.hex()[:8])
+        return version
+
+    def _publish_part(self, ranks: Ranks, snapshot: Snapshot, last: int, *, at_least: bool) -> int:
+        """Publishes this rank's part of a version, as all ranks have agreed."""
+        newest = self._store.newest
+        changed = newest is None or snapshot.manifest.digest != newest.manifest.digest
+        agreed = ranks.agree(snapshot.manifest.digest, snapshot.manifest.version, last, changed=changed)
+        if not agreed.changed and (at_least or agreed.version <= agreed.last):
+            return last
+        version = agreed.version
+        if version <= agreed.last:
+            if not at_least:
+                raise ConfigError(f"version {version} is not above {agreed.last}, which is published at some rank")
+            version = agreed.last + 1
+        manifest = replace(snapshot.manifest, version=version, shards=agreed.shards if ranks.leads else ())
+        self._store.add(Snapshot(manifest, snapshot.buffers))
+        logger.info("published a part of version %d, digest %s", version, manifest.digest.hex()[:8])
+        return version
+
+    def _check_run(self, run_id: str) -> None:
+        if self._run_id and run_id and run_id != self._run_id:
+            reason = f"the publisher belongs to run {self._run_id!r}, not to {run_id[:64]!r}; give both the same run id"
+            raise WrongRunError("the publisher", reason)
+
+    async def _follow(self, request: WeightsFollowRequest) -> AsyncGenerator[WeightsVersion, None]:
+        self._check_run(request.run_id)
+        name = request.follower
+        if name in self._followers:
+            raise BusyError("a follower of this name is here; try again later")
+        place = Place(rpc_caller(), lose=self._store.changes.happened)
+        self._places.enter(place, now=0.0)
+        self._followers[name] = request.endpoint if _can_be_called(request.endpoint) else ""
+        try:
+            told = self._store.newest
+            yield NOTHING_YET if told is None else version_message(told.manifest)
+            while True:
+                told = await self._newer_than(told, place)
+                yield version_message(told.manifest)
+        finally:
+            self._places.leave(place)
+            del self._followers[name]
+            for tree in self._trees.values():
+                tree.leave(name)
+
+    async def _newer_than(self, told: Snapshot | None, place: Place) -> Snapshot:
+        newest = None
+        while newest is None or newest is told:
+            await self._store.changes.wait(lambda: place.lost or self._store.newest is not told)
+            if place.lost:
+                raise BusyError("your host has the most followers, and another one needs a place; try again later")
+            newest = self._store.newest
+        return newest
+
+    async def _fetch(self, request: WeightsFetchRequest) -> AsyncGenerator[WeightsReply, None]:
+        self._check_run(request.run_id)
+        source = self._source_for(request)
+        if source:
+            yield WeightsReply(source=source)
+            return
+        async with aclosing(self._store.send(request)) as replies:
+            async for reply in replies:
+                yield reply
+
+    def _source_for(self, request: WeightsFetchRequest) -> str:
+        """The endpoint of the follower from which the caller gets the version; empty if from here."""
+        digest = request.digest
+        if not self._store.holds(digest):
+            raise StateError(f"no version with the digest {digest.hex()[:8]} is kept here; ask for the newest one")
+        self._trees = {known: tree for known, tree in self._trees.items() if self._store.holds(known)}
+        tree = self._trees.setdefault(digest, Tree(self._copies))
+        failed = set(request.failed[:MAX_FAILED])
+        able = {
+            name: endpoint
+            for name, endpoint in self._followers.items()
+            if endpoint and (request.local or not is_loopback(parse_address(endpoint)[0]))
+        }
+        names = {name for name, endpoint in self._followers.items() if endpoint in failed}
+        if request.follower not in self._followers:  # it follows no versions and hands on nothing
+            return ""
+        usual = FAN_OUT_OF_DIFFERENCES if self._store.holds(request.base) else FAN_OUT
+        chosen = tree.source_of(request.follower, able, names, self._fan_out or usual)
+        return "" if chosen == PUBLISHER else able[chosen]
+
+
+def _check_same_layout(newest: Snapshot, copy: StateCopy) -> None:
+    difference = first_difference(newest.manifest.layout.tensors, copy.specs)
+    if difference is not None:
+        last = newest.manifest.version
+        difference = difference.replace(" here", f" in version {last}").replace(" there", " now")
+        raise TensorError(f"the weights differ from the last version: {difference}; use a new publisher")
+
+
+def _can_be_called(endpoint: str) -> bool:
+    return bool(endpoint) and is_endpoint(endpoint) and not endpoint.startswith(CLIENT_PREFIX)
+
+
+class _Publish(Protocol):
+    def __call__(self, copy: StateCopy, version: int | None, *, at_least: bool) -> int: ...
+
+
+class _Background:
+    """Publishes copies in a thread that exists while there is one. A newer copy replaces one that still waits."""
+
+    def __init__(self, publish: _Publish) -> None:
+        self._publish = publish
+        self._lock = threading.Lock()
+        self._next: tuple[StateCopy, int] | None = None
+        self._running = False
+
+    def do(self, copy: StateCopy, version: int) -> None:
+        """Publishes a copy under this version or a higher one, soon."""
+        with self._lock:
+            self._next = copy, version
+            start, self._running = not self._running, True
+        if start:
+            threading.Thread(target=self._run, name="the publisher of weights", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if self._next is None:
+                    self._running = False
+                    return
+                (copy, version), self._next = self._next, None
+            try:
+                self._publish(copy, version, at_least=True)
+            except AveragingError as error:
+                logger.error("the weights of step %d were not published: %s", version, error)
+            del copy

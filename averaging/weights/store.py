@@ -1,0 +1,260 @@
+"""The versions that this process holds, and how their pieces are sent to others."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from itertools import islice
+from typing import cast
+
+from averaging.errors import BusyError, StateError
+from averaging.rpc import rpc_caller
+from averaging.tensors import in_thread
+from averaging.weights.differences import Coding, encode
+from averaging.weights.layout import Layout, indices_of
+from averaging.weights.places import Place, Places
+from averaging.weights.snapshot import Incoming, Snapshot
+from averaging.wire.weights_pb2 import WeightsFetchRequest, WeightsPiece, WeightsReply
+
+BATCH_BYTES = 4 << 20
+"""Bytes of the pieces that are encoded at once in a thread."""
+
+MESSAGE_BYTES = 1 << 20
+"""Pieces are sent together up to this size."""
+
+WAITING_SECONDS = 1.0
+"""A caller that waits for pieces that are still on their way here gets an empty message after this time."""
+
+MAX_SENDING, MAX_SENDING_PER_HOST, MAX_SENDING_PER_CONNECTION = 64, 48, 8
+"""Calls that are served at once; a follower makes up to four, each on a connection of its own."""
+
+UNREAD_SECONDS = 5.0
+"""A caller that does not read a message within this time gives way to others."""
+
+Encoded = tuple[Coding, bytes]
+
+
+class Changes:
+    """Wakes coroutines in any event loops when something has changed, from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: set[Callable[[], object]] = set()
+
+    def happened(self) -> None:
+        """Wakes all that wait."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, set()
+        for wake in waiting:
+            try:
+                wake()
+            except RuntimeError:  # its event loop is closed
+                continue
+
+    async def wait(self, condition: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Waits until `condition` is true, and returns whether it is. It is called in this event loop."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(timeout):
+                while True:
+                    woken = asyncio.Event()
+
+                    def wake(woken: asyncio.Event = woken) -> None:
+                        loop.call_soon_threadsafe(woken.set)
+
+                    with self._lock:
+                        self._waiting.add(wake)
+                    try:
+                        if condition():  # only now, so that no change is missed
+                            return True
+                        await woken.wait()
+                    finally:
+                        with self._lock:
+                            self._waiting.discard(wake)
+        except TimeoutError:
+            return condition()
+
+
+class Store:
+    """The newest version, some earlier ones as bases of differences, and the one that is being received.
+
+    Versions are added from any thread. They are sent in one event loop.
+
+    Args:
+        bases: number of versions before the newest one that are kept.
+        max_bytes: earlier versions are dropped if all together have more; None for no limit.
+        changes: shared with other stores; None for its own.
+
+    Attributes:
+        changes: happen when a version is added, and when pieces have arrived.
+        sent: bytes of encoded pieces sent so far.
+    """
+
+    def __init__(self, bases: int, max_bytes: int | None = None, changes: Changes | None = None) -> None:
+        self._bases, self._max_bytes = bases, max_bytes
+        self._kept: tuple[Snapshot, ...] = ()  # newest first; replaced, never changed
+        self._incoming: Incoming | None = None
+        self._encoded: dict[tuple[bytes, bytes], dict[int, Encoded]] = {}
+        self._encoding = asyncio.Lock()
+        self._places = Places("calls for weights", MAX_SENDING, MAX_SENDING_PER_HOST, MAX_SENDING_PER_CONNECTION)
+        self.changes = changes or Changes()
+        self.sent = 0
+
+    @property
+    def newest(self) -> Snapshot | None:
+        """The newest complete version."""
+        return next(iter(self._kept), None)
+
+    def holds(self, digest: bytes) -> bool:
+        """Whether a version is here, completely or in part."""
+        return self._find(digest) is not None
+
+    def complete(self, digest: bytes) -> Snapshot | None:
+        """The complete version with that digest, if it is here."""
+        return next((snapshot for snapshot in self._kept if snapshot.manifest.digest == digest), None)
+
+    def add(self, snapshot: Snapshot) -> None:
+        """Makes a version the newest one."""
+        kept, total = [snapshot], snapshot.manifest.layout.nbytes
+        for earlier in self._kept[: self._bases]:
+            total += _own_bytes(earlier, kept[-1])
+            if self._max_bytes is not None and total > self._max_bytes:
+                break
+            kept.append(earlier)
+        self._kept = tuple(kept)
+        self.changes.happened()
+
+    def arrange(self, layout: Layout) -> None:
+        """Brings the tensors of all versions into the order of a layout, so that differences to them are possible."""
+        self._kept = tuple(snapshot.arranged(layout) for snapshot in self._kept)
+
+    def receiving(self, incoming: Incoming | None) -> None:
+        """Sets the version that is being received, so that its pieces are handed on as they arrive."""
+        self._incoming = incoming
+        self.changes.happened()
+
+    async def send(self, request: WeightsFetchRequest) -> AsyncGenerator[WeightsReply, None]:
+        """Sends the requested pieces, those that are not here yet as soon as they arrive.
+
+        Raises:
+            BusyError: too many callers are served, or another one got the place because this one does not read.
+            StateError: this process has no such version, or has given up receiving it.
+            ProtocolViolationError: the request is malformed.
+        """
+        source = self._find(request.digest)
+        if source is None:
+            raise StateError(f"no version with the digest {request.digest.hex()[:8]} is here; ask for the newest one")
+        indices = indices_of(((each.first, each.count) for each in request.pieces), source.manifest.layout.count)
+        base = next((each for each in self._kept if each.manifest.digest == request.base), None)
+        if base is not None and base.manifest.layout != source.manifest.layout:
+            base = None
+        clock = asyncio.get_running_loop().time
+        place = Place(rpc_caller())
+        self._places.enter(place, clock())
+        try:
+            done = 0
+            while done < len(indices):
+                batch = _available(source, indices, done)
+                replies = [WeightsReply()]
+                if batch:
+                    replies = _grouped(batch, await self._encode(source, base, request.base, batch))
+                elif source is not self._incoming:
+                    raise StateError("the version that was being received here has been given up; ask another source")
+                elif await self._await_piece(source, indices[done]):
+                    continue
+                for reply in replies:
+                    self.sent += sum(len(piece.data) for piece in reply.pieces)
+                    place.due = clock() + UNREAD_SECONDS
+                    yield reply
+                    place.due = math.inf
+                    if place.lost:
+                        raise BusyError("other callers get weights here, because you read too slowly; ask again")
+                done += len(batch)
+        finally:
+            self._places.leave(place)
+
+    def _find(self, digest: bytes) -> Snapshot | Incoming | None:
+        for snapshot in self._kept:
+            if snapshot.manifest.digest == digest:
+                return snapshot
+        incoming = self._incoming
+        return incoming if incoming is not None and incoming.manifest.digest == digest else None
+
+    async def _await_piece(self, source: Snapshot | Incoming, index: int) -> bool:
+        """Waits for a piece, or until it will not come. Returns False after `WAITING_SECONDS`."""
+        return await self.changes.wait(
+            lambda: source is not self._incoming or _is_there(source, index), WAITING_SECONDS
+        )
+
+    async def _encode(
+        self, source: Snapshot | Incoming, base: Snapshot | None, named: bytes, batch: Sequence[int]
+    ) -> list[Encoded]:
+        if base is None:
+            return [(Coding.RAW, source.piece(index).tobytes()) for index in batch]
+        digest = source.manifest.digest
+        async with self._encoding:  # so that two callers do not encode the same
+            known = self._encoded.get((named, digest))
+            if known is None:
+                newest = self.newest
+                current = {digest, newest.manifest.digest if newest else b""}
+                self._encoded = {pair: pieces for pair, pieces in self._encoded.items() if pair[1] in current}
+                known = self._encoded.setdefault((named, digest), {})
+            todo = [index for index in batch if index not in known]
+            if isinstance(source, Incoming):
+                known.update((index, got) for index in todo if (got := source.encoded(index, named)) is not None)
+                todo = [index for index in todo if index not in known]
+            if todo:
+                known.update(await in_thread(lambda: _differences(source, base, todo)))
+            return [_or_raw(known[index], source, index) for index in batch]
+
+
+def _own_bytes(earlier: Snapshot, later: Snapshot) -> int:
+    """Bytes of a version that it does not share with the next one."""
+    shared = {id(buffer) for buffer in later.buffers}
+    return sum(len(buffer) for buffer in earlier.buffers if id(buffer) not in shared)
+
+
+def _is_there(source: Snapshot | Incoming, index: int) -> bool:
+    return isinstance(source, Snapshot) or source.has(index)
+
+
+def _available(source: Snapshot | Incoming, indices: Sequence[int], place: int) -> list[int]:
+    """The next indices whose pieces are there, up to `BATCH_BYTES`."""
+    most = max(1, BATCH_BYTES // source.manifest.layout.piece_bytes)
+    batch: list[int] = []
+    for index in islice(indices, place, place + most):
+        if not _is_there(source, index):
+            break
+        batch.append(index)
+    return batch
+
+
+def _differences(source: Snapshot | Incoming, base: Snapshot, todo: Sequence[int]) -> dict[int, Encoded]:
+    """Encodes pieces. Those that are sent as they are get no bytes, since they are here anyway."""
+    layout, found = source.manifest.layout, {}
+    for index in todo:
+        itemsize = layout.tensors[layout.pieces[index].tensor].itemsize
+        coding, data = encode(source.piece(index), base.piece(index), itemsize)
+        found[index] = (coding, b"" if coding is Coding.RAW else data)
+    return found
+
+
+def _or_raw(encoded: Encoded, source: Snapshot | Incoming, index: int) -> Encoded:
+    return encoded if encoded[0] is not Coding.RAW else (Coding.RAW, source.piece(index).tobytes())
+
+
+def _grouped(batch: Iterable[int], encoded: Iterable[Encoded]) -> list[WeightsReply]:
+    """Messages of about `MESSAGE_BYTES`."""
+    replies: list[WeightsReply] = []
+    size = 0
+    for index, (coding, data) in zip(batch, encoded, strict=True):
+        if not replies or size + len(data) > MESSAGE_BYTES:
+            replies.append(WeightsReply())
+            size = 0
+        replies[-1].pieces.append(
+            WeightsPiece(index=index, coding=cast("WeightsPiece.Coding.ValueType", coding.value), data=data)
+        )
+        size += len(data)
+    return replies
